@@ -1,0 +1,1 @@
+"""The experiments of the TokenMixup paper: configuration, data, models, training and reports."""

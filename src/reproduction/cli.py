@@ -1,0 +1,193 @@
+"""The only module that knows Hydra: from a command line to checked settings, errors in one line."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from reproduction.config import CONF_DIR
+from reproduction.errors import RunFailed, UserError
+
+Settings = TypeVar("Settings")
+AUGMENTATIONS = ("mixup", "cutmix", "htm", "vtm")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """One point of a command line: plain values and what was chosen to get them."""
+
+    raw: dict[str, Any]
+    overrides: dict[str, str]  # key or group -> as typed
+    experiment: str | None
+
+
+def run(
+    config_name: str,
+    resolve: Callable[[Composed], Settings],
+    check_all: Callable[[list[Settings]], None],
+    main: Callable[[Settings], None],
+) -> NoReturn:
+    """Checks every point of the command line, then runs `main` on each in Hydra's launcher.
+
+    Ends with status 0, 2 for what the user typed wrong, 130 for an interruption, 1 for a failure.
+    """
+
+    def job(_: DictConfig) -> None:
+        overrides = list(HydraConfig.get().overrides.task)
+        main(resolve(compose(config_name, overrides)))
+
+    try:
+        points = _points(sys.argv[1:])
+        if points is not None:
+            check_all([resolve(compose(config_name, point)) for point in points])
+        _register_resolvers()
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
+        hydra.main(config_path=str(CONF_DIR), config_name=config_name, version_base="1.3")(job)()
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        _exit(2, one_line(error))
+    except RunFailed as error:
+        _exit(1, str(error))
+    except KeyboardInterrupt as interrupt:
+        _exit(130, str(interrupt) or "interrupted")
+    sys.exit(0)
+
+
+def compose(config_name: str, overrides: list[str]) -> Composed:
+    """Composes one point; UserError for settings of an augmentation outside the stack."""
+    _register_resolvers()
+    with _own_hydra():
+        try:
+            config = hydra.compose(config_name, overrides=overrides)
+        except ValueError as error:  # Hydra's own checks of odd overrides
+            raise UserError(f"{' '.join(overrides)}: {error}") from error
+        defaults = (
+            GlobalHydra.instance()
+            .config_loader()
+            .compute_defaults_list(
+                config_name=config_name, overrides=overrides, run_mode=RunMode.RUN
+            )
+        )
+    chosen = [default.config_path or "" for default in defaults.defaults]
+    raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(raw, dict)
+    values: dict[str, Any] = {str(key): value for key, value in raw.items()}
+    values["devices"] = _devices(values.get("devices"))
+    values["augmentation"] = _stack(values.get("augmentation"), chosen)
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    experiments = [path.partition("/")[2] for path in chosen if path.startswith("experiment/")]
+    return Composed(
+        raw=values,
+        overrides={o.key_or_group: str(o.input_line) for o in parsed},
+        experiment=experiments[-1] if experiments else None,
+    )
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra for composing alone, also inside a job, where Hydra's own one is in use."""
+    in_use = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = in_use
+
+
+def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
+    """Settings of the chosen augmentations; refuses those of one that the stack does not name."""
+    settings = settings or {}
+    stack = [path.partition("/")[2] for path in chosen if path.startswith("augmentation/")]
+    for name in AUGMENTATIONS:
+        if name in settings and name not in stack:
+            raise UserError(
+                f"augmentation.{name}={settings[name]}: the stack augmentation=[{','.join(stack)}] "
+                f"does not name {name}"
+            )
+    return settings
+
+
+def _devices(devices: Any) -> Any:
+    """Under torchrun the number of its ranks, which `devices` may repeat but not contradict."""
+    ranks = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if ranks is None:
+        return devices
+    if devices not in (1, int(ranks)):
+        raise UserError(f"devices={devices}: torchrun has started {ranks} ranks, leave devices out")
+    return int(ranks)
+
+
+def _points(argv: list[str]) -> list[list[str]] | None:
+    """The overrides of every point; None where nothing runs or only Hydra knows the points."""
+    parser = get_args_parser()
+    setattr(parser, "error", _refuse_option)  # argparse would print its usage as well
+    args = parser.parse_args(argv)
+    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        return None
+    if args.multirun and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            "--multirun: start sweeps as python train.py -m devices=N, without torchrun"
+        )
+    parsed = OverridesParser.create().parse_overrides(args.overrides)
+    if not args.multirun:
+        return [args.overrides]
+    if any(o.key_or_group == "hydra/sweeper" for o in parsed):
+        return None  # each job is checked when the sweeper draws it
+    return [list(point) for point in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]]
+
+
+def _refuse_option(message: str) -> NoReturn:
+    raise UserError(f"{message}; see --help")
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, in one line that names the key, the value and what is allowed."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.partition("/")
+        return f"{group}={option}: there is no such option, allowed: {_options(group)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read as key=value: {str(error).splitlines()[0]}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        parent, _, key = cause.full_key.rpartition(".")
+        if parent == "augmentation" and key in AUGMENTATIONS:
+            return f"{cause.full_key}: the stack does not name {key}, add it to augmentation=[...]"
+        keys = cause.parent_node.keys() if isinstance(cause.parent_node, DictConfig) else []
+        known = ", ".join(str(k) for k in keys if k != "hydra") or "none"
+        return f"{cause.full_key}: unknown key; keys of {parent or 'the configuration'}: {known}"
+    return " ".join(str(error).split())
+
+
+def _options(group: str) -> str:
+    folder = CONF_DIR / group
+    files = sorted(folder.rglob("*.yaml"))
+    return ", ".join(str(file.relative_to(folder).with_suffix("")) for file in files) or "none"
+
+
+def _register_resolvers() -> None:
+    """`${share:n,k}`: a k-th of n, rounded down, for warm-ups that scale with the epochs."""
+    OmegaConf.register_new_resolver("share", _share, replace=True)
+
+
+def _share(n: Any, k: int) -> int:
+    return n // k if isinstance(n, int) else 0  # the schema refuses what is no number
+
+
+def _exit(status: int, line: str) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+    sys.exit(status)

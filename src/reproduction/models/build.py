@@ -1,0 +1,62 @@
+"""From the model's configuration to the model, and what is known about it."""
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from reproduction.config import CCT as CCTConfig
+from reproduction.config import Augmentation
+from reproduction.config import ViT as ViTConfig
+from reproduction.models.cct import CCT
+from reproduction.models.vit import build_vit
+from tokenmixup import TokenMixup, attach
+
+NOT_FOR_THE_MODEL = ("name", "family", "htm_layer", "vtm_layer")
+
+
+def build_model(config: CCTConfig | ViTConfig, num_classes: int) -> nn.Module:
+    """The plain model, without TokenMixup."""
+    settings = dataclasses.asdict(config)
+    for key in NOT_FOR_THE_MODEL:
+        del settings[key]
+    if isinstance(config, CCTConfig):
+        return CCT(num_classes=num_classes, **settings)
+    return build_vit(num_classes=num_classes, **settings)
+
+
+def build_module(
+    config: CCTConfig | ViTConfig, stack: Augmentation, num_classes: int
+) -> TokenMixup:
+    """The model with the HTM and VTM of the stack attached."""
+    model = build_model(config, num_classes)
+    htm, vtm = (dataclasses.asdict(x) if x is not None else None for x in (stack.htm, stack.vtm))
+    return attach(model, num_classes, htm=htm, vtm=vtm)
+
+
+def prefer_composed_attention(model: nn.Module) -> None:
+    """Leaves the fused kernel where it is slower: on a CPU it has no dropout of its own."""
+    for module in model.modules():
+        if hasattr(module, "fused_attn") and module.attn_drop.p > 0:
+            module.fused_attn = False
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def count_macs(model: nn.Module, image_size: int) -> int:
+    """Multiply-accumulates of one image in evaluation: convolutions, linear layers, attention."""
+    was_training = model.training
+    device = next(model.parameters()).device
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
+    model.train(was_training)
+    return counter.get_total_flops() // 2
+
+
+def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] | None:
+    """Mean and standard deviation that a timm model's weights were trained with."""
+    known = getattr(model, "pretrained_cfg", {})
+    return (list(known["mean"]), list(known["std"])) if "mean" in known else None

@@ -1,0 +1,91 @@
+"""Vision transformers of timm's, random, pretrained by name, or from a local file."""
+
+import timm
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from reproduction.errors import UserError
+
+
+def build_vit(
+    *,
+    num_classes: int,
+    architecture: str,
+    image_size: int,
+    patch_size: int,
+    depth: int,
+    global_pool: str,
+    pretrained: str | None,
+    weights: str | None,
+    drop: float,
+    attn_drop: float,
+    drop_path: float,
+) -> nn.Module:
+    """timm's `architecture` with the tag `pretrained`, or with the parameters in `weights`.
+
+    A file of timm's names (safetensors or a plain state dict) is taken whole, but for a head of
+    another number of classes. Raises UserError for an unknown name or tag, a failed download, and
+    a file or a size that does not fit.
+    """
+    if architecture not in timm.list_models():
+        raise UserError(f"model.architecture={architecture}: timm has no such model")
+    tags = timm.list_pretrained(f"{architecture}.*")
+    name = architecture if pretrained is None else f"{architecture}.{pretrained}"
+    if pretrained is not None and name not in tags:
+        known = ", ".join(tag.partition(".")[2] for tag in tags) or "none"
+        raise UserError(f"model.pretrained={pretrained}: timm's tags of {architecture} are {known}")
+    try:
+        model = timm.create_model(
+            name,
+            pretrained=pretrained is not None,
+            num_classes=num_classes,
+            img_size=image_size,
+            global_pool=global_pool,
+            drop_rate=drop,
+            attn_drop_rate=attn_drop,
+            drop_path_rate=drop_path,
+        )
+    except (OSError, RuntimeError) as error:  # the hub's errors are OSErrors
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"model.pretrained={pretrained}: the weights could not be loaded ({reason}); "
+            "give a local file as model.weights instead"
+        ) from error
+    _check_sizes(model, architecture, depth, patch_size)
+    if weights is not None:
+        _load_weights(model, weights)
+    return model
+
+
+def _check_sizes(model: nn.Module, architecture: str, depth: int, patch_size: int) -> None:
+    blocks, patch = getattr(model, "blocks", ()), getattr(model, "patch_embed", None)
+    built_patch = patch.patch_size[0] if hasattr(patch, "patch_size") else None
+    if len(blocks) != depth:
+        raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
+    if built_patch != patch_size:
+        raise UserError(f"model.patch_size={patch_size}: {architecture} has {built_patch}")
+
+
+def _load_weights(model: nn.Module, path: str) -> None:
+    try:
+        if path.endswith(".safetensors"):
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # each reader has errors of its own
+        raise UserError(
+            f"model.weights={path}: not readable: {str(error).splitlines()[0]}"
+        ) from error
+    wanted = model.state_dict()
+    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise UserError(f"model.weights={path}: must hold a plain state dict")
+    for key in ("head.weight", "head.bias"):  # another number of classes: keep the new head
+        if key in state and state[key].shape != wanted[key].shape:
+            state[key] = wanted[key]
+    odd = sorted(set(state) ^ set(wanted)) or [
+        key for key in wanted if state[key].shape != wanted[key].shape
+    ]
+    if odd:
+        raise UserError(f"model.weights={path}: {len(odd)} parameters do not fit, e.g. {odd[0]}")
+    model.load_state_dict(state)

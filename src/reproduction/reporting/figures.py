@@ -1,0 +1,79 @@
+"""Curves of one run, drawn from its metrics.jsonl."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+# Okabe and Ito's colour-blind safe palette
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#999999"
+
+Line = dict[str, Any]
+
+
+@contextmanager
+def figure(path: Path, *sizes: Any, **settings: Any) -> Iterator[Any]:
+    """Axes to draw on; saved to `path` when the context ends."""
+    style = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    with matplotlib.rc_context(style):
+        fig, axes = plt.subplots(*sizes, layout="constrained", **settings)
+        try:
+            yield axes
+            fig.savefig(path, dpi=150)
+        finally:
+            plt.close(fig)
+
+
+def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
+    """Mixed samples per batch over training, the shape of the paper's Figure 4."""
+    x = [line["step"] for line in steps]
+    with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (samples, tokens):
+        _scatter_with_mean(samples, x, [line["mixed_samples"] for line in steps], BLUE)
+        samples.set_ylabel(f"mixed samples\nof {batch_size} in a batch")
+        samples.set_ylim(0, batch_size * 1.03)
+        _scatter_with_mean(tokens, x, [line["mixed_tokens"] for line in steps], ORANGE)
+        tokens.set_ylabel("replaced tokens\nper mixed sample")
+        tokens.set_ylim(bottom=0)
+        tokens.set_xlabel("training batch")
+
+
+def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
+    """Training loss and held-out loss, and held-out accuracy."""
+    per_epoch = len(steps) / len(epochs)
+    x = [line["step"] / per_epoch for line in steps]
+    epoch = [line["epoch"] for line in epochs]
+    with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
+        accuracy.plot(epoch, [line["top1"] for line in epochs], color=GREEN, marker=".")
+        best = max(epochs, key=lambda line: line["top1"])
+        accuracy.annotate(
+            f"best {best['top1']:.2f} %",
+            (best["epoch"], best["top1"]),
+            xytext=(0, -14),
+            textcoords="offset points",
+            ha="center",
+        )
+        accuracy.set_ylabel("held-out top-1 [%]")
+        _scatter_with_mean(loss, x, [line["loss"] for line in steps], BLUE, "training")
+        loss.plot(epoch, [line["eval_loss"] for line in epochs], color=GREEN, label="held out")
+        loss.set_ylabel("loss [nats]")
+        loss.set_ylim(bottom=0)
+        loss.set_xlabel("epoch")
+        loss.legend(frameon=False)
+
+
+def _scatter_with_mean(
+    axes: Axes, x: list[float], y: list[float], color: str, label: str | None = None
+) -> None:
+    """Every batch as a faint dot and their running mean as a line."""
+    window = max(1, len(y) // 50)
+    kernel = np.ones(window)
+    weight = np.convolve(np.ones(len(y)), kernel, mode="same")
+    axes.plot(x, y, ".", color=color, alpha=0.25, markersize=3, markeredgewidth=0)
+    axes.plot(x, np.convolve(y, kernel, mode="same") / weight, color=color, label=label)

@@ -1,0 +1,86 @@
+"""Mixed pairs of a trained run: receiver, donor, what was replaced, and the labels.
+
+Letters: b batch, g tokens along a side, h w image.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from reproduction.config import Config
+from reproduction.data.build import build_evaluation_transform
+from reproduction.data.sources import Source, load_source
+from reproduction.models.build import build_module
+from reproduction.reporting.figures import ORANGE, figure
+from tokenmixup import HorizontalMix, Output
+
+CANDIDATES = 64  # training images that the pairs are chosen among
+PAIRS = 4
+
+
+def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
+    """Draws the pairs with the most replaced tokens; False if the run mixes none."""
+    if config.augmentation.htm is None:
+        return False
+    source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
+    images, targets = _some_images(config, source)
+    mix = _mix(config, source, last_checkpoint, images, targets)
+    chosen = mix.mask.sum(dim=1).argsort(descending=True, stable=True)[:PAIRS].tolist()
+    chosen = [i for i in chosen if mix.mask[i].any()]
+    if not chosen:
+        return False
+    pictures = _displayable(images, config)
+    with figure(path, len(chosen), 3, figsize=(7, 2.5 * len(chosen)), squeeze=False) as axes:
+        for row, i in zip(axes, chosen, strict=True):
+            j = int(mix.donor[i])
+            replaced = _mask_over_image(mix.mask[i], pictures.shape[-3])
+            mixed = np.where(replaced[..., None], pictures[j], pictures[i])
+            own, other = source.classes[targets[i]], source.classes[targets[j]]
+            keep = float(mix.keep_ratio[i])
+            after = f"{own} {keep:.0%} + {other} {1 - keep:.0%}" if own != other else own
+            row[0].set_title(f"receiver: {own}")
+            row[1].set_title(f"donor: {other}")
+            row[2].set_title(f"{int(mix.mask[i].sum())} tokens replaced: {after}")
+            for ax, picture in zip(row, (pictures[i], pictures[j], mixed), strict=True):
+                ax.imshow(picture)
+                ax.set_axis_off()
+            row[2].contour(replaced, levels=[0.5], colors=ORANGE, linewidths=1)
+    return True
+
+
+def _some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:
+    """Training images without augmentation: `b 3 h w` and classes `b`."""
+    transform = build_evaluation_transform(config)
+    order = np.random.default_rng(config.seed).permutation(len(source.train))[:CANDIDATES]
+    items = [source.train[int(index)] for index in order]
+    return default_collate([(transform(image), target) for image, target in items])
+
+
+def _mix(
+    config: Config, source: Source, checkpoint: Path, images: Tensor, targets: Tensor
+) -> HorizontalMix:
+    module = build_module(config.model, config.augmentation, len(source.classes))
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    module.load_state_dict(state["module"])
+    module.model.eval()  # mixes as in training, without dropout
+    with torch.no_grad():
+        output = module(images, F.one_hot(targets, len(source.classes)).float())
+    assert isinstance(output, Output) and output.mix is not None
+    return output.mix
+
+
+def _displayable(images: Tensor, config: Config) -> np.ndarray:
+    """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
+    mean, std = (torch.tensor(x)[:, None, None] for x in (config.dataset.mean, config.dataset.std))
+    return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+
+
+def _mask_over_image(mask: Tensor, size: int) -> np.ndarray:
+    """`(g g)` bool -> `h w` bool."""
+    g = round(len(mask) ** 0.5)
+    grid = mask.reshape(1, 1, g, g).float()
+    return F.interpolate(grid, size=(size, size), mode="nearest")[0, 0].numpy() > 0.5

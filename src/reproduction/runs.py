@@ -1,0 +1,147 @@
+"""The identity of a run and its folder, the contract that all reports read.
+
+config.yaml       resolved configuration
+metrics.jsonl     one line per training batch and one per evaluated epoch
+summary.json      the result and its status: running, finished, interrupted or failed
+checkpoints/      last.pt to go on from, best.safetensors for evaluation
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reproduction.config import Config
+from reproduction.errors import UserError
+
+# What does not change a result does not change a run's identity.
+NOT_IDENTITY = ("name", "output_root", "resume", "device", "logger", "dataset.workers")
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, leaf) of nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def identity(config: dict[str, Any]) -> dict[str, Any]:
+    """The dotted keys that tell one run from another."""
+    return {
+        key: value
+        for key, value in flatten(config)
+        if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
+    }
+
+
+def run_hash(config: Config) -> str:
+    """8 hex digits over the resolved configuration."""
+    text = json.dumps(identity(dataclasses.asdict(config)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def default_name(config: Config, experiment: str | None) -> str:
+    """`<experiment or model-dataset-stack>-s<seed>-<hash>`."""
+    stack = "+".join(config.augmentation.stack) or "plain"
+    head = f"{config.model.name}-{config.dataset.name}-{stack}"
+    if experiment is not None:
+        head = experiment.replace("/", "-")
+    return f"{head}-s{config.seed}-{run_hash(config)}"
+
+
+class RunFolder:
+    """Reads and writes one run folder."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.last_path = self.path / "checkpoints" / "last.pt"
+        self.best_path = self.path / "checkpoints" / "best.safetensors"
+
+    @classmethod
+    def of(cls, config: Config) -> "RunFolder":
+        assert config.name is not None, "the name is resolved with the configuration"
+        return cls(Path(config.output_root, config.name))
+
+    def check(self, config: Config) -> None:
+        """Raises UserError if this folder may not be used for this run."""
+        if not self.path.exists() or os.environ.get("RANK", "0") != "0":
+            return  # the first rank checks, others may find what it has begun
+        if config.resume == "never":
+            raise UserError(
+                f"name={config.name}: {self.path} exists; go on with resume=auto or choose "
+                "another name=..."
+            )
+        ours, theirs = identity(dataclasses.asdict(config)), identity(self.read_config())
+        differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+        if differing:
+            pairs = ", ".join(f"{k}={ours.get(k)} (there {theirs.get(k)})" for k in differing)
+            raise UserError(f"name={config.name}: {self.path} holds a run with other {pairs}")
+
+    def create(self, config: Config) -> None:
+        """Makes the folder and writes the configuration."""
+        self.last_path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+        write_text(self.config_path, text)
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration; UserError if this is no run folder."""
+        try:
+            config = yaml.safe_load(self.config_path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.path} is no run folder: config.yaml: {reason}") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{self.path} is no run folder: config.yaml holds no configuration")
+        return config
+
+    def read_summary(self) -> dict[str, Any]:
+        """The summary as written last; empty before the first."""
+        if not self.summary_path.exists():
+            return {}
+        try:
+            summary = json.loads(self.summary_path.read_text())
+        except ValueError as error:
+            raise UserError(f"{self.summary_path}: not readable: {error}") from error
+        return dict(summary)
+
+    def write_summary(self, **entries: Any) -> dict[str, Any]:
+        """Adds entries to the summary and returns all of it."""
+        summary = self.read_summary() | entries
+        write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
+        return summary
+
+    def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """(step lines, epoch lines) of metrics.jsonl."""
+        if not self.metrics_path.exists():
+            return [], []
+        lines = [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+        return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
+
+    def append_metrics(self, lines: list[dict[str, Any]]) -> None:
+        with self.metrics_path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def metrics_size(self) -> int:
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def trim_metrics(self, size: int) -> None:
+        """Drops what was written after a checkpoint that recorded `size` bytes."""
+        if self.metrics_path.exists():
+            os.truncate(self.metrics_path, size)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

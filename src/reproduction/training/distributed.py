@@ -1,0 +1,103 @@
+"""One process or many: torchrun's ranks, or ranks that we start ourselves."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reproduction.errors import UserError
+
+Settings = TypeVar("Settings")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, on every rank; changes `values`."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has started this process as one of its ranks."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def resolve_device(device: str, devices: int) -> str:
+    """`cpu` or `cuda`; UserError for a GPU that is not there."""
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus > 0 else "cpu"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    if device == "cuda" and gpus == 0:
+        raise UserError("device=cuda: this machine has no CUDA GPU, allowed is cpu or auto")
+    if device == "cuda" and local > gpus:
+        raise UserError(
+            f"devices={devices}: this machine has {gpus} CUDA GPUs, allowed is 1..{gpus}"
+        )
+    return device
+
+
+@contextmanager
+def join_world(device: str) -> Iterator[World]:
+    """Joins the process group that the environment describes, NCCL on CUDA and gloo on a CPU."""
+    if not under_torchrun():
+        yield World(0, 1, torch.device(device))
+        return
+    local_rank = int(os.environ["LOCAL_RANK"])
+    place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), place)
+    finally:
+        dist.destroy_process_group()
+
+
+def launch(function: Callable[[Settings], Result], settings: Settings, devices: int) -> Result:
+    """Runs `function(settings)` here, or on `devices` ranks of torch's elastic launcher.
+
+    Returns rank 0's result. An error of a rank is printed by that rank and raised as RuntimeError.
+    """
+    if devices == 1 or under_torchrun():
+        return function(settings)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=devices,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="spawn",
+    )
+    try:
+        return elastic_launch(config, function)(settings)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RuntimeError(f"rank {rank}: {str(failure.message).splitlines()[-1]}") from None

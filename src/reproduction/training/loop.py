@@ -1,0 +1,230 @@
+"""The training loop: every batch goes through `Trainer._step`."""
+
+import math
+import time
+from itertools import takewhile
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+from reproduction.config import Config
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.mixup import InputMixer, mix_inputs
+from reproduction.runs import RunFolder
+from reproduction.training.checkpoint import load_last, save_last, save_plain
+from reproduction.training.distributed import World
+from reproduction.training.evaluate import Evaluation, autocast, evaluate
+from reproduction.training.loggers import Logger
+from reproduction.training.metrics import BatchMetrics
+from reproduction.training.optim import Schedule, build_optimizer
+from reproduction.training.progress import ProgressDisplay
+from tokenmixup import Output, TokenMixup, training_loss
+
+MEDIAN_EPOCHS = 10
+
+
+class Trainer:
+    """Trains `module` epoch by epoch into a run folder; every rank runs one."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        folder: RunFolder,
+        logger: Logger,
+        *,
+        module: TokenMixup,
+        input_mixer: InputMixer,
+        batches: TrainingBatches,
+        train_loader: DataLoader[Any],
+        eval_loader: DataLoader[Any],
+    ):
+        recipe = config.recipe
+        self.config, self.recipe, self.world = config, recipe, world
+        self.folder, self.logger = folder, logger
+        self.module, self.input_mixer, self.batches = module, input_mixer, batches
+        self.train_loader, self.eval_loader = train_loader, eval_loader
+        self.parallel: nn.Module = module
+        if world.size > 1:
+            devices = [world.device] if world.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(module, device_ids=devices)
+        self.optimizer = build_optimizer(
+            module,
+            name=recipe.optimizer,
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            momentum=recipe.momentum,
+        )
+        self.schedule = Schedule(
+            self.optimizer,
+            epochs=recipe.epochs,
+            batches_per_epoch=len(batches),
+            every_batch=recipe.schedule_step == "batch",
+            min_lr=recipe.min_lr,
+            warmup_lr=recipe.warmup_lr,
+            warmup_epochs=recipe.warmup_epochs,
+            cooldown_epochs=recipe.cooldown_epochs,
+        )
+        uses_scaler = recipe.precision == "float16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_scaler)
+        self.metrics = BatchMetrics(world)
+        self.total_steps = recipe.epochs * len(batches)
+        if recipe.max_steps is not None:
+            self.total_steps = min(self.total_steps, recipe.max_steps)
+        self.step = self.epoch = self.images = 0
+        self.seconds = self.train_seconds = 0.0
+        self.history: list[Evaluation] = []
+
+    def resume(self) -> None:
+        """Goes back to the end of the last epoch that last.pt holds."""
+        state = load_last(self.folder.last_path)
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        for name in ("step", "epoch", "images", "seconds", "train_seconds", "history"):
+            setattr(self, name, state[name])
+        if self.world.is_main:
+            self.folder.trim_metrics(state["metrics_size"])
+
+    def fit(self) -> dict[str, Any]:
+        """Trains to the end and returns what summary.json tells about it."""
+        display = ProgressDisplay(self.total_steps, self.step, self.world.is_main)
+        try:
+            while self.step < self.total_steps:
+                self._train_epoch(display)
+        finally:
+            display.close()
+        return self._result()
+
+    def _train_epoch(self, display: ProgressDisplay) -> None:
+        start = time.perf_counter()
+        _seed_torch(self.config.seed, self.epoch, self.world.rank)
+        self.batches.epoch = self.epoch
+        self.module.train()
+        self.metrics.restart_clock()
+        first = len(self.batches) * self.epoch
+        for images, targets in self.train_loader:
+            batch = self.step - first
+            lr = self.schedule.set(self.epoch, batch)
+            loss, output = self._step(images, targets, self.batches.global_size(batch))
+            self.step += 1
+            self.images += self.batches.global_size(batch)
+            self.metrics.add(self.step, self.epoch + 1, lr, loss, output)
+            display.advance()
+            if self.step % self.recipe.log_every == 0:
+                self._flush()
+            if self.step == self.total_steps:
+                break
+        last_lines = self._flush()
+        self.train_seconds += time.perf_counter() - start
+        self._end_epoch(start, last_lines, display)
+
+    def _step(self, images: Tensor, targets: Tensor, global_size: int) -> tuple[Tensor, Output]:
+        """One batch: mix inputs, forward with TokenMixup, loss, backward, update."""
+        device = self.world.device
+        images = images.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
+        key = (self.config.seed, self.step, self.world.rank)
+        images, soft_targets = mix_inputs(self.input_mixer, images, targets, *key)
+        htm = self.module.htm
+        try:
+            with autocast(device, self.recipe.precision):
+                output = cast(Output, self.parallel(images, soft_targets))
+            loss = training_loss(output, htm.score_loss_weight if htm is not None else 0.0)
+        except FloatingPointError as error:
+            raise RuntimeError(f"step {self.step + 1}: {error}") from error
+        share = len(images) * self.world.size / global_size  # 1 but for uneven shares
+        self.scaler.scale(loss * share).backward()
+        if self.recipe.clip_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.module.parameters(), self.recipe.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss, output
+
+    def _flush(self) -> list[dict[str, Any]]:
+        """Fetches and writes the metrics; RuntimeError at the first loss that is not finite."""
+        lines = self.metrics.fetch()
+        good = list(takewhile(lambda line: math.isfinite(line["loss"]), lines))
+        if self.world.is_main:
+            self.folder.append_metrics(good)
+            for line in good:
+                self.logger.log(line)
+        if len(good) < len(lines):
+            bad = lines[len(good)]
+            raise RuntimeError(f"step {bad['step']}: the loss is {bad['loss']}")
+        return lines
+
+    def _end_epoch(
+        self, start: float, lines: list[dict[str, Any]], display: ProgressDisplay
+    ) -> None:
+        """Evaluates, writes the epoch's line and the checkpoints."""
+        result = evaluate(self.module, self.eval_loader, self.world, self.recipe.precision)
+        self.epoch += 1
+        is_best = all(result["top1"] > other["top1"] for other in self.history)
+        self.history.append(result)
+        self.seconds += time.perf_counter() - start
+        display.line(self._describe(lines, result))
+        if self.world.is_main:
+            line = {"epoch": self.epoch, **result}
+            self.folder.append_metrics([line])
+            self.logger.log(line)
+            if is_best:
+                save_plain(self.folder.best_path, self.module.model)
+            save_last(self.folder.last_path, self._state())
+        self.world.barrier()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "images": self.images,
+            "seconds": self.seconds,
+            "train_seconds": self.train_seconds,
+            "history": self.history,
+            "metrics_size": self.folder.metrics_size(),
+        }
+
+    def _describe(self, lines: list[dict[str, Any]], result: Evaluation) -> str:
+        epochs = math.ceil(self.total_steps / len(self.batches))
+        text = f"epoch {self.epoch:>{len(str(epochs))}}/{epochs}"
+        if lines:
+            mean = {
+                key: sum(line[key] for line in lines) / len(lines)
+                for key in ("loss", "mixed_samples", "mixed_tokens")
+            }
+            text += f"  loss {mean['loss']:.3f}"
+            if self.module.htm is not None:
+                text += f"  mixed {mean['mixed_samples']:.1f} of {self.recipe.batch_size} samples"
+                text += f" ({mean['mixed_tokens']:.1f} tokens each)"
+        return f"{text}  top-1 {result['top1']:.2f} %  [{self.seconds:.0f} s]"
+
+    def _result(self) -> dict[str, Any]:
+        top1 = [result["top1"] for result in self.history]
+        top5 = [result["top5"] for result in self.history]
+        return {
+            "top1_last": top1[-1],
+            "top1_best": max(top1),
+            "top1_median10": median(top1[-MEDIAN_EPOCHS:]),
+            "top5_last": top5[-1],
+            "top5_best": max(top5),
+            "epochs": self.epoch,
+            "steps": self.step,
+            "seconds": round(self.seconds, 1),
+            "images_per_second": round(self.images / self.train_seconds, 1),
+        }
+
+
+def _seed_torch(*key: int) -> None:
+    """Seeds dropout and stochastic depth as a function of seed, epoch and rank."""
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))

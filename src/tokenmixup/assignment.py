@@ -1,0 +1,41 @@
+"""Who gives tokens to whom: the gain of every pair and the best assignment (Section 3.2).
+
+Letters: b batch, k receivers, t spatial tokens; rows are receivers, columns donors.
+"""
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+
+@torch.no_grad()
+def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
+    """Saliency that receiver i gains from donor j: C_ij = sum_t max(S_j - S_i - rho, 0).
+
+    Eq. 7 (`eq:matchscore`). `saliency`: `b t`; returns `b b` in float32 with a zero diagonal;
+    `rho = inf` gives zeros. Since max(x, 0) = (|x| + x) / 2, the sum over tokens is half of an L1
+    distance plus half of a difference of sums: nothing of size `b b t` is made.
+    """
+    saliency = saliency.float()
+    if rho == float("inf"):
+        return saliency.new_zeros(len(saliency), len(saliency))
+    offered = saliency - rho
+    distance = torch.cdist(saliency, offered, p=1)
+    surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
+    return ((distance + surplus) / 2).clamp_(min=0).fill_diagonal_(0)
+
+
+def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:
+    """Donors, all different, that maximise the total gain (Eq. 8, the Hungarian assignment).
+
+    `gain`: `k b` with k <= b, on the host. Returns `k` int64 donor indices. Raises ValueError if
+    k > b, FloatingPointError if a gain is not finite.
+    """
+    gain = np.asarray(gain, dtype=np.float32)
+    receivers, donors = gain.shape
+    if receivers > donors:
+        raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")
+    if not np.isfinite(gain).all():
+        raise FloatingPointError("the saliency gain is not finite: the attention has diverged")
+    return torch.from_numpy(linear_sum_assignment(gain, maximize=True)[1].astype(np.int64))

@@ -1,0 +1,95 @@
+"""Horizontal TokenMixup: easy samples take salient tokens from others (Section 3.3, Algorithm 1).
+
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenmixup.assignment import gain_matrix, optimal_assignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class HTM:
+    """Settings of Horizontal TokenMixup.
+
+    `layer`: block, counted from 0, at whose input tokens are mixed. `tau`: nats; a sample is easy
+    below it (0: none, inf: all). `rho`: least gain of saliency for a token to be replaced (inf:
+    none). `pooling` of ScoreNet: auto = the class token where the model pools one, else attention.
+    """
+
+    layer: int
+    tau: float = 2.0
+    rho: float = 0.005
+    score_loss_weight: float = 0.001
+    pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
+    stop_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tau >= 0:
+            raise ValueError(f"htm.tau={self.tau}: must be >= 0 (inf is allowed)")
+        if not (0 <= self.rho <= 1 or self.rho == math.inf):
+            raise ValueError(f"htm.rho={self.rho}: must lie in 0..1, or be inf")
+        if not 0 <= self.score_loss_weight < math.inf:
+            raise ValueError(
+                f"htm.score_loss_weight={self.score_loss_weight}: must be >= 0 and finite"
+            )
+        if self.pooling not in (allowed := ("auto", "attention", "average", "class_token")):
+            raise ValueError(f"htm.pooling={self.pooling!r}: must be one of {', '.join(allowed)}")
+
+
+class HorizontalMix(NamedTuple):
+    """What mix_horizontal returns; the batch keeps its order."""
+
+    tokens: Tensor  # b n d
+    targets: Tensor  # b c
+    donor: Tensor  # b int64, donor[i] == i for hard samples
+    mask: Tensor  # b t bool, True = taken from the donor (the paper's 1 - M)
+    keep_ratio: Tensor  # b 1, weight of a sample's own label
+
+
+def mix_horizontal(
+    tokens: Tensor,
+    targets: Tensor,
+    saliency: Tensor,
+    is_easy: Tensor,
+    rho: float,
+    num_prefix_tokens: int = 0,
+) -> HorizontalMix:
+    """Mixes tokens and labels of the easy samples in place of the batch, Algorithm 1, lines 4-8.
+
+    `tokens`: `b n d`, `targets`: `b c`, `saliency`: `b t`, `is_easy`: `b` bool. Every easy sample
+    is matched with a donor of its own; a spatial token is replaced when the donor's saliency
+    exceeds its own by more than rho (Eq. 10, `eq:mask`, and 11, `eq:mix_x`); labels follow the
+    saliency that was kept and taken (Eq. 12, `eq:mix_y`) and stay where both are 0. Prefix tokens
+    stay.
+    """
+    donor = match_donors(gain_matrix(saliency, rho), is_easy)
+    taken = saliency[donor]  # b t
+    mask = is_easy[:, None] & (taken - saliency > rho)
+    replace = torch.nn.functional.pad(mask, (num_prefix_tokens, 0))  # b n
+    mixed = torch.where(replace[..., None], tokens[donor], tokens)
+    keep_ratio = _keep_ratio(saliency, taken, mask).to(targets.dtype)
+    mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]
+    return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio)
+
+
+@torch.no_grad()
+def match_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
+    """The donor of every sample, itself where it is hard. `gain`: `b b`, `is_easy`: `b` -> `b`."""
+    on_host = torch.cat([gain, is_easy[:, None].to(gain.dtype)], dim=1).cpu()  # the only copy
+    easy = on_host[:, -1].bool()
+    donor = torch.arange(len(gain))
+    donor[easy] = optimal_assignment(on_host[easy, :-1])
+    return donor.to(gain.device, non_blocking=True)
+
+
+def _keep_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
+    """Kept saliency over kept plus taken saliency, 1 where nothing is taken (Eq. 12): `b 1`."""
+    kept_sum = own.masked_fill(mask, 0).sum(dim=1, keepdim=True)
+    taken_sum = taken.masked_fill(~mask, 0).sum(dim=1, keepdim=True)
+    return torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)

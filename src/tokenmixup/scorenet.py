@@ -1,0 +1,64 @@
+"""How difficult a sample is: ScoreNet and its cross-entropy (Section 3.1).
+
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Pooling = Literal["attention", "average", "class_token"]
+
+
+class ScoreNet(nn.Module):
+    """A small classifier on the tokens that enter a block.
+
+    `pooling`: `attention` learns one weight per spatial token (sequence pooling), `average` takes
+    their mean, `class_token` takes token 0. With `stop_gradient` its loss trains ScoreNet alone.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_classes: int,
+        pooling: Pooling = "attention",
+        num_prefix_tokens: int = 0,
+        stop_gradient: bool = False,
+    ):
+        super().__init__()
+        if pooling == "class_token" and num_prefix_tokens < 1:
+            raise ValueError("pooling='class_token' needs a class token, the model has none")
+        self.pooling = pooling
+        self.num_prefix_tokens = num_prefix_tokens
+        self.stop_gradient = stop_gradient
+        self.pool = nn.Linear(embed_dim, 1) if pooling == "attention" else None
+        self.head = nn.Linear(embed_dim, num_classes)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.trunc_normal_(parameter, std=0.02)
+            else:
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`b n d` -> logits `b c`."""
+        if self.stop_gradient:
+            tokens = tokens.detach()
+        if self.pooling == "class_token":
+            return self.head(tokens[:, 0])
+        tokens = tokens[:, self.num_prefix_tokens :]  # b t d
+        if self.pool is None:
+            return self.head(tokens.mean(dim=1))
+        weight = self.pool(tokens).softmax(dim=1)  # b t 1
+        return self.head((weight.mT @ tokens).squeeze(1))
+
+
+def difficulty(score_logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of each sample in nats, float32, Eq. 1 (`eq:difficulty`).
+
+    `score_logits`, `targets`: `b c`, targets as probabilities. A soft target's own entropy is part
+    of it. Returns `b`.
+    """
+    with torch.autocast(score_logits.device.type, enabled=False):
+        return F.cross_entropy(score_logits.float(), targets.float(), reduction="none")
