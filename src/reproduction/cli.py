@@ -46,9 +46,16 @@ def run(
     Ends with status 0, 2 for what the user typed wrong, 130 for an interruption, 1 for a failure.
     """
 
+    process, failures = os.getpid(), list[Exception]()
+
     def job(_: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
-        main(resolve(compose(config_name, overrides)))
+        try:
+            main(resolve(compose(config_name, overrides)))
+        except (UserError, RunFailed) as error:
+            if os.getpid() != process:  # a worker of Hydra's launcher, which reports it
+                raise
+            failures.append(error)  # the other points of a sweep go on
 
     try:
         points = _points(sys.argv[1:])
@@ -58,12 +65,13 @@ def run(
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
         hydra.main(config_path=str(CONF_DIR), config_name=config_name, version_base="1.3")(job)()
     except (UserError, HydraException, OmegaConfBaseException) as error:
-        _exit(2, one_line(error))
-    except RunFailed as error:
-        _exit(1, str(error))
+        failures.append(error)
     except KeyboardInterrupt as interrupt:
-        _exit(130, str(interrupt) or "interrupted")
-    sys.exit(0)
+        _complain(str(interrupt) or "interrupted")
+        sys.exit(130)
+    for failure in failures:
+        _complain(str(failure) if isinstance(failure, RunFailed) else one_line(failure))
+    sys.exit(max((1 if isinstance(f, RunFailed) else 2 for f in failures), default=0))
 
 
 def compose(config_name: str, overrides: list[str]) -> Composed:
@@ -187,7 +195,7 @@ def _share(n: Any, k: int) -> int:
     return n // k if isinstance(n, int) else 0  # the schema refuses what is no number
 
 
-def _exit(status: int, line: str) -> NoReturn:
+def _complain(line: str) -> None:
+    """Prints the line on stderr, once for all ranks."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
-    sys.exit(status)

@@ -16,7 +16,6 @@ from pydantic.dataclasses import dataclass
 from reproduction.data.folders import missing_data
 from reproduction.errors import UserError
 
-
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 AUTO_AUGMENT = r"(rand(-(m|n|w|p|inc|mstd|mmax)[0-9.]+)+|original|originalr|v0|v0r|3a)"
 
@@ -55,10 +54,10 @@ Channels = Annotated[
 Scales = Annotated[list[Positive], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 
-schema = dataclass(config=ConfigDict(extra="forbid"), frozen=True, kw_only=True)
+FORBID = ConfigDict(extra="forbid")
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class CCT:
     """A compact convolutional transformer (Hassani et al., 2021)."""
 
@@ -90,7 +89,7 @@ class CCT:
         return False
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class ViT:
     """A vision transformer of timm's: `architecture` is its name there."""
 
@@ -118,7 +117,7 @@ class ViT:
         return self.global_pool == "token"
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Dataset:
     """Images, their statistics and how they are loaded."""
 
@@ -130,7 +129,7 @@ class Dataset:
     workers: Whole
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class InputMix:
     """Input mixup or CutMix; the share of batches is split evenly when both are chosen."""
 
@@ -138,7 +137,7 @@ class InputMix:
     prob: Share
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class HTM:
     layer: Whole
     tau: Threshold
@@ -148,13 +147,13 @@ class HTM:
     stop_gradient: Flag
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class VTM:
     layer: Count
     kappa: Count
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Augmentation:
     """The stack: what is None is not in it."""
 
@@ -168,7 +167,7 @@ class Augmentation:
         return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Transforms:
     """timm's image transforms; scale and ratio [1, 1] leave the whole of a square image."""
 
@@ -184,7 +183,7 @@ class Transforms:
     eval_crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)]
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Recipe:
     """Optimiser, schedule, precision and image transforms."""
 
@@ -207,12 +206,12 @@ class Recipe:
     transforms: Transforms
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class NoLogger:
     name: Literal["none"]
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Wandb:
     name: Literal["wandb"]
     mode: Literal["online", "offline", "disabled"]
@@ -220,7 +219,7 @@ class Wandb:
     entity: str | None
 
 
-@schema
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Config:
     """Everything that a run depends on."""
 
@@ -238,7 +237,7 @@ class Config:
 
 
 def parse(raw: dict[str, Any]) -> Config:
-    """Builds the typed configuration; UserError names each bad key, its value and what is allowed."""
+    """The typed configuration; UserError names each bad key, its value and what is allowed."""
     try:
         config = TypeAdapter(Config).validate_python(raw)
     except ValidationError as error:
@@ -251,7 +250,9 @@ def parse(raw: dict[str, Any]) -> Config:
 
 def _describe(error: Any, raw: dict[str, Any]) -> str:
     """One pydantic error as `key=value: what is allowed`."""
-    path, parent, value = [], raw, raw
+    path: list[str] = []
+    parent: Any = raw
+    value: Any = raw
     for part in error["loc"]:
         if (
             isinstance(value, dict)

@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Status 2 and its one line, which names key, value and what is allowed. Nothing has happened."""
+    """Status 2 and its one line: key, value and what is allowed. Nothing has happened."""
 
 
 class RunFailed(Exception):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import torch
+from timm.layers import Attention
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,8 +39,8 @@ def build_module(
 def prefer_composed_attention(model: nn.Module) -> None:
     """Leaves the fused kernel where it is slower: on a CPU it has no dropout of its own."""
     for module in model.modules():
-        if hasattr(module, "fused_attn") and module.attn_drop.p > 0:
-            module.fused_attn = False
+        if isinstance(module, Attention) and module.attn_drop.p > 0:
+            setattr(module, "fused_attn", False)  # Final, but each instance has its own
 
 
 def count_parameters(module: nn.Module) -> int:

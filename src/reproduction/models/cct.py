@@ -3,6 +3,9 @@
 Letters: b batch, n tokens, d width, c classes.
 """
 
+from itertools import pairwise
+
+import numpy as np
 import torch
 from einops import rearrange
 from timm.layers import Attention, DropPath, Mlp
@@ -12,7 +15,7 @@ STEM_CHANNELS = 64  # of every convolution but the last
 
 
 class ConvTokenizer(nn.Module):
-    """3x3 convolution, ReLU and 3x3 max pooling of stride 2, `conv_layers` times: an image -> tokens."""
+    """`conv_layers` times 3x3 convolution, ReLU and 3x3 max pooling of stride 2."""
 
     def __init__(self, embed_dim: int, conv_layers: int):
         super().__init__()
@@ -24,7 +27,7 @@ class ConvTokenizer(nn.Module):
                     nn.ReLU(),
                     nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
                 )
-                for inner, outer in zip(channels[:-1], channels[1:], strict=True)
+                for inner, outer in pairwise(channels)
             )
         )
 
@@ -87,7 +90,7 @@ class CCT(nn.Module):
             n = self.tokenizer(torch.zeros(1, 3, image_size, image_size)).shape[1]
         self.pos_embed = _positions(positional_embedding, n, embed_dim)
         self.pos_drop = nn.Dropout(drop)
-        rates = torch.linspace(0, drop_path, depth).tolist()
+        rates = np.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.Sequential(
             *(CCTBlock(embed_dim, num_heads, mlp_ratio, drop, attn_drop, rate) for rate in rates)
         )

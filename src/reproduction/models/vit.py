@@ -59,8 +59,8 @@ def build_vit(
 
 
 def _check_sizes(model: nn.Module, architecture: str, depth: int, patch_size: int) -> None:
-    blocks, patch = getattr(model, "blocks", ()), getattr(model, "patch_embed", None)
-    built_patch = patch.patch_size[0] if hasattr(patch, "patch_size") else None
+    blocks = getattr(model, "blocks", ())
+    built_patch = getattr(getattr(model, "patch_embed", None), "patch_size", (None,))[0]
     if len(blocks) != depth:
         raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
     if built_patch != patch_size:

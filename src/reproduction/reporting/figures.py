@@ -21,7 +21,7 @@ Line = dict[str, Any]
 @contextmanager
 def figure(path: Path, *sizes: Any, **settings: Any) -> Iterator[Any]:
     """Axes to draw on; saved to `path` when the context ends."""
-    style = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
     with matplotlib.rc_context(style):
         fig, axes = plt.subplots(*sizes, layout="constrained", **settings)
         try:
@@ -33,6 +33,7 @@ def figure(path: Path, *sizes: Any, **settings: Any) -> Iterator[Any]:
 
 def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
     """Mixed samples per batch over training, the shape of the paper's Figure 4."""
+    steps = _full_batches(steps)
     x = [line["step"] for line in steps]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (samples, tokens):
         _scatter_with_mean(samples, x, [line["mixed_samples"] for line in steps], BLUE)
@@ -42,6 +43,14 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
         tokens.set_ylabel("replaced tokens\nper mixed sample")
         tokens.set_ylim(bottom=0)
         tokens.set_xlabel("training batch")
+
+
+def _full_batches(steps: list[Line]) -> list[Line]:
+    """Leaves out the last batch of every epoch, which is a smaller rest."""
+    epochs = [line["epoch"] for line in steps]
+    return [
+        line for line, after in zip(steps, epochs[1:], strict=False) if line["epoch"] == after
+    ] or steps
 
 
 def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:

@@ -23,14 +23,13 @@ PAIRS = 4
 
 
 def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
-    """Draws the pairs with the most replaced tokens; False if the run mixes none."""
+    """Draws the pairs that share the image most evenly; False if the run mixes none."""
     if config.augmentation.htm is None:
         return False
     source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
     images, targets = _some_images(config, source)
     mix = _mix(config, source, last_checkpoint, images, targets)
-    chosen = mix.mask.sum(dim=1).argsort(descending=True, stable=True)[:PAIRS].tolist()
-    chosen = [i for i in chosen if mix.mask[i].any()]
+    chosen = _most_even(mix)
     if not chosen:
         return False
     pictures = _displayable(images, config)
@@ -44,12 +43,20 @@ def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
             after = f"{own} {keep:.0%} + {other} {1 - keep:.0%}" if own != other else own
             row[0].set_title(f"receiver: {own}")
             row[1].set_title(f"donor: {other}")
-            row[2].set_title(f"{int(mix.mask[i].sum())} tokens replaced: {after}")
+            row[2].set_title(f"{int(mix.mask[i].sum())} tokens replaced\n{after}")
             for ax, picture in zip(row, (pictures[i], pictures[j], mixed), strict=True):
                 ax.imshow(picture)
                 ax.set_axis_off()
-            row[2].contour(replaced, levels=[0.5], colors=ORANGE, linewidths=1)
+            border = np.arange(-1, len(replaced) + 1)  # closes the frames at the image's edge
+            row[2].contour(border, border, np.pad(replaced, 1), [0.5], colors=ORANGE, linewidths=1)
     return True
+
+
+def _most_even(mix: HorizontalMix) -> list[int]:
+    """Receivers whose replaced tokens come closest to half of all."""
+    share = mix.mask.float().mean(dim=1)
+    order = (share - 0.5).abs().argsort(stable=True).tolist()
+    return [i for i in order if share[i] > 0][:PAIRS]
 
 
 def _some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:

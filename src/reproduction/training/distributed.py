@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,7 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=devices,
+        run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any, Protocol
+from uuid import uuid4
 
 from reproduction.config import Config, Wandb
 from reproduction.runs import RunFolder
@@ -21,12 +22,12 @@ class NoLog:
 
 
 class WandbLog:
-    """One wandb run per job; its id is kept in summary.json, so that a resumed run goes on in it."""
+    """One wandb run per job; summary.json keeps its id, so that a resumed run goes on in it."""
 
     def __init__(self, config: Config, logger: Wandb, folder: RunFolder):
         import wandb
 
-        run_id = folder.read_summary().get("wandb_id") or wandb.util.generate_id()
+        run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
         folder.write_summary(wandb_id=run_id)
         self.run = wandb.init(
             id=run_id,

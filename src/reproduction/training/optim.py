@@ -10,9 +10,10 @@ def build_optimizer(
     model: nn.Module, *, name: str, lr: float, weight_decay: float, momentum: float
 ) -> Optimizer:
     """AdamW or SGD with momentum (without Nesterov); vectors and biases do not decay."""
-    opt = {"adamw": "adamw", "sgd": "momentum"}[name]
-    settings = {"momentum": momentum} if name == "sgd" else {}
-    return create_optimizer_v2(model, opt=opt, lr=lr, weight_decay=weight_decay, **settings)
+    opt = {"adamw": "adamw", "sgd": "momentum"}[name]  # timm's "sgd" is Nesterov's
+    if name == "adamw":
+        return create_optimizer_v2(model, opt=opt, lr=lr, weight_decay=weight_decay)
+    return create_optimizer_v2(model, opt=opt, lr=lr, weight_decay=weight_decay, momentum=momentum)
 
 
 class Schedule:

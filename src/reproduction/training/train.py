@@ -164,7 +164,8 @@ def _leave(folder: RunFolder, status: str, reason: str) -> str:
         return reason
     if os.environ.get("RANK", "0") == "0":
         folder.write_summary(status=status, error=reason)
-    return f"{reason}; {folder.path} is kept as {status}, go on with name={folder.path.name} resume=auto"
+    how = f"go on with name={folder.path.name} resume=auto"
+    return f"{reason}; {folder.path} is kept as {status}, {how}"
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -1,0 +1,20 @@
+"""Evaluates a run (run=FOLDER) or a file (checkpoint=FILE model=... dataset=...)."""
+
+from reproduction.cli import run
+from reproduction.evaluation import Evaluation, resolve
+
+
+def main(settings: Evaluation) -> None:
+    """Prints and writes top-1, top-5 and loss."""
+    from reproduction.training.evaluate_checkpoint import evaluate_checkpoint
+
+    result, path = evaluate_checkpoint(settings)
+    print(
+        f"{settings.checkpoint}: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, "
+        f"loss {result['eval_loss']:.4f} on {result['images']} images of {result['dataset']}"
+    )
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    run("eval", resolve, lambda settings: None, main)

@@ -1,0 +1,42 @@
+"""Evaluation of saved weights, as the training run evaluates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from reproduction.data.build import build_evaluation_loader
+from reproduction.data.sources import load_source
+from reproduction.evaluation import Evaluation
+from reproduction.models.build import build_model, prefer_composed_attention
+from reproduction.runs import write_text
+from reproduction.training.checkpoint import load_plain
+from reproduction.training.distributed import join_world, launch, resolve_device
+from reproduction.training.evaluate import evaluate
+
+
+def evaluate_checkpoint(settings: Evaluation) -> tuple[dict[str, Any], Path]:
+    """Evaluates on one rank or many; returns the result and the file it is written to."""
+    resolve_device(settings.config.device, settings.config.devices)
+    result = launch(_evaluate, settings, settings.config.devices)
+    settings.result.parent.mkdir(parents=True, exist_ok=True)
+    write_text(settings.result, json.dumps(result, indent=2) + "\n")
+    return result, settings.result
+
+
+def _evaluate(settings: Evaluation) -> dict[str, Any]:
+    config = settings.config
+    with join_world(resolve_device(config.device, config.devices)) as world:
+        source = load_source(config.dataset.name, config.dataset.root, limit=None)
+        model = build_model(config.model, len(source.classes))
+        load_plain(settings.checkpoint, model)
+        if world.device.type == "cpu":
+            prefer_composed_attention(model)
+        pin = world.device.type == "cuda"
+        loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
+        result = evaluate(model.to(world.device), loader, world, config.recipe.precision)
+        return {
+            **result,
+            "images": len(source.held_out),
+            "dataset": config.dataset.name,
+            "checkpoint": str(settings.checkpoint),
+        }

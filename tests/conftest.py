@@ -1,0 +1,63 @@
+"""Small models that every test can build anew."""
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from reproduction.models.cct import CCT
+
+CLASSES = 5
+
+
+def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> CCT:
+    """64 tokens of width 32; attention sharp enough that saliency differs between tokens."""
+    torch.manual_seed(0)
+    model = CCT(
+        num_classes=CLASSES,
+        image_size=16,
+        embed_dim=32,
+        depth=depth,
+        num_heads=2,
+        mlp_ratio=2.0,
+        conv_layers=1,
+        positional_embedding="learnable",
+        drop=0.0,
+        attn_drop=attn_drop,
+        drop_path=drop_path,
+    )
+    return sharpened(model)
+
+
+def small_vit(**options: object) -> nn.Module:
+    """16 tokens of width 48 and a class token."""
+    torch.manual_seed(0)
+    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+    model = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=CLASSES, **{**settings, **options}
+    )
+    return sharpened(model)
+
+
+def sharpened(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("qkv.weight"):
+                parameter.mul_(12)
+    return model
+
+
+@pytest.fixture(params=[small_cct, small_vit], ids=["cct", "vit"])
+def build(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
+    return request.param
+
+
+@pytest.fixture
+def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images `b 3 h w` and soft targets `b c`."""
+    size = 16 if build is small_cct else 32
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(6, 3, size, size, generator=generator)
+    return images, torch.randn(6, CLASSES, generator=generator).softmax(dim=1)

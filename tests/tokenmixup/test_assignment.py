@@ -1,0 +1,81 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from tokenmixup import gain_matrix, optimal_assignment
+
+
+def gain_by_definition(saliency: torch.Tensor, rho: float) -> torch.Tensor:
+    difference = saliency.double()[None, :, :] - saliency.double()[:, None, :]  # i j t
+    return (difference - rho).clamp(min=0).sum(dim=2)
+
+
+saliencies = arrays(
+    np.float32,
+    st.tuples(st.integers(1, 8), st.integers(1, 20)),
+    elements=st.floats(0, 1, width=32),
+)
+
+
+@given(saliencies, st.sampled_from([0.0, 1e-4, 0.005, 0.3, 1.0]))
+def test_gain_matrix_equals_its_definition(saliency: np.ndarray, rho: float):
+    found = gain_matrix(torch.from_numpy(saliency), rho)
+    expected = gain_by_definition(torch.from_numpy(saliency), rho)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert (found.diagonal() == 0).all()
+    assert (found >= 0).all()
+
+
+def test_gain_matrix_is_receiver_by_donor():
+    saliency = torch.tensor([[0.1, 0.9], [0.5, 0.5]])
+    gain = gain_matrix(saliency, 0.1)
+    torch.testing.assert_close(gain, torch.tensor([[0.0, 0.3], [0.3, 0.0]]))
+    richer = gain_matrix(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), 0.0)
+    torch.testing.assert_close(richer, torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
+
+
+def test_gain_matrix_with_infinite_rho_is_zero():
+    assert gain_matrix(torch.rand(4, 6), float("inf")).eq(0).all()
+
+
+@given(
+    arrays(
+        np.float32,
+        st.integers(1, 6).flatmap(lambda b: st.tuples(st.integers(1, b), st.just(b))),
+        elements=st.floats(0, 2, width=32),
+    )
+)
+def test_optimal_assignment_equals_brute_force(gain: np.ndarray):
+    k, b = gain.shape
+    donor = optimal_assignment(torch.from_numpy(gain)).numpy()
+    assert len(set(donor.tolist())) == k
+    best = max(sum(gain[i, p[i]] for i in range(k)) for p in permutations(range(b), k))
+    assert gain[np.arange(k), donor].sum() == pytest.approx(best, abs=1e-5)
+
+
+def test_optimal_assignment_of_nobody_is_empty():
+    donor = optimal_assignment(torch.zeros(0, 5))
+    assert donor.shape == (0,)
+    assert donor.dtype == torch.int64
+
+
+def test_optimal_assignment_takes_bf16():
+    assert optimal_assignment(torch.eye(3).bfloat16().float()).tolist() == [0, 1, 2]
+
+
+def test_optimal_assignment_refuses_more_receivers_than_donors():
+    with pytest.raises(ValueError, match="3 receivers"):
+        optimal_assignment(torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_optimal_assignment_refuses_gains_that_are_not_finite(bad: float):
+    gain = torch.zeros(2, 3)
+    gain[1, 2] = bad
+    with pytest.raises(FloatingPointError, match="not finite"):
+        optimal_assignment(gain)

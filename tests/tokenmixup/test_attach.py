@@ -1,0 +1,250 @@
+"""TokenMixup on whole models, against identities and a plain restatement of the forward pass."""
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.conftest import CLASSES, small_cct, small_vit
+from tokenmixup import HTM, VTM, Output, attach, mix_horizontal, training_loss
+
+EVERYTHING = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
+
+
+def train_output(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Output:
+    output = module.train()(*batch)
+    assert isinstance(output, Output)
+    return output
+
+
+def test_evaluation_is_the_plain_model_bit_for_bit(build, batch):
+    plain = build().eval()
+    module = attach(build(), CLASSES, htm={"layer": 1}, vtm={"layer": 2}).eval()
+    assert torch.equal(module(batch[0]), plain(batch[0]))
+    train_output(module, batch)
+    assert torch.equal(module.eval()(batch[0]), plain(batch[0]))
+
+
+@pytest.mark.parametrize("settings", [{"tau": 0.0}, {"tau": float("inf"), "rho": float("inf")}])
+def test_htm_that_mixes_nothing_is_the_plain_model_bit_for_bit(build, batch, settings):
+    plain = build().train()
+    output = train_output(attach(build(), CLASSES, htm={"layer": 1, **settings}), batch)
+    assert torch.equal(output.logits, plain(batch[0]))
+    assert torch.equal(output.targets, batch[1])
+    assert output.stats["mixed_tokens"] == 0
+
+
+def test_without_settings_training_is_the_plain_model(build, batch):
+    output = train_output(attach(build(), CLASSES), batch)
+    assert torch.equal(output.logits, build().train()(batch[0]))
+    assert output.score_logits is None
+    assert output.score_loss is None
+    assert output.stats["mixed_samples"] == 0
+    expected = F.cross_entropy(output.logits, batch[1])
+    assert torch.equal(training_loss(output, 0.5), expected)
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (2, 2), (3, 1)])
+def test_htm_with_infinite_rho_beside_vtm_is_vtm_alone(build, batch, layers):
+    htm, vtm = {"layer": layers[0], "tau": 9.0, "rho": float("inf")}, {"layer": layers[1]}
+    both = train_output(attach(build(), CLASSES, htm=htm, vtm=vtm), batch)
+    alone = train_output(attach(build(), CLASSES, vtm=vtm), batch)
+    assert torch.equal(both.logits, alone.logits)
+
+
+def test_htm_and_vtm_each_change_the_logits(build, batch):
+    plain = build().train()(batch[0])
+    for settings in ({"htm": {"layer": 1, **EVERYTHING}}, {"vtm": {"layer": 2}}):
+        output = train_output(attach(build(), CLASSES, **settings), batch)
+        assert not torch.allclose(output.logits, plain)
+
+
+def plain_forward(
+    model: Any, images: Tensor, targets: Tensor, scorenet: nn.Module | None, htm: Any, vtm: Any
+) -> tuple[Tensor, Tensor]:
+    """The forward pass of a CCT or ViT block by block, as the paper words it."""
+    prefix = model.num_prefix_tokens
+    if prefix:
+        x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    else:
+        x = model.tokenizer(images) + model.pos_embed
+    memory: list[Tensor] = []
+    for index, block in enumerate(model.blocks):
+        saliency = saliency_of(block, x, prefix)
+        if htm is not None and index == htm.layer:
+            assert scorenet is not None
+            score = F.cross_entropy(scorenet(x), targets, reduction="none")
+            mix = mix_horizontal(x, targets, saliency, score < htm.tau, htm.rho, prefix)
+            x, targets = mix.tokens, mix.targets
+            saliency = torch.where(mix.mask, saliency[mix.donor], saliency)
+        if vtm is not None and index < vtm.layer:
+            for_each = [
+                row[prefix + s.argsort(descending=True)[: vtm.kappa]]
+                for row, s in zip(x, saliency, strict=True)
+            ]
+            memory.append(torch.stack(for_each))
+        if vtm is not None and index == vtm.layer:
+            n = x.shape[1]
+            # self-attention over tokens and memory: the first n rows are the cross-attention
+            wide = torch.cat([x, *memory], dim=1)
+            attended = block.attn(block.norm1(wide))[:, :n]
+            x = rest_of_block(block, x, attended)
+        else:
+            x = block(x)
+    if prefix:
+        return model.forward_head(model.norm(x)), targets
+    x = model.norm(x)
+    pooled = (model.attention_pool(x).softmax(dim=1) * x).sum(dim=1)
+    return model.head(pooled), targets
+
+
+def rest_of_block(block: Any, x: Tensor, attended: Tensor) -> Tensor:
+    if isinstance(block, timm.models.vision_transformer.Block):
+        x = x + attended
+        return x + block.mlp(block.norm2(x))
+    x = block.norm2(x + attended)
+    return x + block.mlp(x)
+
+
+def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
+    heads, width = block.attn.num_heads, x.shape[-1] // block.attn.num_heads
+    qkv = block.attn.qkv(block.norm1(x)).detach()
+    q, k, _ = (part.unflatten(-1, (heads, width)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    attn = (q @ k.mT / width**0.5).softmax(dim=-1).mean(dim=1)
+    return attn[:, 0, prefix:] if prefix else attn.mean(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("htm", "vtm"),
+    [
+        (HTM(layer=1, **EVERYTHING), None),
+        (None, VTM(layer=2, kappa=4)),
+        (HTM(layer=1, **EVERYTHING), VTM(layer=3, kappa=2)),
+        (HTM(layer=2, **EVERYTHING), VTM(layer=2)),
+        (HTM(layer=3, **EVERYTHING), VTM(layer=1)),
+        (HTM(layer=0, tau=1.65, rho=0.002), VTM(layer=3)),
+    ],
+)
+def test_training_equals_the_forward_pass_written_out(build, batch, htm, vtm):
+    module = attach(build(), CLASSES, htm=htm, vtm=vtm)
+    output = train_output(module, batch)
+    logits, targets = plain_forward(module.model, *batch, module.scorenet, htm, vtm)
+    torch.testing.assert_close(output.logits, logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(output.targets, targets, atol=1e-6, rtol=1e-5)
+    if htm is not None:
+        assert output.mix is not None
+        assert output.mix.mask.any()
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (3, 1)])
+def test_gradients_equal_those_of_the_forward_pass_written_out(build, batch, layers):
+    htm, vtm = HTM(layer=layers[0], **EVERYTHING), VTM(layer=layers[1], kappa=2)
+    module = attach(build(), CLASSES, htm=htm, vtm=vtm)
+    twin = copy.deepcopy(module)
+    output = train_output(module, batch)
+    F.cross_entropy(output.logits, output.targets).backward()
+    logits, targets = plain_forward(twin.model, *batch, twin.scorenet, htm, vtm)
+    F.cross_entropy(logits, targets).backward()
+    for (name, ours), theirs in zip(
+        module.model.named_parameters(), twin.model.parameters(), strict=True
+    ):
+        assert ours.grad is not None and theirs.grad is not None, name
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_score_loss_uses_the_targets_that_entered(build, batch):
+    output = train_output(attach(build(), CLASSES, htm={"layer": 1, **EVERYTHING}), batch)
+    assert output.score_logits is not None and output.score_loss is not None
+    assert not torch.equal(output.targets, batch[1])
+    torch.testing.assert_close(output.score_loss, F.cross_entropy(output.score_logits, batch[1]))
+    torch.testing.assert_close(output.stats["difficulty"], output.score_loss.detach())
+    expected = F.cross_entropy(output.logits, output.targets) + 0.25 * output.score_loss
+    torch.testing.assert_close(training_loss(output, 0.25), expected)
+
+
+def test_stats_count_easy_samples_and_replaced_tokens(build, batch):
+    score_logits = train_output(attach(build(), CLASSES, htm={"layer": 1}), batch).score_logits
+    assert score_logits is not None
+    difficulty = F.cross_entropy(score_logits, batch[1], reduction="none").detach()
+    tau = float(difficulty.median())  # not easy itself: 2 of 6 are easier
+    torch.manual_seed(0)
+    module = attach(build(), CLASSES, htm={"layer": 1, "tau": tau, "rho": 0.002})
+    output = train_output(module, batch)
+    assert output.mix is not None
+    assert output.stats["mixed_samples"] == 2
+    assert torch.equal(output.mix.mask.any(dim=1) | (difficulty < tau), difficulty < tau)
+    torch.testing.assert_close(output.stats["mixed_tokens"], output.mix.mask.sum() / 2)
+
+
+def test_the_model_is_untouched_after_a_pass_and_after_a_failed_one(build, batch):
+    model = build()
+    module = attach(model, CLASSES, htm={"layer": 1, **EVERYTHING}, vtm={"layer": 2})
+    train_output(module, batch)
+    broken = batch[0].clone()
+    broken[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        module(broken, batch[1])
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("htm_layer", [1, 2])
+def test_autocast_loses_no_gradient_to_the_saliency_pass(build, batch, htm_layer):
+    """Casts cached without gradient would leave the block's own projection without one."""
+    module = attach(build(), CLASSES, htm={"layer": htm_layer}, vtm={"layer": 2}).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(*batch)
+    assert isinstance(output, Output)
+    training_loss(output, 1.0).backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+    for block in module.model.blocks:  # type: ignore[union-attr, operator]
+        assert block.attn.qkv.weight.grad.abs().sum() > 0
+
+
+def test_default_pooling_is_the_class_token_where_the_model_pools_it():
+    found = {
+        "cct": attach(small_cct(), CLASSES, htm={"layer": 1}),
+        "vit": attach(small_vit(), CLASSES, htm={"layer": 1}),
+        "avg": attach(small_vit(global_pool="avg"), CLASSES, htm={"layer": 1}),
+    }
+    pooling = {name: module.scorenet.pooling for name, module in found.items() if module.scorenet}
+    assert pooling == {"cct": "attention", "vit": "class_token", "avg": "attention"}
+
+
+def test_attach_refuses_what_it_cannot_serve():
+    swin = timm.create_model("swin_tiny_patch4_window7_224", pretrained=False)
+    beit = timm.create_model("beit_base_patch16_224", pretrained=False)
+    cases: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (swin, {"htm": {"layer": 1}}, "SwinTransformer"),
+        (beit, {"htm": {"layer": 1}}, "not plain pre-norm self-attention"),
+        (small_cct(), {"htm": {"layer": 4}}, "htm.layer=4: CCT has blocks 0..3"),
+        (small_cct(), {"vtm": {"layer": 4}}, "vtm.layer=4"),
+        (small_cct(), {"vtm": {"layer": 0}}, "vtm.layer=0"),
+        (small_cct(), {"htm": {"layer": 1, "pooling": "class_token"}}, "class token"),
+    ]
+    for model, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            attach(model, CLASSES, **settings)
+
+
+def test_training_refuses_gradient_checkpointing_and_missing_targets(batch):
+    model = small_vit()
+    module = attach(model, CLASSES, htm={"layer": 1}).train()
+    images = torch.randn(2, 3, 32, 32)
+    with pytest.raises(TypeError, match="targets"):
+        module(images)
+    model.set_grad_checkpointing()  # type: ignore[operator]
+    with pytest.raises(ValueError, match="checkpointing"):
+        module(images, torch.eye(CLASSES)[:2])
+
+
+def test_dropout_and_stochastic_depth_stay_with_the_memory():
+    module = attach(small_cct(attn_drop=0.3, drop_path=0.3), CLASSES, vtm={"layer": 2}).train()
+    images, targets = torch.randn(4, 3, 16, 16), torch.eye(CLASSES)[:4]
+    first, second = (module(images, targets).logits for _ in range(2))
+    assert not torch.equal(first, second)

@@ -1,0 +1,170 @@
+"""Algorithm 1 against a plain, slow restatement of it, and its properties."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tokenmixup import HTM, gain_matrix, mix_horizontal, optimal_assignment
+
+RHOS = (0.0, 0.005, 0.02, 0.2)
+
+
+class Batch(NamedTuple):
+    tokens: Tensor
+    targets: Tensor
+    saliency: Tensor
+    is_easy: Tensor
+    num_prefix_tokens: int
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    b, t, c = draw(st.integers(1, 8)), draw(st.integers(1, 12)), draw(st.integers(2, 5))
+    prefix = draw(st.integers(0, 2))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    sharpness = draw(st.sampled_from([0.1, 1.0, 5.0]))
+    return Batch(
+        tokens=torch.randn(b, prefix + t, 4, generator=generator),
+        targets=torch.randn(b, c, generator=generator).softmax(dim=1),
+        saliency=(sharpness * torch.randn(b, t, generator=generator)).softmax(dim=1),
+        is_easy=torch.tensor(draw(st.lists(st.booleans(), min_size=b, max_size=b))),
+        num_prefix_tokens=prefix,
+    )
+
+
+def mix(batch: Batch, rho: float):
+    return mix_horizontal(*batch[:4], rho, batch.num_prefix_tokens)
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_mix_horizontal_equals_the_algorithm_written_out(batch: Batch, rho: float):
+    """Lines 5-8 of Algorithm 1, one sample and one token at a time, with the donors found."""
+    found = mix(batch, rho)
+    for i in range(len(batch.tokens)):
+        j = int(found.donor[i])
+        tokens, kept, taken = batch.tokens[i].clone(), 0.0, 0.0
+        for t in range(batch.saliency.shape[1]):
+            own, other = batch.saliency[i, t], batch.saliency[j, t]
+            replaced = bool(batch.is_easy[i]) and bool(other - own > rho)
+            assert bool(found.mask[i, t]) == replaced
+            if replaced:
+                tokens[batch.num_prefix_tokens + t] = batch.tokens[j, batch.num_prefix_tokens + t]
+                taken += float(other)
+            else:
+                kept += float(own)
+        ratio = kept / (kept + taken) if taken else 1.0
+        assert torch.equal(found.tokens[i], tokens)
+        assert float(found.keep_ratio[i]) == pytest.approx(ratio, abs=1e-6)
+        expected = ratio * batch.targets[i] + (1 - ratio) * batch.targets[j]
+        torch.testing.assert_close(found.targets[i], expected, atol=1e-6, rtol=1e-5)
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_mix_horizontal_matches_easy_samples_best_and_hard_ones_with_themselves(batch, rho):
+    found = mix(batch, rho)
+    easy = batch.is_easy
+    assert torch.equal(found.donor[~easy], torch.arange(len(easy))[~easy])
+    donors = found.donor[easy]
+    assert donors.unique().numel() == donors.numel()
+    gain = gain_matrix(batch.saliency, rho)[easy]
+    best = gain[torch.arange(len(gain)), optimal_assignment(gain)].sum()
+    reached = gain[torch.arange(len(gain)), donors].sum()
+    assert float(reached) == pytest.approx(float(best), abs=1e-5)
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_mix_horizontal_keeps_labels_distributions(batch: Batch, rho: float):
+    found = mix(batch, rho)
+    torch.testing.assert_close(found.targets.sum(dim=1), torch.ones(len(batch.targets)))
+    assert ((found.keep_ratio >= 0) & (found.keep_ratio <= 1)).all()
+
+
+@given(batches())
+def test_mix_horizontal_with_infinite_rho_changes_no_bit(batch: Batch):
+    found = mix(batch, float("inf"))
+    assert torch.equal(found.tokens, batch.tokens)
+    assert torch.equal(found.targets, batch.targets)
+    assert not found.mask.any()
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_mix_horizontal_of_hard_samples_changes_no_bit(batch: Batch, rho: float):
+    found = mix(batch._replace(is_easy=torch.zeros_like(batch.is_easy)), rho)
+    assert torch.equal(found.tokens, batch.tokens)
+    assert torch.equal(found.targets, batch.targets)
+
+
+def test_mix_horizontal_takes_rows_of_the_donor_at_the_same_place():
+    """Payload: every token carries (sample, place), so a wrong row would show."""
+    b, t = 6, 10
+    sample, place = torch.meshgrid(torch.arange(b), torch.arange(t + 1), indexing="ij")
+    tokens = torch.stack([sample, place], dim=-1).float()
+    saliency = (3 * torch.randn(b, t, generator=torch.Generator().manual_seed(1))).softmax(dim=1)
+    targets = torch.eye(b)
+    easy = torch.tensor([True, True, False, True, False, True])
+    found = mix_horizontal(tokens, targets, saliency, easy, 0.005, num_prefix_tokens=1)
+    assert found.mask.any()
+    assert torch.equal(found.tokens[:, :, 1], tokens[:, :, 1])
+    assert torch.equal(found.tokens[:, 0], tokens[:, 0])
+    source = found.tokens[:, 1:, 0]
+    expected = torch.where(found.mask, found.donor[:, None], torch.arange(b)[:, None])
+    assert torch.equal(source, expected.float())
+
+
+def test_mix_horizontal_mask_depends_on_own_row_and_donor_only():
+    """Perturbing a third sample changes a mask only by changing the donor."""
+    generator = torch.Generator().manual_seed(2)
+    saliency = torch.randn(5, 8, generator=generator).softmax(dim=1)
+    tokens, targets = torch.randn(5, 8, 3, generator=generator), torch.eye(5)
+    before = mix_horizontal(tokens, targets, saliency, torch.ones(5, dtype=torch.bool), 0.005)
+    for other in range(5):
+        changed = saliency.clone()
+        changed[other] = saliency[other].flip(0)
+        after = mix_horizontal(tokens, targets, changed, torch.ones(5, dtype=torch.bool), 0.005)
+        for i in set(range(5)) - {other}:
+            if after.donor[i] == before.donor[i] != other:
+                assert torch.equal(after.mask[i], before.mask[i])
+
+
+def test_mix_horizontal_keeps_the_label_where_kept_and_taken_saliency_are_zero():
+    saliency = torch.zeros(2, 3)
+    found = mix_horizontal(
+        torch.randn(2, 3, 4), torch.eye(2), saliency, torch.ones(2, dtype=torch.bool), 0.0
+    )
+    assert torch.equal(found.targets, torch.eye(2))
+    assert torch.equal(found.keep_ratio, torch.ones(2, 1))
+
+
+def test_mix_horizontal_passes_gradients_to_donors():
+    tokens = torch.zeros(2, 2, 1, requires_grad=True)
+    saliency = torch.tensor([[0.9, 0.1], [0.1, 0.9]])
+    easy = torch.tensor([True, False])
+    found = mix_horizontal(tokens, torch.eye(2), saliency, easy, 0.0)
+    found.tokens[0].sum().backward()
+    assert tokens.grad is not None
+    assert tokens.grad.squeeze(-1).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tau": -1.0},
+        {"tau": float("nan")},
+        {"rho": -0.1},
+        {"rho": 1.5},
+        {"rho": float("nan")},
+        {"score_loss_weight": -1.0},
+        {"pooling": "max"},
+    ],
+)
+def test_htm_refuses_bad_settings_by_name(bad: dict):
+    with pytest.raises(ValueError, match=f"htm.{next(iter(bad))}"):
+        HTM(layer=1, **bad)
+
+
+def test_htm_takes_infinite_thresholds():
+    assert HTM(layer=0, tau=float("inf"), rho=float("inf")).rho == float("inf")

@@ -1,0 +1,57 @@
+import math
+
+import pytest
+import torch
+
+from tokenmixup import ScoreNet, difficulty
+
+
+def test_difficulty_is_cross_entropy_in_nats():
+    logits = torch.tensor([[0.0, 0.0], [20.0, 0.0]])
+    targets = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    torch.testing.assert_close(difficulty(logits, targets), torch.tensor([math.log(2), 0.0]))
+
+
+def test_difficulty_of_a_soft_target_includes_its_entropy():
+    targets = torch.tensor([[0.7, 0.3]])
+    expected = -(targets * targets.log()).sum()
+    torch.testing.assert_close(difficulty(targets.log(), targets)[0], expected)
+
+
+def test_difficulty_is_float32_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = torch.nn.Linear(4, 3)(torch.randn(2, 4))
+        assert logits.dtype == torch.bfloat16
+        assert difficulty(logits, torch.eye(3)[:2]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("pooling", ["attention", "average", "class_token"])
+def test_scorenet_pools_as_named(pooling: str):
+    net = ScoreNet(8, 3, pooling, num_prefix_tokens=1)
+    tokens = torch.randn(2, 5, 8)
+    spatial = tokens[:, 1:]
+    if pooling == "attention":
+        assert net.pool is not None
+        weight = net.pool(spatial).softmax(dim=1)
+        pooled = (weight * spatial).sum(dim=1)
+    else:
+        pooled = spatial.mean(dim=1) if pooling == "average" else tokens[:, 0]
+    torch.testing.assert_close(net(tokens), net.head(pooled))
+
+
+def test_scorenet_has_the_published_size():
+    assert sum(p.numel() for p in ScoreNet(256, 100).parameters()) == 25_957
+
+
+def test_scorenet_stop_gradient_trains_itself_alone():
+    for stop in (False, True):
+        tokens = torch.randn(2, 5, 8, requires_grad=True)
+        net = ScoreNet(8, 3, stop_gradient=stop)
+        net(tokens).square().sum().backward()
+        assert (tokens.grad is None) == stop
+        assert net.head.weight.grad is not None
+
+
+def test_scorenet_refuses_a_class_token_that_is_not_there():
+    with pytest.raises(ValueError, match="class token"):
+        ScoreNet(8, 3, "class_token")

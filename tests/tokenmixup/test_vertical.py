@@ -1,0 +1,56 @@
+import pytest
+import torch
+from timm.layers import Attention
+
+from tokenmixup import VTM, select_salient, vertical_attention
+
+
+def test_select_salient_takes_the_best_and_never_a_prefix_token():
+    """Payload: every token's value is its own index."""
+    tokens = torch.arange(7.0)[None, :, None].expand(2, 7, 1)
+    saliency = torch.tensor([[0.1, 0.5, 0.0, 0.3, 0.1], [0.9, 0.0, 0.0, 0.0, 0.8]])
+    chosen = select_salient(tokens, saliency, 2, num_prefix_tokens=2)
+    assert chosen.squeeze(-1).tolist() == [[3.0, 5.0], [2.0, 6.0]]
+
+
+def test_select_salient_keeps_the_gradient():
+    tokens = torch.zeros(1, 3, 1, requires_grad=True)
+    select_salient(tokens, torch.tensor([[0.1, 0.7, 0.2]]), 1).sum().backward()
+    assert tokens.grad is not None
+    assert tokens.grad.flatten().tolist() == [0.0, 1.0, 0.0]
+
+
+def test_select_salient_refuses_more_tokens_than_there_are():
+    with pytest.raises(ValueError, match="kappa=4"):
+        select_salient(torch.zeros(1, 3, 1), torch.ones(1, 3), 4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "qk_norm": True, "gated": True}])
+def test_vertical_attention_equals_self_attention_over_all_tokens_cut_to_the_queries(
+    fused: bool, options: dict
+):
+    torch.manual_seed(0)
+    attn = Attention(8, num_heads=2, norm_layer=torch.nn.LayerNorm, **options)
+    setattr(attn, "fused_attn", fused)
+    tokens, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
+    expected = attn(torch.cat([tokens, memory], dim=1))[:, :5]
+    torch.testing.assert_close(vertical_attention(attn, tokens, memory), expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_vertical_attention_drops_attention_in_training_only(fused: bool):
+    attn = Attention(8, num_heads=2, attn_drop=0.5)
+    setattr(attn, "fused_attn", fused)
+    tokens, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
+    first, second = (vertical_attention(attn, tokens, memory) for _ in range(2))
+    assert not torch.equal(first, second)
+    attn.eval()
+    first, second = (vertical_attention(attn, tokens, memory) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("bad", [{"layer": 0}, {"layer": 1, "kappa": 0}])
+def test_vtm_refuses_bad_settings(bad: dict):
+    with pytest.raises(ValueError, match="vtm."):
+        VTM(**bad)
