@@ -187,12 +187,17 @@ def _options(group: str) -> str:
 
 
 def _register_resolvers() -> None:
-    """`${share:n,k}`: a k-th of n, rounded down, for warm-ups that scale with the epochs."""
+    """`${share:n,k}`: a k-th of n, rounded down. `${cores:n}`: n, or the cores if fewer."""
     OmegaConf.register_new_resolver("share", _share, replace=True)
+    OmegaConf.register_new_resolver("cores", _cores, replace=True)
 
 
 def _share(n: Any, k: int) -> int:
     return n // k if isinstance(n, int) else 0  # the schema refuses what is no number
+
+
+def _cores(most: int) -> int:
+    return min(most, len(os.sched_getaffinity(0)))
 
 
 def _complain(line: str) -> None:

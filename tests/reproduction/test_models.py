@@ -148,7 +148,7 @@ def test_vit_takes_weights_from_a_file_and_keeps_a_new_head(tmp_path, suffix):
 def test_vit_refuses_weights_that_do_not_fit(tmp_path):
     path = tmp_path / "w.pth"
     path.write_bytes(b"no checkpoint")
-    with pytest.raises(UserError, match="model.weights=.*not readable"):
+    with pytest.raises(UserError, match=r"model.weights=.*not readable"):
         build_model(tiny_vit(f"model.weights={path}"), 7)
     torch.save({"a": torch.zeros(1)}, path)
     with pytest.raises(UserError, match="parameters do not fit"):
@@ -176,5 +176,5 @@ def test_vit_says_what_to_do_when_the_weights_cannot_be_downloaded(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr("timm.create_model", refuse)
-    with pytest.raises(UserError, match="no route to host.*model.weights"):
+    with pytest.raises(UserError, match=r"no route to host.*model.weights"):
         build_model(tiny_vit("model.pretrained=augreg_in21k_ft_in1k"), 1000)

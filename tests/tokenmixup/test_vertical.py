@@ -52,5 +52,5 @@ def test_vertical_attention_drops_attention_in_training_only(fused: bool):
 
 @pytest.mark.parametrize("bad", [{"layer": 0}, {"layer": 1, "kappa": 0}])
 def test_vtm_refuses_bad_settings(bad: dict):
-    with pytest.raises(ValueError, match="vtm."):
+    with pytest.raises(ValueError, match=r"vtm\."):
         VTM(**bad)

@@ -33,7 +33,6 @@ def figure(path: Path, *sizes: Any, **settings: Any) -> Iterator[Any]:
 
 def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
     """Mixed samples per batch over training, the shape of the paper's Figure 4."""
-    steps = _full_batches(steps)
     x = [line["step"] for line in steps]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (samples, tokens):
         _scatter_with_mean(samples, x, [line["mixed_samples"] for line in steps], BLUE)
@@ -43,14 +42,6 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
         tokens.set_ylabel("replaced tokens\nper mixed sample")
         tokens.set_ylim(bottom=0)
         tokens.set_xlabel("training batch")
-
-
-def _full_batches(steps: list[Line]) -> list[Line]:
-    """Leaves out the last batch of every epoch, which is a smaller rest."""
-    epochs = [line["epoch"] for line in steps]
-    return [
-        line for line, after in zip(steps, epochs[1:], strict=False) if line["epoch"] == after
-    ] or steps
 
 
 def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:

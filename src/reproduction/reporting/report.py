@@ -32,7 +32,7 @@ def _draw(folder: RunFolder) -> dict[str, str]:
         draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
         pictures["mixed_samples.png"] = (
             "Samples that HTM mixes in each batch, and tokens that it replaces in each of them "
-            "(dots: batches; line: running mean; without the smaller last batch of an epoch)."
+            "(dots: batches; line: running mean)."
         )
         if draw_pairs(folder.path / "mixed_pairs.png", config, folder.last_path):
             pictures["mixed_pairs.png"] = (

@@ -3,7 +3,7 @@
 import math
 import time
 from itertools import takewhile
-from statistics import median
+from statistics import fmean, median
 from typing import Any, cast
 
 import numpy as np
@@ -109,6 +109,7 @@ class Trainer:
         self.module.train()
         self.metrics.restart_clock()
         first = len(self.batches) * self.epoch
+        lines: list[dict[str, Any]] = []
         for images, targets in self.train_loader:
             batch = self.step - first
             lr = self.schedule.set(self.epoch, batch)
@@ -118,12 +119,12 @@ class Trainer:
             self.metrics.add(self.step, self.epoch + 1, lr, loss, output)
             display.advance()
             if self.step % self.recipe.log_every == 0:
-                self._flush()
+                lines += self._flush()
             if self.step == self.total_steps:
                 break
-        last_lines = self._flush()
+        lines += self._flush()
         self.train_seconds += time.perf_counter() - start
-        self._end_epoch(start, last_lines, display)
+        self._end_epoch(start, lines, display)
 
     def _step(self, images: Tensor, targets: Tensor, global_size: int) -> tuple[Tensor, Output]:
         """One batch: mix inputs, forward with TokenMixup, loss, backward, update."""
@@ -198,15 +199,12 @@ class Trainer:
     def _describe(self, lines: list[dict[str, Any]], result: Evaluation) -> str:
         epochs = math.ceil(self.total_steps / len(self.batches))
         text = f"epoch {self.epoch:>{len(str(epochs))}}/{epochs}"
-        if lines:
-            mean = {
-                key: sum(line[key] for line in lines) / len(lines)
-                for key in ("loss", "mixed_samples", "mixed_tokens")
-            }
-            text += f"  loss {mean['loss']:.3f}"
-            if self.module.htm is not None:
-                text += f"  mixed {mean['mixed_samples']:.1f} of {self.recipe.batch_size} samples"
-                text += f" ({mean['mixed_tokens']:.1f} tokens each)"
+        text += f"  loss {fmean(line['loss'] for line in lines):.3f}"
+        if self.module.htm is not None:
+            mixed = sum(line["mixed_samples"] for line in lines)
+            replaced = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
+            text += f"  mixed {mixed / len(lines):.1f} samples a batch"
+            text += f" ({replaced / max(mixed, 1):.1f} tokens each)"
         return f"{text}  top-1 {result['top1']:.2f} %  [{self.seconds:.0f} s]"
 
     def _result(self) -> dict[str, Any]:

@@ -86,6 +86,8 @@ def build_trainer(config: Config, world: World) -> Trainer:
     facts = _facts(config, module) if world.is_main else {}
     if world.device.type == "cpu":
         prefer_composed_attention(module)
+        if world.is_main and config.recipe.precision == "float16":
+            print("warning: float16 is slow on a CPU, try recipe.precision=bf16", file=sys.stderr)
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )

@@ -1,0 +1,80 @@
+"""Command lines run in this process, and runs small enough for tests."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import eval as eval_script
+import train as train_script
+from reproduction.cli import run
+
+# A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
+SMALL = [
+    "model.embed_dim=16",
+    "dataset.limit=60",
+    "recipe.batch_size=20",
+    "recipe.epochs=2",
+    "recipe.log_every=2",
+    "device=cpu",
+]
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.err.splitlines()
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> Command:
+    """`command("train", *args)`: as typed in an empty folder, with runs under tmp_path/outputs.
+
+    Reports go without pictures, which take longer than such a run, unless marked `draws`.
+    """
+    monkeypatch.chdir(tmp_path)
+    if request.node.get_closest_marker("draws") is None:
+        monkeypatch.setattr("reproduction.reporting.report._draw", lambda folder: {})
+
+    def call(script: str, *args: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *args])
+        with pytest.raises(SystemExit) as end:
+            if script == "train":
+                run("train", train_script.resolve, train_script.check_all, train_script.main)
+            run("eval", eval_script.resolve, lambda settings: None, eval_script.main)
+        out, err = capfd.readouterr()
+        return Ended(int(end.value.code or 0), out, err)
+
+    return call
+
+
+def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:
+    """A folder of images whose brightness tells the class: root/train, root/val."""
+    rng = np.random.default_rng(0)
+    for split, number in (("train", train), ("val", held_out)):
+        for label, name in enumerate(classes):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(number):
+                noise = rng.integers(0, 60, (size, size + 8, 3))
+                pixels = noise + 190 * label // max(1, len(classes) - 1)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    return root

@@ -1,0 +1,171 @@
+"""What a user may mistype: one line that names it, status 2, no traceback, nothing on disk."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from reproduction import cli
+from reproduction.config import CONF_DIR
+from tests.reproduction.conftest import SMALL, Command, write_images
+
+# command line -> what its one line must contain
+MISTYPED = {
+    "recipe.epochs=0": ["recipe.epochs=0", "greater than or equal to 1"],
+    "recipe.epochs=ten": ["recipe.epochs=ten", "valid integer"],
+    "recipe.epochs=2.5": ["recipe.epochs=2.5", "valid integer"],
+    "recipe.lr=-1e-3": ["recipe.lr=-0.001", "greater than 0"],
+    "recipe.lr=nan": ["recipe.lr=nan", "finite"],
+    "recipe.batch_size=0": ["recipe.batch_size=0", "greater than or equal to 1"],
+    "recipe.batch_size=64 devices=3": ["recipe.batch_size=64", "devices=3"],
+    "devices=0": ["devices=0", "greater than or equal to 1"],
+    "device=tpu": ["device=tpu", "'auto', 'cpu' or 'cuda'"],
+    "seed=true": ["seed=True", "integer"],
+    "seed=-1": ["seed=-1", "greater than or equal to 0"],
+    "recipe.precision=fp16": ["recipe.precision=fp16", "'float16'"],
+    "recipe.warmup_epochs=50": ["recipe.warmup_epochs=50", "recipe.epochs=36"],
+    "recipe.lrr=1": ["recipe.lrr", "unknown key", "lr,"],
+    "+recipe.lrr=1": ["recipe.lrr=1", "unknown key", "lr,"],
+    "typo=1": ["typo", "unknown key", "recipe"],
+    "+typo=1": ["typo=1", "unknown key", "recipe"],
+    "model=cct7": ["model=cct7", "no such option", "cct_7_3x1"],
+    "augmentation=[mixup,cutout]": ["augmentation=cutout", "cutmix, htm, mixup, vtm"],
+    "experiment=table9": ["experiment=table9", "no such option"],
+    "augmentation.htm.tau=-0.5": ["augmentation.htm.tau=-0.5", "greater than or equal to 0"],
+    "augmentation.htm.tau=nan": ["augmentation.htm.tau=nan", "greater than or equal to 0"],
+    "augmentation.htm.rho=1.5": ["augmentation.htm.rho=1.5", "0..1", "inf"],
+    "augmentation.htm.rho=nan": ["augmentation.htm.rho=nan", "0..1"],
+    "augmentation.htm.layer=2": ["augmentation.htm.layer=2", "0..1"],
+    "augmentation.vtm.layer=0": ["augmentation.vtm.layer=0", "greater than or equal to 1"],
+    "augmentation.vtm.kappa=0": ["augmentation.vtm.kappa=0", "greater than or equal to 1"],
+    "augmentation.vtm.kappa=65": ["augmentation.vtm.kappa=65", "1..64"],
+    "augmentation.htm.pooling=class_token": ["pooling=class_token", "auto, attention or average"],
+    "augmentation=[mixup] augmentation.htm.tau=1": ["augmentation.htm", "does not name htm"],
+    "augmentation=[mixup] +augmentation.htm.tau=1": ["augmentation.htm", "does not name htm"],
+    "recipe.lr": ["recipe.lr", "key=value"],
+    "recipe.lr=[1,2": ["recipe.lr=[1,2", "key=value"],
+    "=3": ["=3"],
+    "seed=0,1": ["seed=0,1", "--multirun"],
+    "--sweep": ["--sweep", "--help"],
+    "-m augmentation.htm.tau=0.5,1,-1": ["augmentation.htm.tau=-1"],
+    "-m name=x seed=0,1": ["name=x", "2 points"],
+    "name=a/b": ["name=a/b", "plain folder name"],
+    "name=..": ["name=..", "plain folder name"],
+    "dataset=image_folder": ["dataset.root=null", "image_folder"],
+    "dataset=image_folder dataset.root=nowhere": ["dataset.root=nowhere", "train/<class>/"],
+    "dataset=imagenet1k": ["dataset.root=data/imagenet", "train/<class>/"],
+    "dataset.root=data": ["dataset.root=data", "scikit-learn"],
+    "dataset.mean=0.5": ["dataset.mean=0.5", "list"],
+    "dataset.std=[0,1,1]": ["dataset.std.0=0", "greater than 0"],
+    "dataset.limit=2000": ["dataset.limit=2000", "1437"],
+    "logger.mode=offline": ["logger.mode", "unknown key"],
+    "logger=wandb logger.mode=sometimes": ["logger.mode=sometimes", "'offline'"],
+    "recipe.transforms.auto_augment=rand": ["auto_augment=rand", "rand-m9-mstd0.5-inc1"],
+    "model=vit_tiny_patch16_224 model.image_size=225": ["model.image_size=225", "16"],
+    "model=vit_tiny_patch16_224 model.weights=no.pth": ["model.weights=no.pth", "no such file"],
+    "recipe.lr=${nope}": ["nope"],
+    "~seed": ["seed", "no value"],
+}
+
+
+def assert_refused(ended, tmp_path: Path, parts: list[str], script: str = "train") -> None:
+    assert ended.status == 2, ended
+    assert len(ended.lines) == 1, ended.err
+    assert ended.err.startswith(f"{script}.py: ")
+    for part in parts:
+        assert part in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", MISTYPED)
+def test_train_refuses_in_one_line(command: Command, tmp_path: Path, line: str):
+    assert_refused(command("train", *line.split()), tmp_path, MISTYPED[line])
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
+def test_train_refuses_a_gpu_that_is_not_there(command: Command, tmp_path: Path):
+    assert_refused(command("train", "device=cuda"), tmp_path, ["device=cuda", "cpu or auto"])
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("", ["run=None", "checkpoint=None"]),
+        ("run=nowhere", ["nowhere", "config.yaml"]),
+        ("checkpoint=no.pt", ["checkpoint=no.pt", "no such file"]),
+        ("run=a checkpoint=b", ["run=a", "checkpoint=b"]),
+        ("run=nowhere weights=first", ["weights=first", "last or best"]),
+        ("run=nowhere recipe.lr=1", ["recipe.lr=1", "does not belong"]),
+        ("checkpoint=no.pt augmentation=[htm]", ["augmentation=[htm]", "does not belong"]),
+    ],
+)
+def test_eval_refuses_in_one_line(command: Command, tmp_path: Path, line: str, parts: list[str]):
+    assert_refused(command("eval", *line.split()), tmp_path, parts, "eval")
+
+
+def test_an_experiment_file_cannot_turn_on_what_its_stack_does_not_name(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not even with all settings of the augmentation."""
+    conf = tmp_path / "conf"
+    for path in CONF_DIR.rglob("*.yaml"):
+        copied = conf / path.relative_to(CONF_DIR)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(path.read_text())
+    htm = yaml.safe_load((CONF_DIR / "augmentation" / "htm.yaml").read_text())
+    experiment = {"defaults": [{"override /augmentation": ["mixup"]}], "augmentation": htm}
+    text = "# @package _global_\n" + yaml.safe_dump(experiment, sort_keys=False)
+    (conf / "experiment").mkdir(exist_ok=True)
+    (conf / "experiment" / "sly.yaml").write_text(text)
+    monkeypatch.setattr(cli, "CONF_DIR", conf)
+    ended = command("train", "experiment=sly")
+    assert ended.status == 2
+    assert "augmentation=[mixup] does not name htm" in ended.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_image_folder_refuses_classes_that_differ(command: Command, tmp_path: Path):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=1, held_out=1)
+    (root / "val" / "dog").rename(root / "val" / "dogs")
+    ended = command("train", "dataset=image_folder", f"dataset.root={root}")
+    assert ended.status == 2
+    assert "same classes, 'dog'" in ended.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_imagenet1k_refuses_other_folders(command: Command, tmp_path: Path):
+    root = write_images(tmp_path / "images", ["n1", "n2"], train=1, held_out=1)
+    ended = command("train", "dataset=imagenet1k", f"dataset.root={root}")
+    assert ended.status == 2
+    assert "1000 classes, found 2" in ended.err
+
+
+def test_a_taken_folder_is_refused_or_continued(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", *SMALL).status == 0
+    before = (tmp_path / "outputs/mine/summary.json").read_text()
+    again = command("train", "name=mine", *SMALL)
+    assert again.status == 2
+    assert "resume=auto" in again.err and "another name" in again.err
+    other = command("train", "name=mine", "resume=auto", "seed=5", *SMALL)
+    assert other.status == 2
+    assert "seed=5 (there 0)" in other.err
+    same = command("train", "name=mine", "resume=auto", "dataset.workers=1", *SMALL)
+    assert same.status == 0
+    assert "mine: top-1" in same.out
+    assert (tmp_path / "outputs/mine/summary.json").read_text() == before
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", *SMALL).status == 0
+    file = tmp_path / "outputs/mine/checkpoints/last.pt"
+    wide = command("eval", f"checkpoint={file}", "model.embed_dim=32")
+    assert wide.status == 2
+    assert "the model has" in wide.err
+    deep = command("eval", f"checkpoint={file}", "model.embed_dim=16", "model.depth=3")
+    assert deep.status == 2
+    assert "blocks.2" in deep.err
+    file.write_bytes(file.read_bytes()[:1000])
+    cut = command("eval", "run=outputs/mine")
+    assert cut.status == 2
+    assert "not readable" in cut.err
+    assert len(cut.lines) == 1

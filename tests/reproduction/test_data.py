@@ -1,0 +1,302 @@
+"""Data sets, loaders and input mixing."""
+
+import hashlib
+import pickle
+import tarfile
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from timm.data.mixup import Mixup
+from torch.utils.data import DataLoader
+from torchvision.datasets import CIFAR10, CIFAR100
+
+from reproduction.cli import compose
+from reproduction.config import Config, parse
+from reproduction.data.build import build_training_images, statistics_warning
+from reproduction.data.loaders import TrainingBatches, training_loader
+from reproduction.data.mixup import build_input_mixer, mix_inputs
+from reproduction.data.seeding import seeded
+from reproduction.data.sources import load_source
+from reproduction.errors import UserError
+from tests.reproduction.conftest import write_images
+
+
+def config_of(*overrides: str) -> Config:
+    return parse(compose("train", list(overrides)).raw)
+
+
+def test_digits_are_split_by_class_and_without_overlap():
+    source = load_source("digits", None, None)
+    assert (len(source.train), len(source.held_out), len(source.classes)) == (1437, 360, 10)
+    counts = np.bincount(source.held_out.targets)
+    assert counts.min() >= 34 and counts.max() <= 37
+    image, target = source.train[0]
+    assert image.mode == "RGB" and image.size == (8, 8)
+    assert target == source.train.targets[0]
+    assert np.asarray(image).max() == 255
+
+
+def test_limit_keeps_classes_balanced():
+    source = load_source("digits", None, 150)
+    assert np.bincount(source.train.targets).tolist() == [15] * 10
+    assert [source.train[i][1] for i in range(150)] == source.train.targets
+    assert len(source.held_out) == 360
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A folder and the address under which it can be downloaded."""
+    folder = tmp_path / "server"
+    folder.mkdir()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(folder))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        yield folder, f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def write_cifar(
+    server: tuple[Path, str], kind: type[CIFAR10], monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """An archive of the real layout with 4 images a file; the class is told to expect it."""
+    folder, address = server
+    rng = np.random.default_rng(0)
+    content = folder / kind.base_folder
+    content.mkdir(parents=True)
+    label = "fine_labels" if kind is CIFAR100 else "labels"
+    names = [name for name, _ in (*kind.train_list, *kind.test_list)]
+    for name in names:
+        data = rng.integers(0, 256, (4, 3072)).astype(np.uint8)
+        (content / name).write_bytes(pickle.dumps({"data": data, label: [0, 1, 2, 3]}))
+    classes = {kind.meta["key"]: [f"class {i}" for i in range(100 if kind is CIFAR100 else 10)]}
+    (content / kind.meta["filename"]).write_bytes(pickle.dumps(classes))
+    archive = folder / kind.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(content, kind.base_folder)
+
+    def digest(path: Path) -> str:
+        return hashlib.md5(path.read_bytes()).hexdigest()
+
+    for listing in ("train_list", "test_list"):
+        entries = [[name, digest(content / name)] for name, _ in getattr(kind, listing)]
+        monkeypatch.setattr(kind, listing, entries)
+    monkeypatch.setattr(
+        kind, "meta", {**kind.meta, "md5": digest(content / kind.meta["filename"])}
+    )
+    monkeypatch.setattr(kind, "url", f"{address}/{kind.filename}")
+    monkeypatch.setattr(kind, "tgz_md5", digest(archive))
+    return archive
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cifar10", CIFAR10), ("cifar100", CIFAR100)])
+def test_cifar_is_downloaded_on_first_use_and_checked(server, tmp_path, monkeypatch, name, kind):
+    write_cifar(server, kind, monkeypatch)
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / kind.filename).write_bytes(b"half a download")
+    source = load_source(name, str(root), None)
+    assert len(source.train) == 4 * len(kind.train_list)
+    assert len(source.held_out) == 4
+    assert len(source.classes) == (10 if name == "cifar10" else 100)
+    image, _ = source.train[3]
+    assert image.size == (32, 32)
+
+
+def test_cifar_says_what_to_put_where_when_the_download_fails(server, tmp_path, monkeypatch):
+    archive = write_cifar(server, CIFAR10, monkeypatch)
+    archive.unlink()
+    with pytest.raises(UserError) as refusal:
+        load_source("cifar10", str(tmp_path / "data"), None)
+    assert "dataset.root=" in str(refusal.value) and CIFAR10.filename in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_cifar_refuses_an_archive_with_another_digest(server, tmp_path, monkeypatch):
+    archive = write_cifar(server, CIFAR10, monkeypatch)
+    archive.write_bytes(archive.read_bytes()[:-1])
+    with pytest.raises(UserError, match="corrupted"):
+        load_source("cifar10", str(tmp_path / "data"), None)
+
+
+@pytest.mark.parametrize("held_out", ["val", "test"])
+def test_image_folder_takes_its_classes_from_the_folders(tmp_path, held_out):
+    root = write_images(tmp_path, ["cat", "ant", "bee"], train=2, held_out=1)
+    (root / "val").rename(root / held_out)
+    source = load_source("image_folder", str(root), None)
+    assert source.classes == ["ant", "bee", "cat"]
+    assert source.train.targets == [0, 0, 1, 1, 2, 2]
+    assert len(source.held_out) == 3
+
+
+def test_image_folder_refuses_a_class_without_images(tmp_path):
+    root = write_images(tmp_path, ["ant", "bee"], train=1, held_out=1)
+    (root / "train" / "bee" / "0.png").unlink()
+    with pytest.raises(UserError, match="bee"):
+        load_source("image_folder", str(root), None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("images", "batch"), [(100, 12), (97, 12), (25, 12), (8, 12), (24, 12), (1437, 64)])
+def test_training_batches_show_every_image_once_to_one_rank(images, batch, ranks):
+    shares = [TrainingBatches(images, batch, seed=0, rank=r, ranks=ranks) for r in range(ranks)]
+    per_rank = [list(share) for share in shares]
+    seen = [index for share in per_rank for keys in share for _, index in keys]
+    assert sorted(seen) == list(range(images))
+    assert len({len(share) for share in per_rank}) == 1
+    assert all(len(keys) >= 2 for share in per_rank for keys in share)
+    sizes = [shares[0].global_size(i) for i in range(len(shares[0]))]
+    assert max(sizes) <= batch and max(sizes) - min(sizes) <= 1
+    for i in range(len(shares[0])):
+        assert sum(len(share[i]) for share in per_rank) == shares[0].global_size(i)
+
+
+def test_training_batches_are_the_same_global_batches_for_any_number_of_ranks():
+    alone = list(TrainingBatches(50, 12, seed=3))
+    shares = [list(TrainingBatches(50, 12, seed=3, rank=r, ranks=2)) for r in range(2)]
+    for i, batch in enumerate(alone):
+        assert batch == [*shares[0][i], *shares[1][i]]
+
+
+def test_training_batches_depend_on_seed_and_epoch():
+    batches = TrainingBatches(50, 12, seed=0)
+    first = list(batches)
+    assert list(batches) == first
+    batches.epoch = 1
+    assert list(batches) != first
+    assert list(TrainingBatches(50, 12, seed=1)) != first
+
+
+def test_training_batches_refuse_too_few_images():
+    with pytest.raises(UserError, match="devices=4"):
+        TrainingBatches(7, 8, seed=0, ranks=4)
+    with pytest.raises(UserError, match="batch_size=1"):
+        TrainingBatches(7, 1, seed=0)
+
+
+def epoch_of_images(workers: int, seed: int = 0, epoch: int = 0) -> torch.Tensor:
+    config = config_of("recipe=cifar_cct", "dataset.limit=24", f"seed={seed}")
+    source = load_source("digits", None, 24)
+    images = build_training_images(config, source)
+    batches = TrainingBatches(24, 10, seed)
+    batches.epoch = epoch
+    return torch.cat([x for x, _ in training_loader(images, batches, workers, pin_memory=False)])
+
+
+def test_augmented_images_do_not_depend_on_workers_or_global_generators():
+    alone = epoch_of_images(workers=0)
+    torch.rand(3)
+    np.random.rand(3)
+    assert torch.equal(alone, epoch_of_images(workers=0))
+    assert torch.equal(alone, epoch_of_images(workers=2))
+    assert not torch.equal(alone, epoch_of_images(workers=0, seed=1))
+
+
+def test_loading_leaves_the_global_generators_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    epoch_of_images(workers=1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("n", [6, 7, 1])
+@pytest.mark.parametrize(
+    "stack", [{"mixup": (0.8, 1.0)}, {"cutmix": (1.0, 1.0)}, {"mixup": (0.8, 1.0), "cutmix": (1.0, 1.0)}]
+)
+def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack):
+    both = {"mixup": None, "cutmix": None, **stack}
+    ours = build_input_mixer(num_classes=4, label_smoothing=0.1, **both)
+    theirs = Mixup(
+        mixup_alpha=0.8 if "mixup" in stack else 0.0,
+        cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
+        label_smoothing=0.1,
+        num_classes=4,
+    )
+    for step in range(8):
+        images, targets = torch.randn(n, 3, 8, 8), torch.arange(n) % 4
+        mixed, soft = mix_inputs(ours, images.clone(), targets, 0, step)
+        torch.testing.assert_close(soft.sum(dim=1), torch.ones(n))
+        if n % 2 == 0:
+            with seeded(0, step):
+                expected = theirs(images.clone(), targets)
+            assert torch.equal(mixed, expected[0])
+            assert torch.equal(soft, expected[1])
+
+
+def test_input_mixing_happens_as_often_as_asked():
+    mixer = build_input_mixer(
+        num_classes=2, label_smoothing=0.0, mixup=(1.0, 0.2), cutmix=(1.0, 0.6)
+    )
+    kinds = {"none": 0, "mixup": 0, "cutmix": 0}
+    for step in range(2000):
+        images = torch.stack([torch.zeros(1, 8, 8), torch.ones(1, 8, 8)])
+        mixed, _ = mix_inputs(mixer, images, torch.tensor([0, 1]), step)
+        values = mixed[0].unique()
+        soft = bool(((values > 0) & (values < 1)).any())
+        kinds["mixup" if soft else "cutmix" if (values == 1).any() else "none"] += 1
+    assert kinds["mixup"] / 2000 == pytest.approx(0.1, abs=0.03)
+    assert kinds["cutmix"] / 2000 == pytest.approx(0.3, abs=0.05)  # some boxes are empty
+
+
+def test_without_input_mixing_targets_are_smoothed_as_timm_smooths_them():
+    mixer = build_input_mixer(num_classes=4, label_smoothing=0.1, mixup=None, cutmix=None)
+    _, soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3]))
+    torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pretrained", "warned"),
+    [
+        (["dataset=cifar10"], None, False),
+        (["dataset=cifar10", "dataset.mean=[0.485,0.456,0.406]"], None, True),
+        (["dataset=cifar10", "dataset.mean=[0.5,0.5,0.5]", "dataset.std=[0.5,0.5,0.5]"],
+         ([0.5] * 3, [0.5] * 3), False),
+        (["dataset.mean=[0.1,0.1,0.1]"], ([0.5] * 3, [0.5] * 3), True),
+    ],
+)
+def test_statistics_that_belong_to_nothing_are_warned_of(overrides, pretrained, warned):
+    line = statistics_warning(config_of(*overrides).dataset, pretrained)
+    assert (line is not None) == warned
+    if line is not None:
+        assert "\n" not in line and "dataset.mean" in line
+
+
+def test_statistics_of_an_image_folder_are_the_users(tmp_path):
+    root = write_images(tmp_path, ["a", "b"], train=1, held_out=1)
+    config = config_of("dataset=image_folder", f"dataset.root={root}", "dataset.mean=[0.1,0.2,0.3]")
+    assert statistics_warning(config.dataset, None) is None
+    assert statistics_warning(config.dataset, ([0.5] * 3, [0.5] * 3)) is not None
+
+
+def test_statistics_of_digits_are_those_of_the_images():
+    source = load_source("digits", None, None)
+    config = config_of()
+    pixels = np.stack([np.asarray(source.train[i][0]) for i in range(len(source.train))]) / 255
+    assert pixels.mean() == pytest.approx(config.dataset.mean[0], abs=0.005)
+    assert pixels.std() == pytest.approx(config.dataset.std[0], abs=0.005)
+
+
+def test_evaluation_loader_is_a_plain_loader_without_padding():
+    from reproduction.data.build import build_evaluation_loader
+
+    source = load_source("digits", None, None)
+    sizes = []
+    for rank in range(3):
+        loader = build_evaluation_loader(config_of("recipe.batch_size=63"), source, rank, 3, False)
+        assert isinstance(loader, DataLoader)
+        sizes.append(sum(len(targets) for _, targets in loader))
+    assert sizes == [120, 120, 120]

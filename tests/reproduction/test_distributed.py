@@ -1,0 +1,112 @@
+"""Two ranks on a CPU: the same losses as one process, one run folder, every image once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reproduction.runs import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+# Nothing random but the order of the images, so that one and two ranks see the same.
+PLAIN = [
+    "augmentation=[]",
+    "model.embed_dim=16",
+    "model.attn_drop=0",
+    "model.drop_path=0",
+    "dataset.limit=95",
+    "recipe.batch_size=10",
+    "recipe.epochs=2",
+    "recipe.transforms.scale=[1,1]",
+    "recipe.transforms.ratio=[1,1]",
+    "recipe.transforms.interpolation=bicubic",
+    "device=cpu",
+]
+
+
+def run(tmp_path: Path, command: list[str], *args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(ROOT / "train.py"), *args],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    folder = RunFolder(tmp_path / "outputs" / name)
+    assert folder.read_summary()["status"] == "finished"
+    return folder.read_metrics()
+
+
+def test_two_ranks_equal_one_process(tmp_path: Path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    for name, command, more in [
+        ("one", [sys.executable], []),
+        ("two", [sys.executable], ["devices=2"]),
+        ("torchrun", torchrun, []),
+    ]:
+        ended = run(tmp_path, command, f"name={name}", *PLAIN, *more)
+        assert ended.returncode == 0, ended.stderr
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
+    one_steps, one_epochs = lines_of(tmp_path, "one")
+    assert len(one_steps) == 20
+    for name in ("two", "torchrun"):
+        steps, epochs = lines_of(tmp_path, name)
+        assert [line["step"] for line in steps] == list(range(1, 21))
+        for ours, theirs in zip(steps, one_steps, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        for ours, theirs in zip(epochs, one_epochs, strict=True):
+            assert ours["top1"] == pytest.approx(theirs["top1"])
+            assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-4)
+    assert RunFolder(tmp_path / "outputs/torchrun").read_config()["devices"] == 2
+
+
+def test_two_ranks_mix_within_their_shares_and_count_together(tmp_path: Path):
+    settings = [x for x in PLAIN if not x.startswith(("augmentation", "recipe.epochs"))]
+    mixing = ["augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=1"]
+    sweep = ["-m", "seed=0,1", "devices=2", *mixing, *settings]
+    ended = run(tmp_path, [sys.executable], *sweep)
+    assert ended.returncode == 0, ended.stderr
+    names = [path.name for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps"]
+    assert len(names) == 2
+    for name in names:
+        steps, _ = lines_of(tmp_path, name)
+        assert sum(line["mixed_samples"] for line in steps) == 95
+
+
+def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path):
+    diverge = ["recipe.optimizer=sgd", "recipe.lr=1e30", "recipe.warmup_lr=1e30"]
+    more = ["recipe.clip_grad_norm=null", "devices=2", "name=mine"]
+    ended = run(tmp_path, [sys.executable], *PLAIN, *diverge, *more)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("train.py: RuntimeError: rank 0: ")
+    assert "the loss is nan" in last and "resume=auto" in last
+    assert RunFolder(tmp_path / "outputs/mine").read_summary()["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(["devices=4"], "devices=4: torchrun has started 2 ranks"), (["-m", "seed=0,1"], "without torchrun")],
+)
+def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, args, message):
+    import train
+    from reproduction.cli import run as run_cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train.py", *args])
+    with pytest.raises(SystemExit) as end:
+        run_cli("train", train.resolve, train.check_all, train.main)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,287 @@
+"""Runs of seconds: the run folder, resuming, interruptions, precision, sweeps, evaluation."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from reproduction.runs import RunFolder
+from reproduction.training.loop import Trainer
+from tests.reproduction.conftest import SMALL, Command, write_images
+
+STEP_KEYS = {
+    "step",
+    "epoch",
+    "loss",
+    "lr",
+    "images_per_second",
+    "mixed_samples",
+    "mixed_tokens",
+    "score_loss",
+    "difficulty",
+}
+SUMMARY_KEYS = {
+    "top1_last",
+    "top1_best",
+    "top1_median10",
+    "top5_last",
+    "top5_best",
+    "parameters",
+    "macs",
+    "seconds",
+    "images_per_second",
+    "seed",
+    "versions",
+    "git_revision",
+    "status",
+}
+MIXED = ["augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4"]
+
+
+def folder(tmp_path: Path, name: str = "mine") -> RunFolder:
+    return RunFolder(tmp_path / "outputs" / name)
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    return torch.load(run.last_path, weights_only=True)["module"]
+
+
+def assert_same_result(one: RunFolder, other: RunFolder) -> None:
+    assert weights(one).keys() == weights(other).keys()
+    for name, value in weights(one).items():
+        assert torch.equal(value, weights(other)[name]), name
+    for ours, theirs in zip(one.read_metrics(), other.read_metrics(), strict=True):
+        assert without_times(ours) == without_times(theirs)
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
+    whole = Trainer._step
+
+    def partial_step(self: Trainer, *args: Any) -> Any:
+        if self.step == step:
+            raise error
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", partial_step)
+
+
+def test_a_run_writes_the_folder_that_reports_read(command: Command, tmp_path: Path):
+    ended = command("train", "name=mine", *MIXED, *SMALL)
+    assert ended.status == 0, ended.err
+    run = folder(tmp_path)
+    steps, epochs = run.read_metrics()
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["epoch"] for line in steps] == [1, 1, 1, 2, 2, 2]
+    assert all(set(line) == STEP_KEYS for line in steps)
+    assert all(math.isfinite(value) for line in steps for value in line.values())
+    assert any(line["mixed_samples"] > 0 for line in steps)
+    assert all(line["mixed_samples"] <= 20 and line["mixed_tokens"] <= 64 for line in steps)
+    assert [set(line) for line in epochs] == [{"epoch", "top1", "top5", "eval_loss"}] * 2
+    summary = run.read_summary()
+    assert set(summary) >= SUMMARY_KEYS
+    assert summary["status"] == "finished"
+    assert summary["top1_last"] == epochs[-1]["top1"]
+    assert summary["top1_best"] == max(line["top1"] for line in epochs)
+    assert summary["top1_median10"] == np.median([line["top1"] for line in epochs])
+    config = yaml.safe_load(run.config_path.read_text())
+    assert config["augmentation"]["htm"]["layer"] == 1
+    assert config["recipe"]["epochs"] == 2
+    assert "mine: top-1" in ended.out
+    assert "epoch 2/2" in ended.out
+
+
+def test_a_run_without_htm_mixes_nothing(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", "augmentation=[]", *SMALL).status == 0
+    steps, _ = folder(tmp_path).read_metrics()
+    for line in steps:
+        assert (line["mixed_samples"], line["mixed_tokens"]) == (0, 0)
+        assert line["score_loss"] is None and line["difficulty"] is None
+    assert not (folder(tmp_path).path / "mixed_pairs.png").exists()
+
+
+@pytest.mark.draws
+def test_the_report_shows_its_pictures(command: Command, tmp_path: Path):
+    mixing = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
+    assert command("train", "name=mine", *mixing, *SMALL).status == 0
+    path = folder(tmp_path).path
+    page = (path / "report.md").read_text()
+    for name in ("mixed_samples.png", "accuracy.png", "mixed_pairs.png"):
+        assert f"]({name})" in page
+        with Image.open(path / name) as picture:
+            assert picture.width > 500
+            assert np.asarray(picture.convert("L")).std() > 5
+
+
+def test_the_same_seed_gives_the_same_run_whatever_the_workers(command: Command, tmp_path: Path):
+    for name, more in {"a": [], "b": [], "c": ["dataset.workers=2"], "d": ["seed=1"]}.items():
+        assert command("train", f"name={name}", *MIXED, *SMALL, *more).status == 0
+    assert_same_result(folder(tmp_path, "a"), folder(tmp_path, "b"))
+    assert_same_result(folder(tmp_path, "a"), folder(tmp_path, "c"))
+    assert weights(folder(tmp_path, "a"))["model.head.weight"].ne(
+        weights(folder(tmp_path, "d"))["model.head.weight"]
+    ).any()
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_an_interrupted_run_goes_on_from_its_last_epoch(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+):
+    assert command("train", "name=whole", *MIXED, *SMALL).status == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, step, KeyboardInterrupt())
+        ended = command("train", "name=mine", *MIXED, *SMALL)
+    assert ended.status == 130
+    assert ended.lines[-1].startswith("train.py: interrupted;")
+    assert "name=mine resume=auto" in ended.lines[-1]
+    assert folder(tmp_path).read_summary()["status"] == "interrupted"
+    assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
+    assert folder(tmp_path).read_summary()["status"] == "finished"
+    assert_same_result(folder(tmp_path), folder(tmp_path, "whole"))
+
+
+def test_a_crash_leaves_its_status_and_a_clear_last_line(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    interrupt_at(monkeypatch, 4, ZeroDivisionError("what\never"))
+    ended = command("train", "name=mine", *SMALL)
+    assert ended.status == 1
+    assert "Traceback" in ended.err
+    assert ended.lines[-1].startswith("train.py: ZeroDivisionError: what ever; outputs/mine")
+    summary = folder(tmp_path).read_summary()
+    assert summary["status"] == "failed"
+    assert "ZeroDivisionError" in summary["error"]
+    assert len(folder(tmp_path).read_metrics()[1]) == 1
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(command: Command, tmp_path: Path):
+    diverge = ["recipe.lr=1e30", "recipe.warmup_lr=1e30", "recipe.clip_grad_norm=null"]
+    ended = command("train", "name=mine", "recipe.optimizer=sgd", *SMALL, *diverge)
+    assert ended.status == 1
+    assert "train.py: RuntimeError: step 2: the loss is nan" in ended.lines[-1]
+    assert folder(tmp_path).read_summary()["status"] == "failed"
+    steps, _ = folder(tmp_path).read_metrics()
+    assert [line["step"] for line in steps] == [1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float16"])
+def test_low_precision_trains(command: Command, tmp_path: Path, precision: str):
+    ended = command("train", "name=mine", *MIXED, *SMALL, f"recipe.precision={precision}")
+    assert ended.status == 0, ended.err
+    assert ("float16 is slow" in ended.err) == (precision == "float16")
+    steps, _ = folder(tmp_path).read_metrics()
+    assert steps[-1]["loss"] < 5
+
+
+def test_sgd_with_clipping_trains(command: Command, tmp_path: Path):
+    sgd = ["recipe.optimizer=sgd", "recipe.lr=0.1", "recipe.schedule_step=epoch"]
+    assert command("train", "name=mine", *SMALL, *sgd).status == 0
+    rates = [line["lr"] for line in folder(tmp_path).read_metrics()[0]]
+    assert rates[0] == rates[2] == 0.1
+    assert rates[3] < 0.1
+
+
+def test_max_steps_ends_a_run_within_an_epoch(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", "recipe.max_steps=4", *SMALL).status == 0
+    steps, epochs = folder(tmp_path).read_metrics()
+    assert (len(steps), len(epochs)) == (4, 2)
+
+
+def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", *SMALL).status == 0
+    summary = folder(tmp_path).read_summary()
+    last = command("eval", "run=outputs/mine")
+    assert last.status == 0
+    assert f"top-1 {summary['top1_last']:.2f} %" in last.out
+    result = json.loads((folder(tmp_path).path / "evaluation-last.json").read_text())
+    epoch = folder(tmp_path).read_metrics()[1][-1]
+    assert {key: result[key] for key in ("top1", "top5", "eval_loss")} == {
+        key: epoch[key] for key in ("top1", "top5", "eval_loss")
+    }
+    best = command("eval", "run=outputs/mine", "weights=best", "dataset.workers=1")
+    assert f"top-1 {summary['top1_best']:.2f} %" in best.out
+    file = command("eval", f"checkpoint={folder(tmp_path).best_path}", "model.embed_dim=16")
+    assert f"top-1 {summary['top1_best']:.2f} %" in file.out
+    assert (tmp_path / "outputs/evaluations/best-cct_2_3x2-digits.json").exists()
+
+
+def test_best_weights_are_the_plain_models_under_its_own_names(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", *SMALL).status == 0
+    best = load_file(folder(tmp_path).best_path)
+    plain = {k.removeprefix("model.") for k in weights(folder(tmp_path)) if k.startswith("model.")}
+    assert set(best) == plain
+    assert not any("scorenet" in name for name in best)
+
+
+def test_a_folder_of_images_needs_its_root_alone(command: Command, tmp_path: Path):
+    root = write_images(tmp_path / "images", ["dark", "grey", "light"], train=8, held_out=4)
+    small = [x for x in SMALL if "limit" not in x]
+    ended = command("train", "name=mine", "dataset=image_folder", f"dataset.root={root}", *small)
+    assert ended.status == 0, ended.err
+    evaluated = command("eval", "run=outputs/mine", "dataset.workers=0")
+    assert "on 12 images of image_folder" in evaluated.out
+
+
+def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
+    vit = ["model=vit_tiny_patch16_224", "recipe.max_steps=2", "dataset.limit=8"]
+    small = ["recipe.batch_size=4", "recipe.epochs=2", "device=cpu", "model.image_size=32"]
+    ended = command("train", "name=mine", *vit, *small)
+    assert ended.status == 0, ended.err
+    assert command("eval", "run=outputs/mine").status == 0
+    steps, _ = folder(tmp_path).read_metrics()
+    assert all(math.isfinite(line["loss"]) for line in steps)
+
+
+def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twice(
+    command: Command, tmp_path: Path
+):
+    sweep = ["-m", "augmentation.htm.tau=0.5,2,inf", "logger=wandb", "logger.mode=offline", *SMALL]
+    ended = command("train", *sweep)
+    assert ended.status == 0, ended.err
+    runs = sorted(path for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps")
+    assert len(runs) == 3
+    before = [(run / "metrics.jsonl").read_bytes() for run in runs]
+    recorded = {path.name for run in runs for path in run.glob("wandb/offline-run-*")}
+    assert len(recorded) == 3
+    ids = {RunFolder(run).read_summary()["wandb_id"] for run in runs}
+    assert len(ids) == 3
+    again = command("train", *sweep, "resume=auto")
+    assert again.status == 0, again.err
+    assert again.out.count("top-1") == 3
+    assert [(run / "metrics.jsonl").read_bytes() for run in runs] == before
+    assert len(list((tmp_path / "outputs").glob("*/wandb/offline-run-*"))) == 3
+
+
+def test_one_failing_point_does_not_stop_a_sweep(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = Trainer._step
+
+    def step(self: Trainer, *args: Any) -> Any:
+        if self.config.seed == 1:
+            raise RuntimeError("unlucky")
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    ended = command("train", "-m", "seed=0,1,2", *SMALL)
+    assert ended.status == 1
+    assert "RuntimeError: unlucky" in ended.lines[-1]
+    summaries = [RunFolder(p).read_summary() for p in (tmp_path / "outputs").glob("cct*")]
+    assert sorted(s["status"] for s in summaries) == ["failed", "finished", "finished"]
+
+
+def test_sweeps_over_stacks_name_their_runs(command: Command, tmp_path: Path):
+    ended = command("train", "-m", "augmentation=[mixup],[mixup,cutmix,htm]", *SMALL)
+    assert ended.status == 0, ended.err
+    names = {path.name.rpartition("-s0-")[0] for path in (tmp_path / "outputs").glob("cct*")}
+    assert names == {"cct_2_3x2-digits-mixup", "cct_2_3x2-digits-mixup+cutmix+htm"}

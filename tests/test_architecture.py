@@ -1,0 +1,71 @@
+"""The imports go one way: scripts -> reproduction -> tokenmixup -> torch."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
+
+# room -> modules that it may import from this project
+ALLOWED = {
+    "tokenmixup": ["tokenmixup"],
+    "reproduction/data": ["reproduction.data", "reproduction.config", "reproduction.errors"],
+    "reproduction/models": [
+        "reproduction.models",
+        "reproduction.config",
+        "reproduction.errors",
+        "tokenmixup",
+    ],
+    "reproduction/reporting": [
+        "reproduction.reporting",
+        "reproduction.runs",
+        "reproduction.config",
+        "reproduction.models",
+        "reproduction.data",
+        "tokenmixup",
+    ],
+}
+LIBRARY_NEEDS = {"torch", "numpy", "scipy", "einops", "tokenmixup"}
+KNOW_HYDRA = {"reproduction/cli.py"}
+STANDARD = {"collections", "contextlib", "dataclasses", "functools", "inspect", "math", "typing"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_imports_go_one_way(file: Path):
+    for module in imports(SOURCE / file):
+        top = module.partition(".")[0]
+        if file.parts[0] == "tokenmixup":
+            assert top in LIBRARY_NEEDS | STANDARD, module
+        if top in ("hydra", "omegaconf"):
+            assert str(file) in KNOW_HYDRA, module
+        room = "/".join(file.parts[:2]) if len(file.parts) > 2 else file.parts[0]
+        if top in ("reproduction", "tokenmixup") and room in ALLOWED:
+            assert any(
+                module == allowed or module.startswith(f"{allowed}.") for allowed in ALLOWED[room]
+            ), module
+
+
+def test_checking_a_configuration_imports_no_torch():
+    """A mistyped command is refused before anything slow is loaded."""
+    light = ["cli.py", "config.py", "errors.py", "runs.py", "evaluation.py", "data/folders.py"]
+    for name in light:
+        for module in imports(SOURCE / "reproduction" / name):
+            assert module.partition(".")[0] not in ("torch", "torchvision", "timm"), (name, module)
+
+
+@pytest.mark.parametrize("file", ["train.py", "eval.py"])
+def test_entry_points_stay_short(file: str):
+    assert len((ROOT / file).read_text().splitlines()) <= 80
