@@ -2,6 +2,7 @@
 
 from reproduction.cli import run
 from reproduction.evaluation import Evaluation, resolve
+from reproduction.ranks import is_first_rank
 
 
 def main(settings: Evaluation) -> None:
@@ -9,6 +10,8 @@ def main(settings: Evaluation) -> None:
     from reproduction.training.evaluate_checkpoint import evaluate_checkpoint
 
     result, path = evaluate_checkpoint(settings)
+    if not is_first_rank():
+        return
     print(
         f"{settings.checkpoint}: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, "
         f"loss {result['eval_loss']:.4f} on {result['images']} images of {result['dataset']}"

@@ -6,6 +6,7 @@ from collections import Counter
 from reproduction.cli import Composed, run
 from reproduction.config import Config, parse
 from reproduction.errors import UserError
+from reproduction.ranks import is_first_rank
 from reproduction.runs import RunFolder, default_name
 
 
@@ -31,7 +32,8 @@ def main(config: Config) -> None:
     from reproduction.training.train import run_training
 
     summary = run_training(config)
-    write_report(RunFolder.of(config), summary)
+    if is_first_rank():
+        write_report(RunFolder.of(config), summary)
 
 
 if __name__ == "__main__":

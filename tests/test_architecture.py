@@ -60,7 +60,15 @@ def test_imports_go_one_way(file: Path):
 
 def test_checking_a_configuration_imports_no_torch():
     """A mistyped command is refused before anything slow is loaded."""
-    light = ["cli.py", "config.py", "errors.py", "runs.py", "evaluation.py", "data/folders.py"]
+    light = [
+        "cli.py",
+        "config.py",
+        "errors.py",
+        "ranks.py",
+        "runs.py",
+        "evaluation.py",
+        "data/folders.py",
+    ]
     for name in light:
         for module in imports(SOURCE / "reproduction" / name):
             assert module.partition(".")[0] not in ("torch", "torchvision", "timm"), (name, module)

@@ -21,6 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from reproduction.config import CONF_DIR
 from reproduction.errors import RunFailed, UserError
+from reproduction.ranks import is_first_rank, launched_ranks
 
 Settings = TypeVar("Settings")
 AUGMENTATIONS = ("mixup", "cutmix", "htm", "vtm")
@@ -131,12 +132,12 @@ def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
 
 def _devices(devices: Any) -> Any:
     """Under torchrun the number of its ranks, which `devices` may repeat but not contradict."""
-    ranks = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    ranks = launched_ranks()
     if ranks is None:
         return devices
-    if devices not in (1, int(ranks)):
+    if devices not in (1, ranks):
         raise UserError(f"devices={devices}: torchrun has started {ranks} ranks, leave devices out")
-    return int(ranks)
+    return ranks
 
 
 def _points(argv: list[str]) -> list[list[str]] | None:
@@ -146,7 +147,7 @@ def _points(argv: list[str]) -> list[list[str]] | None:
     args = parser.parse_args(argv)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         return None
-    if args.multirun and "TORCHELASTIC_RUN_ID" in os.environ:
+    if args.multirun and launched_ranks() is not None:
         raise UserError(
             "--multirun: start sweeps as python train.py -m devices=N, without torchrun"
         )
@@ -202,5 +203,5 @@ def _cores(most: int) -> int:
 
 def _complain(line: str) -> None:
     """Prints the line on stderr, once for all ranks."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)

@@ -18,6 +18,7 @@ import yaml
 
 from reproduction.config import Config
 from reproduction.errors import UserError
+from reproduction.ranks import is_first_rank
 
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = ("name", "output_root", "resume", "device", "logger", "dataset.workers")
@@ -74,7 +75,7 @@ class RunFolder:
 
     def check(self, config: Config) -> None:
         """Raises UserError if this folder may not be used for this run."""
-        if not self.path.exists() or os.environ.get("RANK", "0") != "0":
+        if not self.path.exists() or not is_first_rank():
             return  # the first rank checks, others may find what it has begun
         if config.resume == "never":
             raise UserError(

@@ -94,9 +94,7 @@ def write_cifar(
     for listing in ("train_list", "test_list"):
         entries = [[name, digest(content / name)] for name, _ in getattr(kind, listing)]
         monkeypatch.setattr(kind, listing, entries)
-    monkeypatch.setattr(
-        kind, "meta", {**kind.meta, "md5": digest(content / kind.meta["filename"])}
-    )
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": digest(content / kind.meta["filename"])})
     monkeypatch.setattr(kind, "url", f"{address}/{kind.filename}")
     monkeypatch.setattr(kind, "tgz_md5", digest(archive))
     return archive
@@ -150,7 +148,9 @@ def test_image_folder_refuses_a_class_without_images(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("images", "batch"), [(100, 12), (97, 12), (25, 12), (8, 12), (24, 12), (1437, 64)])
+@pytest.mark.parametrize(
+    ("images", "batch"), [(100, 12), (97, 12), (25, 12), (8, 12), (24, 12), (1437, 64)]
+)
 def test_training_batches_show_every_image_once_to_one_rank(images, batch, ranks):
     shares = [TrainingBatches(images, batch, seed=0, rank=r, ranks=ranks) for r in range(ranks)]
     per_rank = [list(share) for share in shares]
@@ -215,7 +215,8 @@ def test_loading_leaves_the_global_generators_alone():
 
 @pytest.mark.parametrize("n", [6, 7, 1])
 @pytest.mark.parametrize(
-    "stack", [{"mixup": (0.8, 1.0)}, {"cutmix": (1.0, 1.0)}, {"mixup": (0.8, 1.0), "cutmix": (1.0, 1.0)}]
+    "stack",
+    [{"mixup": (0.8, 1.0)}, {"cutmix": (1.0, 1.0)}, {"mixup": (0.8, 1.0), "cutmix": (1.0, 1.0)}],
 )
 def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack):
     both = {"mixup": None, "cutmix": None, **stack}
@@ -263,8 +264,11 @@ def test_without_input_mixing_targets_are_smoothed_as_timm_smooths_them():
     [
         (["dataset=cifar10"], None, False),
         (["dataset=cifar10", "dataset.mean=[0.485,0.456,0.406]"], None, True),
-        (["dataset=cifar10", "dataset.mean=[0.5,0.5,0.5]", "dataset.std=[0.5,0.5,0.5]"],
-         ([0.5] * 3, [0.5] * 3), False),
+        (
+            ["dataset=cifar10", "dataset.mean=[0.5,0.5,0.5]", "dataset.std=[0.5,0.5,0.5]"],
+            ([0.5] * 3, [0.5] * 3),
+            False,
+        ),
         (["dataset.mean=[0.1,0.1,0.1]"], ([0.5] * 3, [0.5] * 3), True),
     ],
 )

@@ -30,7 +30,7 @@ PLAIN = [
 
 def run(tmp_path: Path, command: list[str], *args: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    return subprocess.run(  # noqa: PLW1510  # the tests look at the status
         [*command, str(ROOT / "train.py"), *args],
         cwd=tmp_path,
         env=environment,
@@ -95,7 +95,10 @@ def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["devices=4"], "devices=4: torchrun has started 2 ranks"), (["-m", "seed=0,1"], "without torchrun")],
+    [
+        (["devices=4"], "devices=4: torchrun has started 2 ranks"),
+        (["-m", "seed=0,1"], "without torchrun"),
+    ],
 )
 def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, args, message):
     import train

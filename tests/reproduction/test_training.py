@@ -128,9 +128,11 @@ def test_the_same_seed_gives_the_same_run_whatever_the_workers(command: Command,
         assert command("train", f"name={name}", *MIXED, *SMALL, *more).status == 0
     assert_same_result(folder(tmp_path, "a"), folder(tmp_path, "b"))
     assert_same_result(folder(tmp_path, "a"), folder(tmp_path, "c"))
-    assert weights(folder(tmp_path, "a"))["model.head.weight"].ne(
-        weights(folder(tmp_path, "d"))["model.head.weight"]
-    ).any()
+    assert (
+        weights(folder(tmp_path, "a"))["model.head.weight"]
+        .ne(weights(folder(tmp_path, "d"))["model.head.weight"])
+        .any()
+    )
 
 
 @pytest.mark.parametrize("step", [1, 4])

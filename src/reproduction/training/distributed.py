@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reproduction.errors import UserError
+from reproduction.ranks import launched_ranks
 
 Settings = TypeVar("Settings")
 Result = TypeVar("Result")
@@ -40,11 +41,6 @@ class World:
             dist.barrier()
 
 
-def under_torchrun() -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def resolve_device(device: str, devices: int) -> str:
     """`cpu` or `cuda`; UserError for a GPU that is not there."""
     gpus = torch.cuda.device_count()
@@ -63,7 +59,7 @@ def resolve_device(device: str, devices: int) -> str:
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Joins the process group that the environment describes, NCCL on CUDA and gloo on a CPU."""
-    if not under_torchrun():
+    if launched_ranks() is None:
         yield World(0, 1, torch.device(device))
         return
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -82,7 +78,7 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
 
     Returns rank 0's result. An error of a rank is printed by that rank and raised as RuntimeError.
     """
-    if devices == 1 or under_torchrun():
+    if devices == 1 or launched_ranks() is not None:
         return function(settings)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -8,6 +8,7 @@ from reproduction.data.build import build_evaluation_loader
 from reproduction.data.sources import load_source
 from reproduction.evaluation import Evaluation
 from reproduction.models.build import build_model, prefer_composed_attention
+from reproduction.ranks import is_first_rank
 from reproduction.runs import write_text
 from reproduction.training.checkpoint import load_plain
 from reproduction.training.distributed import join_world, launch, resolve_device
@@ -18,8 +19,9 @@ def evaluate_checkpoint(settings: Evaluation) -> tuple[dict[str, Any], Path]:
     """Evaluates on one rank or many; returns the result and the file it is written to."""
     resolve_device(settings.config.device, settings.config.devices)
     result = launch(_evaluate, settings, settings.config.devices)
-    settings.result.parent.mkdir(parents=True, exist_ok=True)
-    write_text(settings.result, json.dumps(result, indent=2) + "\n")
+    if is_first_rank():
+        settings.result.parent.mkdir(parents=True, exist_ok=True)
+        write_text(settings.result, json.dumps(result, indent=2) + "\n")
     return result, settings.result
 
 

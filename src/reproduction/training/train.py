@@ -1,6 +1,5 @@
 """One run from its configuration to its summary."""
 
-import os
 import platform
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from reproduction.models.build import (
     prefer_composed_attention,
     pretrained_statistics,
 )
+from reproduction.ranks import is_first_rank
 from reproduction.runs import RunFolder
 from reproduction.training.distributed import World, join_world, launch, resolve_device
 from reproduction.training.loggers import build_logger
@@ -164,7 +164,7 @@ def _leave(folder: RunFolder, status: str, reason: str) -> str:
     """Writes how a run ended, if it had begun, and says how to go on."""
     if not folder.config_path.exists():
         return reason
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         folder.write_summary(status=status, error=reason)
     how = f"go on with name={folder.path.name} resume=auto"
     return f"{reason}; {folder.path} is kept as {status}, {how}"
