@@ -13,7 +13,7 @@ from torch import Tensor
 def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     """Saliency that receiver i gains from donor j: C_ij = sum_t max(S_j - S_i - rho, 0).
 
-    Eq. 7 (`eq:matchscore`). `saliency`: `b t`; returns `b b` in float32 with a zero diagonal;
+    Eq. 6 (`eq:matchscore`). `saliency`: `b t`; returns `b b` in float32 with a zero diagonal;
     `rho = inf` gives zeros. Since max(x, 0) = (|x| + x) / 2, the sum over tokens is half of an L1
     distance plus half of a difference of sums: nothing of size `b b t` is made.
     """
@@ -27,7 +27,7 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
 
 
 def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:
-    """Donors, all different, that maximise the total gain (Eq. 8, the Hungarian assignment).
+    """Donors, all different, that maximise the total gain (Eq. 7, the Hungarian assignment).
 
     `gain`: `k b` with k <= b, on the host. Returns `k` int64 donor indices. Raises ValueError if
     k > b, FloatingPointError if a gain is not finite.

@@ -64,8 +64,8 @@ def mix_horizontal(
 
     `tokens`: `b n d`, `targets`: `b c`, `saliency`: `b t`, `is_easy`: `b` bool. Every easy sample
     is matched with a donor of its own; a spatial token is replaced when the donor's saliency
-    exceeds its own by more than rho (Eq. 10, `eq:mask`, and 11, `eq:mix_x`); labels follow the
-    saliency that was kept and taken (Eq. 12, `eq:mix_y`) and stay where both are 0. Prefix tokens
+    exceeds its own by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`); labels follow the
+    saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. Prefix tokens
     stay.
     """
     donor = match_donors(gain_matrix(saliency, rho), is_easy)
@@ -89,7 +89,7 @@ def match_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
 
 def _keep_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
-    """Kept saliency over kept plus taken saliency, 1 where nothing is taken (Eq. 12): `b 1`."""
+    """Kept saliency over kept plus taken saliency, 1 where nothing is taken (Eq. 11): `b 1`."""
     kept_sum = own.masked_fill(mask, 0).sum(dim=1, keepdim=True)
     taken_sum = taken.masked_fill(~mask, 0).sum(dim=1, keepdim=True)
     return torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 def attention_saliency(
     attn: Tensor, num_prefix_tokens: int = 0, class_token: bool | None = None
 ) -> Tensor:
-    """Saliency of every spatial token, Eq. 4 (`eq:saliencyscore`).
+    """Saliency of every spatial token, Eq. 3 (`eq:saliencyscore`).
 
     `attn`: `b h n n`, after softmax, query x key. With a class token only its own query row 0
     counts (the paper is silent, the published code does so; `b h 1 n` suffices then), else the

@@ -43,7 +43,7 @@ def select_salient(
 
 
 def vertical_attention(attn: nn.Module, tokens: Tensor, memory: Tensor) -> Tensor:
-    """Z = Softmax(X1 Wq (X2 Wk)^T) X2 Wv with X1 = tokens, X2 = tokens and memory (Section 3.4).
+    """Z = Softmax(X1 Wq (X2 Wk)^T) X2 Wv with X1 = tokens, X2 = tokens and memory (Eq. 13).
 
     `tokens`: `b n d`, `memory`: `b m d`, both layer-normed. Returns `b n d`, projected and dropped
     out as `attn` itself would.

@@ -1,8 +1,10 @@
 """Two ranks on a CPU: the same losses as one process, one run folder, every image once."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +115,31 @@ def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, arg
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [[], ["devices=2"]], ids=["one process", "two ranks"])
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_run_that_can_go_on(
+    tmp_path: Path, sign: signal.Signals, more: list[str]
+):
+    args = [x for x in PLAIN if not x.startswith("recipe.epochs")]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "name=mine", "recipe.epochs=1000", *args, *more],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    folder = RunFolder(tmp_path / "outputs/mine")
+    deadline = time.monotonic() + 120
+    while not folder.last_path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if sign == signal.SIGINT:
+        os.killpg(process.pid, sign)  # as a terminal sends it
+    else:
+        process.send_signal(sign)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err.splitlines()[-1] and "resume=auto" in err.splitlines()[-1]
+    assert folder.read_summary()["status"] == "interrupted"

@@ -145,7 +145,8 @@ def test_an_interrupted_run_goes_on_from_its_last_epoch(
         ended = command("train", "name=mine", *MIXED, *SMALL)
     assert ended.status == 130
     assert ended.lines[-1].startswith("train.py: interrupted;")
-    assert "name=mine resume=auto" in ended.lines[-1]
+    assert "outputs/mine is kept as interrupted" in ended.lines[-1]
+    assert "resume=auto" in ended.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "interrupted"
     assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
     assert folder(tmp_path).read_summary()["status"] == "finished"

@@ -1,5 +1,7 @@
 """Vision transformers of timm's, random, pretrained by name, or from a local file."""
 
+import logging
+
 import timm
 import torch
 from safetensors.torch import load_file
@@ -35,6 +37,7 @@ def build_vit(
     if pretrained is not None and name not in tags:
         known = ", ".join(tag.partition(".")[2] for tag in tags) or "none"
         raise UserError(f"model.pretrained={pretrained}: timm's tags of {architecture} are {known}")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line says it, see below
     try:
         model = timm.create_model(
             name,

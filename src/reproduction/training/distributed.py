@@ -80,6 +80,7 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
     """
     if devices == 1 or launched_ranks() is not None:
         return function(settings)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -96,6 +97,8 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
     )
     try:
         return elastic_launch(config, function)(settings)[0]
+    except SignalException as error:  # how the launcher passes SIGINT and SIGTERM on
+        raise KeyboardInterrupt from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RuntimeError(f"rank {rank}: {str(failure.message).splitlines()[-1]}") from None

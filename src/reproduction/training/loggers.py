@@ -1,10 +1,12 @@
 """Where metrics go besides metrics.jsonl: nowhere, or to wandb."""
 
 import dataclasses
+from contextlib import suppress
 from typing import Any, Protocol
 from uuid import uuid4
 
 from reproduction.config import Config, Wandb
+from reproduction.errors import UserError
 from reproduction.runs import RunFolder
 
 
@@ -28,17 +30,25 @@ class WandbLog:
         import wandb
 
         run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
+        folder.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run = wandb.init(
+                id=run_id,
+                resume="allow",
+                name=config.name,
+                project=logger.project,
+                entity=logger.entity,
+                mode=logger.mode,
+                dir=str(folder.path),
+                config=dataclasses.asdict(config),
+            )
+        except wandb.errors.UsageError as error:
+            with suppress(OSError):
+                folder.path.rmdir()  # empty unless a run has begun there
+            raise UserError(
+                f"logger.mode={logger.mode}: {error} Or use offline or disabled."
+            ) from error
         folder.write_summary(wandb_id=run_id)
-        self.run = wandb.init(
-            id=run_id,
-            resume="allow",
-            name=config.name,
-            project=logger.project,
-            entity=logger.entity,
-            mode=logger.mode,
-            dir=str(folder.path),
-            config=dataclasses.asdict(config),
-        )
         self.run.define_metric("step")
         self.run.define_metric("epoch")
         for name in ("top1", "top5", "eval_loss"):

@@ -4,6 +4,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from importlib.metadata import version
 from pathlib import Path
@@ -52,7 +53,8 @@ def run_training(config: Config) -> dict[str, Any]:
     resolve_device(config.device, config.devices)
     if config.devices > 1:
         _load(config)  # downloads and complains before ranks start
-    signal.signal(signal.SIGTERM, _interrupt)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         return launch(train, config, config.devices)
     except UserError:
@@ -94,6 +96,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
     pin = world.device.type == "cuda"
     goes_on = folder.last_path.exists()
     world.barrier()  # every rank has looked before the first one writes
+    logger = build_logger(config, folder, world.is_main)
     if world.is_main:
         folder.create(config)
         folder.write_summary(**facts, status="running")
@@ -101,7 +104,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
         config,
         world,
         folder,
-        build_logger(config, folder, world.is_main),
+        logger,
         module=module.to(world.device),
         input_mixer=build_mixer(config, len(source.classes)),
         batches=batches,
@@ -166,7 +169,7 @@ def _leave(folder: RunFolder, status: str, reason: str) -> str:
         return reason
     if is_first_rank():
         folder.write_summary(status=status, error=reason)
-    how = f"go on with name={folder.path.name} resume=auto"
+    how = "repeat the command with resume=auto to go on"
     return f"{reason}; {folder.path} is kept as {status}, {how}"
 
 
