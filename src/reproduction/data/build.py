@@ -1,0 +1,92 @@
+"""From the configuration to loaders."""
+
+import dataclasses
+from typing import Any
+
+import yaml
+from torch.utils.data import DataLoader
+
+from reproduction.config import CONF_DIR, Config, Dataset
+from reproduction.data.loaders import (
+    EvaluationImages,
+    TrainingBatches,
+    TrainingImages,
+    evaluation_loader,
+    training_loader,
+)
+from reproduction.data.mixup import InputMixer, build_input_mixer
+from reproduction.data.sources import Source
+from reproduction.data.transforms import Transform, evaluation_transform, training_transform
+
+Statistics = tuple[list[float], list[float]]
+
+
+def build_training_images(config: Config, source: Source) -> TrainingImages:
+    """Augmented training images."""
+    settings = dataclasses.asdict(config.recipe.transforms)
+    del settings["eval_crop_pct"]
+    transform = training_transform(
+        image_size=config.model.image_size,
+        mean=config.dataset.mean,
+        std=config.dataset.std,
+        **settings,
+    )
+    return TrainingImages(source.train, transform, config.seed)
+
+
+def build_evaluation_transform(config: Config) -> Transform:
+    """The transform of held-out images."""
+    return evaluation_transform(
+        image_size=config.model.image_size,
+        mean=config.dataset.mean,
+        std=config.dataset.std,
+        crop_pct=config.recipe.transforms.eval_crop_pct,
+    )
+
+
+def build_training_loader(config: Config, source: Source, batches: TrainingBatches, pin: bool) -> DataLoader[Any]:
+    """Loads this rank's batches."""
+    images = build_training_images(config, source)
+    return training_loader(images, batches, config.dataset.workers, pin)
+
+
+def build_evaluation_loader(config: Config, source: Source, rank: int, ranks: int, pin: bool) -> DataLoader[Any]:
+    """Loads this rank's share of the held-out images."""
+    return evaluation_loader(
+        EvaluationImages(source.held_out, build_evaluation_transform(config)),
+        num_images=len(source.held_out),
+        batch_size=config.recipe.batch_size // ranks,
+        workers=config.dataset.workers,
+        pin_memory=pin,
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+def build_mixer(config: Config, num_classes: int) -> InputMixer:
+    """Input mixup and CutMix as the stack has them."""
+    stack = config.augmentation
+    mixup, cutmix = (
+        (mix.alpha, mix.prob) if mix is not None else None for mix in (stack.mixup, stack.cutmix)
+    )
+    return build_input_mixer(
+        num_classes=num_classes,
+        label_smoothing=config.recipe.label_smoothing,
+        mixup=mixup,
+        cutmix=cutmix,
+    )
+
+
+def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:
+    """A line if the statistics belong neither to the data set nor to pretrained weights."""
+    known = [] if pretrained is None else [pretrained]
+    if dataset.name != "image_folder":  # which has none of its own
+        own = yaml.safe_load((CONF_DIR / "dataset" / f"{dataset.name}.yaml").read_text())
+        known.append((own["mean"], own["std"]))
+    if not known or (dataset.mean, dataset.std) in known:
+        return None
+    expected = " or ".join(f"{mean} / {std}" for mean, std in known)
+    return (
+        f"warning: dataset.mean={dataset.mean} dataset.std={dataset.std} belong neither to "
+        f"{dataset.name} nor to pretrained weights, expected {expected}"
+    )

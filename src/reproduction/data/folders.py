@@ -1,0 +1,53 @@
+"""Where the images of a data set lie on disk. Imports nothing heavy, so a check costs nothing."""
+
+import os
+from pathlib import Path
+
+EVALUATION_FOLDERS = ("val", "test")
+IMAGENET_CLASSES = 1000
+
+
+def missing_data(name: str, root: str | None) -> str | None:
+    """What keeps a data set from being read, in one line that names the key; None if nothing."""
+    if name == "digits":
+        return None if root is None else f"dataset.root={root}: digits comes with scikit-learn, use null"
+    if root is None:
+        return f"dataset.root=null: {name} needs a folder, set dataset.root"
+    if name in ("cifar10", "cifar100"):
+        return None  # downloaded on first use
+    folders = split_folders(root)
+    if folders is None:
+        return (
+            f"dataset.root={root}: {name} needs this folder with train/<class>/ and "
+            f"{' or '.join(f'{f}/<class>/' for f in EVALUATION_FOLDERS)} in it"
+        )
+    train, held_out = (set(class_names(folder)) for folder in folders)
+    if train != held_out:
+        odd = sorted(train ^ held_out)
+        return (
+            f"dataset.root={root}: {folders[0].name}/ and {folders[1].name}/ must hold the same "
+            f"classes, {odd[0]!r} is in one of them only"
+        )
+    if name == "imagenet1k" and len(train) != IMAGENET_CLASSES:
+        return (
+            f"dataset.root={root}: imagenet1k needs {IMAGENET_CLASSES} classes, found {len(train)}; "
+            "for other folders use dataset=image_folder"
+        )
+    return None
+
+
+def split_folders(root: str) -> tuple[Path, Path] | None:
+    """The folders of training and held-out images, each with at least one class."""
+    train = Path(root, "train")
+    for name in EVALUATION_FOLDERS:
+        held_out = Path(root, name)
+        if class_names(train) and class_names(held_out):
+            return train, held_out
+    return None
+
+
+def class_names(folder: Path) -> list[str]:
+    """The sub-folders in alphabetical order: class i is name i."""
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())

@@ -1,0 +1,103 @@
+"""Batches that depend on seed and epoch alone, not on workers or the number of processes."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from reproduction.data.seeding import seeded
+from reproduction.data.sources import ImageSource
+from reproduction.data.transforms import Transform
+from reproduction.errors import UserError
+
+
+class TrainingImages(Dataset[tuple[Tensor, int]]):
+    """Augmented images; the augmentation is a function of (seed, epoch, index)."""
+
+    def __init__(self, source: ImageSource, transform: Transform, seed: int):
+        self.source, self.transform, self.seed = source, transform, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        epoch, index = key
+        image, target = self.source[index]
+        with seeded(self.seed, epoch, index):
+            return self.transform(image), target
+
+
+class EvaluationImages(Dataset[tuple[Tensor, int]]):
+    def __init__(self, source: ImageSource, transform: Transform):
+        self.source, self.transform = source, transform
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, target = self.source[index]
+        return self.transform(image), target
+
+
+class TrainingBatches(Sampler[list[tuple[int, int]]]):
+    """This rank's share of every global batch, as keys (epoch, index).
+
+    Each epoch is a permutation by (seed, epoch), cut into as few global batches of at most
+    `batch_size` as possible, whose sizes differ by one image at most: every image comes once, and
+    no small rest is left. A rank takes a contiguous share, so the global batches are the same for
+    any number of ranks.
+    """
+
+    def __init__(self, num_images: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1):
+        self.num_images, self.seed, self.rank, self.ranks = num_images, seed, rank, ranks
+        self.num_batches = math.ceil(num_images / batch_size)
+        if num_images // self.num_batches < 2 * ranks:
+            raise UserError(
+                f"recipe.batch_size={batch_size}: {num_images} training images in batches of "
+                f"that size leave fewer than two to each of devices={ranks}"
+            )
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def global_size(self, batch: int) -> int:
+        """Images of a global batch, over all ranks."""
+        return self.num_images // self.num_batches + (batch < self.num_images % self.num_batches)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_images)
+        for batch in np.array_split(order, self.num_batches):
+            share = np.array_split(batch, self.ranks)[self.rank]
+            yield [(self.epoch, int(index)) for index in share]
+
+
+def training_loader(
+    images: TrainingImages, batches: TrainingBatches, workers: int, pin_memory: bool
+) -> DataLoader[tuple[Tensor, int]]:
+    """Loads this rank's shares; set `batches.epoch` before each pass."""
+    return DataLoader(
+        images,
+        batch_sampler=batches,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
+    )
+
+
+def evaluation_loader(
+    images: EvaluationImages,
+    num_images: int,
+    batch_size: int,
+    workers: int,
+    pin_memory: bool,
+    rank: int = 0,
+    ranks: int = 1,
+) -> DataLoader[tuple[Tensor, int]]:
+    """Every image exactly once over all ranks, without padding."""
+    return DataLoader(
+        images,
+        batch_size=batch_size,
+        sampler=range(rank, num_images, ranks),
+        num_workers=workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),
+    )

@@ -1,0 +1,27 @@
+"""Randomness as a function of what it is for, whatever process draws it and in which order."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Seeds Python's, numpy's and torch's CPU generators by `key`, and puts them back at the end.
+
+    Generators of a GPU are left alone: dropout draws from them.
+    """
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_seed, numpy_seed, torch_seed = np.random.SeedSequence(key).generate_state(3).tolist()
+    random.seed(python_seed)
+    np.random.seed(numpy_seed)
+    torch.default_generator.manual_seed(torch_seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -1,0 +1,127 @@
+"""The five data sets as pairs of (PIL image, class index) with the published split."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import Subset
+
+from reproduction.data.folders import split_folders
+from reproduction.errors import UserError
+
+HELD_OUT_DIGITS = 360  # of 1,797, stratified
+
+
+class ImageSource(Protocol):
+    """Images by index; `targets` are their classes, known without decoding anything."""
+
+    targets: list[int]
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set: what to train on, what to evaluate on, and the names of the classes."""
+
+    train: ImageSource
+    held_out: ImageSource
+    classes: list[str]
+
+
+class ArrayImages:
+    """Grey images held in memory: `images` is `n h w` uint8."""
+
+    def __init__(self, images: np.ndarray, targets: Iterable[int]):
+        self.images, self.targets = images, [int(t) for t in targets]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.images[index]).convert("RGB"), self.targets[index]
+
+
+def load_source(name: str, root: str | None, limit: int | None) -> Source:
+    """Opens a data set, downloading CIFAR on first use; keeps `limit` training images if given.
+
+    Raises UserError when the download fails or `limit` exceeds the training images.
+    """
+    source = _LOADERS[name](name, root)
+    if limit is None:
+        return source
+    return Source(limited(source.train, limit), source.held_out, source.classes)
+
+
+def limited(images: ImageSource, limit: int) -> ImageSource:
+    """The first `limit` images when classes take turns, so that classes stay balanced."""
+    if limit > len(images):
+        raise UserError(f"dataset.limit={limit}: there are {len(images)} training images")
+    targets = np.asarray(images.targets)
+    turn = np.empty(len(targets), dtype=np.int64)
+    for label in np.unique(targets):
+        members = np.flatnonzero(targets == label)
+        turn[members] = np.arange(len(members))
+    kept = np.lexsort((targets, turn))[:limit]
+    subset = Subset(cast(Any, images), kept.tolist())
+    subset.targets = targets[kept].tolist()  # type: ignore[attr-defined]
+    return cast(ImageSource, subset)
+
+
+def _digits(name: str, root: str | None) -> Source:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    images = np.round(bunch.images * 255 / 16).astype(np.uint8)  # 16 levels of ink
+    train, held_out = train_test_split(
+        np.arange(len(images)),
+        test_size=HELD_OUT_DIGITS,
+        stratify=bunch.target,
+        random_state=0,
+    )
+    return Source(
+        ArrayImages(images[train], bunch.target[train]),
+        ArrayImages(images[held_out], bunch.target[held_out]),
+        [str(digit) for digit in bunch.target_names],
+    )
+
+
+def _cifar(name: str, root: str | None) -> Source:
+    from torchvision import datasets
+
+    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    try:
+        train = kind(root, train=True, download=True)
+        held_out = kind(root, train=False)
+    except (OSError, RuntimeError) as error:
+        url, archive = kind.url, kind.filename
+        raise UserError(
+            f"dataset.root={root}: {name} is not there and could not be downloaded "
+            f"({str(error).splitlines()[0]}); put {archive} from {url} into this folder"
+        ) from error
+    return Source(train, held_out, list(train.classes))
+
+
+def _folders(name: str, root: str | None) -> Source:
+    from torchvision.datasets import ImageFolder
+
+    folders = split_folders(str(root))
+    assert folders is not None, "the configuration has checked the folders"
+    try:
+        train, held_out = (ImageFolder(folder) for folder in folders)
+    except FileNotFoundError as error:
+        raise UserError(f"dataset.root={root}: {' '.join(str(error).split())}") from error
+    return Source(cast(ImageSource, train), cast(ImageSource, held_out), train.classes)
+
+
+_LOADERS: dict[str, Callable[[str, str | None], Source]] = {
+    "digits": _digits,
+    "cifar10": _cifar,
+    "cifar100": _cifar,
+    "imagenet1k": _folders,
+    "image_folder": _folders,
+}
