@@ -4,8 +4,9 @@ import dataclasses
 from collections import Counter
 
 from reproduction.cli import Composed, run
-from reproduction.config import Config, parse
+from reproduction.config import Config
 from reproduction.errors import UserError
+from reproduction.parse import parse
 from reproduction.ranks import is_first_rank
 from reproduction.runs import RunFolder, default_name
 

@@ -24,6 +24,7 @@ ALLOWED = {
         "reproduction.reporting",
         "reproduction.runs",
         "reproduction.config",
+        "reproduction.parse",
         "reproduction.models",
         "reproduction.data",
         "tokenmixup",
@@ -63,6 +64,8 @@ def test_checking_a_configuration_imports_no_torch():
     light = [
         "cli.py",
         "config.py",
+        "parse.py",
+        "checks.py",
         "errors.py",
         "ranks.py",
         "runs.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reproduction import cli
-from reproduction.config import parse
+from reproduction.parse import parse
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 COMMANDS = re.findall(r"^python train\.py (.*)$", README, flags=re.MULTILINE)

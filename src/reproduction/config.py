@@ -1,20 +1,13 @@
-"""The typed schema of the configuration and its checks. Values and defaults live in conf/.
-
-Imports neither torch nor Hydra, so that a mistyped command is refused at once.
-"""
+"""The typed schema of the configuration. Values and defaults live in conf/."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
-
-from reproduction.data.folders import missing_data
-from reproduction.errors import UserError
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 AUTO_AUGMENT = r"(rand(-(m|n|w|p|inc|mstd|mmax)[0-9.]+)+|original|originalr|v0|v0r|3a)"
@@ -58,23 +51,29 @@ FORBID = ConfigDict(extra="forbid")
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class CCT:
-    """A compact convolutional transformer (Hassani et al., 2021)."""
+class Model:
+    """What every model has."""
 
     name: str
-    family: Literal["cct"]
     image_size: Count
-    embed_dim: Count
     depth: Count
-    num_heads: Count
-    mlp_ratio: Positive
-    conv_layers: Count
-    positional_embedding: Literal["learnable", "sine"]
     drop: Rate
     attn_drop: Rate
     drop_path: Rate
     htm_layer: Whole
     vtm_layer: Whole
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class CCT(Model):
+    """A compact convolutional transformer (Hassani et al., 2021)."""
+
+    family: Literal["cct"]
+    embed_dim: Count
+    num_heads: Count
+    mlp_ratio: Positive
+    conv_layers: Count
+    positional_embedding: Literal["learnable", "sine"]
 
     @property
     def tokens(self) -> int:
@@ -90,23 +89,15 @@ class CCT:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class ViT:
+class ViT(Model):
     """A vision transformer of timm's: `architecture` is its name there."""
 
-    name: str
     family: Literal["vit"]
     architecture: str
-    image_size: Count
     patch_size: Count
-    depth: Count
     global_pool: Literal["token", "avg"]
     pretrained: str | None
     weights: str | None
-    drop: Rate
-    attn_drop: Rate
-    drop_path: Rate
-    htm_layer: Whole
-    vtm_layer: Whole
 
     @property
     def tokens(self) -> int:
@@ -234,106 +225,3 @@ class Config:
     augmentation: Augmentation
     recipe: Recipe
     logger: Annotated[NoLogger | Wandb, Field(discriminator="name")]
-
-
-def parse(raw: dict[str, Any]) -> Config:
-    """The typed configuration; UserError names each bad key, its value and what is allowed."""
-    try:
-        config = TypeAdapter(Config).validate_python(raw)
-    except ValidationError as error:
-        raise UserError("; ".join(_describe(e, raw) for e in error.errors())) from None
-    problems = list(_problems(config))
-    if problems:
-        raise UserError("; ".join(problems))
-    return config
-
-
-def _describe(error: Any, raw: dict[str, Any]) -> str:
-    """One pydantic error as `key=value: what is allowed`."""
-    path: list[str] = []
-    parent: Any = raw
-    value: Any = raw
-    for part in error["loc"]:
-        if (
-            isinstance(value, dict)
-            and part not in value
-            and part in ("cct", "vit", "none", "wandb")
-        ):
-            continue  # the tag of a union, not a key
-        path.append(str(part))
-        parent, value = value, value[part] if _holds(value, part) else None
-    key = ".".join(path)
-    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = ", ".join(str(k) for k in parent if k != path[-1])
-        return f"{key}={value}: unknown key; {'.'.join(path[:-1]) or 'known'} has {known}"
-    if error["type"] == "missing":
-        return f"{key}: no value is set"
-    if error["type"] == "union_tag_invalid":
-        tag = error["ctx"]["discriminator"].strip("'")
-        return f"{key}.{tag}={error['ctx']['tag']}: must be {error['ctx']['expected_tags']}"
-    message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
-    return f"{key}={value}: must {message}"
-
-
-def _holds(value: Any, part: Any) -> bool:
-    if isinstance(value, dict):
-        return part in value
-    return isinstance(value, list) and isinstance(part, int) and part < len(value)
-
-
-def _problems(config: Config) -> Iterator[str]:
-    """What no single field can know, one line each."""
-    yield from _mixing_problems(config.model, config.augmentation)
-    yield from _recipe_problems(config.recipe, config.devices)
-    yield from _model_problems(config.model)
-    if problem := missing_data(config.dataset.name, config.dataset.root):
-        yield problem
-
-
-def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
-    for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
-        if settings is not None and settings.layer >= model.depth:
-            first = 1 if key == "vtm" else 0
-            yield (
-                f"augmentation.{key}.layer={settings.layer}: {model.name} has blocks "
-                f"0..{model.depth - 1}, allowed is {first}..{model.depth - 1}"
-            )
-    if stack.vtm is not None and stack.vtm.kappa > model.tokens:
-        yield (
-            f"augmentation.vtm.kappa={stack.vtm.kappa}: {model.name} has {model.tokens} tokens, "
-            f"allowed is 1..{model.tokens}"
-        )
-    if stack.htm is not None and stack.htm.pooling == "class_token" and not model.has_class_token:
-        yield (
-            f"augmentation.htm.pooling=class_token: {model.name} pools no class token, "
-            "allowed is auto, attention or average"
-        )
-
-
-def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
-    if recipe.batch_size % devices:
-        yield (
-            f"recipe.batch_size={recipe.batch_size}: the global batch must divide over "
-            f"devices={devices}"
-        )
-    if recipe.warmup_epochs + recipe.cooldown_epochs > recipe.epochs:
-        yield (
-            f"recipe.warmup_epochs={recipe.warmup_epochs}: warm-up and cooldown "
-            f"({recipe.cooldown_epochs}) must fit into recipe.epochs={recipe.epochs}"
-        )
-
-
-def _model_problems(model: CCT | ViT) -> Iterator[str]:
-    if isinstance(model, CCT):
-        if model.embed_dim % (2 * model.num_heads):
-            yield (
-                f"model.embed_dim={model.embed_dim}: must be an even multiple of "
-                f"model.num_heads={model.num_heads}"
-            )
-        return
-    if model.image_size % model.patch_size:
-        yield f"model.image_size={model.image_size}: must be a multiple of {model.patch_size}"
-    if model.weights is not None and model.pretrained is not None:
-        yield f"model.weights={model.weights}: choose either a file or model.pretrained, not both"
-    if model.weights is not None and not Path(model.weights).is_file():
-        yield f"model.weights={model.weights}: there is no such file"

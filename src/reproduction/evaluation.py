@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.cli import Composed
-from reproduction.config import Config, parse
+from reproduction.config import Config
 from reproduction.errors import UserError
+from reproduction.parse import parse
 from reproduction.runs import RunFolder
 
 OF_A_RUN = ("run", "weights", "device", "devices", "dataset")

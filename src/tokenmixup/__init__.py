@@ -4,8 +4,9 @@
 """
 
 from tokenmixup.assignment import gain_matrix, optimal_assignment
-from tokenmixup.attach import Output, TokenMixup, attach, training_loss
+from tokenmixup.attach import TokenMixup, attach
 from tokenmixup.horizontal import HTM, HorizontalMix, mix_horizontal
+from tokenmixup.output import Output, training_loss
 from tokenmixup.saliency import attention_saliency
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import VTM, select_salient, vertical_attention

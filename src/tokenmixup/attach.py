@@ -6,38 +6,22 @@ plain model bit for bit. Letters: b batch, n tokens with prefix, t spatial token
 classes, m memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenmixup.attention import attention_map, is_plain_attention
+from tokenmixup.contexts import no_grad_uncached, replaced_forward
 from tokenmixup.horizontal import HTM, HorizontalMix, mix_horizontal
+from tokenmixup.output import Output
 from tokenmixup.saliency import attention_saliency
 from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.vertical import VTM, select_salient, vertical_attention
-
-
-class Output(NamedTuple):
-    """What a training forward pass returns."""
-
-    logits: Tensor  # b c
-    targets: Tensor  # b c, after mixing
-    score_logits: Tensor | None  # b c, of ScoreNet; None without HTM
-    score_loss: Tensor | None  # scalar, against the targets that entered; None without HTM
-    stats: dict[str, Tensor]  # scalars: mixed_samples, mixed_tokens and, with HTM, difficulty
-    mix: HorizontalMix | None  # who gave which tokens to whom; None without HTM
-
-
-def training_loss(output: Output, score_loss_weight: float = 0.0) -> Tensor:
-    """CE(logits, mixed targets) + lambda x ScoreNet's loss (Section 3.1), float32."""
-    loss = F.cross_entropy(output.logits.float(), output.targets.float())
-    return loss if output.score_loss is None else loss + score_loss_weight * output.score_loss
 
 
 def attach(
@@ -124,7 +108,7 @@ class TokenMixup(nn.Module):
             if self.vtm is not None:
                 block = _blocks(self.model)[self.vtm.layer]
                 attend = partial(_attend_to_memory, block, state.memory)
-                stack.enter_context(_replaced_forward(block.attn, attend))
+                stack.enter_context(replaced_forward(block.attn, attend))
             yield
 
     def _enter_block(
@@ -158,7 +142,7 @@ class TokenMixup(nn.Module):
 
     def _saliency(self, block: Any, tokens: Tensor) -> Tensor:
         """Saliency of `tokens` by the map that `block` computes on them, `b t`, no gradient."""
-        with _no_grad_uncached(tokens.device.type):
+        with no_grad_uncached(tokens.device.type):
             attn = attention_map(block.attn, block.norm1(tokens), first_row_only=self.class_token)
             return attention_saliency(attn, self.num_prefix_tokens, self.class_token)
 
@@ -208,26 +192,3 @@ def _attend_to_memory(
     """Stands in for the VTM block's attention; `tokens` are layer-normed already."""
     assert attn_mask is None and not is_causal, "masks over tokens are not defined for memory"
     return vertical_attention(block.attn, tokens, block.norm1(torch.cat(memory, dim=1)))
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Lets `forward` stand in for the module's own, which its class keeps."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-
-
-@contextmanager
-def _no_grad_uncached(device_type: str) -> Iterator[None]:
-    """No gradient, and no cached low-precision weights.
-
-    Autocast would keep the casts made here, which carry no gradient, and hand them to the block's
-    real forward pass: its weights would silently stop learning.
-    """
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    with torch.no_grad(), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
-        yield

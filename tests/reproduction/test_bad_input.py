@@ -54,7 +54,7 @@ MISTYPED = {
     "dataset=image_folder": ["dataset.root=null", "image_folder"],
     "dataset=image_folder dataset.root=nowhere": ["dataset.root=nowhere", "train/<class>/"],
     "dataset=imagenet1k": ["dataset.root=data/imagenet", "train/<class>/"],
-    "dataset.root=data": ["dataset.root=data", "scikit-learn"],
+    "dataset.root=data": ["dataset.root=data", "digits needs no folder"],
     "dataset.mean=0.5": ["dataset.mean=0.5", "list"],
     "dataset.std=[0,1,1]": ["dataset.std.0=0", "greater than 0"],
     "dataset.limit=2000": ["dataset.limit=2000", "1437"],

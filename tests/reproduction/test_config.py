@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from reproduction.cli import compose
-from reproduction.config import CONF_DIR, Config, parse
+from reproduction.config import CONF_DIR, Config
+from reproduction.parse import parse
 from reproduction.runs import default_name, run_hash
 
 MODELS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))

@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from reproduction.cli import compose
-from reproduction.config import Config, parse
+from reproduction.config import Config
 from reproduction.data.build import build_training_images, statistics_warning
 from reproduction.data.loaders import TrainingBatches, training_loader
 from reproduction.data.mixup import build_input_mixer, mix_inputs
 from reproduction.data.seeding import seeded
 from reproduction.data.sources import load_source
 from reproduction.errors import UserError
+from reproduction.parse import parse
 from tests.reproduction.conftest import write_images
 
 

@@ -7,10 +7,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from reproduction.cli import compose
-from reproduction.config import parse
 from reproduction.errors import UserError
 from reproduction.models.build import build_model, build_module, count_macs, count_parameters
 from reproduction.models.cct import CCT
+from reproduction.parse import parse
 from tests.conftest import small_cct
 from tokenmixup import Output, attach
 

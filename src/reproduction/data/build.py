@@ -44,13 +44,17 @@ def build_evaluation_transform(config: Config) -> Transform:
     )
 
 
-def build_training_loader(config: Config, source: Source, batches: TrainingBatches, pin: bool) -> DataLoader[Any]:
+def build_training_loader(
+    config: Config, source: Source, batches: TrainingBatches, pin: bool
+) -> DataLoader[Any]:
     """Loads this rank's batches."""
     images = build_training_images(config, source)
     return training_loader(images, batches, config.dataset.workers, pin)
 
 
-def build_evaluation_loader(config: Config, source: Source, rank: int, ranks: int, pin: bool) -> DataLoader[Any]:
+def build_evaluation_loader(
+    config: Config, source: Source, rank: int, ranks: int, pin: bool
+) -> DataLoader[Any]:
     """Loads this rank's share of the held-out images."""
     return evaluation_loader(
         EvaluationImages(source.held_out, build_evaluation_transform(config)),

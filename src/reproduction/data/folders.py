@@ -10,28 +10,30 @@ IMAGENET_CLASSES = 1000
 def missing_data(name: str, root: str | None) -> str | None:
     """What keeps a data set from being read, in one line that names the key; None if nothing."""
     if name == "digits":
-        return None if root is None else f"dataset.root={root}: digits comes with scikit-learn, use null"
+        return None if root is None else f"dataset.root={root}: digits needs no folder, use null"
     if root is None:
         return f"dataset.root=null: {name} needs a folder, set dataset.root"
     if name in ("cifar10", "cifar100"):
         return None  # downloaded on first use
+    problem = _folder_problem(name, root)
+    return None if problem is None else f"dataset.root={root}: {problem}"
+
+
+def _folder_problem(name: str, root: str) -> str | None:
     folders = split_folders(root)
     if folders is None:
+        held_out = " or ".join(f"{folder}/<class>/" for folder in EVALUATION_FOLDERS)
+        return f"{name} needs this folder with train/<class>/ and {held_out} in it"
+    train, held_out_classes = (set(class_names(folder)) for folder in folders)
+    if odd := sorted(train ^ held_out_classes):
         return (
-            f"dataset.root={root}: {name} needs this folder with train/<class>/ and "
-            f"{' or '.join(f'{f}/<class>/' for f in EVALUATION_FOLDERS)} in it"
-        )
-    train, held_out = (set(class_names(folder)) for folder in folders)
-    if train != held_out:
-        odd = sorted(train ^ held_out)
-        return (
-            f"dataset.root={root}: {folders[0].name}/ and {folders[1].name}/ must hold the same "
-            f"classes, {odd[0]!r} is in one of them only"
+            f"{folders[0].name}/ and {folders[1].name}/ must hold the same classes, {odd[0]!r} "
+            "is in one of them only"
         )
     if name == "imagenet1k" and len(train) != IMAGENET_CLASSES:
         return (
-            f"dataset.root={root}: imagenet1k needs {IMAGENET_CLASSES} classes, found {len(train)}; "
-            "for other folders use dataset=image_folder"
+            f"imagenet1k needs {IMAGENET_CLASSES} classes, found {len(train)}; for other folders "
+            "use dataset=image_folder"
         )
     return None
 

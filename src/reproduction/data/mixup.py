@@ -50,7 +50,9 @@ def build_input_mixer(
     )
 
 
-def mix_inputs(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> tuple[Tensor, Tensor]:
+def mix_inputs(
+    mixer: InputMixer, images: Tensor, targets: Tensor, *key: int
+) -> tuple[Tensor, Tensor]:
     """Applies `mixer` with the randomness that belongs to `key`: seed, step and rank."""
     with seeded(*key):
         return mixer(images, targets)

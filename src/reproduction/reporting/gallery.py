@@ -40,10 +40,10 @@ def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
             mixed = np.where(replaced[..., None], pictures[j], pictures[i])
             own, other = source.classes[targets[i]], source.classes[targets[j]]
             keep = float(mix.keep_ratio[i])
-            after = f"{own} {keep:.0%} + {other} {1 - keep:.0%}" if own != other else own
+            after = f"{own} {keep:.0%} + {other} {1 - keep:.0%}"
             row[0].set_title(f"receiver: {own}")
             row[1].set_title(f"donor: {other}")
-            row[2].set_title(f"{int(mix.mask[i].sum())} tokens replaced\n{after}")
+            row[2].set_title(f"{int(mix.mask[i].sum())} tokens replaced\n{own} becomes {after}")
             for ax, picture in zip(row, (pictures[i], pictures[j], mixed), strict=True):
                 ax.imshow(picture)
                 ax.set_axis_off()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reproduction.config import parse
+from reproduction.parse import parse
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_pairs
 from reproduction.runs import RunFolder, write_text

@@ -1,0 +1,65 @@
+"""What no single field of the configuration can know."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from reproduction.config import CCT, Augmentation, Config, Recipe, ViT
+from reproduction.data.folders import missing_data
+
+
+def problems(config: Config) -> Iterator[str]:
+    """What is wrong between fields, one line each: key, value and what is allowed."""
+    yield from _mixing_problems(config.model, config.augmentation)
+    yield from _recipe_problems(config.recipe, config.devices)
+    yield from _model_problems(config.model)
+    if problem := missing_data(config.dataset.name, config.dataset.root):
+        yield problem
+
+
+def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
+    for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
+        if settings is not None and settings.layer >= model.depth:
+            first = 1 if key == "vtm" else 0
+            yield (
+                f"augmentation.{key}.layer={settings.layer}: {model.name} has blocks "
+                f"0..{model.depth - 1}, allowed is {first}..{model.depth - 1}"
+            )
+    if stack.vtm is not None and stack.vtm.kappa > model.tokens:
+        yield (
+            f"augmentation.vtm.kappa={stack.vtm.kappa}: {model.name} has {model.tokens} tokens, "
+            f"allowed is 1..{model.tokens}"
+        )
+    if stack.htm is not None and stack.htm.pooling == "class_token" and not model.has_class_token:
+        yield (
+            f"augmentation.htm.pooling=class_token: {model.name} pools no class token, "
+            "allowed is auto, attention or average"
+        )
+
+
+def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
+    if recipe.batch_size % devices:
+        yield (
+            f"recipe.batch_size={recipe.batch_size}: the global batch must divide over "
+            f"devices={devices}"
+        )
+    if recipe.warmup_epochs + recipe.cooldown_epochs > recipe.epochs:
+        yield (
+            f"recipe.warmup_epochs={recipe.warmup_epochs}: warm-up and cooldown "
+            f"({recipe.cooldown_epochs}) must fit into recipe.epochs={recipe.epochs}"
+        )
+
+
+def _model_problems(model: CCT | ViT) -> Iterator[str]:
+    if isinstance(model, CCT):
+        if model.embed_dim % (2 * model.num_heads):
+            yield (
+                f"model.embed_dim={model.embed_dim}: must be an even multiple of "
+                f"model.num_heads={model.num_heads}"
+            )
+        return
+    if model.image_size % model.patch_size:
+        yield f"model.image_size={model.image_size}: must be a multiple of {model.patch_size}"
+    if model.weights is not None and model.pretrained is not None:
+        yield f"model.weights={model.weights}: choose either a file or model.pretrained, not both"
+    if model.weights is not None and not Path(model.weights).is_file():
+        yield f"model.weights={model.weights}: there is no such file"

@@ -1,0 +1,57 @@
+"""From plain values to the typed configuration, or to one line that says what is wrong.
+
+Imports neither torch nor Hydra, so that a mistyped command is refused at once.
+"""
+
+import re
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from reproduction.checks import problems
+from reproduction.config import Config
+from reproduction.errors import UserError
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """The typed configuration; UserError names each bad key, its value and what is allowed."""
+    try:
+        config = TypeAdapter(Config).validate_python(raw)
+    except ValidationError as error:
+        raise UserError("; ".join(_describe(e, raw) for e in error.errors())) from None
+    if found := list(problems(config)):
+        raise UserError("; ".join(found))
+    return config
+
+
+def _describe(error: Any, raw: dict[str, Any]) -> str:
+    """One pydantic error as `key=value: what is allowed`."""
+    path: list[str] = []
+    parent: Any = raw
+    value: Any = raw
+    for part in error["loc"]:
+        if (
+            isinstance(value, dict)
+            and part not in value
+            and part in ("cct", "vit", "none", "wandb")
+        ):
+            continue  # the tag of a union, not a key
+        path.append(str(part))
+        parent, value = value, value[part] if _holds(value, part) else None
+    key = ".".join(path)
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = ", ".join(str(k) for k in parent if k != path[-1])
+        return f"{key}={value}: unknown key; {'.'.join(path[:-1]) or 'known'} has {known}"
+    if error["type"] == "missing":
+        return f"{key}: no value is set"
+    if error["type"] == "union_tag_invalid":
+        tag = error["ctx"]["discriminator"].strip("'")
+        return f"{key}.{tag}={error['ctx']['tag']}: must be {error['ctx']['expected_tags']}"
+    message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
+    return f"{key}={value}: must {message}"
+
+
+def _holds(value: Any, part: Any) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)

@@ -1,0 +1,30 @@
+"""Contexts in which a stock module behaves differently for the length of one forward pass."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Lets `forward` stand in for the module's own, which its class keeps."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+@contextmanager
+def no_grad_uncached(device_type: str) -> Iterator[None]:
+    """No gradient, and no cached low-precision weights.
+
+    Autocast would keep the casts made here, which carry no gradient, and hand them to the block's
+    real forward pass: its weights would silently stop learning.
+    """
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.no_grad(), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
+        yield
