@@ -1,6 +1,7 @@
 """From the model's configuration to the model, and what is known about it."""
 
 import dataclasses
+from typing import TypeVar
 
 import torch
 from timm.layers import Attention
@@ -13,6 +14,8 @@ from reproduction.config import ViT as ViTConfig
 from reproduction.models.cct import CCT
 from reproduction.models.vit import build_vit
 from tokenmixup import TokenMixup, attach
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 NOT_FOR_THE_MODEL = ("name", "family", "htm_layer", "vtm_layer")
 
@@ -36,11 +39,18 @@ def build_module(
     return attach(model, num_classes, htm=htm, vtm=vtm)
 
 
-def prefer_composed_attention(model: nn.Module) -> None:
-    """Leaves the fused kernel where it is slower: on a CPU it has no dropout of its own."""
+def place(model: AnyModule, device: torch.device) -> AnyModule:
+    """Moves the model to its device, in the form that is fast there.
+
+    Convolutions are faster with channels last. The fused attention kernel is left where it is
+    slower: on a CPU it has no dropout of its own.
+    """
     for module in model.modules():
-        if isinstance(module, Attention) and module.attn_drop.p > 0:
+        is_dropped = isinstance(module, Attention) and module.attn_drop.p > 0
+        if device.type == "cpu" and is_dropped:
             setattr(module, "fused_attn", False)  # Final, but each instance has its own
+    model.to(memory_format=torch.channels_last)
+    return model.to(device)
 
 
 def count_parameters(module: nn.Module) -> int:

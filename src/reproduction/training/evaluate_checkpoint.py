@@ -7,7 +7,7 @@ from typing import Any
 from reproduction.data.build import build_evaluation_loader
 from reproduction.data.sources import load_source
 from reproduction.evaluation import Evaluation
-from reproduction.models.build import build_model, prefer_composed_attention
+from reproduction.models.build import build_model, place
 from reproduction.ranks import is_first_rank
 from reproduction.runs import write_text
 from reproduction.training.checkpoint import load_plain
@@ -31,11 +31,9 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
         source = load_source(config.dataset.name, config.dataset.root, limit=None)
         model = build_model(config.model, len(source.classes))
         load_plain(settings.checkpoint, model)
-        if world.device.type == "cpu":
-            prefer_composed_attention(model)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
-        result = evaluate(model.to(world.device), loader, world, config.recipe.precision)
+        result = evaluate(place(model, world.device), loader, world, config.recipe.precision)
         return {
             **result,
             "images": len(source.held_out),

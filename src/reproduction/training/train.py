@@ -27,7 +27,7 @@ from reproduction.models.build import (
     build_module,
     count_macs,
     count_parameters,
-    prefer_composed_attention,
+    place,
     pretrained_statistics,
 )
 from reproduction.ranks import is_first_rank
@@ -86,10 +86,8 @@ def build_trainer(config: Config, world: World) -> Trainer:
     torch.manual_seed(config.seed)
     module = build_module(config.model, config.augmentation, len(source.classes))
     facts = _facts(config, module) if world.is_main else {}
-    if world.device.type == "cpu":
-        prefer_composed_attention(module)
-        if world.is_main and config.recipe.precision == "float16":
-            print("warning: float16 is slow on a CPU, try recipe.precision=bf16", file=sys.stderr)
+    if world.is_main and world.device.type == "cpu" and config.recipe.precision == "float16":
+        print("warning: float16 is slow on a CPU, try recipe.precision=bf16", file=sys.stderr)
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
@@ -105,7 +103,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
         world,
         folder,
         logger,
-        module=module.to(world.device),
+        module=place(module, world.device),
         input_mixer=build_mixer(config, len(source.classes)),
         batches=batches,
         train_loader=build_training_loader(config, source, batches, pin),
