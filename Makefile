@@ -21,7 +21,6 @@ setup: .venv/installed  ## make .venv with the requirements and this package
 
 quickstart: .venv/installed  ## train and evaluate on real handwritten digits, HTM and VTM on: about 2 minutes
 	$(BIN)/python train.py name=quickstart resume=auto
-	$(BIN)/python eval.py run=outputs/quickstart
 
 test: .venv/installed-dev  ## run all tests
 	$(BIN)/python -m pytest

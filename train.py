@@ -19,12 +19,21 @@ def resolve(composed: Composed) -> Config:
 
 
 def check_all(configs: list[Config]) -> None:
-    """Refuses run folders that are taken, before the first point starts."""
-    for config in configs:
-        RunFolder.of(config).check(config)
-    name, points = Counter(config.name for config in configs).most_common(1)[0]
+    """Refuses what keeps any point from running, before the first one starts."""
+    folders = [RunFolder.of(config) for config in configs]
+    for folder, config in zip(folders, configs, strict=True):
+        folder.check(config)
+    path, points = Counter(folder.path for folder in folders).most_common(1)[0]
     if points > 1:
-        raise UserError(f"name={name}: {points} points of the sweep share it, leave name out")
+        raise UserError(
+            f"name={path.name}: {points} points of the sweep are this one run, leave name out and "
+            "sweep over what changes a result"
+        )
+    from reproduction.training.train import preflight  # torch: only when all else is right
+
+    for folder, config in zip(folders, configs, strict=True):
+        if not folder.is_finished():
+            preflight(config)
 
 
 def main(config: Config) -> None:

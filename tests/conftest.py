@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 import timm
 import torch
@@ -10,6 +11,10 @@ from torch import nn
 from reproduction.models.cct import CCT
 
 CLASSES = 5
+
+# Machines are shared: no deadline; and a failure must come again.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("project")
 
 
 def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> CCT:

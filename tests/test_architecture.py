@@ -1,6 +1,8 @@
 """The imports go one way: scripts -> reproduction -> tokenmixup -> torch."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,8 +61,20 @@ def test_imports_go_one_way(file: Path):
             ), module
 
 
-def test_checking_a_configuration_imports_no_torch():
-    """A mistyped command is refused before anything slow is loaded."""
+def test_a_mistyped_command_is_refused_before_torch_is_imported(tmp_path: Path):
+    code = (
+        "import sys, runpy\n"
+        "sys.argv = ['train.py', 'recipe.epochs=0']\n"
+        "try: runpy.run_path(r'%s', run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)\n" % (ROOT / "train.py")
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["2", "False"]
+
+
+def test_modules_that_check_a_configuration_do_not_import_torch():
     light = [
         "cli.py",
         "config.py",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.config import CCT, Augmentation, Config, Recipe, ViT
+from reproduction.config import CCT, Augmentation, Config, Recipe, Transforms, ViT
 from reproduction.data.folders import missing_data
 
 
@@ -12,6 +12,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _mixing_problems(config.model, config.augmentation)
     yield from _recipe_problems(config.recipe, config.devices)
     yield from _model_problems(config.model)
+    yield from _transform_problems(config.recipe.transforms)
     if problem := missing_data(config.dataset.name, config.dataset.root):
         yield problem
 
@@ -47,6 +48,14 @@ def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
             f"recipe.warmup_epochs={recipe.warmup_epochs}: warm-up and cooldown "
             f"({recipe.cooldown_epochs}) must fit into recipe.epochs={recipe.epochs}"
         )
+
+
+def _transform_problems(transforms: Transforms) -> Iterator[str]:
+    key = "recipe.transforms"
+    if not transforms.scale[0] <= transforms.scale[1] <= 1:
+        yield f"{key}.scale={transforms.scale}: shares of the area, must rise to 1 at most"
+    if transforms.ratio[0] > transforms.ratio[1]:
+        yield f"{key}.ratio={transforms.ratio}: must rise, as width over height"
 
 
 def _model_problems(model: CCT | ViT) -> Iterator[str]:

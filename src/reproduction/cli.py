@@ -67,6 +67,8 @@ def run(
         hydra.main(config_path=str(CONF_DIR), config_name=config_name, version_base="1.3")(job)()
     except (UserError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
+    except OSError as error:  # of a path that was typed: a run's own come as RunFailed
+        failures.append(UserError(f"{error.filename}: {error.strerror}"))
     except KeyboardInterrupt as interrupt:
         _complain(str(interrupt) or "interrupted")
         sys.exit(130)
@@ -81,7 +83,7 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     with _own_hydra():
         try:
             config = hydra.compose(config_name, overrides=overrides)
-        except ValueError as error:  # Hydra's own checks of odd overrides
+        except (ValueError, TypeError) as error:  # Hydra's own checks of odd overrides
             raise UserError(f"{' '.join(overrides)}: {error}") from error
         defaults = (
             GlobalHydra.instance()
@@ -121,7 +123,11 @@ def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
     """Settings of the chosen augmentations; refuses those of one that the stack does not name."""
     settings = settings or {}
     stack = [path.partition("/")[2] for path in chosen if path.startswith("augmentation/")]
+    for name in set(stack) - set(settings):
+        raise UserError(f"augmentation.{name}: the stack names it, so its settings must stay")
     for name in AUGMENTATIONS:
+        if settings.get(name, {}) is None:
+            raise UserError(f"augmentation.{name}=None: leave it out of augmentation=[...] instead")
         if name in settings and name not in stack:
             raise UserError(
                 f"augmentation.{name}={settings[name]}: the stack augmentation=[{','.join(stack)}] "
@@ -147,16 +153,35 @@ def _points(argv: list[str]) -> list[list[str]] | None:
     args = parser.parse_args(argv)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         return None
+    for option in ("config_name", "config_path", "config_dir", "package", "experimental_rerun"):
+        if getattr(args, option, None) is not None:
+            raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
     if args.multirun and launched_ranks() is not None:
         raise UserError(
             "--multirun: start sweeps as python train.py -m devices=N, without torchrun"
         )
-    parsed = OverridesParser.create().parse_overrides(args.overrides)
-    if not args.multirun:
-        return [args.overrides]
-    if any(o.key_or_group == "hydra/sweeper" for o in parsed):
-        return None  # each job is checked when the sweeper draws it
-    return [list(point) for point in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]]
+    if args.resolve:
+        raise UserError("--resolve: belongs to --cfg job")
+    with _own_hydra():
+        loader = GlobalHydra.instance().config_loader()
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(args.overrides)
+        _refuse_hydras_folders([override.key_or_group for override in parsed])
+        if not args.multirun:
+            return [args.overrides]
+        if any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in parsed):
+            return None  # each job is checked when the sweeper draws it
+        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        points = [list(point) for batch in batches for point in batch]
+    if not points:
+        raise UserError(f"{' '.join(args.overrides)}: the sweep has no points")
+    return points
+
+
+def _refuse_hydras_folders(keys: list[str]) -> None:
+    """Hydra's launcher and sweeper are the user's, its folders and logs are not."""
+    for key in keys:
+        if key.startswith("hydra") and not key[6:].startswith(("launcher", "sweeper")):
+            raise UserError(f"{key}: not available here, of Hydra's only launcher and sweeper are")
 
 
 def _refuse_option(message: str) -> NoReturn:
@@ -198,7 +223,8 @@ def _share(n: Any, k: int) -> int:
 
 
 def _cores(most: int) -> int:
-    return min(most, len(os.sched_getaffinity(0)))
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))  # not on macOS
+    return min(most, len(usable(0)))
 
 
 def _complain(line: str) -> None:

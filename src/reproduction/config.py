@@ -4,12 +4,13 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+LONGEST_NAME = 200  # bytes; file systems take 255
 AUTO_AUGMENT = r"(rand(-(m|n|w|p|inc|mstd|mmax)[0-9.]+)+|original|originalr|v0|v0r|3a)"
 
 
@@ -20,9 +21,15 @@ def _rho(value: float) -> float:
 
 
 def _folder_name(value: str) -> str:
-    if value in ("", ".", "..") or set(value) & set("/\\\0") or value.startswith("."):
-        raise ValueError("must be a plain folder name without slashes or a leading dot")
+    if not value.isprintable() or value.strip() != value or set(value) & set("/\\"):
+        raise ValueError("must be a plain folder name without slashes")
+    if value.startswith(".") or not 1 <= len(value.encode()) <= LONGEST_NAME:
+        raise ValueError(f"must have 1 to {LONGEST_NAME} bytes and no leading dot")
     return value
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if type(value) in (int, float) else value
 
 
 def _auto_augment(value: str) -> str:
@@ -32,7 +39,7 @@ def _auto_augment(value: str) -> str:
 
 
 Whole = Annotated[int, Field(strict=True, ge=0)]
-Count = Annotated[int, Field(strict=True, ge=1)]
+Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
@@ -54,7 +61,7 @@ FORBID = ConfigDict(extra="forbid")
 class Model:
     """What every model has."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_folder_name)]
     image_size: Count
     depth: Count
     drop: Rate
@@ -218,7 +225,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"]
     devices: Count
     resume: Literal["never", "auto"]
-    name: Annotated[str, AfterValidator(_folder_name)] | None
+    name: Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_folder_name)] | None
     output_root: Annotated[str, Field(min_length=1)]
     model: Annotated[CCT | ViT, Field(discriminator="family")]
     dataset: Dataset

@@ -11,3 +11,9 @@ class RunFailed(Exception):
 
 class RunInterrupted(KeyboardInterrupt):
     """Status 130 and its one line; the folder says `interrupted`."""
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__

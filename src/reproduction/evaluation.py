@@ -7,8 +7,8 @@ from typing import Any
 from reproduction.cli import Composed
 from reproduction.config import Config
 from reproduction.errors import UserError
-from reproduction.parse import parse
-from reproduction.runs import RunFolder
+from reproduction.parse import parse, parse_saved
+from reproduction.runs import RunFolder, check_writable
 
 OF_A_RUN = ("run", "weights", "device", "devices", "dataset")
 OF_A_FILE = ("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root")
@@ -26,7 +26,10 @@ class Evaluation:
 def resolve(composed: Composed) -> Evaluation:
     """The checked settings of one evaluation; UserError names what does not belong to it."""
     raw = dict(composed.raw)
-    run, weights, checkpoint = raw.pop("run"), raw.pop("weights"), raw.pop("checkpoint")
+    run, weights, checkpoint = (raw.pop(key, None) for key in ("run", "weights", "checkpoint"))
+    for key, value in (("run", run), ("checkpoint", checkpoint)):
+        if isinstance(value, dict | list | bool):
+            raise UserError(f"{key}={value}: must be a path")
     if (run is None) == (checkpoint is None):
         raise UserError(
             f"run={run}, checkpoint={checkpoint}: give one of them, a run folder or a file"
@@ -35,13 +38,16 @@ def resolve(composed: Composed) -> Evaluation:
         raise UserError(f"weights={weights}: must be last or best")
     _refuse_others(composed, OF_A_RUN if run is not None else OF_A_FILE)
     if checkpoint is not None:
-        if not Path(checkpoint).is_file():
+        checkpoint = Path(str(checkpoint))
+        if not checkpoint.is_file():
             raise UserError(f"checkpoint={checkpoint}: there is no such file")
         config = parse(raw)
-        name = f"{Path(checkpoint).stem}-{config.model.name}-{config.dataset.name}.json"
-        return Evaluation(config, Path(checkpoint), Path(config.output_root, "evaluations", name))
-    folder = RunFolder(run)
-    config = parse(_overridden(folder.read_config(), raw, composed))
+        name = f"{checkpoint.stem}-{config.model.name}-{config.dataset.name}.json"
+        result = Path(config.output_root, "evaluations", name)
+        check_writable(result, f"output_root={config.output_root}")
+        return Evaluation(config, checkpoint, result)
+    folder = RunFolder(str(run))
+    config = parse_saved(_overridden(folder.read_config(), raw, composed))
     path = folder.best_path if weights == "best" else folder.last_path
     if not path.is_file():
         raise UserError(f"run={run}: holds no {path.name} yet, no epoch has been finished")
@@ -50,16 +56,20 @@ def resolve(composed: Composed) -> Evaluation:
 
 def _refuse_others(composed: Composed, allowed: tuple[str, ...]) -> None:
     for key, text in composed.overrides.items():
-        if key.partition(".")[0] not in (*allowed, "hydra"):
+        if key.partition(".")[0] not in (*allowed, "hydra") or key == "dataset.limit":
             raise UserError(f"{text}: does not belong here, allowed are {', '.join(allowed)}")
 
 
 def _overridden(saved: dict[str, Any], typed: dict[str, Any], composed: Composed) -> dict[str, Any]:
     """The run's own configuration with the device and the data set that were typed."""
-    for key in composed.overrides:
+    for key, text in composed.overrides.items():
         head, _, leaf = key.partition(".")
-        if head in ("device", "devices") or key == "dataset":
+        if head not in ("device", "devices", "dataset"):
+            continue
+        if head not in typed or not isinstance(saved.get("dataset"), dict):
+            raise UserError(f"{text}: cannot be applied to this run")
+        if leaf:
+            saved[head][leaf] = typed[head][leaf]
+        else:
             saved[head] = typed[head]
-        elif head == "dataset":
-            saved["dataset"][leaf] = typed["dataset"][leaf]
     return saved

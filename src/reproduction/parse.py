@@ -24,6 +24,14 @@ def parse(raw: dict[str, Any]) -> Config:
     return config
 
 
+def parse_saved(raw: dict[str, Any]) -> Config:
+    """A run's own configuration, to look at its weights: those it started from are not needed."""
+    model = raw.get("model")
+    if isinstance(model, dict) and "weights" in model:
+        model = {**model, "weights": None, "pretrained": None}
+    return parse({**raw, "model": model})
+
+
 def _describe(error: Any, raw: dict[str, Any]) -> str:
     """One pydantic error as `key=value: what is allowed`."""
     path: list[str] = []

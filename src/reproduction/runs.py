@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from reproduction.config import Config
-from reproduction.errors import UserError
+from reproduction.errors import UserError, first_line
 from reproduction.ranks import is_first_rank
 
 # What does not change a result does not change a run's identity.
@@ -75,18 +75,28 @@ class RunFolder:
 
     def check(self, config: Config) -> None:
         """Raises UserError if this folder may not be used for this run."""
-        if not self.path.exists() or not is_first_rank():
+        if not is_first_rank():
             return  # the first rank checks, others may find what it has begun
+        if not os.path.lexists(self.path):
+            check_writable(self.path, f"output_root={config.output_root}")
+            return
         if config.resume == "never":
             raise UserError(
                 f"name={config.name}: {self.path} exists; go on with resume=auto or choose "
                 "another name=..."
             )
+        if self._is_barely_begun():
+            return
         ours, theirs = identity(dataclasses.asdict(config)), identity(self.read_config())
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         if differing:
             pairs = ", ".join(f"{k}={ours.get(k)} (there {theirs.get(k)})" for k in differing)
             raise UserError(f"name={config.name}: {self.path} holds a run with other {pairs}")
+
+    def _is_barely_begun(self) -> bool:
+        """Whether a run was killed here before it could write its configuration."""
+        ours = {"checkpoints", "wandb", "summary.json", ".summary.json.tmp", ".config.yaml.tmp"}
+        return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= ours
 
     def create(self, config: Config) -> None:
         """Makes the folder and writes the configuration."""
@@ -98,8 +108,8 @@ class RunFolder:
         """The resolved configuration; UserError if this is no run folder."""
         try:
             config = yaml.safe_load(self.config_path.read_text())
-        except (OSError, yaml.YAMLError) as error:
-            reason = str(error).splitlines()[0]
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = first_line(error)
             raise UserError(f"{self.path} is no run folder: config.yaml: {reason}") from error
         if not isinstance(config, dict):
             raise UserError(f"{self.path} is no run folder: config.yaml holds no configuration")
@@ -111,9 +121,16 @@ class RunFolder:
             return {}
         try:
             summary = json.loads(self.summary_path.read_text())
-        except ValueError as error:
-            raise UserError(f"{self.summary_path}: not readable: {error}") from error
-        return dict(summary)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.summary_path}: not readable: {first_line(error)}") from error
+        if not isinstance(summary, dict):
+            raise UserError(f"{self.summary_path}: holds no summary")
+        return summary
+
+    def is_finished(self) -> bool:
+        """Whether the result is there."""
+        summary = self.read_summary()
+        return summary.get("status") == "finished" and "top1_last" in summary
 
     def write_summary(self, **entries: Any) -> dict[str, Any]:
         """Adds entries to the summary and returns all of it."""
@@ -125,12 +142,15 @@ class RunFolder:
         """(step lines, epoch lines) of metrics.jsonl."""
         if not self.metrics_path.exists():
             return [], []
-        lines = [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+        try:
+            lines = [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+        except ValueError as error:
+            raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
     def append_metrics(self, lines: list[dict[str, Any]]) -> None:
         with self.metrics_path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
@@ -139,6 +159,13 @@ class RunFolder:
         """Drops what was written after a checkpoint that recorded `size` bytes."""
         if self.metrics_path.exists():
             os.truncate(self.metrics_path, size)
+
+
+def check_writable(path: Path, setting: str) -> None:
+    """Raises UserError, naming the setting, if `path` could not be made."""
+    place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UserError(f"{setting}: {place} is no writable folder")
 
 
 def write_text(path: Path, text: str) -> None:

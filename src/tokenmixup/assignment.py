@@ -17,22 +17,23 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     `rho = inf` gives zeros. Since max(x, 0) = (|x| + x) / 2, the sum over tokens is half of an L1
     distance plus half of a difference of sums: nothing of size `b b t` is made.
     """
-    saliency = saliency.float()
     if rho == float("inf"):
-        return saliency.new_zeros(len(saliency), len(saliency))
+        return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float32)
+    saliency = saliency.double()  # the two halves nearly cancel
     offered = saliency - rho
     distance = torch.cdist(saliency, offered, p=1)
     surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
-    return ((distance + surplus) / 2).clamp_(min=0).fill_diagonal_(0)
+    return ((distance + surplus) / 2).clamp_(min=0).fill_diagonal_(0).float()
 
 
 def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:
     """Donors, all different, that maximise the total gain (Eq. 7, the Hungarian assignment).
 
-    `gain`: `k b` with k <= b, on the host. Returns `k` int64 donor indices. Raises ValueError if
-    k > b, FloatingPointError if a gain is not finite.
+    `gain`: `k b` with k <= b; the solver runs on the host. Returns `k` int64 donor indices.
+    Raises ValueError if k > b, FloatingPointError if a gain is not finite.
     """
-    gain = np.asarray(gain, dtype=np.float32)
+    if isinstance(gain, Tensor):
+        gain = gain.detach().float().cpu().numpy()
     receivers, donors = gain.shape
     if receivers > donors:
         raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")

@@ -35,8 +35,11 @@ def attach(
     `htm`, `vtm`: settings, as mappings or dataclasses; None leaves the variant out. Raises
     ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
     """
-    htm = HTM(**htm) if isinstance(htm, Mapping) else htm
-    vtm = VTM(**vtm) if isinstance(vtm, Mapping) else vtm
+    try:
+        htm = HTM(**htm) if isinstance(htm, Mapping) else htm
+        vtm = VTM(**vtm) if isinstance(vtm, Mapping) else vtm
+    except TypeError as error:  # an unknown or missing name
+        raise ValueError(f"attach: {error}") from error
     return TokenMixup(model, num_classes, htm, vtm)
 
 
@@ -94,6 +97,18 @@ class TokenMixup(nn.Module):
             logits = self.model(images)
         return self._output(logits, state)
 
+    def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
+        """Who would give which tokens to whom in a training pass; None without HTM."""
+        state = _Pass(targets)
+        with self._mixing(state):
+            self.model(images)
+        return state.mix
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that the model exempts from weight decay, as timm's optimisers ask for it."""
+        exempt = getattr(self.model, "no_weight_decay", set)
+        return {f"model.{name}" for name in exempt()}
+
     @contextmanager
     def _mixing(self, state: _Pass) -> Iterator[None]:
         """Lets the blocks mix until the context ends."""
@@ -150,7 +165,7 @@ class TokenMixup(nn.Module):
         if state.mix is None or state.difficulty is None or self.htm is None:
             zero = logits.new_zeros((), dtype=torch.float32)
             stats = {"mixed_samples": zero, "mixed_tokens": zero}
-            return Output(logits, state.targets, None, None, stats, None)
+            return Output(logits, state.targets, None, None, stats)
         mixed_samples = (state.difficulty.detach() < self.htm.tau).sum().float()
         stats = {
             "mixed_samples": mixed_samples,
@@ -158,7 +173,7 @@ class TokenMixup(nn.Module):
             "difficulty": state.difficulty.detach().mean(),
         }
         score_loss = state.difficulty.mean()
-        return Output(logits, state.mix.targets, state.score_logits, score_loss, stats, state.mix)
+        return Output(logits, state.mix.targets, state.score_logits, score_loss, stats)
 
 
 def _blocks(model: Any) -> Any:
@@ -173,13 +188,24 @@ def _check_blocks(model: Any, name: str, layer: int) -> None:
         raise ValueError(f"TokenMixup cannot serve {kind}: it has no plain sequence of blocks")
     if not 0 <= layer < len(blocks):
         raise ValueError(f"{name}.layer={layer}: {kind} has blocks 0..{len(blocks) - 1}")
+    if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
+        raise ValueError(f"TokenMixup cannot serve {kind} with patch dropout: tokens need a place")
     for index, block in enumerate(blocks[: layer + 1]):
         attn = getattr(block, "attn", None)
-        if not (is_plain_attention(attn) and hasattr(block, "norm1")):
+        if not (is_plain_attention(attn) and _is_pre_norm(block)):
             raise ValueError(
-                f"TokenMixup cannot serve {kind}: the attention of block {index} is "
+                f"TokenMixup cannot serve {kind}: block {index} is {type(block).__name__} with "
                 f"{type(attn).__name__}, not plain pre-norm self-attention with a fused qkv"
             )
+
+
+def _is_pre_norm(block: Any) -> bool:
+    """Whether attention sees `norm1` of the tokens: timm's Block, or one that declares it."""
+    is_timms = (type(block).__module__, type(block).__name__) == (
+        "timm.models.vision_transformer",
+        "Block",
+    )
+    return is_timms or getattr(block, "attends_to_norm1", False)
 
 
 def _attend_to_memory(

@@ -5,7 +5,6 @@ The module is timm's `Attention` or one with the same parts: `qkv` (fused projec
 Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 """
 
-from inspect import signature
 from typing import Any
 
 import torch
@@ -13,13 +12,15 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+TIMM_MODULES = ("timm.layers.attention", "timm.models.vision_transformer")
 PARTS = ("qkv", "num_heads", "scale", "attn_drop", "proj", "proj_drop")
 
 
 def is_plain_attention(attn: Any) -> bool:
-    """Whether softmax(q k^T) v is all there is: no rotary, relative or talking-head terms."""
-    has_parts = type(attn).__name__ == "Attention" and all(hasattr(attn, part) for part in PARTS)
-    return has_parts and set(signature(attn.forward).parameters) <= {"x", "attn_mask", "is_causal"}
+    """Whether it is timm's own: softmax(q k^T) v without rotary, relative or other terms."""
+    kind = type(attn)
+    is_timms = kind.__module__ in TIMM_MODULES and kind.__name__ == "Attention"
+    return is_timms and all(hasattr(attn, part) for part in PARTS)
 
 
 def project(attn: Any, x: Tensor, parts: str = "qkv") -> list[Tensor]:

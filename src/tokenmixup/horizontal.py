@@ -30,6 +30,8 @@ class HTM:
     stop_gradient: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.layer) is not int or self.layer < 0:
+            raise ValueError(f"htm.layer={self.layer!r}: must be a block's index, 0 or more")
         if not self.tau >= 0:
             raise ValueError(f"htm.tau={self.tau}: must be >= 0 (inf is allowed)")
         if not (0 <= self.rho <= 1 or self.rho == math.inf):
@@ -68,6 +70,8 @@ def mix_horizontal(
     saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. Prefix tokens
     stay.
     """
+    saliency = saliency.detach().float()
+    targets = targets if targets.is_floating_point() else targets.float()
     donor = match_donors(gain_matrix(saliency, rho), is_easy)
     taken = saliency[donor]  # b t
     mask = is_easy[:, None] & (taken - saliency > rho)

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmixup.horizontal import HorizontalMix
-
 
 class Output(NamedTuple):
     """What a training forward pass returns."""
@@ -16,10 +14,9 @@ class Output(NamedTuple):
     score_logits: Tensor | None  # b c, of ScoreNet; None without HTM
     score_loss: Tensor | None  # scalar, against the targets that entered; None without HTM
     stats: dict[str, Tensor]  # scalars: mixed_samples, mixed_tokens and, with HTM, difficulty
-    mix: HorizontalMix | None  # who gave which tokens to whom; None without HTM
 
 
-def training_loss(output: Output, score_loss_weight: float = 0.0) -> Tensor:
+def training_loss(output: Output, score_loss_weight: float) -> Tensor:
     """CE(logits, mixed targets) + lambda x ScoreNet's loss (Section 3.1), float32."""
     loss = F.cross_entropy(output.logits.float(), output.targets.float())
     return loss if output.score_loss is None else loss + score_loss_weight * output.score_loss

@@ -23,10 +23,10 @@ class VTM:
     kappa: int = 3
 
     def __post_init__(self) -> None:
-        if self.layer < 1:
-            raise ValueError(f"vtm.layer={self.layer}: must be >= 1, block 0 has no earlier block")
-        if self.kappa < 1:
-            raise ValueError(f"vtm.kappa={self.kappa}: must be >= 1")
+        if type(self.layer) is not int or self.layer < 1:
+            raise ValueError(f"vtm.layer={self.layer!r}: must be a block's index, 1 or more")
+        if type(self.kappa) is not int or self.kappa < 1:
+            raise ValueError(f"vtm.kappa={self.kappa!r}: must be a whole number, 1 or more")
 
 
 def select_salient(

@@ -2,11 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from PIL import Image
 
 from reproduction import cli
+from reproduction.cli import compose
 from reproduction.config import CONF_DIR
+from reproduction.data.sources import _open
+from reproduction.models.build import build_model
+from reproduction.parse import parse
+from reproduction.runs import RunFolder
 from tests.reproduction.conftest import SMALL, Command, write_images
 
 # command line -> what its one line must contain
@@ -23,7 +31,7 @@ MISTYPED = {
     "seed=true": ["seed=True", "integer"],
     "seed=-1": ["seed=-1", "greater than or equal to 0"],
     "recipe.precision=fp16": ["recipe.precision=fp16", "'float16'"],
-    "recipe.warmup_epochs=50": ["recipe.warmup_epochs=50", "recipe.epochs=36"],
+    "recipe.warmup_epochs=51": ["recipe.warmup_epochs=51", "recipe.epochs=50"],
     "recipe.lrr=1": ["recipe.lrr", "unknown key", "lr,"],
     "+recipe.lrr=1": ["recipe.lrr=1", "unknown key", "lr,"],
     "typo=1": ["typo", "unknown key", "recipe"],
@@ -42,6 +50,22 @@ MISTYPED = {
     "augmentation.htm.pooling=class_token": ["pooling=class_token", "auto, attention or average"],
     "augmentation=[mixup] augmentation.htm.tau=1": ["augmentation.htm", "does not name htm"],
     "augmentation=[mixup] +augmentation.htm.tau=1": ["augmentation.htm", "does not name htm"],
+    "augmentation=[] augmentation.vtm.kappa=3": ["augmentation.vtm", "does not name vtm"],
+    "augmentation=[[htm]]": ["augmentation=[[htm]]"],
+    "augmentation.htm=null": ["augmentation.htm", "leave it out"],
+    "~augmentation.htm": ["augmentation.htm", "the stack names it"],
+    "--config-name=eval": ["--config-name", "not available"],
+    "-m recipe.batch_size=20,1 devices=2": ["recipe.batch_size=1", "devices=2"],
+    "-m dataset.limit=60,5000": ["dataset.limit=5000", "1437"],
+    "-m model=vit_tiny_patch16_224 model.depth=12,5": ["model.depth=5", "12 blocks"],
+    "model=vit_tiny_patch16_224 model.architecture=beit_base_patch16_224": ["model"],
+    "model=vit_tiny_patch16_224 model.architecture=resnet18": ["model.architecture=resnet18"],
+    "dataset.limit=3 devices=4": ["devices=4", "3 training images"],
+    "output_root=/dev/null": ["output_root=/dev/null", "writable"],
+    "recipe.transforms.scale=[2,3]": ["recipe.transforms.scale=[2.0, 3.0]"],
+    "recipe.transforms.scale=[1.0,0.5]": ["recipe.transforms.scale=[1.0, 0.5]"],
+    "recipe.transforms.auto_augment=rand-m9-mstd0.5.5": ["auto_augment=rand-m9-mstd0.5.5"],
+    "logger=wandb logger.mode=online": ["logger.mode=online", "offline"],
     "recipe.lr": ["recipe.lr", "key=value"],
     "recipe.lr=[1,2": ["recipe.lr=[1,2", "key=value"],
     "=3": ["=3"],
@@ -50,7 +74,11 @@ MISTYPED = {
     "-m augmentation.htm.tau=0.5,1,-1": ["augmentation.htm.tau=-1"],
     "-m name=x seed=0,1": ["name=x", "2 points"],
     "name=a/b": ["name=a/b", "plain folder name"],
-    "name=..": ["name=..", "plain folder name"],
+    "name=..": ["name=..", "leading dot"],
+    "model.name=../x": ["model.name=../x", "plain folder name"],
+    "hydra.run.dir=/tmp/x": ["hydra.run.dir", "launcher and sweeper"],
+    "-m seed=0,0": ["2 points of the sweep are this one run"],
+    "-m seed=glob(*)": ["seed=glob(*)", "no points"],
     "dataset=image_folder": ["dataset.root=null", "image_folder"],
     "dataset=image_folder dataset.root=nowhere": ["dataset.root=nowhere", "train/<class>/"],
     "dataset=imagenet1k": ["dataset.root=data/imagenet", "train/<class>/"],
@@ -74,11 +102,15 @@ def assert_refused(ended, tmp_path: Path, parts: list[str], script: str = "train
     assert ended.err.startswith(f"{script}.py: ")
     for part in parts:
         assert part in ended.err
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path != tmp_path / "outputs"] == []
 
 
 @pytest.mark.parametrize("line", MISTYPED)
-def test_train_refuses_in_one_line(command: Command, tmp_path: Path, line: str):
+def test_train_refuses_in_one_line(
+    command: Command, tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", "/nonexistent")  # nobody's wandb credentials
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert_refused(command("train", *line.split()), tmp_path, MISTYPED[line])
 
 
@@ -169,3 +201,103 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(command: Command, tmp
     assert cut.status == 2
     assert "not readable" in cut.err
     assert len(cut.lines) == 1
+
+
+def test_a_broken_checkpoint_stops_a_run_before_it_changes_anything(
+    command: Command, tmp_path: Path
+):
+    assert command("train", "name=mine", *SMALL).status == 0
+    run = RunFolder(tmp_path / "outputs/mine")
+    run.write_summary(status="interrupted")
+    run.last_path.write_bytes(run.last_path.read_bytes()[:1000])
+    before = run.summary_path.read_text(), run.metrics_path.read_text()
+    ended = command("train", "name=mine", "resume=auto", *SMALL)
+    assert ended.status == 2
+    assert "last.pt: not readable" in ended.err
+    assert (run.summary_path.read_text(), run.metrics_path.read_text()) == before
+
+
+def test_other_classes_are_refused(command: Command, tmp_path: Path):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=4, held_out=2)
+    small = [x for x in SMALL if "limit" not in x]
+    data = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
+    assert command("train", "name=mine", *data, *small).status == 0
+    for split in ("train", "val"):
+        (root / split / "cat").rename(root / split / "elk")
+    for which in (["run=outputs/mine"], ["run=outputs/mine", "weights=best"]):
+        _open.cache_clear()
+        ended = command("eval", *which)
+        assert ended.status == 2
+        assert "cat, dog" in ended.err and "dog, elk" in ended.err
+
+
+def test_evaluation_does_not_need_the_weights_that_training_started_from(
+    command: Command, tmp_path: Path
+):
+    vit = ["model=vit_tiny_patch16_224", "model.image_size=32", "dataset.limit=8", "device=cpu"]
+    start = tmp_path / "start.pth"
+    config = parse(compose("train", vit).raw)
+    torch.save(build_model(config.model, 10).state_dict(), start)
+    args = [*vit, f"model.weights={start}", "recipe.epochs=1", "recipe.batch_size=8"]
+    assert command("train", "name=mine", *args).status == 0
+    start.unlink()
+    assert command("eval", "run=outputs/mine").status == 0
+
+
+def test_ranks_of_something_else_are_none_of_ours(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")  # as a cluster may leave it, without torchrun
+    assert command("train", "name=mine", *SMALL).status == 0
+    again = command("train", "name=mine", "seed=7", *SMALL)
+    assert again.status == 2
+    assert "resume=auto" in again.err
+
+
+def test_a_run_killed_before_its_configuration_was_written_can_begin_again(
+    command: Command, tmp_path: Path
+):
+    (tmp_path / "outputs/mine/checkpoints").mkdir(parents=True)
+    assert command("train", "name=mine", *SMALL).status == 2
+    assert command("train", "name=mine", "resume=auto", *SMALL).status == 0
+    (tmp_path / "outputs/other").mkdir()
+    (tmp_path / "outputs/other/thesis.txt").write_text("not ours")
+    refused = command("train", "name=other", "resume=auto", *SMALL)
+    assert refused.status == 2
+    assert "is no run folder" in refused.err
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_is_named(command: Command, tmp_path: Path, workers: int):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=4, held_out=2)
+    broken = root / "val" / "dog" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    small = [x for x in SMALL if "limit" not in x]
+    data = ["dataset=image_folder", f"dataset.root={root}", f"dataset.workers={workers}"]
+    ended = command("train", "name=mine", *data, *small)
+    assert ended.status == 1
+    assert f"{broken}: no readable image" in ended.lines[-1]
+
+
+def test_images_of_more_than_8_bits_are_refused_rather_than_clipped(
+    command: Command, tmp_path: Path
+):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=2, held_out=2)
+    for path in (root / "train").rglob("*.png"):
+        Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16)).save(path)
+    ended = command("train", "dataset=image_folder", f"dataset.root={root}", "dataset.workers=0")
+    assert ended.status == 2
+    assert "convert them to 8 bits" in ended.err and ".png" in ended.err
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"PK"])
+def test_files_that_are_no_checkpoints_are_refused(
+    command: Command, tmp_path: Path, content: bytes
+):
+    for name in ("x.pt", "x.safetensors"):
+        (tmp_path / name).write_bytes(content)
+        ended = command("eval", f"checkpoint={name}")
+        assert ended.status == 2, ended.err
+        assert f"checkpoint={name}: not readable" in ended.err
+        assert len(ended.lines) == 1

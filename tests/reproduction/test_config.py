@@ -5,6 +5,7 @@ import itertools
 import pytest
 import yaml
 
+from reproduction import cli
 from reproduction.cli import compose
 from reproduction.config import CONF_DIR, Config
 from reproduction.parse import parse
@@ -75,11 +76,68 @@ def test_every_experiment_composes_and_its_head_gives_paper_value_and_command(ex
     assert "paper" in head.lower()
 
 
-def test_an_experiment_sets_the_seed_and_the_command_line_wins(tmp_path):
-    assert config_of("seed=7").seed == 7
+def test_warm_up_and_cooldown_scale_with_the_epochs():
     assert config_of("recipe=cifar_cct").recipe.warmup_epochs == 10
     assert config_of("recipe=cifar_cct", "recipe.epochs=3").recipe.warmup_epochs == 0
     assert config_of("recipe=cifar_cct", "recipe.warmup_epochs=2").recipe.warmup_epochs == 2
+
+
+def test_the_command_line_wins_over_an_experiment():
+    htm = config_of("experiment=table1/cifar100_htm", "augmentation.htm.tau=9").augmentation.htm
+    assert htm is not None and htm.tau == 9.0
+
+
+# cell -> what the published experiment ran with (tau in nats)
+PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
+    "table1/cifar10_baseline": {},
+    "table1/cifar10_htm": {"htm": {"layer": 2, "tau": 1.0, "rho": 0.003}},
+    "table1/cifar10_vtm": {"vtm": {"layer": 1, "kappa": 5}},
+    "table1/cifar10_htm_vtm": {
+        "htm": {"layer": 2, "tau": 1.0, "rho": 0.004},
+        "vtm": {"layer": 3, "kappa": 3},
+    },
+    "table1/cifar100_baseline": {},
+    "table1/cifar100_htm": {"htm": {"layer": 2, "tau": 2.0, "rho": 0.005}},
+    "table1/cifar100_vtm": {"vtm": {"layer": 2, "kappa": 80}},
+    "table1/cifar100_htm_vtm": {
+        "htm": {"layer": 3, "tau": 2.0, "rho": 0.005},
+        "vtm": {"layer": 2, "kappa": 3},
+    },
+    "table2/imagenet1k_baseline": {},
+    "table2/imagenet1k_htm": {"htm": {"layer": 3, "tau": 1.0, "rho": 0.01}},
+    "table2/imagenet1k_vtm": {"vtm": {"layer": 3, "kappa": 3}},
+    "table2/imagenet1k_htm_vtm": {
+        "htm": {"layer": 3, "tau": 1.0, "rho": 0.01},
+        "vtm": {"layer": 4, "kappa": 3},
+    },
+}
+
+
+def test_all_published_cells_are_there():
+    assert set(EXPERIMENTS) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("cell", PUBLISHED)
+def test_experiments_have_the_published_settings(cell: str):
+    raw = compose("train", [f"experiment={cell}"]).raw
+    stack = raw["augmentation"]
+    on_cifar = cell.startswith("table1")
+    assert set(stack) == set(PUBLISHED[cell]) | ({"mixup", "cutmix"} if on_cifar else set())
+    for name, settings in PUBLISHED[cell].items():
+        assert {key: stack[name][key] for key in settings} == settings
+    if "htm" in stack:
+        scorenet = (0.001, False) if on_cifar else (1.0, True)
+        assert (stack["htm"]["score_loss_weight"], stack["htm"]["stop_gradient"]) == scorenet
+    if on_cifar:
+        assert (stack["mixup"]["alpha"], stack["cutmix"]["alpha"]) == (0.8, 1.0)
+    recipe = raw["recipe"]
+    keys = ("lr", "weight_decay", "warmup_lr", "batch_size", "epochs")
+    published = {
+        "cifar10": (5e-4, 0.05, 1e-5, 128, 1510),
+        "cifar100": (6e-4, 0.06, 1e-6, 128, 1510),
+        "imagenet1k": (0.015, 0.0, 0.0, 504, 30),
+    }
+    assert tuple(recipe[key] for key in keys) == published[raw["dataset"]["name"]]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +175,12 @@ def test_identity_does_not_depend_on_how_a_value_is_written():
     assert run_hash(config_of("recipe.lr=1")) == run_hash(config_of("recipe.lr=1.0"))
     swapped = config_of("augmentation=[vtm,htm]")
     assert run_hash(swapped) == run_hash(config_of("augmentation=[htm,vtm]"))
+
+
+def test_sweeps_may_glob_options():
+    points = cli._points(["-m", "model=glob(cct*)", "seed=0,1"])
+    assert points is not None
+    assert [point[0] for point in points] == ["model=cct_2_3x2"] * 2 + ["model=cct_7_3x1"] * 2
 
 
 def test_default_name_tells_model_data_stack_and_seed():

@@ -90,9 +90,22 @@ def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path):
     ended = run(tmp_path, [sys.executable], *PLAIN, *diverge, *more)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert last.startswith("train.py: RuntimeError: rank 0: ")
+    assert last.startswith("train.py: RuntimeError: rank ")
+    assert "Traceback" in ended.stderr
     assert "the loss is nan" in last and "resume=auto" in last
     assert RunFolder(tmp_path / "outputs/mine").read_summary()["status"] == "failed"
+
+
+def test_what_only_ranks_find_out_is_refused_in_one_line_too(tmp_path: Path):
+    args = [*PLAIN, "name=mine", "devices=2", "recipe.max_steps=1"]
+    assert run(tmp_path, [sys.executable], *args).returncode == 0
+    folder = RunFolder(tmp_path / "outputs/mine")
+    folder.write_summary(status="interrupted")
+    folder.last_path.write_bytes(b"broken")
+    ended = run(tmp_path, [sys.executable], *args, "resume=auto")
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "last.pt: not readable" in ended.stderr
 
 
 @pytest.mark.parametrize(

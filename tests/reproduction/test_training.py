@@ -42,6 +42,7 @@ SUMMARY_KEYS = {
     "git_revision",
     "status",
 }
+GOLDEN = [2.315, 2.3063, 2.3336, 2.3121, 2.3047, 2.3065]
 MIXED = ["augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4"]
 
 
@@ -101,6 +102,7 @@ def test_a_run_writes_the_folder_that_reports_read(command: Command, tmp_path: P
     assert "epoch 2/2" in ended.out
 
 
+@pytest.mark.draws
 def test_a_run_without_htm_mixes_nothing(command: Command, tmp_path: Path):
     assert command("train", "name=mine", "augmentation=[]", *SMALL).status == 0
     steps, _ = folder(tmp_path).read_metrics()
@@ -164,7 +166,9 @@ def test_a_crash_leaves_its_status_and_a_clear_last_line(
     summary = folder(tmp_path).read_summary()
     assert summary["status"] == "failed"
     assert "ZeroDivisionError" in summary["error"]
-    assert len(folder(tmp_path).read_metrics()[1]) == 1
+    steps, epochs = folder(tmp_path).read_metrics()
+    assert (len(steps), len(epochs)) == (4, 1)
+    monkeypatch.undo()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(command: Command, tmp_path: Path):
@@ -175,6 +179,31 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(command: Command, 
     assert folder(tmp_path).read_summary()["status"] == "failed"
     steps, _ = folder(tmp_path).read_metrics()
     assert [line["step"] for line in steps] == [1]
+
+
+def test_weights_that_diverge_in_the_last_step_are_no_result(command: Command, tmp_path: Path):
+    diverge = ["recipe.lr=1e37", "recipe.optimizer=sgd", "recipe.max_steps=1", "augmentation=[]"]
+    ended = command("train", "name=mine", *SMALL, *diverge)
+    assert ended.status == 1
+    assert "the held-out loss is" in ended.lines[-1]
+    assert folder(tmp_path).read_summary()["status"] == "failed"
+    assert not folder(tmp_path).best_path.exists()
+
+
+def test_scorenet_learns_from_its_weighted_loss(command: Command, tmp_path: Path):
+    for name, weight in (("learns", 0.001), ("idle", 0.0)):
+        key = f"augmentation.htm.score_loss_weight={weight}"
+        assert command("train", f"name={name}", key, "recipe.lr=0.01", *SMALL).status == 0
+    for line in ("scorenet.head.weight", "scorenet.pool.weight"):
+        learned, idle = (weights(folder(tmp_path, name))[line] for name in ("learns", "idle"))
+        assert not torch.allclose(learned, idle, rtol=0.05)
+
+
+def test_the_first_losses_are_what_they_were(command: Command, tmp_path: Path):
+    """Golden values: change them only with a change of the method or of the recipe."""
+    assert command("train", "name=mine", *MIXED, *SMALL).status == 0
+    losses = [line["loss"] for line in folder(tmp_path).read_metrics()[0]]
+    assert losses == pytest.approx(GOLDEN, rel=2e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float16"])

@@ -64,8 +64,15 @@ def test_optimal_assignment_of_nobody_is_empty():
     assert donor.dtype == torch.int64
 
 
-def test_optimal_assignment_takes_bf16():
-    assert optimal_assignment(torch.eye(3).bfloat16().float()).tolist() == [0, 1, 2]
+def test_optimal_assignment_takes_bf16_and_gradients():
+    assert optimal_assignment(torch.eye(3).bfloat16()).tolist() == [0, 1, 2]
+    assert optimal_assignment(torch.eye(3).requires_grad_()).tolist() == [0, 1, 2]
+
+
+def test_gain_matrix_is_exact_with_many_tokens():
+    saliency = (0.1 * torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))).softmax(1)
+    expected = gain_by_definition(saliency, 0.005).float()
+    torch.testing.assert_close(gain_matrix(saliency, 0.005), expected, atol=1e-9, rtol=1e-5)
 
 
 def test_optimal_assignment_refuses_more_receivers_than_donors():

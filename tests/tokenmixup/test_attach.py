@@ -136,8 +136,8 @@ def test_training_equals_the_forward_pass_written_out(build, batch, htm, vtm):
     torch.testing.assert_close(output.logits, logits, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(output.targets, targets, atol=1e-6, rtol=1e-5)
     if htm is not None:
-        assert output.mix is not None
-        assert output.mix.mask.any()
+        mix = module.mixed_pairs(*batch)
+        assert mix is not None and mix.mask.any()
 
 
 @pytest.mark.parametrize("layers", [(1, 2), (3, 1)])
@@ -174,10 +174,11 @@ def test_stats_count_easy_samples_and_replaced_tokens(build, batch):
     torch.manual_seed(0)
     module = attach(build(), CLASSES, htm={"layer": 1, "tau": tau, "rho": 0.002})
     output = train_output(module, batch)
-    assert output.mix is not None
+    mix = module.mixed_pairs(*batch)
+    assert mix is not None
     assert output.stats["mixed_samples"] == 2
-    assert torch.equal(output.mix.mask.any(dim=1) | (difficulty < tau), difficulty < tau)
-    torch.testing.assert_close(output.stats["mixed_tokens"], output.mix.mask.sum() / 2)
+    assert torch.equal(mix.mask.any(dim=1) | (difficulty < tau), difficulty < tau)
+    torch.testing.assert_close(output.stats["mixed_tokens"], mix.mask.sum() / 2)
 
 
 def test_the_model_is_untouched_after_a_pass_and_after_a_failed_one(build, batch):
@@ -219,9 +220,15 @@ def test_default_pooling_is_the_class_token_where_the_model_pools_it():
 def test_attach_refuses_what_it_cannot_serve():
     swin = timm.create_model("swin_tiny_patch4_window7_224", pretrained=False)
     beit = timm.create_model("beit_base_patch16_224", pretrained=False)
+    post_norm = timm.create_model("vit_base_patch16_rpn_224", pretrained=False)
     cases: list[tuple[nn.Module, dict[str, Any], str]] = [
         (swin, {"htm": {"layer": 1}}, "SwinTransformer"),
         (beit, {"htm": {"layer": 1}}, "not plain pre-norm self-attention"),
+        (post_norm, {"htm": {"layer": 1}}, "not plain pre-norm self-attention"),
+        (small_vit(patch_drop_rate=0.5), {"htm": {"layer": 1}}, "patch dropout"),
+        (small_cct(), {"htm": {"layr": 1}}, "layr"),
+        (small_cct(), {"htm": {"layer": 1.0}}, "htm.layer=1.0"),
+        (small_cct(), {"vtm": {"layer": 1, "kappa": 2.5}}, "vtm.kappa=2.5"),
         (small_cct(), {"htm": {"layer": 4}}, "htm.layer=4: CCT has blocks 0..3"),
         (small_cct(), {"vtm": {"layer": 4}}, "vtm.layer=4"),
         (small_cct(), {"vtm": {"layer": 0}}, "vtm.layer=0"),
@@ -243,8 +250,37 @@ def test_training_refuses_gradient_checkpointing_and_missing_targets(batch):
         module(images, torch.eye(CLASSES)[:2])
 
 
-def test_dropout_and_stochastic_depth_stay_with_the_memory():
-    module = attach(small_cct(attn_drop=0.3, drop_path=0.3), CLASSES, vtm={"layer": 2}).train()
+def test_attention_to_the_memory_is_dropped_out_as_the_block_would():
+    model = small_cct()
+    module = attach(model, CLASSES, vtm={"layer": 2}).train()
     images, targets = torch.randn(4, 3, 16, 16), torch.eye(CLASSES)[:4]
     first, second = (module(images, targets).logits for _ in range(2))
+    assert torch.equal(first, second)
+    model.blocks[2].attn.attn_drop.p = 0.3  # type: ignore[union-attr]
+    first, second = (module(images, targets).logits for _ in range(2))
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_stop_gradient_keeps_the_score_loss_from_the_model(build, batch, stop):
+    module = attach(build(), CLASSES, htm={"layer": 1, "stop_gradient": stop})
+    output = train_output(module, batch)
+    assert output.score_loss is not None and module.scorenet is not None
+    output.score_loss.backward()
+    assert module.scorenet.head.weight.grad is not None
+    trained = [p for p in module.model.parameters() if p.grad is not None]
+    assert (trained == []) == stop
+
+
+def test_targets_may_be_integers(build, batch):
+    module = attach(build(), CLASSES, htm={"layer": 1, **EVERYTHING})
+    labels = torch.arange(6) % CLASSES
+    whole = train_output(module, (batch[0], F.one_hot(labels, CLASSES)))
+    soft = train_output(module, (batch[0], F.one_hot(labels, CLASSES).float()))
+    assert torch.equal(whole.targets, soft.targets)
+
+
+def test_weight_decay_spares_what_the_model_exempts():
+    module = attach(small_vit(), CLASSES, htm={"layer": 1})
+    assert module.no_weight_decay() >= {"model.pos_embed", "model.cls_token"}
+    assert attach(small_cct(), CLASSES).no_weight_decay() == set()

@@ -17,6 +17,7 @@ from reproduction.data.loaders import (
 from reproduction.data.mixup import InputMixer, build_input_mixer
 from reproduction.data.sources import Source
 from reproduction.data.transforms import Transform, evaluation_transform, training_transform
+from reproduction.errors import UserError
 
 Statistics = tuple[list[float], list[float]]
 
@@ -25,12 +26,16 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
     """Augmented training images."""
     settings = dataclasses.asdict(config.recipe.transforms)
     del settings["eval_crop_pct"]
-    transform = training_transform(
-        image_size=config.model.image_size,
-        mean=config.dataset.mean,
-        std=config.dataset.std,
-        **settings,
-    )
+    try:
+        transform = training_transform(
+            image_size=config.model.image_size,
+            mean=config.dataset.mean,
+            std=config.dataset.std,
+            **settings,
+        )
+    except (ValueError, AssertionError, NotImplementedError) as error:  # timm's, of policies
+        policy = settings["auto_augment"]
+        raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
     return TrainingImages(source.train, transform, config.seed)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from reproduction.data.seeding import seeded
+from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import ImageSource
 from reproduction.data.transforms import Transform
 from reproduction.errors import UserError
@@ -23,7 +23,7 @@ class TrainingImages(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, index = key
         image, target = self.source[index]
-        with seeded(self.seed, epoch, index):
+        with seeded(Purpose.AUGMENT, self.seed, epoch, index):
             return self.transform(image), target
 
 
@@ -48,10 +48,10 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
     def __init__(self, num_images: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1):
         self.num_images, self.seed, self.rank, self.ranks = num_images, seed, rank, ranks
         self.num_batches = math.ceil(num_images / batch_size)
-        if num_images // self.num_batches < 2 * ranks:
+        if num_images // self.num_batches < ranks:
             raise UserError(
-                f"recipe.batch_size={batch_size}: {num_images} training images in batches of "
-                f"that size leave fewer than two to each of devices={ranks}"
+                f"devices={ranks}: {num_images} training images in batches of {batch_size} leave "
+                "some of them without an image"
             )
         self.epoch = 0
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor
 
-from reproduction.data.seeding import seeded
+from reproduction.data.seeding import Purpose, seeded
 
 InputMixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -54,5 +54,5 @@ def mix_inputs(
     mixer: InputMixer, images: Tensor, targets: Tensor, *key: int
 ) -> tuple[Tensor, Tensor]:
     """Applies `mixer` with the randomness that belongs to `key`: seed, step and rank."""
-    with seeded(*key):
+    with seeded(Purpose.MIX_INPUTS, *key):
         return mixer(images, targets)

@@ -3,16 +3,25 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 import numpy as np
 import torch
 
 
+class Purpose(IntEnum):
+    """What randomness is for; the first part of a key, so that two uses never share one."""
+
+    AUGMENT = 1
+    MIX_INPUTS = 2
+    DROPOUT = 3
+
+
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Seeds Python's, numpy's and torch's CPU generators by `key`, and puts them back at the end.
+    """Seeds Python's, numpy's and torch's CPU generators by `key` for a while.
 
-    Generators of a GPU are left alone: dropout draws from them.
+    `key`: a Purpose and numbers. Generators of a GPU are left alone: dropout draws from them.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     python_seed, numpy_seed, torch_seed = np.random.SeedSequence(key).generate_state(3).tolist()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 from reproduction.data.folders import split_folders
-from reproduction.errors import UserError
+from reproduction.errors import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
@@ -50,10 +51,16 @@ def load_source(name: str, root: str | None, limit: int | None) -> Source:
 
     Raises UserError when the download fails or `limit` exceeds the training images.
     """
-    source = _LOADERS[name](name, root)
+    source = _open(name, root)
     if limit is None:
         return source
     return Source(limited(source.train, limit), source.held_out, source.classes)
+
+
+@lru_cache(maxsize=1)
+def _open(name: str, root: str | None) -> Source:
+    """Opens a data set once for all points of a sweep; nothing changes it."""
+    return _LOADERS[name](name, root)
 
 
 def limited(images: ImageSource, limit: int) -> ImageSource:
@@ -101,7 +108,7 @@ def _cifar(name: str, root: str | None) -> Source:
         url, archive = kind.url, kind.filename
         raise UserError(
             f"dataset.root={root}: {name} is not there and could not be downloaded "
-            f"({str(error).splitlines()[0]}); put {archive} from {url} into this folder"
+            f"({first_line(error)}); put {archive} from {url} into this folder"
         ) from error
     return Source(train, held_out, list(train.classes))
 
@@ -112,10 +119,21 @@ def _folders(name: str, root: str | None) -> Source:
     folders = split_folders(str(root))
     assert folders is not None, "the configuration has checked the folders"
     try:
-        train, held_out = (ImageFolder(folder) for folder in folders)
+        train, held_out = (ImageFolder(folder, loader=load_image) for folder in folders)
     except FileNotFoundError as error:
         raise UserError(f"dataset.root={root}: {' '.join(str(error).split())}") from error
     return Source(cast(ImageSource, train), cast(ImageSource, held_out), train.classes)
+
+
+def load_image(path: str) -> Image.Image:
+    """An RGB image; RuntimeError names a file that is broken or has more than 8 bits a channel."""
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"{image.mode} pixels, convert them to 8 bits a channel")
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise RuntimeError(f"{path}: no readable image: {error}") from error
 
 
 _LOADERS: dict[str, Callable[[str, str | None], Source]] = {

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from reproduction.config import CCT as CCTConfig
 from reproduction.config import Augmentation
 from reproduction.config import ViT as ViTConfig
+from reproduction.errors import UserError
 from reproduction.models.cct import CCT
 from reproduction.models.vit import build_vit
 from tokenmixup import TokenMixup, attach
@@ -33,10 +34,20 @@ def build_model(config: CCTConfig | ViTConfig, num_classes: int) -> nn.Module:
 def build_module(
     config: CCTConfig | ViTConfig, stack: Augmentation, num_classes: int
 ) -> TokenMixup:
-    """The model with the HTM and VTM of the stack attached."""
+    """The model with the HTM and VTM of the stack attached; UserError if it cannot be."""
     model = build_model(config, num_classes)
     htm, vtm = (dataclasses.asdict(x) if x is not None else None for x in (stack.htm, stack.vtm))
-    return attach(model, num_classes, htm=htm, vtm=vtm)
+    try:
+        return attach(model, num_classes, htm=htm, vtm=vtm)
+    except ValueError as error:
+        raise UserError(f"model={config.name}: {error}") from error
+
+
+def without_start(config: CCTConfig | ViTConfig) -> CCTConfig | ViTConfig:
+    """The same model without the weights that training starts from, as others will be loaded."""
+    if isinstance(config, ViTConfig):
+        return dataclasses.replace(config, pretrained=None, weights=None)
+    return config
 
 
 def place(model: AnyModule, device: torch.device) -> AnyModule:

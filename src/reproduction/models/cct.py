@@ -41,6 +41,8 @@ class CCTBlock(nn.Module):
     Not textbook pre-norm, but what the published weights belong to.
     """
 
+    attends_to_norm1 = True  # what TokenMixup needs to know of a block
+
     def __init__(
         self,
         embed_dim: int,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from reproduction.errors import UserError
+from reproduction.errors import UserError, first_line
 
 
 def build_vit(
@@ -49,8 +49,12 @@ def build_vit(
             attn_drop_rate=attn_drop,
             drop_path_rate=drop_path,
         )
-    except (OSError, RuntimeError) as error:  # the hub's errors are OSErrors
-        reason = str(error).splitlines()[0]
+    except (OSError, RuntimeError, TypeError) as error:  # the hub's errors are OSErrors
+        reason = first_line(error)
+        if pretrained is None:
+            raise UserError(
+                f"model.architecture={architecture}: is no plain ViT ({reason})"
+            ) from error
         raise UserError(
             f"model.pretrained={pretrained}: the weights could not be loaded ({reason}); "
             "give a local file as model.weights instead"
@@ -77,11 +81,9 @@ def _load_weights(model: nn.Module, path: str) -> None:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # each reader has errors of its own
-        raise UserError(
-            f"model.weights={path}: not readable: {str(error).splitlines()[0]}"
-        ) from error
+        raise UserError(f"model.weights={path}: not readable ({type(error).__name__})") from error
     wanted = model.state_dict()
-    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(x, torch.Tensor) for x in state.values()):
         raise UserError(f"model.weights={path}: must hold a plain state dict")
     for key in ("head.weight", "head.bias"):  # another number of classes: keep the new head
         if key in state and state[key].shape != wanted[key].shape:

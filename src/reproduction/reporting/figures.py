@@ -1,5 +1,6 @@
 """Curves of one run, drawn from its metrics.jsonl."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,8 +47,10 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
 
 def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
     """Training loss and held-out loss, and held-out accuracy."""
-    per_epoch = len(steps) / len(epochs)
-    x = [line["step"] / per_epoch for line in steps]
+    batches = Counter(line["epoch"] for line in steps)
+    first = {epoch: sum(batches[e] for e in batches if e < epoch) for epoch in batches}
+    whole = max(batches.values())
+    x = [line["epoch"] - 1 + (line["step"] - first[line["epoch"]]) / whole for line in steps]
     epoch = [line["epoch"] for line in epochs]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
         accuracy.plot(epoch, [line["top1"] for line in epochs], color=GREEN, marker=".")

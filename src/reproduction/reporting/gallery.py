@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 from reproduction.config import Config
 from reproduction.data.build import build_evaluation_transform
 from reproduction.data.sources import Source, load_source
-from reproduction.models.build import build_module
+from reproduction.models.build import build_module, without_start
 from reproduction.reporting.figures import ORANGE, figure
-from tokenmixup import HorizontalMix, Output
+from tokenmixup import HorizontalMix
 
 CANDIDATES = 64  # training images that the pairs are chosen among
 PAIRS = 4
@@ -24,7 +24,7 @@ PAIRS = 4
 
 def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
     """Draws the pairs that share the image most evenly; False if the run mixes none."""
-    if config.augmentation.htm is None:
+    if config.augmentation.htm is None or not last_checkpoint.exists():
         return False
     source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
     images, targets = _some_images(config, source)
@@ -70,14 +70,14 @@ def _some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:
 def _mix(
     config: Config, source: Source, checkpoint: Path, images: Tensor, targets: Tensor
 ) -> HorizontalMix:
-    module = build_module(config.model, config.augmentation, len(source.classes))
+    module = build_module(without_start(config.model), config.augmentation, len(source.classes))
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     module.load_state_dict(state["module"])
     module.model.eval()  # mixes as in training, without dropout
     with torch.no_grad():
-        output = module(images, F.one_hot(targets, len(source.classes)).float())
-    assert isinstance(output, Output) and output.mix is not None
-    return output.mix
+        mix = module.mixed_pairs(images, F.one_hot(targets, len(source.classes)).float())
+    assert mix is not None
+    return mix
 
 
 def _displayable(images: Tensor, config: Config) -> np.ndarray:

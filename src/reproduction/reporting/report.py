@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reproduction.parse import parse
+from reproduction.parse import parse_saved
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_pairs
 from reproduction.runs import RunFolder, write_text
@@ -24,8 +24,10 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
 
 def _draw(folder: RunFolder) -> dict[str, str]:
     """Draws what the run has; file name -> caption."""
-    config = parse(folder.read_config())
+    config = parse_saved(folder.read_config())
     steps, epochs = folder.read_metrics()
+    if not steps or not epochs:
+        return {}  # lost, though the run is finished
     pictures = {"accuracy.png": "Held-out accuracy, and loss in training and held out."}
     draw_accuracy(folder.path / "accuracy.png", steps, epochs)
     if config.augmentation.htm is not None:

@@ -1,6 +1,8 @@
 """One process or many: torchrun's ranks, or ranks that we start ourselves."""
 
+import logging
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from reproduction.ranks import launched_ranks
 
 Settings = TypeVar("Settings")
 Result = TypeVar("Result")
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def share(self, value: Shared) -> Shared:
+        """The first rank's value, on every rank."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -76,7 +86,8 @@ def join_world(device: str) -> Iterator[World]:
 def launch(function: Callable[[Settings], Result], settings: Settings, devices: int) -> Result:
     """Runs `function(settings)` here, or on `devices` ranks of torch's elastic launcher.
 
-    Returns rank 0's result. An error of a rank is printed by that rank and raised as RuntimeError.
+    Returns rank 0's result. UserErrors of ranks are raised as such; another error is printed by
+    its rank and raised as RuntimeError.
     """
     if devices == 1 or launched_ranks() is not None:
         return function(settings)
@@ -85,6 +96,7 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # one line says it
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -96,9 +108,25 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
         start_method="spawn",
     )
     try:
-        return elastic_launch(config, function)(settings)[0]
+        result = elastic_launch(config, _on_rank)(function, settings)[0]
     except SignalException as error:  # how the launcher passes SIGINT and SIGTERM on
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RuntimeError(f"rank {rank}: {str(failure.message).splitlines()[-1]}") from None
+        told = failure.message
+        reason = str(told["message"] if isinstance(told, dict) else told).splitlines()[-1]
+        raise RuntimeError(f"rank {rank}: {reason}") from None
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Result | UserError:
+    """Runs in a rank: a UserError, which all ranks share, is handed back; others are printed."""
+    try:
+        return function(settings)
+    except UserError as error:
+        return error
+    except Exception:
+        traceback.print_exc()
+        raise

@@ -7,7 +7,7 @@ from typing import Any
 from reproduction.data.build import build_evaluation_loader
 from reproduction.data.sources import load_source
 from reproduction.evaluation import Evaluation
-from reproduction.models.build import build_model, place
+from reproduction.models.build import build_model, place, without_start
 from reproduction.ranks import is_first_rank
 from reproduction.runs import write_text
 from reproduction.training.checkpoint import load_plain
@@ -29,8 +29,8 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
     config = settings.config
     with join_world(resolve_device(config.device, config.devices)) as world:
         source = load_source(config.dataset.name, config.dataset.root, limit=None)
-        model = build_model(config.model, len(source.classes))
-        load_plain(settings.checkpoint, model)
+        model = build_model(without_start(config.model), len(source.classes))
+        load_plain(settings.checkpoint, model, source.classes)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
         result = evaluate(place(model, world.device), loader, world, config.recipe.precision)

@@ -1,7 +1,7 @@
 """Where metrics go besides metrics.jsonl: nowhere, or to wandb."""
 
 import dataclasses
-from contextlib import suppress
+import shutil
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -30,6 +30,7 @@ class WandbLog:
         import wandb
 
         run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
+        is_new = not folder.path.exists()
         folder.path.mkdir(parents=True, exist_ok=True)
         try:
             self.run = wandb.init(
@@ -42,11 +43,12 @@ class WandbLog:
                 dir=str(folder.path),
                 config=dataclasses.asdict(config),
             )
-        except wandb.errors.UsageError as error:
-            with suppress(OSError):
-                folder.path.rmdir()  # empty unless a run has begun there
+        except wandb.errors.Error as error:  # no credentials, no connection, no permission
+            if is_new:
+                shutil.rmtree(folder.path)
+            reason = " ".join(str(error).split())
             raise UserError(
-                f"logger.mode={logger.mode}: {error} Or use offline or disabled."
+                f"logger.mode={logger.mode}: {reason} (or choose offline or disabled)"
             ) from error
         folder.write_summary(wandb_id=run_id)
         self.run.define_metric("step")

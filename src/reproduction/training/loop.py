@@ -16,17 +16,20 @@ from torch.utils.data import DataLoader
 from reproduction.config import Config
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
+from reproduction.data.seeding import Purpose
 from reproduction.runs import RunFolder
-from reproduction.training.checkpoint import load_last, save_last, save_plain
+from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import Evaluation, autocast, evaluate
-from reproduction.training.loggers import Logger
+from reproduction.training.loggers import Logger, NoLog
 from reproduction.training.metrics import BatchMetrics
 from reproduction.training.optim import Schedule, build_optimizer
 from reproduction.training.progress import ProgressDisplay
 from tokenmixup import Output, TokenMixup, training_loss
 
 MEDIAN_EPOCHS = 10
+# What a checkpoint keeps besides parameters and optimiser; metrics_size is in bytes.
+COUNTERS = ("step", "epoch", "images", "seconds", "train_seconds", "history", "metrics_size")
 
 
 class Trainer:
@@ -37,9 +40,9 @@ class Trainer:
         config: Config,
         world: World,
         folder: RunFolder,
-        logger: Logger,
         *,
         module: TokenMixup,
+        classes: list[str],
         input_mixer: InputMixer,
         batches: TrainingBatches,
         train_loader: DataLoader[Any],
@@ -47,7 +50,8 @@ class Trainer:
     ):
         recipe = config.recipe
         self.config, self.recipe, self.world = config, recipe, world
-        self.folder, self.logger = folder, logger
+        self.folder, self.classes = folder, classes
+        self.logger: Logger = NoLog()
         self.module, self.input_mixer, self.batches = module, input_mixer, batches
         self.train_loader, self.eval_loader = train_loader, eval_loader
         self.parallel: nn.Module = module
@@ -77,23 +81,23 @@ class Trainer:
         self.total_steps = recipe.epochs * len(batches)
         if recipe.max_steps is not None:
             self.total_steps = min(self.total_steps, recipe.max_steps)
-        self.step = self.epoch = self.images = 0
+        self.step = self.epoch = self.images = self.metrics_size = 0
         self.seconds = self.train_seconds = 0.0
         self.history: list[Evaluation] = []
 
-    def resume(self) -> None:
-        """Goes back to the end of the last epoch that last.pt holds."""
-        state = load_last(self.folder.last_path)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to the end of the epoch at which last.pt was written."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        for name in ("step", "epoch", "images", "seconds", "train_seconds", "history"):
+        for name in COUNTERS:
             setattr(self, name, state[name])
-        if self.world.is_main:
-            self.folder.trim_metrics(state["metrics_size"])
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self, logger: Logger) -> dict[str, Any]:
         """Trains to the end and returns what summary.json tells about it."""
+        self.logger = logger
+        if self.world.is_main:
+            self.folder.trim_metrics(self.metrics_size)
         display = ProgressDisplay(self.total_steps, self.step, self.world.is_main)
         try:
             while self.step < self.total_steps:
@@ -108,6 +112,17 @@ class Trainer:
         self.batches.epoch = self.epoch
         self.module.train()
         self.metrics.restart_clock()
+        try:
+            lines = self._train_batches(display)
+        except BaseException:
+            if self.world.size == 1:  # other ranks may be gone, and with them their sums
+                self._write(self.metrics.fetch())
+            raise
+        self.train_seconds += time.perf_counter() - start
+        self._end_epoch(start, lines, display)
+
+    def _train_batches(self, display: ProgressDisplay) -> list[dict[str, Any]]:
+        """Trains on the batches of an epoch and returns their metrics."""
         first = len(self.batches) * self.epoch
         lines: list[dict[str, Any]] = []
         for images, targets in self.train_loader:
@@ -122,9 +137,7 @@ class Trainer:
                 lines += self._flush()
             if self.step == self.total_steps:
                 break
-        lines += self._flush()
-        self.train_seconds += time.perf_counter() - start
-        self._end_epoch(start, lines, display)
+        return lines + self._flush()
 
     def _step(self, images: Tensor, targets: Tensor, global_size: int) -> tuple[Tensor, Output]:
         """One batch: mix inputs, forward with TokenMixup, loss, backward, update."""
@@ -153,21 +166,28 @@ class Trainer:
     def _flush(self) -> list[dict[str, Any]]:
         """Fetches and writes the metrics; RuntimeError at the first loss that is not finite."""
         lines = self.metrics.fetch()
+        written = self._write(lines)
+        if written < len(lines):
+            bad = lines[written]
+            raise RuntimeError(f"step {bad['step']}: the loss is {bad['loss']}")
+        return lines
+
+    def _write(self, lines: list[dict[str, Any]]) -> int:
+        """Writes the lines before the first loss that is not finite, and returns their number."""
         good = list(takewhile(lambda line: math.isfinite(line["loss"]), lines))
         if self.world.is_main:
             self.folder.append_metrics(good)
             for line in good:
                 self.logger.log(line)
-        if len(good) < len(lines):
-            bad = lines[len(good)]
-            raise RuntimeError(f"step {bad['step']}: the loss is {bad['loss']}")
-        return lines
+        return len(good)
 
     def _end_epoch(
         self, start: float, lines: list[dict[str, Any]], display: ProgressDisplay
     ) -> None:
         """Evaluates, writes the epoch's line and the checkpoints."""
         result = evaluate(self.module, self.eval_loader, self.world, self.recipe.precision)
+        if not math.isfinite(result["eval_loss"]):
+            raise RuntimeError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         self.epoch += 1
         is_best = all(result["top1"] > other["top1"] for other in self.history)
         self.history.append(result)
@@ -177,8 +197,9 @@ class Trainer:
             line = {"epoch": self.epoch, **result}
             self.folder.append_metrics([line])
             self.logger.log(line)
+            self.metrics_size = self.folder.metrics_size()
             if is_best:
-                save_plain(self.folder.best_path, self.module.model)
+                save_plain(self.folder.best_path, self.module.model, self.classes)
             save_last(self.folder.last_path, self._state())
         self.world.barrier()
 
@@ -187,13 +208,8 @@ class Trainer:
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "step": self.step,
-            "epoch": self.epoch,
-            "images": self.images,
-            "seconds": self.seconds,
-            "train_seconds": self.train_seconds,
-            "history": self.history,
-            "metrics_size": self.folder.metrics_size(),
+            "classes": self.classes,
+            **{name: getattr(self, name) for name in COUNTERS},
         }
 
     def _describe(self, lines: list[dict[str, Any]], result: Evaluation) -> str:
@@ -225,4 +241,5 @@ class Trainer:
 
 def _seed_torch(*key: int) -> None:
     """Seeds dropout and stochastic depth as a function of seed, epoch and rank."""
-    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+    sequence = np.random.SeedSequence((Purpose.DROPOUT, *key))
+    torch.manual_seed(int(sequence.generate_state(1)[0]))

@@ -17,27 +17,45 @@ from reproduction.config import Config, ViT
 from reproduction.data.build import (
     build_evaluation_loader,
     build_mixer,
+    build_training_images,
     build_training_loader,
     statistics_warning,
 )
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, load_source
-from reproduction.errors import RunFailed, RunInterrupted, UserError
+from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line
 from reproduction.models.build import (
     build_module,
     count_macs,
     count_parameters,
     place,
     pretrained_statistics,
+    without_start,
 )
 from reproduction.ranks import is_first_rank
 from reproduction.runs import RunFolder
+from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
-from reproduction.training.loggers import build_logger
+from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
 from tokenmixup import TokenMixup
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
+
+
+def preflight(config: Config) -> None:
+    """Raises UserError for what keeps a run from starting; downloads its data, writes no more."""
+    if not is_first_rank():
+        return
+    resolve_device(config.device, config.devices)
+    source = _load(config)
+    try:
+        build_training_images(config, source)[(0, 0)]
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(f"the first training image: {first_line(error)}") from error
+    TrainingBatches(len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices)
+    with torch.device("meta"):
+        build_module(without_start(config.model), config.augmentation, len(source.classes))
 
 
 def run_training(config: Config) -> dict[str, Any]:
@@ -48,14 +66,12 @@ def run_training(config: Config) -> dict[str, Any]:
     """
     folder = RunFolder.of(config)
     folder.check(config)
-    if folder.read_summary().get("status") == "finished":
+    if folder.is_finished():
         return folder.read_summary()
-    resolve_device(config.device, config.devices)
-    if config.devices > 1:
-        _load(config)  # downloads and complains before ranks start
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
     try:
+        preflight(config)
         return launch(train, config, config.devices)
     except UserError:
         raise
@@ -63,69 +79,70 @@ def run_training(config: Config) -> dict[str, Any]:
         raise RunInterrupted(_leave(folder, "interrupted", "interrupted")) from None
     except Exception as error:
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise RunFailed(_leave(folder, "failed", reason)) from error
+        raise RunFailed(_leave(folder, "failed", _reason(error))) from error
 
 
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     with join_world(resolve_device(config.device, config.devices)) as world:
-        trainer = build_trainer(config, world)
-        result = _fit(trainer)
+        source = _load(config)  # the first rank has downloaded before it joined
+        trainer = build_trainer(config, world, source)
+        facts = _facts(config, trainer.module) if world.is_main else {}
+        logger = _open_logger(config, world)
+        status = "failed"
+        try:
+            if world.is_main:
+                trainer.folder.create(config)
+                trainer.folder.write_summary(**facts, status="running", error=None)
+            result = trainer.fit(logger)
+            status = "finished"
+        finally:
+            logger.close(status)
         world.barrier()
-        return result
+        return trainer.folder.write_summary(**result, status=status) if world.is_main else result
 
 
-def build_trainer(config: Config, world: World) -> Trainer:
-    """Builds everything first, then opens the run folder."""
+def build_trainer(config: Config, world: World, source: Source) -> Trainer:
+    """Builds everything and goes back to the last checkpoint; writes nothing."""
     folder = RunFolder.of(config)
-    if world.is_main:
-        source = _load(config)
-    world.barrier()  # the first rank has downloaded
-    source = source if world.is_main else _load(config)
+    state = load_last(folder.last_path) if folder.last_path.exists() else None
+    if state is not None and world.is_main and folder.metrics_size() < state["metrics_size"]:
+        raise UserError(f"{folder.metrics_path}: is shorter than when the checkpoint was written")
+    model = config.model if state is None else without_start(config.model)
     torch.manual_seed(config.seed)
-    module = build_module(config.model, config.augmentation, len(source.classes))
-    facts = _facts(config, module) if world.is_main else {}
-    if world.is_main and world.device.type == "cpu" and config.recipe.precision == "float16":
-        print("warning: float16 is slow on a CPU, try recipe.precision=bf16", file=sys.stderr)
+    module = build_module(model, config.augmentation, len(source.classes))
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
     pin = world.device.type == "cuda"
-    goes_on = folder.last_path.exists()
-    world.barrier()  # every rank has looked before the first one writes
-    logger = build_logger(config, folder, world.is_main)
-    if world.is_main:
-        folder.create(config)
-        folder.write_summary(**facts, status="running")
     trainer = Trainer(
         config,
         world,
         folder,
-        logger,
         module=place(module, world.device),
+        classes=source.classes,
         input_mixer=build_mixer(config, len(source.classes)),
         batches=batches,
         train_loader=build_training_loader(config, source, batches, pin),
         eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin),
     )
-    if goes_on:
-        trainer.resume()
-    elif world.is_main:
-        folder.trim_metrics(0)
+    if state is not None:
+        trainer.restore(state)
     return trainer
 
 
-def _fit(trainer: Trainer) -> dict[str, Any]:
-    status = "failed"
+def _open_logger(config: Config, world: World) -> Logger:
+    """Opens the logger on the first rank; if that fails, all ranks raise its UserError."""
+    logger: Logger = NoLog()
+    error = None
     try:
-        result = trainer.fit()
-        status = "finished"
-    finally:
-        trainer.logger.close(status)
-    if not trainer.world.is_main:
-        return result
-    return trainer.folder.write_summary(**result, status=status)
+        logger = build_logger(config, RunFolder.of(config), world.is_main)
+    except UserError as refusal:
+        error = refusal
+    error = world.share(error)
+    if error is not None:
+        raise error
+    return logger
 
 
 def _load(config: Config) -> Source:
@@ -133,8 +150,10 @@ def _load(config: Config) -> Source:
 
 
 def _facts(config: Config, module: TokenMixup) -> dict[str, Any]:
-    """What the summary tells from the start; warns of statistics that fit nothing."""
+    """What the summary tells from the start; warns of what is probably not meant."""
     uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
+    if config.recipe.precision == "float16" and next(module.parameters()).device.type == "cpu":
+        print("warning: float16 is slow on a CPU, try recipe.precision=bf16", file=sys.stderr)
     known = pretrained_statistics(module.model) if uses_pretrained else None
     if warning := statistics_warning(config.dataset, known):
         print(warning, file=sys.stderr)
@@ -169,6 +188,14 @@ def _leave(folder: RunFolder, status: str, reason: str) -> str:
         folder.write_summary(status=status, error=reason)
     how = "repeat the command with resume=auto to go on"
     return f"{reason}; {folder.path} is kept as {status}, {how}"
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line; of a loader's worker its own words."""
+    text = str(error).strip()
+    if "Original Traceback" in text:
+        return text.splitlines()[-1]
+    return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
