@@ -31,7 +31,7 @@ MISTYPED = {
     "seed=true": ["seed=True", "integer"],
     "seed=-1": ["seed=-1", "greater than or equal to 0"],
     "recipe.precision=fp16": ["recipe.precision=fp16", "'float16'"],
-    "recipe.warmup_epochs=51": ["recipe.warmup_epochs=51", "recipe.epochs=50"],
+    "recipe.warmup_epochs=99": ["recipe.warmup_epochs=99", "recipe.epochs="],
     "recipe.lrr=1": ["recipe.lrr", "unknown key", "lr,"],
     "+recipe.lrr=1": ["recipe.lrr=1", "unknown key", "lr,"],
     "typo=1": ["typo", "unknown key", "recipe"],

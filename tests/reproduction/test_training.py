@@ -42,7 +42,7 @@ SUMMARY_KEYS = {
     "git_revision",
     "status",
 }
-GOLDEN = [2.315, 2.3063, 2.3336, 2.3121, 2.3047, 2.3065]
+GOLDEN = [2.3161, 2.3054, 2.3362, 2.3099, 2.3035, 2.3082]
 MIXED = ["augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4"]
 
 
