@@ -23,7 +23,7 @@ from reproduction.training.distributed import World
 from reproduction.training.evaluate import Evaluation, autocast, evaluate
 from reproduction.training.loggers import Logger, NoLog
 from reproduction.training.metrics import BatchMetrics
-from reproduction.training.optim import Schedule, build_optimizer
+from reproduction.training.optim import build_optimizer, build_schedule
 from reproduction.training.progress import ProgressDisplay
 from tokenmixup import Output, TokenMixup, training_loss
 
@@ -58,23 +58,8 @@ class Trainer:
         if world.size > 1:
             devices = [world.device] if world.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(module, device_ids=devices)
-        self.optimizer = build_optimizer(
-            module,
-            name=recipe.optimizer,
-            lr=recipe.lr,
-            weight_decay=recipe.weight_decay,
-            momentum=recipe.momentum,
-        )
-        self.schedule = Schedule(
-            self.optimizer,
-            epochs=recipe.epochs,
-            batches_per_epoch=len(batches),
-            every_batch=recipe.schedule_step == "batch",
-            min_lr=recipe.min_lr,
-            warmup_lr=recipe.warmup_lr,
-            warmup_epochs=recipe.warmup_epochs,
-            cooldown_epochs=recipe.cooldown_epochs,
-        )
+        self.optimizer = build_optimizer(module, recipe)
+        self.schedule = build_schedule(self.optimizer, recipe, len(batches))
         uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_scaler)
         self.metrics = BatchMetrics(world)

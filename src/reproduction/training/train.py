@@ -106,7 +106,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     """Builds everything and goes back to the last checkpoint; writes nothing."""
     folder = RunFolder.of(config)
     state = load_last(folder.last_path) if folder.last_path.exists() else None
-    if state is not None and world.is_main and folder.metrics_size() < state["metrics_size"]:
+    if state is not None and folder.metrics_size() < state["metrics_size"]:
         raise UserError(f"{folder.metrics_path}: is shorter than when the checkpoint was written")
     model = config.model if state is None else without_start(config.model)
     torch.manual_seed(config.seed)
