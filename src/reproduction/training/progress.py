@@ -27,7 +27,7 @@ class ProgressDisplay:
 
     def line(self, text: str) -> None:
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False)
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self.active:
             print(text, flush=True)
 
