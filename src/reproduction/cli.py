@@ -68,7 +68,7 @@ def run(
     except (UserError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # of a path that was typed: a run's own come as RunFailed
-        failures.append(UserError(f"{error.filename}: {error.strerror}"))
+        failures.append(UserError(str(error)))
     except KeyboardInterrupt as interrupt:
         _complain(str(interrupt) or "interrupted")
         sys.exit(130)
