@@ -30,13 +30,7 @@ def build_vit(
     another number of classes. Raises UserError for an unknown name or tag, a failed download, and
     a file or a size that does not fit.
     """
-    if architecture not in timm.list_models():
-        raise UserError(f"model.architecture={architecture}: timm has no such model")
-    tags = timm.list_pretrained(f"{architecture}.*")
-    name = architecture if pretrained is None else f"{architecture}.{pretrained}"
-    if pretrained is not None and name not in tags:
-        known = ", ".join(tag.partition(".")[2] for tag in tags) or "none"
-        raise UserError(f"model.pretrained={pretrained}: timm's tags of {architecture} are {known}")
+    name = _timm_name(architecture, pretrained)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line says it, see below
     try:
         model = timm.create_model(
@@ -45,7 +39,8 @@ def build_vit(
             num_classes=num_classes,
             img_size=image_size,
             global_pool=global_pool,
-            drop_rate=drop,
+            pos_drop_rate=drop,
+            proj_drop_rate=drop,
             attn_drop_rate=attn_drop,
             drop_path_rate=drop_path,
         )
@@ -63,6 +58,20 @@ def build_vit(
     if weights is not None:
         _load_weights(model, weights)
     return model
+
+
+def _timm_name(architecture: str, pretrained: str | None) -> str:
+    """The name that timm knows architecture and tag by; UserError if it knows none."""
+    if architecture not in timm.list_models():
+        raise UserError(f"model.architecture={architecture}: timm has no such model")
+    if pretrained is None:
+        return architecture
+    name = f"{architecture}.{pretrained}"
+    tags = timm.list_pretrained(f"{architecture}.*")
+    if name not in tags:
+        known = ", ".join(tag.partition(".")[2] for tag in tags) or "none"
+        raise UserError(f"model.pretrained={pretrained}: timm's tags of {architecture} are {known}")
+    return name
 
 
 def _check_sizes(model: nn.Module, architecture: str, depth: int, patch_size: int) -> None:
