@@ -50,6 +50,7 @@ class _Pass:
     targets: Tensor
     score_logits: Tensor | None = None
     difficulty: Tensor | None = None
+    is_easy: Tensor | None = None
     mix: HorizontalMix | None = None
     memory: list[Tensor] = field(default_factory=list)
 
@@ -148,9 +149,9 @@ class TokenMixup(nn.Module):
         htm, scorenet = cast(HTM, self.htm), cast(ScoreNet, self.scorenet)
         state.score_logits = scorenet(tokens)
         state.difficulty = difficulty(state.score_logits, state.targets)
-        is_easy = state.difficulty.detach() < htm.tau
+        state.is_easy = state.difficulty.detach() < htm.tau
         mix = mix_horizontal(
-            tokens, state.targets, saliency, is_easy, htm.rho, self.num_prefix_tokens
+            tokens, state.targets, saliency, state.is_easy, htm.rho, self.num_prefix_tokens
         )
         state.mix = mix
         return mix.tokens, torch.where(mix.mask, saliency[mix.donor], saliency)
@@ -161,12 +162,13 @@ class TokenMixup(nn.Module):
             attn = attention_map(block.attn, block.norm1(tokens), first_row_only=self.class_token)
             return attention_saliency(attn, self.num_prefix_tokens, self.class_token)
 
-    def _output(self, logits: Tensor, state: _Pass) -> Output:
-        if state.mix is None or state.difficulty is None or self.htm is None:
+    @staticmethod
+    def _output(logits: Tensor, state: _Pass) -> Output:
+        if state.mix is None or state.difficulty is None or state.is_easy is None:
             zero = logits.new_zeros((), dtype=torch.float32)
             stats = {"mixed_samples": zero, "mixed_tokens": zero}
             return Output(logits, state.targets, None, None, stats)
-        mixed_samples = (state.difficulty.detach() < self.htm.tau).sum().float()
+        mixed_samples = state.is_easy.sum().float()
         stats = {
             "mixed_samples": mixed_samples,
             "mixed_tokens": state.mix.mask.sum() / mixed_samples.clamp(min=1),
