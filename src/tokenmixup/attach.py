@@ -1,4 +1,4 @@
-"""Puts HTM and VTM on a stock transformer without editing it.
+"""Puts HTM, VTM and manifold mixup on a stock transformer without editing it.
 
 While a training forward pass runs, hooks on the blocks mix what enters them and one attention
 module attends to the memory as well. Outside of it the model is untouched, so evaluation is the
@@ -6,22 +6,28 @@ plain model bit for bit. Letters: b batch, n tokens with prefix, t spatial token
 classes, m memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import attention_map, is_plain_attention
-from tokenmixup.contexts import no_grad_uncached, replaced_forward
-from tokenmixup.horizontal import HTM, HorizontalMix, mix_horizontal
+from tokenmixup.attention import positions
+from tokenmixup.contexts import evaluating, replaced_forward
+from tokenmixup.detectors import BlockInput, detector_of
+from tokenmixup.horizontal import HTM, HorizontalMix
+from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
 from tokenmixup.output import Output
-from tokenmixup.saliency import attention_saliency
+from tokenmixup.saliency import input_gradient
 from tokenmixup.scorenet import ScoreNet, difficulty
-from tokenmixup.vertical import VTM, select_salient, vertical_attention
+from tokenmixup.structure import check_layer, check_rollout, has_class_token, pools_class_token
+from tokenmixup.variants import rules_of
+from tokenmixup.vertical import VTM, salient_places, take_tokens, vertical_attention
+
+Settings = TypeVar("Settings")
 
 
 def attach(
@@ -29,30 +35,43 @@ def attach(
     num_classes: int,
     htm: HTM | Mapping[str, Any] | None = None,
     vtm: VTM | Mapping[str, Any] | None = None,
+    manifold_mixup: ManifoldMixup | Mapping[str, Any] | None = None,
 ) -> "TokenMixup":
     """Wraps a transformer with `blocks` of pre-norm attention for training with TokenMixup.
 
-    `htm`, `vtm`: settings, as mappings or dataclasses; None leaves the variant out. Raises
-    ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
+    `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
+    Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
     """
+    return TokenMixup(
+        model,
+        num_classes,
+        _settings(HTM, htm),
+        _settings(VTM, vtm),
+        _settings(ManifoldMixup, manifold_mixup),
+    )
+
+
+def _settings(kind: type[Settings], given: Any) -> Settings | None:
     try:
-        htm = HTM(**htm) if isinstance(htm, Mapping) else htm
-        vtm = VTM(**vtm) if isinstance(vtm, Mapping) else vtm
+        return kind(**given) if isinstance(given, Mapping) else given
     except TypeError as error:  # an unknown or missing name
         raise ValueError(f"attach: {error}") from error
-    return TokenMixup(model, num_classes, htm, vtm)
 
 
 @dataclass
 class _Pass:
     """What one forward pass carries from block to block."""
 
-    targets: Tensor
+    targets: Tensor  # b c, as mixed so far
+    pixels: Tensor | None = None  # b h w, input gradient
+    manifold: ManifoldMix | None = None
+    num_patches: int | None = None
     score_logits: Tensor | None = None
     difficulty: Tensor | None = None
     is_easy: Tensor | None = None
     mix: HorizontalMix | None = None
-    memory: list[Tensor] = field(default_factory=list)
+    memory: list[Tensor] = field(default_factory=list)  # b kappa d of each source block
+    places: list[Tensor] = field(default_factory=list)  # b kappa, where they stood in n
 
 
 class TokenMixup(nn.Module):
@@ -61,46 +80,58 @@ class TokenMixup(nn.Module):
     `images`: `b 3 h w`; `targets`: `b c` probabilities as they enter the model.
     """
 
-    def __init__(self, model: nn.Module, num_classes: int, htm: HTM | None, vtm: VTM | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        num_classes: int,
+        htm: HTM | None,
+        vtm: VTM | None,
+        manifold_mixup: ManifoldMixup | None = None,
+    ):
         super().__init__()
-        self.model, self.htm, self.vtm = model, htm, vtm
-        self.num_prefix_tokens: int = getattr(model, "num_prefix_tokens", 0)
-        self.class_token = getattr(model, "cls_token", None) is not None
+        self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
         self.scorenet: ScoreNet | None = None
-        for name, settings in (("htm", htm), ("vtm", vtm)):
-            if settings is not None:
-                _check_blocks(model, name, settings.layer)
+        for key, layer in self._layers():
+            check_layer(model, key, layer)
         if htm is not None:
-            self.scorenet = self._build_scorenet(htm, num_classes)
+            self.scorenet = _build_scorenet(model, htm, num_classes)
+            self._rules, self._detect = rules_of(htm), detector_of(htm)
+            check_rollout(model, htm.layer, htm.rollout_steps)
+        self._steps = self._build_steps()
 
-    def _build_scorenet(self, htm: HTM, num_classes: int) -> ScoreNet:
-        pooling = htm.pooling
-        if pooling == "auto":
-            pools_class_token = getattr(self.model, "global_pool", None) == "token"
-            pooling = "class_token" if self.class_token and pools_class_token else "attention"
-        if pooling == "class_token" and not self.class_token:
-            raise ValueError("htm.pooling='class_token': the model has no class token")
-        return ScoreNet(
-            embed_dim=cast(int, self.model.embed_dim),
-            num_classes=num_classes,
-            pooling=pooling,
-            num_prefix_tokens=self.num_prefix_tokens,
-            stop_gradient=htm.stop_gradient,
-        )
+    def _layers(self) -> Iterator[tuple[str, int]]:
+        for key in ("htm", "vtm"):
+            if (settings := getattr(self, key)) is not None:
+                yield f"{key}.layer", settings.layer
+        for layer in self.manifold_mixup.layers if self.manifold_mixup is not None else ():
+            yield "manifold_mixup.layers", layer
+
+    def _build_steps(self) -> dict[int, list[Callable[[_Pass, BlockInput], None]]]:
+        """What happens at the input of which block, in this order."""
+        layers = [
+            (self._mix_manifold, self.manifold_mixup.layers if self.manifold_mixup else ()),
+            (self._mix_horizontally, [self.htm.layer] if self.htm else ()),
+            (self._remember, range(self.vtm.layer) if self.vtm else ()),
+        ]
+        steps: dict[int, list[Callable[[_Pass, BlockInput], None]]] = {}
+        for step, indices in layers:
+            for index in indices:
+                steps.setdefault(index, []).append(step)
+        return steps
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Output | Tensor:
         if not self.training:
             return self.model(images)
         if targets is None:
             raise TypeError("training needs module(images, targets) with targets b c")
-        state = _Pass(targets)
+        state = self._begin(images, targets)
         with self._mixing(state):
             logits = self.model(images)
-        return self._output(logits, state)
+        return _output(logits, state)
 
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
         """Who would give which tokens to whom in a training pass; None without HTM."""
-        state = _Pass(targets)
+        state = self._begin(images, targets)
         with self._mixing(state):
             self.model(images)
         return state.mix
@@ -110,113 +141,114 @@ class TokenMixup(nn.Module):
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
 
+    def _begin(self, images: Tensor, targets: Tensor) -> _Pass:
+        """What is known before the pass: the gradient of the input, the draws of manifold mixup."""
+        state = _Pass(targets)
+        if self.htm is not None and self.htm.detector == "gradient":
+            with evaluating(self.model):
+                state.pixels = input_gradient(self.model, images, targets)
+        if self.manifold_mixup is not None:
+            state.manifold = draw_manifold_mix(self.manifold_mixup, images)
+        return state
+
     @contextmanager
     def _mixing(self, state: _Pass) -> Iterator[None]:
         """Lets the blocks mix until the context ends."""
-        if getattr(self.model, "grad_checkpointing", False):
+        model: Any = self.model
+        if getattr(model, "grad_checkpointing", False):
             raise ValueError("TokenMixup cannot repeat blocks: switch gradient checkpointing off")
-        used = [s.layer for s in (self.htm, self.vtm) if s is not None]
         with ExitStack() as stack:
-            for index in range(max(used, default=-1) + 1):
+            if self._steps and isinstance(embed := getattr(model, "patch_embed", None), nn.Module):
+                handle = embed.register_forward_hook(partial(_count_patches, state))
+                stack.callback(handle.remove)
+            for index in self._steps:
                 hook = partial(self._enter_block, state, index)
-                handle = _blocks(self.model)[index].register_forward_pre_hook(hook)
+                handle = model.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             if self.vtm is not None:
-                block = _blocks(self.model)[self.vtm.layer]
-                attend = partial(_attend_to_memory, block, state.memory)
+                block = model.blocks[self.vtm.layer]
+                attend = partial(_attend_to_memory, block, state)
                 stack.enter_context(replaced_forward(block.attn, attend))
             yield
 
     def _enter_block(
-        self, state: _Pass, index: int, block: nn.Module, inputs: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """Changes what enters a block: HTM mixes it, VTM remembers its salient tokens."""
-        tokens, *rest = inputs
-        is_source = self.vtm is not None and index < self.vtm.layer
-        is_mixed = self.htm is not None and index == self.htm.layer
-        if is_source or is_mixed:
-            saliency = self._saliency(block, tokens)
-            if is_mixed:
-                tokens, saliency = self._mix(state, tokens, saliency)
-            if is_source:
-                kappa = cast(VTM, self.vtm).kappa
-                salient = select_salient(tokens, saliency, kappa, self.num_prefix_tokens)
-                state.memory.append(salient)
-        return (tokens, *rest)
+        self, state: _Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
+    ) -> tuple[tuple[Tensor], dict[str, Any]]:
+        """Changes what enters a block."""
+        (tokens,) = args
+        prefix: int = getattr(self.model, "num_prefix_tokens", 0)
+        if state.num_patches is not None:
+            prefix = tokens.shape[1] - state.num_patches
+        with_class_token = prefix > 0 and has_class_token(self.model)
+        blocks = cast(Any, self.model).blocks
+        entry = BlockInput(blocks, index, tokens, given, prefix, with_class_token, state.pixels)
+        for step in self._steps[index]:
+            step(state, entry)
+        return (entry.tokens,), given
 
-    def _mix(self, state: _Pass, tokens: Tensor, saliency: Tensor) -> tuple[Tensor, Tensor]:
-        """Algorithm 1 at the input of the HTM block; returns mixed tokens and mixed saliency."""
+    def _mix_manifold(self, state: _Pass, entry: BlockInput) -> None:
+        """Mixes tokens and targets linearly if this is the layer that was drawn."""
+        mix = cast(ManifoldMix, state.manifold)
+        if mix.layer == entry.index:
+            entry.tokens, state.targets = mix(entry.tokens), mix(state.targets)
+
+    def _mix_horizontally(self, state: _Pass, entry: BlockInput) -> None:
+        """Algorithm 1."""
         htm, scorenet = cast(HTM, self.htm), cast(ScoreNet, self.scorenet)
-        state.score_logits = scorenet(tokens)
+        prefix = entry.num_prefix_tokens
+        state.score_logits = scorenet(entry.tokens, prefix)
         state.difficulty = difficulty(state.score_logits, state.targets)
-        state.is_easy = state.difficulty.detach() < htm.tau
-        mix = mix_horizontal(
-            tokens, state.targets, saliency, state.is_easy, htm.rho, self.num_prefix_tokens
+        state.is_easy = self._rules.find_easy(state.difficulty.detach())
+        saliency = self._detect(entry)
+        is_source = self.vtm is not None and htm.layer < self.vtm.layer
+        for_memory = entry.own_saliency() if is_source else None
+        state.mix = self._rules.mix(
+            entry.tokens, state.targets, saliency, state.is_easy, num_prefix_tokens=prefix
         )
-        state.mix = mix
-        return mix.tokens, torch.where(mix.mask, saliency[mix.donor], saliency)
+        arranged = self._rules.arrange(state.mix, state.is_easy, for_memory)
+        entry.tokens, state.targets, entry.saliency = arranged
 
-    def _saliency(self, block: Any, tokens: Tensor) -> Tensor:
-        """Saliency of `tokens` by the map that `block` computes on them, `b t`, no gradient."""
-        with no_grad_uncached(tokens.device.type):
-            attn = attention_map(block.attn, block.norm1(tokens), first_row_only=self.class_token)
-            return attention_saliency(attn, self.num_prefix_tokens, self.class_token)
-
-    @staticmethod
-    def _output(logits: Tensor, state: _Pass) -> Output:
-        if state.mix is None or state.difficulty is None or state.is_easy is None:
-            zero = logits.new_zeros((), dtype=torch.float32)
-            stats = {"mixed_samples": zero, "mixed_tokens": zero}
-            return Output(logits, state.targets, None, None, stats)
-        mixed_samples = state.is_easy.sum().float()
-        stats = {
-            "mixed_samples": mixed_samples,
-            "mixed_tokens": state.mix.mask.sum() / mixed_samples.clamp(min=1),
-            "difficulty": state.difficulty.detach().mean(),
-        }
-        score_loss = state.difficulty.mean()
-        return Output(logits, state.mix.targets, state.score_logits, score_loss, stats)
+    def _remember(self, state: _Pass, entry: BlockInput) -> None:
+        """VTM keeps the salient tokens of this block."""
+        vtm = cast(VTM, self.vtm)
+        offset = entry.num_prefix_tokens if vtm.class_token_offset == "paper" else 0
+        places = salient_places(entry.own_saliency(), vtm.kappa, offset)
+        state.memory.append(take_tokens(entry.tokens, places))
+        state.places.append(places)
 
 
-def _blocks(model: Any) -> Any:
-    return model.blocks
+def _output(logits: Tensor, state: _Pass) -> Output:
+    if state.mix is None or state.difficulty is None or state.is_easy is None:
+        zero = logits.new_zeros((), dtype=torch.float32)
+        stats = {"mixed_samples": zero, "mixed_tokens": zero}
+        return Output(logits, state.targets, None, None, stats)
+    mixed_samples = state.is_easy.sum().float()
+    stats = {
+        "mixed_samples": mixed_samples,
+        "mixed_tokens": state.mix.mask.sum() / mixed_samples.clamp(min=1),
+        "difficulty": state.difficulty.detach().mean(),
+    }
+    score_loss = state.difficulty.mean()
+    return Output(logits, state.targets, state.score_logits, score_loss, stats)
 
 
-def _check_blocks(model: Any, name: str, layer: int) -> None:
-    """Raises ValueError unless block `layer` and those before it can be served."""
-    kind = type(model).__name__
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
-        raise ValueError(f"TokenMixup cannot serve {kind}: it has no plain sequence of blocks")
-    if not 0 <= layer < len(blocks):
-        raise ValueError(f"{name}.layer={layer}: {kind} has blocks 0..{len(blocks) - 1}")
-    if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
-        raise ValueError(f"TokenMixup cannot serve {kind} with patch dropout: tokens need a place")
-    for index, block in enumerate(blocks[: layer + 1]):
-        attn = getattr(block, "attn", None)
-        if not (is_plain_attention(attn) and _is_pre_norm(block)):
-            raise ValueError(
-                f"TokenMixup cannot serve {kind}: block {index} is {type(block).__name__} with "
-                f"{type(attn).__name__}, not plain pre-norm self-attention with a fused qkv"
-            )
+def _build_scorenet(model: Any, htm: HTM, num_classes: int) -> ScoreNet:
+    pooling = htm.pooling
+    if pooling == "auto":
+        pooling = "class_token" if pools_class_token(model) else "attention"
+    if pooling == "class_token" and not has_class_token(model):
+        raise ValueError("htm.pooling='class_token': the model has no class token")
+    return ScoreNet(model.embed_dim, num_classes, pooling, htm.stop_gradient)
 
 
-def _is_pre_norm(block: Any) -> bool:
-    """Whether attention sees `norm1` of the tokens: timm's Block, or one that declares it."""
-    is_timms = (type(block).__module__, type(block).__name__) == (
-        "timm.models.vision_transformer",
-        "Block",
-    )
-    return is_timms or getattr(block, "attends_to_norm1", False)
+def _count_patches(state: _Pass, module: nn.Module, args: Any, out: Any) -> None:
+    """Reads the number of spatial tokens off the patch embedding: `b t d`, or `b h w d`."""
+    state.num_patches = out.shape[1:-1].numel() if isinstance(out, Tensor) else None
 
 
-def _attend_to_memory(
-    block: Any,
-    memory: list[Tensor],
-    tokens: Tensor,
-    attn_mask: None = None,
-    is_causal: bool = False,
-) -> Tensor:
+def _attend_to_memory(block: Any, state: _Pass, tokens: Tensor, **given: Any) -> Tensor:
     """Stands in for the VTM block's attention; `tokens` are layer-normed already."""
-    assert attn_mask is None and not is_causal, "masks over tokens are not defined for memory"
-    return vertical_attention(block.attn, tokens, block.norm1(torch.cat(memory, dim=1)))
+    where = positions(block.attn, tokens.shape[1], given)
+    where = where.of_memory(torch.cat(state.places, dim=1))
+    memory = block.norm1(torch.cat(state.memory, dim=1))
+    return vertical_attention(block.attn, tokens, memory, where)

@@ -1,61 +1,168 @@
 """The weights of a stock attention module, used on other queries, keys and values.
 
-The module is timm's `Attention` or one with the same parts: `qkv` (fused projection), `num_heads`,
-`scale`, `attn_drop`, `proj`, `proj_drop`, and optionally `q_norm`, `k_norm`, `norm`, `gate`.
-Letters: b batch, h heads, n tokens with prefix, d width, e head width.
+It is timm's, or one with the same parts: `num_heads`, `scale`, `attn_drop`, `proj`, `proj_drop`; a
+fused `qkv` projection or `q_proj`, `k_proj`, `v_proj`; optionally `q_bias`, `k_bias`, `v_bias`,
+`q_norm`, `k_norm`, `norm`, `gate`, grouped keys, rotary positions, a bias per pair of tokens, and
+talking heads. Letters: b batch, h heads, n tokens with prefix, m memory, d width, e head width.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-TIMM_MODULES = ("timm.layers.attention", "timm.models.vision_transformer")
-PARTS = ("qkv", "num_heads", "scale", "attn_drop", "proj", "proj_drop")
+UNDERSTOOD = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
 
 
-def is_plain_attention(attn: Any) -> bool:
-    """Whether it is timm's own: softmax(q k^T) v without rotary, relative or other terms."""
-    kind = type(attn)
-    is_timms = kind.__module__ in TIMM_MODULES and kind.__name__ == "Attention"
-    return is_timms and all(hasattr(attn, part) for part in PARTS)
+class Positions(NamedTuple):
+    """What an attention module adds for the places of its tokens; None where it adds nothing."""
+
+    rope: Tensor | None = None  # b|1 h|1 n 2e: sines, then cosines, of every token's angle
+    bias: Tensor | None = None  # b|1 h|1 n|1 n, added to the scaled scores, query x key
+
+    def of_memory(self, index: Tensor) -> "Positions":
+        """Those of tokens and a memory: its keys stand at `index` (`b m`, places in `n`)."""
+        rope, bias = self
+        if rope is not None:
+            rope = rope.expand(len(index), -1, -1, -1)
+            rope = torch.cat([rope, rope.take_along_dim(index[:, None, :, None], dim=2)], dim=2)
+        if bias is not None:
+            bias = bias.expand(len(index), -1, -1, -1)
+            bias = torch.cat([bias, bias.take_along_dim(index[:, None, None], dim=3)], dim=3)
+        return Positions(rope, bias)
 
 
-def project(attn: Any, x: Tensor, parts: str = "qkv") -> list[Tensor]:
-    """Projects `b n d` to the asked neighbours among q, k and v, each `b h n e`."""
-    width = attn.qkv.out_features // 3
-    rows = slice(width * "qkv".index(parts[0]), width * ("qkv".index(parts[-1]) + 1))
-    bias = None if attn.qkv.bias is None else attn.qkv.bias[rows]
-    out = F.linear(x, attn.qkv.weight[rows], bias)
-    heads = rearrange(out, "b n (p h e) -> p b h n e", p=len(parts), h=attn.num_heads).unbind()
-    norms = {"q": getattr(attn, "q_norm", None), "k": getattr(attn, "k_norm", None)}
-    return [
-        head if (norm := norms.get(part)) is None else norm(head)
-        for part, head in zip(parts, heads, strict=True)
+def positions(attn: Any, n: int, given: Mapping[str, Any]) -> Positions:
+    """The positions of `n` tokens: `given` are the arguments that the block hands to `attn`.
+
+    Raises ValueError for an argument that is not understood, such as a causal mask.
+    """
+    unknown = [
+        name
+        for name, value in given.items()
+        if name not in UNDERSTOOD and value is not None and value is not False
     ]
+    if unknown:
+        raise ValueError(f"TokenMixup does not understand the argument {unknown[0]} of a block")
+    biases = [given.get("shared_rel_pos"), given.get("shared_rel_pos_bias"), _own_bias(attn)]
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    present = [bias for bias in (*biases, mask) if bias is not None]
+    bias = sum(present[1:], start=present[0]) if present else None
+    return Positions(_rope_of_all(given.get("rope"), n), None if bias is None else _four(bias))
 
 
-def attention_map(attn: Any, x: Tensor, first_row_only: bool = False) -> Tensor:
+def _own_bias(attn: Any) -> Tensor | None:
+    """A relative position bias that the module itself holds, `1 h n n`."""
+    if getattr(attn, "relative_position_bias_table", None) is not None:
+        return attn._get_rel_pos_bias()
+    own = getattr(attn, "rel_pos", None)
+    return None if own is None else own.get_bias()
+
+
+def _rope_of_all(rope: Tensor | None, n: int) -> Tensor | None:
+    """Rotary positions of all tokens: those in front of the given ones are not rotated."""
+    if rope is None:
+        return None
+    rope = _four(rope)  # b|1 h|1 t 2e
+    still = rope.new_zeros(*rope.shape[:2], n - rope.shape[2], rope.shape[3])
+    still.chunk(2, dim=-1)[1].fill_(1)  # sine 0, cosine 1
+    return torch.cat([still, rope], dim=2)
+
+
+def _four(x: Tensor) -> Tensor:
+    return x[(None,) * (4 - x.ndim)]
+
+
+def project(attn: Any, x: Tensor, parts: str = "qkv", rope: Tensor | None = None) -> list[Tensor]:
+    """Projects `b n d` to the asked neighbours among q, k and v, each `b h n e`.
+
+    `rope`: of these tokens, as in Positions.
+    """
+    if getattr(attn, "qkv", None) is None:
+        flat = [getattr(attn, f"{part}_proj")(x) for part in parts]
+    else:
+        width = attn.qkv.out_features // 3
+        rows = slice(width * "qkv".index(parts[0]), width * ("qkv".index(parts[-1]) + 1))
+        flat = list(
+            F.linear(x, attn.qkv.weight[rows], _bias(attn, parts, rows)).chunk(len(parts), dim=-1)
+        )
+    return [_heads(attn, part, y, rope) for part, y in zip(parts, flat, strict=True)]
+
+
+def _bias(attn: Any, parts: str, rows: slice) -> Tensor | None:
+    if getattr(attn, "q_bias", None) is not None:  # BEiT and EVA: keys have none to learn
+        return torch.cat([getattr(attn, f"{part}_bias") for part in parts])
+    return None if attn.qkv.bias is None else attn.qkv.bias[rows]
+
+
+def _heads(attn: Any, part: str, x: Tensor, rope: Tensor | None) -> Tensor:
+    """Splits `b n (h e)`, normalises and rotates queries and keys, repeats grouped ones."""
+    groups = 1 if part == "q" else getattr(attn, "num_kv_groups", 1)
+    y = rearrange(x, "b n (h e) -> b h n e", h=attn.num_heads // groups)
+    if part != "v":
+        y = getattr(attn, f"{part}_norm", nn.Identity())(y)
+        if rope is not None:
+            y = _rotate(y, rope, getattr(attn, "rotate_half", False)).to(x.dtype)
+    return y if groups == 1 else y.repeat_interleave(groups, dim=1)
+
+
+def _rotate(x: Tensor, rope: Tensor, halves: bool) -> Tensor:
+    """Rotary position embedding (Su et al., 2021), of neighbours or of the two halves of `e`."""
+    sine, cosine = rope.chunk(2, dim=-1)
+    if halves:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    else:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return x * cosine + turned * sine
+
+
+def attention_map(
+    attn: Any, x: Tensor, first_row_only: bool = False, where: Positions | None = None
+) -> Tensor:
     """The map after softmax that `attn` computes on `x`, in float32 and without dropout.
 
-    `b n d` -> `b h n n`, or `b h 1 n` for the first token's query alone.
+    `b n d` -> `b h n n`, or `b h 1 n` for the first token's query alone. `where`: the positions of
+    the tokens. Of talking heads it is the map before the heads talk again, a distribution.
     """
+    rope, bias = where or Positions()
     if first_row_only:
-        (q,), (k,) = project(attn, x[:, :1], "q"), project(attn, x, "k")
+        rope_1 = None if rope is None else rope[:, :, :1]
+        (q,), (k,) = project(attn, x[:, :1], "q", rope_1), project(attn, x, "k", rope)
+        bias = None if bias is None else bias[:, :, :1]
     else:
-        q, k = project(attn, x, "qk")
-    return ((q * attn.scale) @ k.mT).softmax(dim=-1, dtype=torch.float32)
+        q, k = project(attn, x, "qk", rope)
+    return _scores(attn, q, k, bias).softmax(dim=-1, dtype=torch.float32)
 
 
-def attend(attn: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _scores(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """Scaled scores before softmax, `b h n m`."""
+    scores = (q * attn.scale) @ k.mT
+    if getattr(attn, "proj_l", None) is not None:
+        scores = _talk(attn.proj_l, scores)
+    return scores if bias is None else scores + bias
+
+
+def _talk(mix: nn.Module, x: Tensor) -> Tensor:
+    """Mixes heads linearly (talking-heads attention, Shazeer et al., 2020)."""
+    return mix(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def attend(attn: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention of `q` to `k` and `v`, then the rest of `attn`; `x` are the queries' tokens."""
     dropout = attn.attn_drop.p if attn.training else 0.0
-    if getattr(attn, "fused_attn", True):
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=attn.scale)
+    talks = getattr(attn, "proj_w", None) is not None
+    if getattr(attn, "fused_attn", True) and not talks:
+        out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=attn.scale)
     else:
-        out = F.dropout(((q * attn.scale) @ k.mT).softmax(dim=-1), dropout) @ v
+        weights = _scores(attn, q, k, bias).softmax(dim=-1)
+        weights = _talk(attn.proj_w, weights) if talks else weights
+        out = F.dropout(weights, dropout) @ v
     out = rearrange(out, "b h n e -> b n (h e)")
     if isinstance(norm := getattr(attn, "norm", None), nn.Module):
         out = norm(out)

@@ -10,11 +10,27 @@ from torch import Tensor, nn
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
     """Lets `forward` stand in for the module's own, which its class keeps."""
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        del module.forward
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without dropout and stochastic depth; each submodule gets its own back."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 @contextmanager

@@ -4,30 +4,46 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenmixup.assignment import gain_matrix, optimal_assignment
 
+Pooling = Literal["auto", "attention", "average", "class_token"]
+Detector = Literal["attention", "gradient", "random"]
+Ablation = Literal["none", "scorenet", "assignment", "tokens", "labels"]
+MaskRule = Literal["paper", "published"]
+Order = Literal["in_place", "published"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class HTM:
-    """Settings of Horizontal TokenMixup.
+    """Settings of Horizontal TokenMixup; the defaults of all choices are the paper's method.
 
     `layer`: block, counted from 0, at whose input tokens are mixed. `tau`: nats; a sample is easy
     below it (0: none, inf: all). `rho`: least gain of saliency for a token to be replaced (inf:
-    none). `pooling` of ScoreNet: auto = the class token where the model pools one, else attention.
+    none). `pooling` of ScoreNet: auto = the class token where the blocks hold one and the model
+    pools it, else attention. `detector`: what tells the saliency (Table 3), by attention over
+    `rollout_steps` further blocks. `ablate`: the part that is left out (Table 4). `mask_rule`,
+    `order`: what the published code does otherwise, see `tokenmixup.variants`.
     """
 
     layer: int
     tau: float = 2.0
     rho: float = 0.005
     score_loss_weight: float = 0.001
-    pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
+    pooling: Pooling = "auto"
     stop_gradient: bool = False
+    detector: Detector = "attention"
+    rollout_steps: int = 0
+    ablate: Ablation = "none"
+    mask_rule: MaskRule = "paper"
+    order: Order = "in_place"
 
     def __post_init__(self) -> None:
         if type(self.layer) is not int or self.layer < 0:
@@ -40,8 +56,18 @@ class HTM:
             raise ValueError(
                 f"htm.score_loss_weight={self.score_loss_weight}: must be >= 0 and finite"
             )
-        if self.pooling not in (allowed := ("auto", "attention", "average", "class_token")):
-            raise ValueError(f"htm.pooling={self.pooling!r}: must be one of {', '.join(allowed)}")
+        choices = (Pooling, Detector, Ablation, MaskRule, Order)
+        names = ("pooling", "detector", "ablate", "mask_rule", "order")
+        for name, choice in zip(names, choices, strict=True):
+            if (value := getattr(self, name)) not in (allowed := get_args(choice)):
+                raise ValueError(f"htm.{name}={value!r}: must be one of {', '.join(allowed)}")
+        if type(self.rollout_steps) is not int or self.rollout_steps < 0:
+            raise ValueError(f"htm.rollout_steps={self.rollout_steps!r}: must be 0 or more blocks")
+        if self.rollout_steps > 0 and self.detector != "attention":
+            raise ValueError(
+                f"htm.rollout_steps={self.rollout_steps}: belongs to detector=attention, "
+                f"not to {self.detector}"
+            )
 
 
 class HorizontalMix(NamedTuple):
@@ -54,37 +80,13 @@ class HorizontalMix(NamedTuple):
     keep_ratio: Tensor  # b 1, weight of a sample's own label
 
 
-def mix_horizontal(
-    tokens: Tensor,
-    targets: Tensor,
-    saliency: Tensor,
-    is_easy: Tensor,
-    rho: float,
-    num_prefix_tokens: int = 0,
-) -> HorizontalMix:
-    """Mixes tokens and labels of the easy samples in place of the batch, Algorithm 1, lines 4-8.
-
-    `tokens`: `b n d`, `targets`: `b c`, `saliency`: `b t`, `is_easy`: `b` bool. Every easy sample
-    is matched with a donor of its own; a spatial token is replaced when the donor's saliency
-    exceeds its own by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`); labels follow the
-    saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. Prefix tokens
-    stay.
-    """
-    saliency = saliency.detach().float()
-    targets = targets if targets.is_floating_point() else targets.float()
-    donor = match_donors(gain_matrix(saliency, rho), is_easy)
-    taken = saliency[donor]  # b t
-    mask = is_easy[:, None] & (taken - saliency > rho)
-    replace = torch.nn.functional.pad(mask, (num_prefix_tokens, 0))  # b n
-    mixed = torch.where(replace[..., None], tokens[donor], tokens)
-    keep_ratio = _keep_ratio(saliency, taken, mask).to(targets.dtype)
-    mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]
-    return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio)
-
-
 @torch.no_grad()
-def match_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """The donor of every sample, itself where it is hard. `gain`: `b b`, `is_easy`: `b` -> `b`."""
+def optimal_donors(saliency: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+    """The donor of every sample by optimal assignment (Eq. 6 and 7), itself where it is hard.
+
+    `saliency`: `b t`, `is_easy`: `b` bool. Returns `b` int64.
+    """
+    gain = gain_matrix(saliency, rho)  # b b
     on_host = torch.cat([gain, is_easy[:, None].to(gain.dtype)], dim=1).cpu()  # the only copy
     easy = on_host[:, -1].bool()
     donor = torch.arange(len(gain))
@@ -92,8 +94,47 @@ def match_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     return donor.to(gain.device, non_blocking=True)
 
 
-def _keep_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
-    """Kept saliency over kept plus taken saliency, 1 where nothing is taken (Eq. 11): `b 1`."""
+def gaining_tokens(saliency: Tensor, donor: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+    """Tokens whose donor is more salient by more than rho (Eq. 9, `eq:mask`): `b t` bool."""
+    return is_easy[:, None] & (saliency[donor] - saliency > rho)
+
+
+def saliency_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
+    """Kept saliency over kept plus taken saliency, 1 where nothing is taken (Eq. 11): `b 1`.
+
+    `own`, `taken`: `b t`, saliency of the sample and of its donor.
+    """
     kept_sum = own.masked_fill(mask, 0).sum(dim=1, keepdim=True)
     taken_sum = taken.masked_fill(~mask, 0).sum(dim=1, keepdim=True)
     return torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)
+
+
+def mix_horizontal(
+    tokens: Tensor,
+    targets: Tensor,
+    saliency: Tensor,
+    is_easy: Tensor,
+    rho: float,
+    num_prefix_tokens: int = 0,
+    *,
+    pair: Callable[[Tensor, Tensor, float], Tensor] = optimal_donors,
+    choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens,
+    weigh: Callable[[Tensor, Tensor, Tensor], Tensor] = saliency_ratio,
+) -> HorizontalMix:
+    """Mixes tokens and labels of the easy samples in place of the batch, Algorithm 1, lines 4-8.
+
+    `tokens`: `b n d`, `targets`: `b c`, `saliency`: `b t`, `is_easy`: `b` bool. Every easy sample
+    is matched with a donor of its own; a spatial token is replaced when the donor's saliency
+    exceeds its own by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`); labels follow the
+    saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. Prefix tokens
+    stay. `pair`, `choose`, `weigh`: the three rules, where they are not the paper's.
+    """
+    saliency = saliency.detach().float()
+    targets = targets if targets.is_floating_point() else targets.float()
+    donor = pair(saliency, is_easy, rho)
+    mask = choose(saliency, donor, is_easy, rho)
+    replace = F.pad(mask, (num_prefix_tokens, 0))  # b n
+    mixed = torch.where(replace[..., None], tokens[donor], tokens)
+    keep_ratio = weigh(saliency, saliency[donor], mask).to(targets.dtype)
+    mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]
+    return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio)

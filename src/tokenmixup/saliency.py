@@ -1,9 +1,12 @@
-"""Saliency of tokens, read off an attention map (Section 3.2).
+"""Saliency of tokens (Section 3.2): read off attention maps, or off the gradient of the input.
 
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -20,10 +23,56 @@ def attention_saliency(
 
     Returns `b t` in float32, detached. Raises ValueError for a class token without a prefix.
     """
+    return rollout_saliency([attn], num_prefix_tokens, class_token)
+
+
+@torch.no_grad()
+def rollout_saliency(
+    maps: Sequence[Tensor], num_prefix_tokens: int = 0, class_token: bool | None = None
+) -> Tensor:
+    """Saliency by attention rollout over the maps of successive blocks, Eq. 2 (`eq:rollout`) and 3.
+
+    `maps`: each `b h n n` as in attention_saliency, the first one of the block at whose input
+    tokens are mixed. Heads are averaged first, there is no residual term, and later maps multiply
+    from the left: rows are queries, so the last block reads what the earlier ones wrote. (The paper
+    prints the factors in layer order.) One map is the paper's choice, l = 0.
+    """
     if class_token is None:
         class_token = num_prefix_tokens > 0
     if class_token and num_prefix_tokens < 1:
         raise ValueError("class_token=True needs num_prefix_tokens >= 1, got 0")
-    rows = attn[:, :, :1] if class_token else attn
+    *earlier, last = maps
+    rows = last[:, :, :1] if class_token else last
     received = rows.mean(dim=(1, 2), dtype=torch.float32)  # b n
+    for attn in reversed(earlier):  # the mean of rows of a product is a row times the product
+        received = torch.einsum("bi,bij->bj", received, attn.mean(dim=1, dtype=torch.float32))
     return received[:, num_prefix_tokens:]  # b t
+
+
+@torch.enable_grad()
+def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor) -> Tensor:
+    """How strongly each pixel moves the loss: root of the summed squares over channels, `b h w`.
+
+    As Co-Mixup (Kim et al., 2021) takes it, of the cross-entropy of `model(images)`, `b 3 h w`,
+    against `targets`, `b c`. Parameters receive no gradient.
+    """
+    images = images.detach().float().requires_grad_()
+    with torch.autocast(images.device.type, enabled=False):  # float16 would lose small gradients
+        loss = F.cross_entropy(model(images), targets.float(), reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, images)
+    return gradient.square().sum(dim=1).sqrt()
+
+
+@torch.no_grad()
+def gradient_saliency(pixels: Tensor, num_tokens: int) -> Tensor:
+    """Pools `b h w` to the grid of spatial tokens; each sample sums to 1: `b t`.
+
+    Raises ValueError if `num_tokens` is no grid of the image's aspect ratio.
+    """
+    height, width = pixels.shape[1:]
+    rows = round((num_tokens * height / width) ** 0.5)
+    columns = num_tokens // max(rows, 1)
+    if rows * columns != num_tokens:
+        raise ValueError(f"{num_tokens} tokens are no grid over an image of {height} x {width}")
+    pooled = F.adaptive_avg_pool2d(pixels[:, None], (rows, columns)).flatten(1)
+    return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)

@@ -24,14 +24,10 @@ class ScoreNet(nn.Module):
         embed_dim: int,
         num_classes: int,
         pooling: Pooling = "attention",
-        num_prefix_tokens: int = 0,
         stop_gradient: bool = False,
     ):
         super().__init__()
-        if pooling == "class_token" and num_prefix_tokens < 1:
-            raise ValueError("pooling='class_token' needs a class token, the model has none")
         self.pooling = pooling
-        self.num_prefix_tokens = num_prefix_tokens
         self.stop_gradient = stop_gradient
         self.pool = nn.Linear(embed_dim, 1) if pooling == "attention" else None
         self.head = nn.Linear(embed_dim, num_classes)
@@ -41,13 +37,15 @@ class ScoreNet(nn.Module):
             else:
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """`b n d` -> logits `b c`."""
+    def forward(self, tokens: Tensor, num_prefix_tokens: int = 0) -> Tensor:
+        """`b n d` -> logits `b c`. Raises ValueError for a class token that is not there."""
+        if self.pooling == "class_token" and num_prefix_tokens < 1:
+            raise ValueError("pooling='class_token' needs a class token, these tokens have none")
         if self.stop_gradient:
             tokens = tokens.detach()
         if self.pooling == "class_token":
             return self.head(tokens[:, 0])
-        tokens = tokens[:, self.num_prefix_tokens :]  # b t d
+        tokens = tokens[:, num_prefix_tokens:]  # b t d
         if self.pool is None:
             return self.head(tokens.mean(dim=1))
         weight = self.pool(tokens).softmax(dim=1)  # b t 1

@@ -4,11 +4,14 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens, m memory, d w
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import attend, project
+from tokenmixup.attention import Positions, attend, project
+
+ClassTokenOffset = Literal["paper", "published"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,16 +20,39 @@ class VTM:
 
     `layer`: block, counted from 0, that attends to the memory; it has `layer` sources, so
     `layer >= 1`. `kappa`: tokens that each source block adds to the memory.
+    `class_token_offset`: `published` leaves the prefix out of account when it gathers, so that the
+    class token can be taken and the last patch never is.
     """
 
     layer: int
     kappa: int = 3
+    class_token_offset: ClassTokenOffset = "paper"
 
     def __post_init__(self) -> None:
         if type(self.layer) is not int or self.layer < 1:
             raise ValueError(f"vtm.layer={self.layer!r}: must be a block's index, 1 or more")
         if type(self.kappa) is not int or self.kappa < 1:
             raise ValueError(f"vtm.kappa={self.kappa!r}: must be a whole number, 1 or more")
+        if self.class_token_offset not in (allowed := get_args(ClassTokenOffset)):
+            raise ValueError(
+                f"vtm.class_token_offset={self.class_token_offset!r}: must be one of "
+                f"{', '.join(allowed)}"
+            )
+
+
+def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
+    """Where the kappa most salient tokens stand among all `n`: `b t` -> `b kappa` int64.
+
+    Prefix tokens are never among them. Raises ValueError if kappa > t.
+    """
+    if kappa > saliency.shape[1]:
+        raise ValueError(f"vtm.kappa={kappa}: there are only {saliency.shape[1]} spatial tokens")
+    return saliency.topk(kappa, dim=1).indices + num_prefix_tokens
+
+
+def take_tokens(tokens: Tensor, places: Tensor) -> Tensor:
+    """The tokens `b n d` at `places`, `b m`: `b m d`, gradient kept."""
+    return torch.take_along_dim(tokens, places[..., None], dim=1)
 
 
 def select_salient(
@@ -36,18 +62,19 @@ def select_salient(
 
     Prefix tokens are never selected. Raises ValueError if kappa > t.
     """
-    if kappa > saliency.shape[1]:
-        raise ValueError(f"vtm.kappa={kappa}: there are only {saliency.shape[1]} spatial tokens")
-    index = saliency.topk(kappa, dim=1).indices + num_prefix_tokens  # b kappa
-    return torch.take_along_dim(tokens, index[..., None], dim=1)
+    return take_tokens(tokens, salient_places(saliency, kappa, num_prefix_tokens))
 
 
-def vertical_attention(attn: nn.Module, tokens: Tensor, memory: Tensor) -> Tensor:
+def vertical_attention(
+    attn: nn.Module, tokens: Tensor, memory: Tensor, where: Positions | None = None
+) -> Tensor:
     """Z = Softmax(X1 Wq (X2 Wk)^T) X2 Wv with X1 = tokens, X2 = tokens and memory (Eq. 13).
 
-    `tokens`: `b n d`, `memory`: `b m d`, both layer-normed. Returns `b n d`, projected and dropped
-    out as `attn` itself would.
+    `tokens`: `b n d`, `memory`: `b m d`, both layer-normed. `where`: the positions of both as keys.
+    Returns `b n d`, projected and dropped out as `attn` itself would.
     """
-    (q,) = project(attn, tokens, "q")  # b h n e
-    k, v = project(attn, torch.cat([tokens, memory], dim=1), "kv")  # b h n+m e
-    return attend(attn, tokens, q, k, v)
+    rope, bias = where or Positions()
+    queries_rope = None if rope is None else rope[:, :, : tokens.shape[1]]
+    (q,) = project(attn, tokens, "q", queries_rope)  # b h n e
+    k, v = project(attn, torch.cat([tokens, memory], dim=1), "kv", rope)  # b h n+m e
+    return attend(attn, tokens, q, k, v, bias)

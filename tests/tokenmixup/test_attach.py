@@ -77,7 +77,7 @@ def plain_forward(
         saliency = saliency_of(block, x, prefix)
         if htm is not None and index == htm.layer:
             assert scorenet is not None
-            score = F.cross_entropy(scorenet(x), targets, reduction="none")
+            score = F.cross_entropy(scorenet(x, prefix), targets, reduction="none")
             mix = mix_horizontal(x, targets, saliency, score < htm.tau, htm.rho, prefix)
             x, targets = mix.tokens, mix.targets
             saliency = torch.where(mix.mask, saliency[mix.donor], saliency)
@@ -219,12 +219,12 @@ def test_default_pooling_is_the_class_token_where_the_model_pools_it():
 
 def test_attach_refuses_what_it_cannot_serve():
     swin = timm.create_model("swin_tiny_patch4_window7_224", pretrained=False)
-    beit = timm.create_model("beit_base_patch16_224", pretrained=False)
+    xcit = timm.create_model("xcit_nano_12_p16_224", pretrained=False)
     post_norm = timm.create_model("vit_base_patch16_rpn_224", pretrained=False)
     cases: list[tuple[nn.Module, dict[str, Any], str]] = [
         (swin, {"htm": {"layer": 1}}, "SwinTransformer"),
-        (beit, {"htm": {"layer": 1}}, "not plain pre-norm self-attention"),
-        (post_norm, {"htm": {"layer": 1}}, "not plain pre-norm self-attention"),
+        (xcit, {"htm": {"layer": 1}}, "block 0 is XCABlock, not pre-norm self-attention"),
+        (post_norm, {"htm": {"layer": 1}}, "ResPostBlock, not pre-norm self-attention"),
         (small_vit(patch_drop_rate=0.5), {"htm": {"layer": 1}}, "patch dropout"),
         (small_cct(), {"htm": {"layr": 1}}, "layr"),
         (small_cct(), {"htm": {"layer": 1.0}}, "htm.layer=1.0"),

@@ -27,7 +27,7 @@ def test_difficulty_is_float32_under_autocast():
 
 @pytest.mark.parametrize("pooling", ["attention", "average", "class_token"])
 def test_scorenet_pools_as_named(pooling: str):
-    net = ScoreNet(8, 3, pooling, num_prefix_tokens=1)
+    net = ScoreNet(8, 3, pooling)
     tokens = torch.randn(2, 5, 8)
     spatial = tokens[:, 1:]
     if pooling == "attention":
@@ -36,7 +36,7 @@ def test_scorenet_pools_as_named(pooling: str):
         pooled = (weight * spatial).sum(dim=1)
     else:
         pooled = spatial.mean(dim=1) if pooling == "average" else tokens[:, 0]
-    torch.testing.assert_close(net(tokens), net.head(pooled))
+    torch.testing.assert_close(net(tokens, 1), net.head(pooled))
 
 
 def test_scorenet_has_the_published_size():
@@ -54,4 +54,4 @@ def test_scorenet_stop_gradient_trains_itself_alone():
 
 def test_scorenet_refuses_a_class_token_that_is_not_there():
     with pytest.raises(ValueError, match="class token"):
-        ScoreNet(8, 3, "class_token")
+        ScoreNet(8, 3, "class_token")(torch.zeros(2, 5, 8))

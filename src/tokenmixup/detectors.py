@@ -1,0 +1,82 @@
+"""What tells the saliency of the tokens that enter a block (Section 3.2 and Table 3).
+
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from tokenmixup.attention import attention_map, positions
+from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
+from tokenmixup.horizontal import HTM
+from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
+
+
+@dataclass
+class BlockInput:
+    """The input of block `index`, and what is known of it."""
+
+    blocks: Any  # all blocks of the model
+    index: int
+    tokens: Tensor  # b n d
+    given: dict[str, Any]  # the block's other arguments, which it hands to its attention
+    num_prefix_tokens: int
+    class_token: bool
+    pixels: Tensor | None = None  # b h w, the gradient of the input
+    saliency: Tensor | None = field(default=None)  # b t, by the block's own map
+
+    def own_saliency(self) -> Tensor:
+        """Saliency by the map that the block computes on these tokens, `b t`; computed once."""
+        if self.saliency is None:
+            block = self.blocks[self.index]
+            with no_grad_uncached(self.tokens.device.type):
+                attn = _map(block, self.tokens, self.given, self.class_token)
+            self.saliency = attention_saliency(attn, self.num_prefix_tokens, self.class_token)
+        return self.saliency
+
+
+Detector = Callable[[BlockInput], Tensor]
+
+
+def detector_of(htm: HTM) -> Detector:
+    """The detector that the settings choose: `b t`. Random tokens are paired by attention."""
+    if htm.detector == "gradient":
+        return by_gradient
+    if htm.rollout_steps > 0:
+        return partial(by_rollout, htm.rollout_steps)
+    return BlockInput.own_saliency
+
+
+def by_gradient(entry: BlockInput) -> Tensor:
+    """Saliency by the gradient of the loss with respect to the image, `b t`."""
+    assert entry.pixels is not None, "taken before the pass"
+    return gradient_saliency(entry.pixels, entry.tokens.shape[1] - entry.num_prefix_tokens)
+
+
+def by_rollout(steps: int, entry: BlockInput) -> Tensor:
+    """Saliency by attention rollout over `steps` further blocks, without dropout, `b t`."""
+    tokens, maps = entry.tokens, []
+    with no_grad_uncached(tokens.device.type):
+        for block in entry.blocks[entry.index : entry.index + steps]:
+            maps.append(_map(block, tokens, entry.given))
+            tokens = _run(block, tokens, entry.given)
+        maps.append(_map(entry.blocks[entry.index + steps], tokens, entry.given, entry.class_token))
+    return rollout_saliency(maps, entry.num_prefix_tokens, entry.class_token)
+
+
+def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
+    with evaluating(block.attn):  # relative positions may come from an MLP with dropout
+        where = positions(block.attn, tokens.shape[1], given)
+        return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
+
+
+def _run(block: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:
+    """The block as in evaluation: its hooks and its attention to a memory stay out."""
+    attn: Any = block.attn
+    own_forward = type(attn).forward.__get__(attn)
+    with evaluating(block), replaced_forward(attn, own_forward):
+        return block.forward(tokens, **given)

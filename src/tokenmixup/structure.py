@@ -1,0 +1,95 @@
+"""Which models TokenMixup can serve, and what it needs to know of them.
+
+A served model runs a plain sequence `blocks` over one token axis; each block attends to `norm1` of
+its input by an attention whose terms are all known here, and an MLP follows.
+"""
+
+from typing import Any
+
+from torch import nn
+
+# class -> module. A class of another name or place may add terms that would be silently lost.
+ATTENTIONS = {
+    ("timm.layers.attention", "Attention"),
+    ("timm.models.vision_transformer", "Attention"),  # older timm
+    ("timm.layers.attention", "AttentionRope"),
+    ("timm.models.eva", "EvaAttention"),
+    ("timm.models.beit", "Attention"),
+    ("timm.models.vision_transformer_relpos", "RelPosAttention"),
+    ("timm.models.cait", "TalkingHeadAttn"),
+}
+BLOCKS = {
+    ("timm.models.vision_transformer", "Block"),
+    ("timm.models.eva", "EvaBlock"),
+    ("timm.models.beit", "Block"),
+    ("timm.models.vision_transformer_relpos", "RelPosBlock"),
+    ("timm.models.cait", "LayerScaleBlock"),
+}
+STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
+
+
+def why_not(model: Any, last_layer: int | None = None) -> str | None:
+    """Why blocks 0..last_layer (None: all) cannot be served, in one line; None if they can."""
+    kind = type(model).__name__
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
+        has_stages = any(hasattr(model, name) for name in STAGES)
+        instead = "its layers form stages" if has_stages else "it has none"
+        return f"{kind} needs one sequence of blocks over one token axis; {instead}"
+    for index, block in enumerate(blocks if last_layer is None else blocks[: last_layer + 1]):
+        if reason := _why_not_block(block):
+            return f"{kind}: block {index} is {type(block).__name__}, {reason}"
+    for module in model.modules():
+        if type(module).__name__.startswith("PatchDropout") and getattr(module, "prob", 0) > 0:
+            return f"{kind} has patch dropout: tokens need a place"
+    if not isinstance(getattr(model, "embed_dim", None), int):
+        return f"{kind} does not tell the width of its tokens as embed_dim"
+    return None
+
+
+def _why_not_block(block: Any) -> str | None:
+    attn = getattr(block, "attn", None)
+    if attn is None:
+        return "which holds no self-attention as attn"
+    if not (_place(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
+        return "not pre-norm self-attention and then an MLP over one token axis"
+    if _place(attn) not in ATTENTIONS:
+        return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
+    return None
+
+
+def _place(module: Any) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
+
+
+def check_layer(model: Any, key: str, layer: int) -> None:
+    """Raises ValueError unless block `layer` and those before it are there and can be served."""
+    if reason := why_not(model, layer):
+        raise ValueError(f"TokenMixup cannot serve this model: {reason}")
+    if layer >= len(model.blocks):
+        raise ValueError(
+            f"{key}={layer}: {type(model).__name__} has blocks 0..{len(model.blocks) - 1}"
+        )
+
+
+def check_rollout(model: Any, layer: int, steps: int) -> None:
+    """Raises ValueError if `steps` further blocks cannot run ahead of block `layer`."""
+    if steps == 0:
+        return
+    check_layer(model, "htm.layer + htm.rollout_steps", layer + steps)
+    if getattr(model, "rope_mixed", False) or getattr(model, "rope_is_mixed", False):
+        raise ValueError(
+            f"htm.rollout_steps={steps}: each block of {type(model).__name__} has "
+            "rotary positions of its own, so that only 0 steps are possible"
+        )
+
+
+def pools_class_token(model: Any) -> bool:
+    """Whether the blocks hold a class token and the head reads it."""
+    joins_later = hasattr(model, "blocks_token_only")  # CaiT: in blocks of its own
+    return has_class_token(model) and not joins_later and model.global_pool == "token"
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Whether there is a class token, the model's own or its embedding's."""
+    return any(name.rpartition(".")[2] == "cls_token" for name, _ in model.named_parameters())

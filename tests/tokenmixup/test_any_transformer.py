@@ -1,0 +1,240 @@
+"""One model of every kind of block and attention, against what the block itself computes.
+
+The oracle listens to the fused attention that timm's modules call, and answers in its place.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.conftest import CLASSES
+from tokenmixup import Output, attach, training_loss
+from tokenmixup.detectors import BlockInput
+
+SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": SMALL,  # class token, fused qkv
+    "vit_base_patch16_siglip_224": SMALL,  # attention pooling
+    "vit_small_patch14_reg4_dinov2": SMALL | {"patch_size": 16},  # registers, layer scale
+    "vit_little_patch16_reg4_gap_256": SMALL,  # registers without a class token
+    "deit_tiny_distilled_patch16_224": SMALL,  # two prefix tokens
+    "deit3_small_patch16_224": SMALL,  # positions without the class token
+    "vit_small_patch16_224": SMALL | {"qk_norm": True, "dynamic_img_size": True},
+    "naflexvit_base_patch16_gap": SMALL,
+    "eva02_tiny_patch14_224": SMALL | {"patch_size": 16},  # rotary, separate q, k, v, SwiGLU
+    "eva02_base_patch16_clip_224": SMALL,  # norm inside attention
+    "vit_small_patch16_rope_mixed_224": SMALL,  # rotary positions of each block's own
+    "vit_betwixt_patch16_rope_reg4_gap_256": SMALL,
+    "vit_small_patch16_dinov3_qkvb": SMALL,  # rotates halves, registers
+    "vit_pe_core_tiny_patch16_384": SMALL,
+    "beit_base_patch16_224": SMALL,  # a relative position table in each block
+    "vit_relpos_small_patch16_224": SMALL,  # an MLP of relative positions in each block
+    "vit_srelpos_small_patch16_224": SMALL,  # and one for all blocks
+    "vit_relpos_medium_patch16_cls_224": SMALL,
+    "cait_xxs24_224": SMALL | {"depth_token_only": 1},  # talking heads; class token joins later
+}
+LAYER, KAPPA = 2, 3
+TALKING = {"cait_xxs24_224"}
+FUSED = [name for name in KINDS if name not in TALKING]
+# whatever else they have in front
+WITHOUT_CLASS_TOKEN = {
+    "vit_little_patch16_reg4_gap_256",
+    "naflexvit_base_patch16_gap",
+    "vit_betwixt_patch16_rope_reg4_gap_256",
+}
+
+
+def build(name: str, **options: Any) -> Any:
+    """A small model with random positions, biases and layer scales as well, at 64 px."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=CLASSES, img_size=64, **(KINDS[name] | options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            setattr(module, "fused_attn", True)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # timm drops inside the MLP of relative positions
+    model.name = name
+    return model
+
+
+def a_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(4, 3, 64, 64, generator=generator),
+        torch.randn(4, CLASSES, generator=generator).softmax(dim=1),
+    )
+
+
+class Call(NamedTuple):
+    """What an attention module hands to the fused kernel."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+    def map(self) -> Tensor:
+        scores = self.q @ self.k.mT / self.q.shape[-1] ** 0.5
+        return (scores if self.mask is None else scores + self.mask).softmax(dim=-1)
+
+
+@contextmanager
+def answering(answer: Callable[[Call], Tensor]) -> Iterator[None]:
+    """Lets `answer` stand in for the fused attention."""
+    fused = F.scaled_dot_product_attention
+
+    def stand_in(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+        assert dropout_p == 0 and not is_causal and scale in (None, q.shape[-1] ** -0.5)
+        return answer(Call(q, k, v, attn_mask))
+
+    F.scaled_dot_product_attention = stand_in
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = fused
+
+
+class Seen(NamedTuple):
+    """What enters a block."""
+
+    tokens: Tensor
+    given: dict[str, Any]
+
+
+@contextmanager
+def watching(model: Any) -> Iterator[list[Seen]]:
+    """Collects what enters the blocks."""
+    seen: list[Seen] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(Seen(args[0], kwargs))
+
+    handles = [b.register_forward_pre_hook(note, with_kwargs=True) for b in model.blocks]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def own_call(block: Any, seen: Seen) -> Call:
+    """What the block's own attention computes on these tokens."""
+    calls: list[Call] = []
+
+    def listen(call: Call) -> Tensor:
+        calls.append(call)
+        return call.v
+
+    with answering(listen):
+        block.attn(block.norm1(seen.tokens), **seen.given)
+    (call,) = calls
+    return call
+
+
+def saliency_of(model: Any, attn: Tensor, prefix: int) -> Tensor:
+    attn = attn.mean(dim=1)
+    has_class_token = prefix > 0 and model.name not in WITHOUT_CLASS_TOKEN
+    return (attn[:, 0] if has_class_token else attn.mean(dim=1))[:, prefix:]
+
+
+def with_memory(model: Any, images: Tensor) -> Tensor:
+    """Logits of a pass in which block LAYER attends to the most salient tokens of those before."""
+    block, num_calls = model.blocks[LAYER], 0
+
+    def answer(call: Call) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls != LAYER + 1:
+            return call.map() @ call.v
+        ks, vs, masks = [call.k], [call.v], [call.mask]
+        n = call.k.shape[2]
+        for source in range(LAYER):
+            prefix = n - 16
+            own = own_call(model.blocks[source], seen[source])
+            places = saliency_of(model, own.map(), prefix).topk(KAPPA).indices + prefix
+            # positions are those of the block that attends
+            there = own_call(block, Seen(seen[source].tokens, seen[LAYER].given))
+            rows = torch.arange(len(places))[:, None]
+            ks.append(there.k[rows, :, places].transpose(1, 2))
+            vs.append(there.v[rows, :, places].transpose(1, 2))
+            if call.mask is not None:
+                mask = call.mask.expand(len(places), -1, -1, -1)
+                masks.append(mask[rows, :, :, places].permute(0, 2, 3, 1))
+        mask = None if call.mask is None else torch.cat([m.expand(4, -1, -1, -1) for m in masks], 3)
+        wide = Call(call.q, torch.cat(ks, dim=2), torch.cat(vs, dim=2), mask)
+        return wide.map() @ wide.v
+
+    with watching(model) as seen, answering(answer):
+        return model(images)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_saliency_is_that_of_the_blocks_own_attention(name: str):
+    model = build(name).eval()
+    with watching(model) as seen:
+        model(a_batch()[0])
+    for index, entered in enumerate(seen):
+        prefix = entered.tokens.shape[1] - 16
+        assert prefix == model.num_prefix_tokens
+        with_class = prefix > 0 and name not in WITHOUT_CLASS_TOKEN
+        found = BlockInput(model.blocks, index, *entered, prefix, with_class).own_saliency()
+        expected = saliency_of(model, own_call(model.blocks[index], entered).map(), prefix)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_memory_keeps_the_positions_of_its_tokens(name: str):
+    images, targets = a_batch()
+    model = build(name).train()
+    module = attach(model, CLASSES, vtm={"layer": LAYER, "kappa": KAPPA}).train()
+    expected = with_memory(model, images)
+    torch.testing.assert_close(module(images, targets).logits, expected, atol=1e-4, rtol=1e-3)
+    plain = model(images)
+    assert (plain - expected).abs().max() > 1e-3, "the memory must matter"
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_memory_of_nothing_new_changes_nothing_but_weights(name: str, fused: bool):
+    """Without dropout the composed and the fused form agree."""
+    images, targets = a_batch()
+    logits = []
+    for is_fused in (True, fused):
+        model = build(name)
+        for block in model.blocks:
+            block.attn.fused_attn = is_fused
+        logits.append(attach(model, CLASSES, vtm={"layer": 1}).train()(images, targets).logits)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_trains_and_evaluates_as_the_plain_model(name: str):
+    images, targets = a_batch()
+    plain = build(name).eval()(images)
+    module = attach(
+        build(name, drop_path_rate=0.1),
+        CLASSES,
+        htm={"layer": 1, "tau": float("inf"), "rho": 0.0},
+        vtm={"layer": LAYER},
+        manifold_mixup={"layers": [0, 1, 2]},
+    ).train()
+    output = module(images, targets)
+    assert isinstance(output, Output)
+    assert output.stats["mixed_samples"] == 4
+    assert output.stats["mixed_tokens"] > 0
+    training_loss(output, 1.0).backward()
+    for key, parameter in module.model.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), key
+    for index in range(3):
+        gradients = [p.grad for p in module.model.blocks[index].attn.parameters()]  # type: ignore
+        assert any(g is not None and g.abs().sum() > 0 for g in gradients)
+    assert torch.equal(module.eval()(images), plain)
