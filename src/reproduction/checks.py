@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.config import CCT, Augmentation, Config, Recipe, Transforms, ViT
+from reproduction.config import CCT, HTM, VTM, Augmentation, Config, Recipe, Transforms, ViT
 from reproduction.data.folders import missing_data
 
 
@@ -18,6 +18,14 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
+    yield from _layer_problems(model, stack)
+    if stack.htm is not None:
+        yield from _htm_problems(model, stack.htm)
+    if stack.vtm is not None:
+        yield from _vtm_problems(model, stack.vtm)
+
+
+def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
     for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
         if settings is not None and settings.layer >= model.depth:
             first = 1 if key == "vtm" else 0
@@ -25,15 +33,43 @@ def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
                 f"augmentation.{key}.layer={settings.layer}: {model.name} has blocks "
                 f"0..{model.depth - 1}, allowed is {first}..{model.depth - 1}"
             )
-    if stack.vtm is not None and stack.vtm.kappa > model.tokens:
-        yield (
-            f"augmentation.vtm.kappa={stack.vtm.kappa}: {model.name} has {model.tokens} tokens, "
-            f"allowed is 1..{model.tokens}"
-        )
-    if stack.htm is not None and stack.htm.pooling == "class_token" and not model.has_class_token:
+    if stack.manifold_mixup is not None:
+        layers = stack.manifold_mixup.layers
+        if max(layers) >= model.depth or len(set(layers)) < len(layers):
+            yield (
+                f"augmentation.manifold_mixup.layers={layers}: must be different blocks of "
+                f"{model.name}, which has 0..{model.depth - 1}"
+            )
+
+
+def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:
+    if htm.pooling == "class_token" and not model.has_class_token:
         yield (
             f"augmentation.htm.pooling=class_token: {model.name} pools no class token, "
             "allowed is auto, attention or average"
+        )
+    if htm.rollout_steps > 0 and htm.detector != "attention":
+        yield (
+            f"augmentation.htm.rollout_steps={htm.rollout_steps}: only detector=attention rolls "
+            f"out, with detector={htm.detector} allowed is 0"
+        )
+    elif htm.layer < model.depth <= htm.layer + htm.rollout_steps:
+        yield (
+            f"augmentation.htm.rollout_steps={htm.rollout_steps}: {model.name} has "
+            f"{model.depth - 1 - htm.layer} blocks after htm.layer={htm.layer}"
+        )
+
+
+def _vtm_problems(model: CCT | ViT, vtm: VTM) -> Iterator[str]:
+    if vtm.kappa > model.tokens:
+        yield (
+            f"augmentation.vtm.kappa={vtm.kappa}: {model.name} has {model.tokens} tokens, "
+            f"allowed is 1..{model.tokens}"
+        )
+    if vtm.class_token_offset == "published" and not model.has_class_token:
+        yield (
+            f"augmentation.vtm.class_token_offset=published: {model.name} has no class token, "
+            "allowed is paper"
         )
 
 

@@ -24,7 +24,7 @@ from reproduction.errors import RunFailed, UserError
 from reproduction.ranks import is_first_rank, launched_ranks
 
 Settings = TypeVar("Settings")
-AUGMENTATIONS = ("mixup", "cutmix", "htm", "vtm")
+AUGMENTATIONS = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
 
 
 @dataclass(frozen=True)

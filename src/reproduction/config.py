@@ -136,6 +136,12 @@ class InputMix:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
+class ManifoldMixup:
+    alpha: Positive
+    layers: Annotated[list[Whole], Field(min_length=1)]
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class HTM:
     layer: Whole
     tau: Threshold
@@ -143,12 +149,18 @@ class HTM:
     score_loss_weight: Amount
     pooling: Literal["auto", "attention", "average", "class_token"]
     stop_gradient: Flag
+    detector: Literal["attention", "gradient", "random"]
+    rollout_steps: Whole
+    ablate: Literal["none", "scorenet", "assignment", "tokens", "labels"]
+    mask_rule: Literal["paper", "published"]
+    order: Literal["in_place", "published"]
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class VTM:
     layer: Count
     kappa: Count
+    class_token_offset: Literal["paper", "published"]
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -157,6 +169,7 @@ class Augmentation:
 
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
+    manifold_mixup: ManifoldMixup | None = None
     htm: HTM | None = None
     vtm: VTM | None = None
 

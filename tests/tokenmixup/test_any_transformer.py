@@ -11,10 +11,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers.attention import AttentionRope
 from torch import Tensor, nn
 
 from tests.conftest import CLASSES
-from tokenmixup import Output, attach, training_loss
+from tokenmixup import Output, attach, training_loss, vertical_attention
+from tokenmixup.attention import attention_map, positions
 from tokenmixup.detectors import BlockInput
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
@@ -203,17 +205,90 @@ def test_memory_keeps_the_positions_of_its_tokens(name: str):
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_memory_of_nothing_new_changes_nothing_but_weights(name: str, fused: bool):
-    """Without dropout the composed and the fused form agree."""
+def test_fused_and_composed_attention_to_a_memory_agree(name: str):
     images, targets = a_batch()
     logits = []
-    for is_fused in (True, fused):
+    for fused in (True, False):
         model = build(name)
-        for block in model.blocks:
-            block.attn.fused_attn = is_fused
+        model.blocks[1].attn.fused_attn = fused
         logits.append(attach(model, CLASSES, vtm={"layer": 1}).train()(images, targets).logits)
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
+
+
+def test_talking_heads_attend_to_a_memory_as_to_tokens():
+    images, targets = a_batch()
+    model = build("cait_xxs24_224").train()
+    with watching(model) as seen:
+        attach(model, CLASSES, vtm={"layer": LAYER, "kappa": KAPPA}).train()(images, targets)
+    tokens, memory = seen[LAYER].tokens, []
+    for block, entered in zip(model.blocks[:LAYER], seen, strict=False):
+        heads = block.attn.num_heads
+        q, k, _ = block.attn.qkv(block.norm1(entered.tokens)).chunk(3, dim=-1)
+        q, k = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (q, k))
+        scores = block.attn.proj_l((q * block.attn.scale @ k.mT).permute(0, 2, 3, 1))
+        attn = scores.softmax(dim=2).mean(dim=3)  # b n n, of the heads that have talked once
+        places = attn.mean(dim=1).topk(KAPPA).indices  # no class token here
+        found = BlockInput(model.blocks, 0, entered.tokens, {}, 0, False)
+        torch.testing.assert_close(
+            found.own_saliency() if block is model.blocks[0] else attn.mean(dim=1), attn.mean(dim=1)
+        )
+        memory.append(entered.tokens[torch.arange(4)[:, None], places])
+    block = model.blocks[LAYER]
+    wide = block.norm1(torch.cat([tokens, *memory], dim=1))
+    expected = block.attn(wide)[:, : tokens.shape[1]]
+    heard: list[Tensor] = []
+    block.attn.register_forward_hook(lambda attn, args, out: heard.append(out))
+    attach(model, CLASSES, vtm={"layer": LAYER, "kappa": KAPPA}).train()(images, targets)
+    torch.testing.assert_close(heard[0], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rotate_half", [True, False])
+@pytest.mark.parametrize("fused_qkv", [True, False])
+def test_grouped_gated_rotary_attention_attends_to_a_memory_as_to_tokens(rotate_half, fused_qkv):
+    torch.manual_seed(0)
+    attn = AttentionRope(
+        32,
+        num_heads=4,
+        num_kv_heads=4 if fused_qkv else 2,
+        qkv_fused=fused_qkv,
+        num_prefix_tokens=2,
+        qk_norm=True,
+        scale_norm=True,
+        gated=True,
+        norm_layer=nn.LayerNorm,
+        rotate_half=rotate_half,
+    )
+    tokens, memory = torch.randn(3, 7, 32), torch.randn(3, 4, 32)
+    rope, places = torch.randn(5, 16), torch.tensor([2, 6, 3, 3])  # none of the prefix
+    expected = attn(torch.cat([tokens, memory], 1), rope=torch.cat([rope, rope[places - 2]]))[:, :7]
+    where = positions(attn, 7, {"rope": rope}).of_memory(places.expand(3, 4))
+    torch.testing.assert_close(vertical_attention(attn, tokens, memory, where), expected)
+
+
+def test_an_argument_that_is_not_understood_is_refused():
+    attn = AttentionRope(32, num_heads=4)
+    assert positions(attn, 5, {"rope": None, "attn_mask": None, "is_causal": False}) == (None, None)
+    for given in ({"is_causal": True}, {"windows": torch.ones(2)}):
+        with pytest.raises(ValueError, match=f"does not understand.*{next(iter(given))}"):
+            positions(attn, 5, given)
+
+
+def test_a_mask_hides_tokens_and_their_memory():
+    torch.manual_seed(0)
+    attn = AttentionRope(32, num_heads=4)
+    tokens, memory = torch.randn(2, 6, 32), torch.randn(2, 2, 32)
+    visible = torch.tensor([True, True, True, True, False, False]).expand(2, 1, 1, 6)
+    where = positions(attn, 6, {"attn_mask": visible})
+    seen = attention_map(attn, tokens, where=where)
+    assert (seen[..., 4:] == 0).all() and (seen[..., :4] > 0).all()
+    wide = where.of_memory(torch.tensor([[0, 5], [5, 0]]))
+    expected = attn(
+        torch.cat([tokens, memory], dim=1),
+        attn_mask=torch.cat(
+            [visible, torch.tensor([[True, False], [False, True]])[:, None, None]], dim=3
+        ),
+    )[:, :6]
+    torch.testing.assert_close(vertical_attention(attn, tokens, memory, wide), expected)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -34,11 +34,15 @@ def build_model(config: CCTConfig | ViTConfig, num_classes: int) -> nn.Module:
 def build_module(
     config: CCTConfig | ViTConfig, stack: Augmentation, num_classes: int
 ) -> TokenMixup:
-    """The model with the HTM and VTM of the stack attached; UserError if it cannot be."""
+    """The model with what the stack mixes inside it attached; UserError if it cannot be."""
     model = build_model(config, num_classes)
-    htm, vtm = (dataclasses.asdict(x) if x is not None else None for x in (stack.htm, stack.vtm))
+    settings = {
+        name: dataclasses.asdict(chosen)
+        for name in ("htm", "vtm", "manifold_mixup")
+        if (chosen := getattr(stack, name)) is not None
+    }
     try:
-        return attach(model, num_classes, htm=htm, vtm=vtm)
+        return attach(model, num_classes, **settings)
     except ValueError as error:
         raise UserError(f"model={config.name}: {error}") from error
 

@@ -3,6 +3,7 @@
 Letters: b batch, g tokens along a side, h w image.
 """
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,8 @@ def _some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:
 def _mix(
     config: Config, source: Source, checkpoint: Path, images: Tensor, targets: Tensor
 ) -> HorizontalMix:
-    module = build_module(without_start(config.model), config.augmentation, len(source.classes))
+    stack = dataclasses.replace(config.augmentation, manifold_mixup=None)  # pairs of whole images
+    module = build_module(without_start(config.model), stack, len(source.classes))
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     module.load_state_dict(state["module"])
     module.model.eval()  # mixes as in training, without dropout

@@ -1,0 +1,292 @@
+"""Ablations, detectors and published rules: each replaced rule alone, and nothing else moves."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.conftest import CLASSES, small_cct, small_vit
+from tests.tokenmixup.test_horizontal import RHOS, Batch, batches
+from tokenmixup import HTM, HorizontalMix, Output, attach, mix_horizontal
+from tokenmixup.variants import rules_of
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ALL: dict[str, Any] = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
+
+
+def mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
+    rules = rules_of(HTM(layer=0, rho=rho, **settings))
+    return rules.mix(*batch[:4], num_prefix_tokens=batch.num_prefix_tokens)
+
+
+def paper_mix(batch: Batch, rho: float) -> HorizontalMix:
+    return mix_horizontal(*batch[:4], rho, batch.num_prefix_tokens)
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_without_settings_the_rules_are_the_papers(batch: Batch, rho: float):
+    for ours, expected in zip(mix(batch, rho), paper_mix(batch, rho), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_ablating_scorenet_mixes_every_sample():
+    difficulty = torch.tensor([0.1, 1.9, 2.0, 9.0])
+    assert rules_of(HTM(layer=0)).find_easy(difficulty).tolist() == [True, True, False, False]
+    assert rules_of(HTM(layer=0, ablate="scorenet")).find_easy(difficulty).all()
+
+
+@given(batches(), st.sampled_from(RHOS), st.integers(0, 2**31))
+def test_ablating_the_assignment_draws_different_donors(batch: Batch, rho: float, seed: int):
+    torch.manual_seed(seed)
+    found = mix(batch, rho, ablate="assignment")
+    easy = batch.is_easy
+    places = torch.arange(len(easy))
+    assert torch.equal(found.donor[~easy], places[~easy])
+    assert found.donor[easy].unique().numel() == int(easy.sum())
+    taken = batch.saliency[found.donor]
+    assert torch.equal(found.mask, easy[:, None] & (taken - batch.saliency > rho))
+
+
+def test_ablating_the_assignment_draws_every_donor():
+    torch.manual_seed(0)
+    batch = next_batch()
+    seen = {int(mix(batch, 0.0, ablate="assignment").donor[0]) for _ in range(200)}
+    assert seen == set(range(len(batch.tokens)))
+
+
+@given(batches(), st.sampled_from(RHOS), st.sampled_from(["ablate", "detector"]))
+def test_random_tokens_keep_pairs_and_numbers_and_label_by_attention(batch, rho, how):
+    settings = {"ablate": "tokens"} if how == "ablate" else {"detector": "random"}
+    torch.manual_seed(1)
+    found, expected = mix(batch, rho, **settings), paper_mix(batch, rho)
+    assert torch.equal(found.donor, expected.donor)
+    assert torch.equal(found.mask.sum(dim=1), expected.mask.sum(dim=1))
+    taken = batch.saliency[found.donor]
+    kept_sum, taken_sum = (batch.saliency * ~found.mask).sum(1), (taken * found.mask).sum(1)
+    ratio = torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)
+    torch.testing.assert_close(found.keep_ratio[:, 0], ratio, atol=1e-6, rtol=1e-5)
+
+
+def test_random_tokens_are_spread_evenly():
+    torch.manual_seed(0)
+    batch = next_batch()
+    expected = paper_mix(batch, 0.0).mask.float().mean(dim=1, keepdim=True)
+    total = torch.stack([mix(batch, 0.0, ablate="tokens").mask.float() for _ in range(500)])
+    assert ((total.mean(dim=0) - expected).abs() < 0.12).all()  # 5 standard deviations
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_ablating_labels_counts_tokens(batch: Batch, rho: float):
+    found, expected = mix(batch, rho, ablate="labels"), paper_mix(batch, rho)
+    assert torch.equal(found.tokens, expected.tokens)
+    share = expected.mask.float().mean(dim=1, keepdim=True)
+    targets = (1 - share) * batch.targets + share * batch.targets[expected.donor]
+    torch.testing.assert_close(found.targets, targets)
+
+
+@pytest.mark.parametrize("file", ["htm_seqpool", "htm_cls"])
+@pytest.mark.parametrize("case", range(4))
+def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case: int):
+    arrays = dict(np.load(FIXTURES / f"{file}.npz"))
+    names = ("tokens", "targets", "saliency", "is_easy")
+    tokens, targets, saliency, is_easy = (
+        torch.from_numpy(arrays[f"case{case}/{name}"]) for name in names
+    )
+    prefix = tokens.shape[1] - saliency.shape[1]
+    settings = {"mask_rule": "published", "order": "published"}
+    rules = rules_of(HTM(layer=0, rho=float(arrays[f"case{case}/rho"]), **settings))
+    found = rules.mix(tokens, targets, saliency, is_easy, num_prefix_tokens=prefix)
+    arranged = rules.arrange(found, is_easy, None)
+    for ours, name in ((arranged.tokens, "out_tokens"), (arranged.targets, "out_targets")):
+        expected = torch.from_numpy(arrays[f"case{case}/{name}"])
+        assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+    mixed = float(found.mask.sum() / is_easy.sum())
+    assert mixed == pytest.approx(float(arrays[f"case{case}/mean_tokens_mixed"]))
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_published_mask_compares_with_the_first_easy_sample(batch: Batch, rho: float):
+    found, expected = mix(batch, rho, mask_rule="published"), paper_mix(batch, rho)
+    assert torch.equal(found.donor, expected.donor)
+    easy = batch.is_easy.nonzero()[:, 0].tolist()
+    for i in range(len(batch.tokens)):
+        if i in easy:
+            gain = batch.saliency[found.donor[i]] - batch.saliency[easy[0]]
+            assert torch.equal(found.mask[i], gain > rho)
+        else:
+            assert not found.mask[i].any()
+    if easy:
+        assert torch.equal(found.mask[easy[0]], expected.mask[easy[0]])
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_published_order_moves_easy_samples_to_the_front_and_nothing_else(batch, rho):
+    rules = rules_of(HTM(layer=0, rho=rho, order="published"))
+    mixed = rules.mix(*batch[:4], num_prefix_tokens=batch.num_prefix_tokens)
+    found = rules.arrange(mixed, batch.is_easy, batch.saliency)
+    places = torch.arange(len(batch.is_easy))
+    order = torch.cat([places[batch.is_easy], places[~batch.is_easy]])
+    expected = paper_mix(batch, rho)
+    assert torch.equal(found.tokens, expected.tokens[order])
+    assert torch.equal(found.targets, expected.targets[order])
+    assert found.saliency is not None and torch.equal(found.saliency, batch.saliency)
+
+
+@given(batches(), st.sampled_from(RHOS))
+def test_in_place_saliency_moves_with_its_token(batch: Batch, rho: float):
+    """Payload: saliency is attached to the tokens as their value."""
+    prefix = batch.num_prefix_tokens
+    payload = batch._replace(tokens=F.pad(batch.saliency, (prefix, 0))[..., None])
+    rules = rules_of(HTM(layer=0, rho=rho))
+    mixed = rules.mix(*payload[:4], num_prefix_tokens=prefix)
+    found = rules.arrange(mixed, batch.is_easy, batch.saliency)
+    assert found.saliency is not None
+    assert torch.equal(found.saliency, found.tokens[:, prefix:, 0])
+
+
+def next_batch() -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    return Batch(
+        tokens=torch.randn(5, 8, 4, generator=generator),
+        targets=torch.eye(5),
+        saliency=torch.randn(5, 8, generator=generator).softmax(dim=1),
+        is_easy=torch.ones(5, dtype=torch.bool),
+        num_prefix_tokens=0,
+    )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"detector": "salient"},
+        {"ablate": "all"},
+        {"mask_rule": "own"},
+        {"order": "front"},
+        {"rollout_steps": -1},
+        {"rollout_steps": 1, "detector": "gradient"},
+    ],
+)
+def test_htm_refuses_bad_choices(bad: dict[str, Any]):
+    with pytest.raises(ValueError, match=f"htm.{next(iter(bad))}="):
+        HTM(layer=1, **bad)
+
+
+# Whole models
+
+VARIANTS: list[dict[str, Any]] = [
+    {"detector": "gradient"},
+    {"detector": "random"},
+    {"rollout_steps": 1},
+    {"rollout_steps": 2},
+    {"ablate": "scorenet"},
+    {"ablate": "assignment"},
+    {"ablate": "tokens"},
+    {"ablate": "labels"},
+    {"mask_rule": "published"},
+    {"order": "published"},
+]
+
+
+def run(module: torch.nn.Module, batch: tuple[Tensor, Tensor], seed: int = 5) -> Output:
+    torch.manual_seed(seed)
+    output = module.train()(*batch)
+    assert isinstance(output, Output)
+    return output
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_every_variant_changes_training_and_leaves_evaluation_alone(build, batch, settings):
+    module = attach(build(), CLASSES, htm={"layer": 1, **ALL, **settings}, vtm={"layer": 3})
+    usual = attach(build(), CLASSES, htm={"layer": 1, **ALL}, vtm={"layer": 3})
+    assert module.scorenet is not None and usual.scorenet is not None
+    usual.scorenet.load_state_dict(module.scorenet.state_dict())
+    ours, theirs = run(module, batch), run(usual, batch)
+    if settings == {"ablate": "scorenet"}:
+        assert torch.equal(ours.logits, theirs.logits)  # tau = inf is the same
+    elif settings == {"order": "published"}:
+        assert torch.equal(ours.targets, theirs.targets)  # all are easy, but not VTM's choice
+        assert not torch.allclose(ours.logits, theirs.logits)
+    else:
+        assert not torch.allclose(ours.targets, theirs.targets)
+    assert torch.equal(module.eval()(batch[0]), build().eval()(batch[0]))
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_variants_without_anything_to_mix_are_the_plain_model(build, batch, settings):
+    nothing = {"tau": 0.0} if settings != {"ablate": "scorenet"} else {"rho": float("inf")}
+    module = attach(build(), CLASSES, htm={"layer": 1, **settings, **nothing})
+    output = run(module, batch)
+    assert torch.equal(output.logits, build().train()(batch[0]))
+    assert torch.equal(output.targets, batch[1])
+
+
+def owners(order: str, rho: float) -> tuple[HorizontalMix, Tensor, list[Tensor], list[Tensor]]:
+    """Payload: every token that enters blocks 0 to 2 carries the number of its sample.
+
+    HTM mixes at block 2, VTM's block 3 attends. Returns the mix, the owner of each token after it
+    (`b n`), and owners and places of the memory of each source block (`b kappa`).
+    """
+    images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    targets = F.one_hot(torch.arange(6) % CLASSES, CLASSES).float()
+    htm = {"layer": 2, "tau": 1.6, "rho": rho, "order": order}
+    torch.manual_seed(0)
+    module = attach(small_cct(), CLASSES, htm=htm, vtm={"layer": 3, "kappa": 2})
+    blocks: Any = module.model.blocks
+    seen: list[Tensor] = []
+
+    def tag(tokens: Tensor) -> Tensor:
+        return torch.cat([torch.arange(6.0)[:, None, None].expand(-1, 64, 1), tokens[..., 1:]], 2)
+
+    blocks[0].register_forward_pre_hook(lambda block, args: (tag(args[0]),))
+    for block in blocks[:2]:
+        block.register_forward_hook(lambda block, args, out: tag(out))
+    state = module._begin(images, targets)
+    with torch.no_grad(), module._mixing(state):
+        blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0][..., 0]))
+        module.model(images)
+    assert state.mix is not None and state.is_easy is not None
+    assert 0 < state.is_easy.sum() < 6
+    return state.mix, seen[0], [tokens[..., 0] for tokens in state.memory], state.places
+
+
+def test_memory_belongs_to_the_sample_that_reads_it():
+    mix, tokens, memory, places = owners("in_place", rho=0.002)
+    own = torch.arange(6.0)[:, None]
+    expected = torch.where(mix.mask, mix.donor[:, None].float(), own)
+    assert mix.mask.any()
+    assert torch.equal(tokens, expected)  # HTM's own exchange, nothing else
+    assert all(torch.equal(of_block, own.expand(-1, 2)) for of_block in memory[:2])
+    assert torch.equal(memory[2], expected.take_along_dim(places[2], dim=1))
+
+
+def test_published_order_leaves_the_memory_of_other_samples():
+    _, tokens, memory, _ = owners("published", rho=float("inf"))
+    rows = tokens[:, :1]  # nothing is replaced, so a row has one owner
+    assert sorted(rows[:, 0].tolist()) == [0, 1, 2, 3, 4, 5]
+    assert not torch.equal(rows, torch.arange(6.0)[:, None])
+    assert all((of_block != rows).any() for of_block in memory[:2])
+    assert torch.equal(memory[2], rows.expand(-1, 2))
+
+
+@pytest.mark.parametrize("rule", ["paper", "published"])
+def test_the_class_token_is_selected_by_the_published_offset_only(rule: str):
+    torch.manual_seed(0)
+    module = attach(small_vit(), CLASSES, vtm={"layer": 3, "kappa": 4, "class_token_offset": rule})
+    found = []
+    for seed in range(8):
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+        state = module._begin(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
+        with torch.no_grad(), module._mixing(state):
+            module.model(images)
+        found.append(torch.cat(state.places, dim=1))
+    places = torch.cat(found)
+    if rule == "paper":
+        assert places.min() == 1 and places.max() == 16
+    else:
+        assert places.min() == 0 and places.max() == 15
