@@ -84,6 +84,7 @@ def test_modules_that_check_a_configuration_do_not_import_torch():
         "ranks.py",
         "runs.py",
         "evaluation.py",
+        "export.py",
         "data/folders.py",
     ]
     for name in light:
@@ -91,6 +92,6 @@ def test_modules_that_check_a_configuration_do_not_import_torch():
             assert module.partition(".")[0] not in ("torch", "torchvision", "timm"), (name, module)
 
 
-@pytest.mark.parametrize("file", ["train.py", "eval.py"])
+@pytest.mark.parametrize("file", ["train.py", "eval.py", "scripts/export.py"])
 def test_entry_points_stay_short(file: str):
     assert len((ROOT / file).read_text().splitlines()) <= 80

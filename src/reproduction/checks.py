@@ -95,6 +95,8 @@ def _transform_problems(transforms: Transforms) -> Iterator[str]:
 
 
 def _model_problems(model: CCT | ViT) -> Iterator[str]:
+    if model.weights is not None and not Path(model.weights).is_file():
+        yield f"model.weights={model.weights}: there is no such file"
     if isinstance(model, CCT):
         if model.embed_dim % (2 * model.num_heads):
             yield (
@@ -106,5 +108,3 @@ def _model_problems(model: CCT | ViT) -> Iterator[str]:
         yield f"model.image_size={model.image_size}: must be a multiple of {model.patch_size}"
     if model.weights is not None and model.pretrained is not None:
         yield f"model.weights={model.weights}: choose either a file or model.pretrained, not both"
-    if model.weights is not None and not Path(model.weights).is_file():
-        yield f"model.weights={model.weights}: there is no such file"

@@ -81,6 +81,7 @@ class CCT(Model):
     mlp_ratio: Positive
     conv_layers: Count
     positional_embedding: Literal["learnable", "sine"]
+    weights: str | None
 
     @property
     def tokens(self) -> int:

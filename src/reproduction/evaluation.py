@@ -10,6 +10,8 @@ from reproduction.errors import UserError
 from reproduction.parse import parse, parse_saved
 from reproduction.runs import RunFolder, check_writable
 
+Keys = tuple[str, ...]
+
 OF_A_RUN = ("run", "weights", "device", "devices", "dataset")
 OF_A_FILE = ("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root")
 
@@ -26,6 +28,25 @@ class Evaluation:
 def resolve(composed: Composed) -> Evaluation:
     """The checked settings of one evaluation; UserError names what does not belong to it."""
     raw = dict(composed.raw)
+    file, saved = chosen_weights(composed, raw, OF_A_RUN, OF_A_FILE)
+    if saved is not None:
+        config = parse_saved(_overridden(saved, raw, composed))
+        return Evaluation(config, file, file.parents[1] / f"evaluation-{file.stem}.json")
+    config = parse(raw)
+    name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
+    result = Path(config.output_root, "evaluations", name)
+    check_writable(result, f"output_root={config.output_root}")
+    return Evaluation(config, file, result)
+
+
+def chosen_weights(
+    composed: Composed, raw: dict[str, Any], of_a_run: Keys, of_a_file: Keys
+) -> tuple[Path, dict[str, Any] | None]:
+    """(the file of weights, its run's own configuration if it was chosen as one of a run).
+
+    Takes run, weights and checkpoint out of `raw`. Raises UserError for what was typed besides the
+    keys and groups that belong to a run, or to a file.
+    """
     run, weights, checkpoint = (raw.pop(key, None) for key in ("run", "weights", "checkpoint"))
     for key, value in (("run", run), ("checkpoint", checkpoint)):
         if isinstance(value, dict | list | bool):
@@ -36,25 +57,20 @@ def resolve(composed: Composed) -> Evaluation:
         )
     if weights not in ("last", "best"):
         raise UserError(f"weights={weights}: must be last or best")
-    _refuse_others(composed, OF_A_RUN if run is not None else OF_A_FILE)
+    _refuse_others(composed, of_a_run if run is not None else of_a_file)
     if checkpoint is not None:
-        checkpoint = Path(str(checkpoint))
-        if not checkpoint.is_file():
+        if not Path(str(checkpoint)).is_file():
             raise UserError(f"checkpoint={checkpoint}: there is no such file")
-        config = parse(raw)
-        name = f"{checkpoint.stem}-{config.model.name}-{config.dataset.name}.json"
-        result = Path(config.output_root, "evaluations", name)
-        check_writable(result, f"output_root={config.output_root}")
-        return Evaluation(config, checkpoint, result)
+        return Path(str(checkpoint)), None
     folder = RunFolder(str(run))
-    config = parse_saved(_overridden(folder.read_config(), raw, composed))
+    saved = folder.read_config()
     path = folder.best_path if weights == "best" else folder.last_path
     if not path.is_file():
         raise UserError(f"run={run}: holds no {path.name} yet, no epoch has been finished")
-    return Evaluation(config, path, folder.path / f"evaluation-{weights}.json")
+    return path, saved
 
 
-def _refuse_others(composed: Composed, allowed: tuple[str, ...]) -> None:
+def _refuse_others(composed: Composed, allowed: Keys) -> None:
     for key, text in composed.overrides.items():
         if key.partition(".")[0] not in (*allowed, "hydra") or key == "dataset.limit":
             raise UserError(f"{text}: does not belong here, allowed are {', '.join(allowed)}")

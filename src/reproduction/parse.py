@@ -27,8 +27,8 @@ def parse(raw: dict[str, Any]) -> Config:
 def parse_saved(raw: dict[str, Any]) -> Config:
     """A run's own configuration, to look at its weights: those it started from are not needed."""
     model = raw.get("model")
-    if isinstance(model, dict) and "weights" in model:
-        model = {**model, "weights": None, "pretrained": None}
+    if isinstance(model, dict):
+        model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}
     return parse({**raw, "model": model})
 
 

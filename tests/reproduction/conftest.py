@@ -12,6 +12,7 @@ from PIL import Image
 import eval as eval_script
 import train as train_script
 from reproduction.cli import run
+from scripts import export as export_script
 
 # A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
 SMALL = [
@@ -59,6 +60,8 @@ def command(
         with pytest.raises(SystemExit) as end:
             if script == "train":
                 run("train", train_script.resolve, train_script.check_all, train_script.main)
+            if script == "export":
+                run("export", export_script.resolve, lambda settings: None, export_script.main)
             run("eval", eval_script.resolve, lambda settings: None, eval_script.main)
         out, err = capfd.readouterr()
         return Ended(int(end.value.code or 0), out, err)

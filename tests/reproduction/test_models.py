@@ -3,13 +3,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from reproduction.cli import compose
 from reproduction.errors import UserError
 from reproduction.models.build import build_model, build_module, count_macs, count_parameters
 from reproduction.models.cct import CCT
+from reproduction.models.names import in_our_names
 from reproduction.parse import parse
 from tests.conftest import small_cct
 from tokenmixup import Output, attach
@@ -65,27 +65,6 @@ def test_cct_stochastic_depth_rises_linearly():
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
 
 
-def published_state(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Published names -> ours; the VTM block's q, k and v become one projection."""
-    names = {
-        "pre_norm": "norm1",
-        "norm1": "norm2",
-        "self_attn": "attn",
-        "linear1": "mlp.fc1",
-        "linear2": "mlp.fc2",
-    }
-    state: dict[str, Tensor] = {}
-    for key, value in arrays.items():
-        parts = key.removeprefix("state/").removeprefix("classifier.").split(".")
-        name = ".".join(names.get(part, part) for part in parts)
-        name = name.replace("positional_emb", "pos_embed").replace("fc.", "head.")
-        state[name.replace("mlp.head.", "mlp.fc.")] = torch.from_numpy(value)
-    for name in [name for name in state if ".attn.query." in name]:
-        parts = [state.pop(name.replace("query", part)) for part in ("query", "key", "value")]
-        state[name.replace("query", "qkv")] = torch.cat(parts)
-    return state
-
-
 def test_cct_with_vtm_equals_the_published_model():
     """Logits, loss and gradient norms that the published code computed on a small model."""
     arrays = dict(np.load(RECORDED))
@@ -102,8 +81,12 @@ def test_cct_with_vtm_equals_the_published_model():
         attn_drop=0.0,
         drop_path=0.0,
     )
-    state = published_state({k: v for k, v in arrays.items() if k.startswith("state/")})
-    model.load_state_dict(state)
+    state = {
+        k.removeprefix("state/"): torch.from_numpy(v)
+        for k, v in arrays.items()
+        if k.startswith("state/")
+    }
+    model.load_state_dict(in_our_names(state))
     vtm = {"layer": int(arrays["setting/vertical_layer"]), "kappa": int(arrays["setting/kappa"])}
     module = attach(model, 10, vtm=vtm)
     images, targets = (torch.from_numpy(arrays[key]) for key in ("images", "targets"))
@@ -127,35 +110,6 @@ def test_cct_with_vtm_equals_the_published_model():
 
 def tiny_vit(*overrides: str):
     return parse(compose("train", ["model=vit_tiny_patch16_224", *overrides]).raw).model
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
-def test_vit_takes_weights_from_a_file_and_keeps_a_new_head(tmp_path, suffix):
-    path = tmp_path / f"weights.{suffix}"
-    donor = build_model(tiny_vit(), 7)
-    if suffix == "safetensors":
-        save_file(donor.state_dict(), path)
-    else:
-        torch.save(donor.state_dict(), path)
-    same = build_model(tiny_vit(f"model.weights={path}"), 7)
-    for ours, theirs in zip(same.parameters(), donor.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    other = build_model(tiny_vit(f"model.weights={path}"), 3).state_dict()
-    assert other["head.weight"].shape == (3, 192)
-    assert torch.equal(other["cls_token"], donor.state_dict()["cls_token"])
-
-
-def test_vit_refuses_weights_that_do_not_fit(tmp_path):
-    path = tmp_path / "w.pth"
-    path.write_bytes(b"no checkpoint")
-    with pytest.raises(UserError, match=r"model.weights=.*not readable"):
-        build_model(tiny_vit(f"model.weights={path}"), 7)
-    torch.save({"a": torch.zeros(1)}, path)
-    with pytest.raises(UserError, match="parameters do not fit"):
-        build_model(tiny_vit(f"model.weights={path}"), 7)
-    torch.save([1, 2], path)
-    with pytest.raises(UserError, match="plain state dict"):
-        build_model(tiny_vit(f"model.weights={path}"), 7)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """From the model's configuration to the model, and what is known about it."""
 
 import dataclasses
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -13,22 +14,37 @@ from reproduction.config import Augmentation
 from reproduction.config import ViT as ViTConfig
 from reproduction.errors import UserError
 from reproduction.models.cct import CCT
+from reproduction.models.names import State
 from reproduction.models.vit import build_vit
+from reproduction.models.weights import fitting, read_weights
 from tokenmixup import TokenMixup, attach
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-NOT_FOR_THE_MODEL = ("name", "family", "htm_layer", "vtm_layer")
+NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer")
 
 
 def build_model(config: CCTConfig | ViTConfig, num_classes: int) -> nn.Module:
-    """The plain model, without TokenMixup."""
+    """The plain model, without TokenMixup, with the weights that training starts from."""
     settings = dataclasses.asdict(config)
     for key in NOT_FOR_THE_MODEL:
         del settings[key]
+    model: nn.Module
     if isinstance(config, CCTConfig):
-        return CCT(num_classes=num_classes, **settings)
-    return build_vit(num_classes=num_classes, **settings)
+        model = CCT(num_classes=num_classes, **settings)
+    else:
+        model = build_vit(num_classes=num_classes, **settings)
+    if config.weights is not None:
+        model.load_state_dict(start_weights(config.weights, model))
+    return model
+
+
+def start_weights(path: str, model: nn.Module) -> State:
+    """The file's parameters, all of the model's but for a head of another number of classes.
+
+    Raises UserError if the file is not readable or does not fit.
+    """
+    return fitting(read_weights("model.weights", Path(path)), model, keep_head=True)
 
 
 def build_module(
@@ -49,9 +65,8 @@ def build_module(
 
 def without_start(config: CCTConfig | ViTConfig) -> CCTConfig | ViTConfig:
     """The same model without the weights that training starts from, as others will be loaded."""
-    if isinstance(config, ViTConfig):
-        return dataclasses.replace(config, pretrained=None, weights=None)
-    return config
+    config = dataclasses.replace(config, weights=None)
+    return dataclasses.replace(config, pretrained=None) if isinstance(config, ViTConfig) else config
 
 
 def place(model: AnyModule, device: torch.device) -> AnyModule:

@@ -1,10 +1,8 @@
-"""Vision transformers of timm's, random, pretrained by name, or from a local file."""
+"""Vision transformers of timm's, random or pretrained by name."""
 
 import logging
 
 import timm
-import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from reproduction.errors import UserError, first_line
@@ -19,16 +17,13 @@ def build_vit(
     depth: int,
     global_pool: str,
     pretrained: str | None,
-    weights: str | None,
     drop: float,
     attn_drop: float,
     drop_path: float,
 ) -> nn.Module:
-    """timm's `architecture` with the tag `pretrained`, or with the parameters in `weights`.
+    """timm's `architecture`, with the weights that `pretrained` is timm's tag of, or random.
 
-    A file of timm's names (safetensors or a plain state dict) is taken whole, but for a head of
-    another number of classes. Raises UserError for an unknown name or tag, a failed download, and
-    a file or a size that does not fit.
+    Raises UserError for an unknown name or tag, a failed download, and a size that does not fit.
     """
     name = _timm_name(architecture, pretrained)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line says it, see below
@@ -55,8 +50,6 @@ def build_vit(
             "give a local file as model.weights instead"
         ) from error
     _check_sizes(model, architecture, depth, patch_size)
-    if weights is not None:
-        _load_weights(model, weights)
     return model
 
 
@@ -81,25 +74,3 @@ def _check_sizes(model: nn.Module, architecture: str, depth: int, patch_size: in
         raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
     if built_patch != patch_size:
         raise UserError(f"model.patch_size={patch_size}: {architecture} has {built_patch}")
-
-
-def _load_weights(model: nn.Module, path: str) -> None:
-    try:
-        if path.endswith(".safetensors"):
-            state = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each reader has errors of its own
-        raise UserError(f"model.weights={path}: not readable ({type(error).__name__})") from error
-    wanted = model.state_dict()
-    if not isinstance(state, dict) or not all(isinstance(x, torch.Tensor) for x in state.values()):
-        raise UserError(f"model.weights={path}: must hold a plain state dict")
-    for key in ("head.weight", "head.bias"):  # another number of classes: keep the new head
-        if key in state and state[key].shape != wanted[key].shape:
-            state[key] = wanted[key]
-    odd = sorted(set(state) ^ set(wanted)) or [
-        key for key in wanted if state[key].shape != wanted[key].shape
-    ]
-    if odd:
-        raise UserError(f"model.weights={path}: {len(odd)} parameters do not fit, e.g. {odd[0]}")
-    model.load_state_dict(state)

@@ -16,6 +16,7 @@ from reproduction.config import Config
 from reproduction.data.build import build_evaluation_transform
 from reproduction.data.sources import Source, load_source
 from reproduction.models.build import build_module, without_start
+from reproduction.models.weights import read_file
 from reproduction.reporting.figures import ORANGE, figure
 from tokenmixup import HorizontalMix
 
@@ -73,8 +74,7 @@ def _mix(
 ) -> HorizontalMix:
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)  # pairs of whole images
     module = build_module(without_start(config.model), stack, len(source.classes))
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    module.load_state_dict(state["module"])
+    module.load_state_dict(read_file(f"checkpoint={checkpoint}", checkpoint)["module"])
     module.model.eval()  # mixes as in training, without dropout
     with torch.no_grad():
         mix = module.mixed_pairs(images, F.one_hot(targets, len(source.classes)).float())

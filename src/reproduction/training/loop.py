@@ -184,7 +184,7 @@ class Trainer:
             self.logger.log(line)
             self.metrics_size = self.folder.metrics_size()
             if is_best:
-                save_plain(self.folder.best_path, self.module.model, self.classes)
+                save_plain(self.folder.best_path, self.module.model.state_dict(), self.classes)
             save_last(self.folder.last_path, self._state())
         self.world.barrier()
 

@@ -30,6 +30,7 @@ from reproduction.models.build import (
     count_parameters,
     place,
     pretrained_statistics,
+    start_weights,
     without_start,
 )
 from reproduction.ranks import is_first_rank
@@ -55,7 +56,9 @@ def preflight(config: Config) -> None:
         raise UserError(f"the first training image: {first_line(error)}") from error
     TrainingBatches(len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices)
     with torch.device("meta"):
-        build_module(without_start(config.model), config.augmentation, len(source.classes))
+        module = build_module(without_start(config.model), config.augmentation, len(source.classes))
+    if config.model.weights is not None:
+        start_weights(config.model.weights, module.model)
 
 
 def run_training(config: Config) -> dict[str, Any]:

@@ -1,0 +1,18 @@
+"""Writes the plain model of a run (run=FOLDER) or of a file (checkpoint=FILE model=...)."""
+
+from reproduction.cli import run
+from reproduction.export import Export, resolve
+from reproduction.ranks import is_first_rank
+
+
+def main(settings: Export) -> None:
+    """Writes `output`, whose names are ours for a CCT and timm's for a ViT."""
+    from reproduction.training.checkpoint import export
+
+    if is_first_rank():
+        export(settings.model, settings.checkpoint, settings.output)
+        print(f"written to {settings.output}")
+
+
+if __name__ == "__main__":
+    run("export", resolve, lambda settings: None, main)

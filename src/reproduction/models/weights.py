@@ -1,0 +1,172 @@
+"""Files of weights: ours, the published, Compact-Transformers', timm's, and the original ViT's.
+
+A file is known by its content, never by its name, and reading it executes nothing.
+"""
+
+import argparse
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from reproduction.errors import UserError, first_line
+from reproduction.models.names import State, from_jax, in_our_names
+
+# Where a dictionary keeps its parameters, if not on top: our runs, timm's and others' training
+# scripts. Averaged weights go first, as with timm's own loader.
+KEPT_UNDER = ("module", "state_dict_ema", "model_ema", "state_dict", "model")
+HEAD = ("head.weight", "head.bias")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A plain model's parameters under our names (CCT) or timm's (ViT).
+
+    `origin` is the `key=path` that gave them, `classes` the names of the classes, where known.
+    """
+
+    origin: str
+    state: State
+    classes: list[str] | None
+
+    @property
+    def num_classes(self) -> int:
+        """Of the head; 0 if there is none."""
+        bias = self.state.get("head.bias")
+        return 0 if bias is None else bias.numel()
+
+
+def read_weights(key: str, path: Path) -> Weights:
+    """Reads a file of any known kind; `key` is the setting that names it.
+
+    Kinds are safetensors, torch.save of a state dict or of a dictionary that holds one, and the
+    .npz of the original ViT. Raises UserError for a file that is missing, broken or none of these.
+    """
+    origin = f"{key}={path}"
+    content = read_file(origin, path)
+    try:
+        if isinstance(content, dict) and any(isinstance(x, np.ndarray) for x in content.values()):
+            return Weights(origin, from_jax(content), None)
+        state, classes = _parameters(content)
+        return Weights(origin, in_our_names(state), classes)
+    except ValueError as error:
+        raise UserError(f"{origin}: {error}") from error
+
+
+def fitting(weights: Weights, model: nn.Module, keep_head: bool = False) -> State:
+    """The state to load into `model`: exactly its parameters, in its shapes.
+
+    With `keep_head`, a file without a head or with one for another number of classes leaves the
+    model's own. Raises UserError that names what is missing, extra or of another shape.
+    """
+    wanted = model.state_dict()
+    state = dict(weights.state)
+    if keep_head and _has_other_classes(state, wanted):
+        state |= {name: wanted[name] for name in HEAD}
+    lists = {
+        "lacks parameters:": [name for name in wanted if name not in state],
+        "has others:": [name for name in state if name not in wanted],
+    }
+    if odd := [f"{what} {_few(names)}" for what, names in lists.items() if names]:
+        raise UserError(f"{weights.origin}: does not fit the model, {', '.join(odd)}")
+    odd = [name for name in wanted if _kind(state[name]) != _kind(wanted[name])]
+    if odd:
+        raise UserError(
+            f"{weights.origin}: does not fit the model, {len(odd)} of other shapes: {odd[0]} is "
+            f"{_kind(state[odd[0]])}, the model has {_kind(wanted[odd[0]])}"
+        )
+    return state
+
+
+def read_file(origin: str, path: Path) -> Any:
+    """What a file holds: tensors on the CPU, arrays (.npz) and plain values.
+
+    safetensors come as `module`, and `classes` if their metadata tells them. UserError begins with
+    `origin` and says that the file is missing or not readable.
+    """
+    if not path.is_file():
+        raise UserError(f"{origin}: there is no such file")
+    try:
+        return _reader(path)(path)
+    except Exception as error:  # torch, safetensors, numpy and zipfile raise many kinds
+        reason, _, _ = first_line(error).partition(". ")  # torch's second one is dangerous advice
+        raise UserError(f"{origin}: not readable: {reason}") from error
+
+
+def _reader(path: Path) -> Callable[[Path], Any]:
+    """safetensors begin with 8 bytes of length and JSON, an .npz is a zip file of .npy files."""
+    with path.open("rb") as file:
+        if file.read(9)[8:] == b"{":
+            return _read_safetensors
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith(".npy") for name in archive.namelist()):
+                return _read_npz
+    return _read_torch
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        classes = (file.metadata() or {}).get("classes", "null")
+    return {"module": state, "classes": json.loads(classes)}
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+def _read_torch(path: Path) -> Any:
+    """Refuses any pickled object but the settings of timm's script and of the published files."""
+    with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(file, map_location="cpu", weights_only=True)  # of a path it sees the name
+
+
+def _parameters(content: Any) -> tuple[State, list[str] | None]:
+    """(the parameters, the classes that a run of ours keeps beside them)."""
+    if not isinstance(content, dict):
+        raise ValueError(f"holds no state dict but {type(content).__name__}")
+    classes = content.get("classes") if "module" in content else None
+    if not (classes is None or (isinstance(classes, list) and {type(x) for x in classes} == {str})):
+        raise ValueError("holds classes that are no list of names")
+    inner = [content[key] for key in KEPT_UNDER if isinstance(content.get(key), dict)]
+    state = dict(inner[0] if inner else content)
+    if odd := [str(name) for name, value in state.items() if not _is_parameter(name, value)]:
+        raise ValueError(f"holds no state dict, these are no parameters: {_few(odd)}")
+    return state, classes
+
+
+def _is_parameter(name: Any, value: Any) -> bool:
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+    return isinstance(name, str) and is_dense
+
+
+def _has_other_classes(state: State, wanted: State) -> bool:
+    """Whether there is no head, or a whole one of the same width for other classes."""
+    if not all(name in wanted for name in HEAD):
+        return False
+    found = [state[name] for name in HEAD if name in state]
+    if len(found) < len(HEAD):
+        return not found
+    (weight, bias), n = found, found[1].numel()
+    width = wanted[HEAD[0]].shape[1]
+    return n != len(wanted[HEAD[1]]) and weight.shape == (n, width) and bias.shape == (n,)
+
+
+def _kind(value: Tensor) -> str:
+    shape = str(list(value.shape))
+    return shape if value.is_floating_point() else f"{shape} of {value.dtype}"
+
+
+def _few(names: list[str]) -> str:
+    """How many they are, and the first of them."""
+    more = ", ..." if len(names) > 3 else ""
+    return f"{len(names)} ({', '.join(names[:3])}{more})"

@@ -1,0 +1,550 @@
+"""Files of weights that other programs wrote: what they hold, and what is refused."""
+
+import argparse
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from reproduction.cli import compose
+from reproduction.errors import UserError
+from reproduction.models.build import build_model
+from reproduction.models.cct import CCT
+from reproduction.models.names import in_our_names
+from reproduction.models.weights import fitting, read_weights
+from reproduction.parse import parse
+from reproduction.training.checkpoint import save_last
+from tests.conftest import small_cct, small_vit
+from tests.reproduction.conftest import SMALL, Command
+from tokenmixup import attach
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+PUBLISHED = yaml.safe_load((FIXTURES / "published_names.yaml").read_text())
+PUBLISHED_FILES = [(kind, name) for kind in PUBLISHED for name in PUBLISHED[kind]["files"]]
+VIT_BASE = "vit_base_patch16_224"
+State = dict[str, Tensor]
+
+
+def configured(*overrides: str, classes: int) -> nn.Module:
+    return build_model(parse(compose("train", list(overrides)).raw).model, classes)
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def as_published_cct(state: State) -> dict[str, Any]:
+    """What the published CCT training script saves."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    optimizer.step()
+    return {
+        "epoch": 299,
+        "arch": "cct_7_3x1_32",
+        "state_dict": OrderedDict(state),
+        "optimizer": optimizer.state_dict(),
+        "version": 2,
+        "args": argparse.Namespace(lr=6e-4, mean=[0.5, 0.5, 0.5], amp=True, resume="", seed=None),
+        "amp_scaler": {"scale": 65536.0, "growth_interval": 2000, "_growth_tracker": 0},
+        "metric": 83.57,
+    }
+
+
+def published_shapes(kind: str, file: str) -> dict[str, list[int]]:
+    facts = PUBLISHED[kind]
+    settings = facts["files"][file]
+    shapes = dict(facts["once"])
+    for block in range(facts["depth"]):
+        groups = ["block", "separate" if block == settings.get("vtm") else "fused"]
+        groups += ["scorenet"] * (block == settings.get("htm"))
+        for group in groups:
+            shapes |= {name.format(block): shape for name, shape in facts[group].items()}
+    classes = settings["classes"]
+    return {k: [classes if n == "classes" else n for n in shape] for k, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("kind", "file"), PUBLISHED_FILES)
+def test_published_names_and_shapes_are_the_models(tmp_path, kind, file):
+    classes = PUBLISHED[kind]["files"][file]["classes"]
+    shapes = published_shapes(kind, file)
+    with torch.device("meta"):
+        model = configured(f"model={'cct_7_3x1' if kind == 'cct' else VIT_BASE}", classes=classes)
+        state = in_our_names({name: torch.empty(shape) for name, shape in shapes.items()})
+    wanted = model.state_dict()
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in wanted.items()}
+    if kind == "cct":
+        zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        torch.save(as_published_cct(zeros), tmp_path / "file")
+        weights = read_weights("checkpoint", tmp_path / "file")
+        assert fitting(weights, model).keys() == wanted.keys()
+
+
+def recorded_cct() -> nn.Module:
+    return CCT(
+        num_classes=10,
+        image_size=32,
+        embed_dim=32,
+        depth=4,
+        num_heads=2,
+        mlp_ratio=2.0,
+        conv_layers=2,
+        positional_embedding="learnable",
+        drop=0.0,
+        attn_drop=0.0,
+        drop_path=0.0,
+    )
+
+
+def recorded_vit() -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=48,
+        depth=5,
+        num_heads=3,
+        mlp_ratio=2.0,
+        num_classes=10,
+    )
+
+
+def with_module_prefix(state: State) -> dict[str, Any]:
+    return {"model": {f"module.{name}": value for name, value in state.items()}}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "build", "written"),
+    [
+        ("cct_base", recorded_cct, dict),  # as Compact-Transformers' files
+        ("cct_base", recorded_cct, with_module_prefix),
+        ("cct_vtm", recorded_cct, as_published_cct),
+        ("cct_htm_then_vtm", recorded_cct, as_published_cct),
+        ("vit_htm_then_vtm", recorded_vit, OrderedDict),
+    ],
+)
+def test_published_weights_give_the_published_logits(tmp_path, recorded, build, written):
+    arrays = dict(np.load(FIXTURES / f"{recorded}.npz"))
+    state = {
+        name.removeprefix("state/"): torch.from_numpy(array)
+        for name, array in arrays.items()
+        if name.startswith("state/")
+    }
+    torch.save(written(state), tmp_path / "file.any")
+    model = build().eval()
+    model.load_state_dict(fitting(read_weights("checkpoint", tmp_path / "file.any"), model))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(arrays["images"]))
+    expected = torch.from_numpy(arrays["eval_logits"])
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_the_class_token_of_compact_transformers_is_ours():
+    state = {"classifier.class_emb": torch.ones(1, 1, 4), "classifier.fc.bias": torch.zeros(2)}
+    assert list(in_our_names(state)) == ["cls_token", "head.bias"]
+
+
+def jax_arrays(classes: int = 10, pre_logits: bool = False) -> dict[str, np.ndarray]:
+    """The original ViT's names and layouts, of the size of `recorded_vit`."""
+    d, heads, mlp, depth = 48, 3, 96, 5
+    block = "Transformer/encoderblock_{}/"
+    shapes: dict[str, tuple[int, ...]] = {
+        "cls": (1, 1, d),
+        "embedding/kernel": (8, 8, 3, d),
+        "embedding/bias": (d,),
+        "Transformer/posembed_input/pos_embedding": (1, 17, d),
+        "Transformer/encoder_norm/scale": (d,),
+        "Transformer/encoder_norm/bias": (d,),
+        "head/kernel": (d, classes),
+        "head/bias": (classes,),
+    }
+    if pre_logits:
+        shapes |= {"pre_logits/kernel": (d, d), "pre_logits/bias": (d,)}
+    for i in range(depth):
+        one = {
+            "MlpBlock_3/Dense_0/kernel": (d, mlp),
+            "MlpBlock_3/Dense_0/bias": (mlp,),
+            "MlpBlock_3/Dense_1/kernel": (mlp, d),
+            "MlpBlock_3/Dense_1/bias": (d,),
+            "MultiHeadDotProductAttention_1/out/kernel": (heads, d // heads, d),
+            "MultiHeadDotProductAttention_1/out/bias": (d,),
+        }
+        for part in ("query", "key", "value"):
+            one[f"MultiHeadDotProductAttention_1/{part}/kernel"] = (d, heads, d // heads)
+            one[f"MultiHeadDotProductAttention_1/{part}/bias"] = (heads, d // heads)
+        for norm in ("LayerNorm_0", "LayerNorm_2"):
+            one |= {f"{norm}/scale": (d,), f"{norm}/bias": (d,)}
+        shapes |= {block.format(i) + name: shape for name, shape in one.items()}
+    rng = np.random.default_rng(0)
+    return {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
+
+
+def test_jax_arrays_become_what_timm_makes_of_them(tmp_path):
+    path = tmp_path / "ViT.npz"
+    np.savez(path, **jax_arrays())
+    theirs = recorded_vit()
+    theirs.load_pretrained(str(path))  # type: ignore[operator]
+    ours = fitting(read_weights("checkpoint", path), recorded_vit())
+    assert same(ours, theirs.state_dict())
+
+
+def test_a_head_on_a_representation_layer_is_not_ours(tmp_path):
+    path = tmp_path / "ViT.npz"
+    np.savez(path, **jax_arrays(pre_logits=True))
+    weights = read_weights("checkpoint", path)
+    with pytest.raises(UserError, match=r"lacks parameters: 2 \(head.weight, head.bias\)$"):
+        fitting(weights, recorded_vit())
+    model = recorded_vit()
+    state = fitting(weights, model, keep_head=True)
+    assert torch.equal(state["head.weight"], model.state_dict()["head.weight"])
+    assert torch.equal(state["cls_token"], weights.state["cls_token"])
+
+
+def doubled(state: State) -> State:
+    return {name: 2 * value for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda state: state,
+        lambda state: {"model": state, "epoch": 3},
+        lambda state: {"state_dict": state, "args": argparse.Namespace(lr=0.1)},
+        lambda state: {"state_dict": doubled(state), "state_dict_ema": state},
+        lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}},
+        lambda state: {f"_orig_mod.module.{k}": v for k, v in state.items()},
+        lambda state: {k: nn.Parameter(v) for k, v in state.items()},
+    ],
+    ids=["bare", "model", "state_dict", "ema", "ddp", "compiled", "parameters"],
+)
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_timm_state_dicts_are_found_wherever_they_are_kept(tmp_path, written, legacy):
+    donor = small_vit()
+    path = tmp_path / "weights.safetensors"  # a name tells nothing
+    torch.save(written(donor.state_dict()), path, _use_new_zipfile_serialization=not legacy)
+    weights = read_weights("checkpoint", path)
+    assert same(fitting(weights, donor), donor.state_dict())
+    assert weights.classes is None
+
+
+def test_safetensors_are_known_by_their_content(tmp_path):
+    donor = small_vit()
+    save_file(donor.state_dict(), tmp_path / "weights.bin", metadata={"format": "pt"})
+    weights = read_weights("checkpoint", tmp_path / "weights.bin")
+    assert same(fitting(weights, donor), donor.state_dict())
+
+
+def test_a_training_state_gives_the_plain_model_and_its_classes(tmp_path):
+    model = small_cct()
+    module = attach(model, 5, htm={"layer": 1, "tau": 2.0, "rho": 0.1})
+    assert any(name.startswith("scorenet.") for name in module.state_dict())
+    save_last(tmp_path / "last.pt", {"module": module.state_dict(), "classes": list("abcde")})
+    weights = read_weights("checkpoint", tmp_path / "last.pt")
+    assert same(weights.state, model.state_dict())
+    assert weights.classes == list("abcde")
+
+
+@pytest.mark.parametrize("model", ["cct_2_3x2", "vit_tiny_patch16_224"])
+def test_training_starts_from_a_file_and_keeps_a_new_head(tmp_path, model):
+    small = [f"model={model}", "model.image_size=32"]
+    path = tmp_path / "weights.pth"
+    donor = configured(*small, classes=7).state_dict()
+    torch.save(donor, path)
+    start = [*small, f"model.weights={path}"]
+    assert same(configured(*start, classes=7).state_dict(), donor)
+    torch.manual_seed(5)
+    other = configured(*start, classes=3).state_dict()
+    torch.manual_seed(5)
+    fresh = configured(*small, classes=3).state_dict()
+    for name, value in other.items():
+        assert torch.equal(value, (fresh if name.startswith("head.") else donor)[name]), name
+    torch.save({k: v for k, v in donor.items() if k != "head.bias"}, path)
+    with pytest.raises(
+        UserError, match=rf"model.weights={path}.* lacks parameters: 1 \(head.bias\)$"
+    ):
+        configured(*start, classes=3)
+
+
+def cct_state(**changes: Tensor | None) -> State:
+    """A small CCT's parameters with some replaced, or left out; `__` stands for a dot."""
+    state = small_cct().state_dict()
+    for name, value in changes.items():
+        state.pop(name.replace("__", "."), None)
+        if value is not None:
+            state[name.replace("__", ".")] = value
+    return state
+
+
+def recorded_state(**changes: Tensor | None) -> State:
+    """The published names of a small CCT."""
+    arrays = np.load(FIXTURES / "cct_base.npz")
+    state = {k.removeprefix("state/"): torch.from_numpy(arrays[k]) for k in arrays if "state" in k}
+    for name, value in changes.items():
+        if value is not None:
+            state[name.replace("__", ".")] = value
+        else:
+            del state[name.replace("__", ".")]
+    return state
+
+
+QUERY = "classifier__blocks__0__self_attn__query__weight"
+REFUSED_BY_SMALL_CCT = {
+    "missing": (lambda: cct_state(norm__bias=None), r"lacks parameters: 1 \(norm.bias\)$"),
+    "extra": (lambda: cct_state(typo=torch.ones(1)), r"has others: 1 \(typo\)$"),
+    "shape": (
+        lambda: cct_state(norm__bias=torch.ones(3)),
+        r"1 of other shapes: norm.bias is \[3\], the model has \[32\]$",
+    ),
+    "integers": (
+        lambda: cct_state(norm__bias=torch.ones(32, dtype=torch.int64)),
+        r"norm.bias is \[32\] of torch.int64, the model has \[32\]$",
+    ),
+    "another model": (
+        lambda: small_vit().state_dict(),
+        r"lacks parameters: 3 \(token.*pool.bias\), has others: 7 \(cls_token.*, \.\.\.\)$",
+    ),
+    "nothing": (dict, r"lacks parameters: 52 \(pos_embed, tokenizer\S+, blocks\S+, \.\.\.\)$"),
+    "list": (lambda: [1, 2], r"holds no state dict but list$"),
+    "settings": (lambda: {"lr": 1, 2: 3}, r"these are no parameters: 2 \(lr, 2\)$"),
+    "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, r"these are no parameters: 1 \(a\)$"),
+    "no values": (
+        lambda: {"a": torch.ones(2, device="meta")},
+        r"these are no parameters: 1 \(a\)$",
+    ),
+    "odd classes": (
+        lambda: {"module": cct_state(), "classes": [1, 2]},
+        r"classes that are no list of names$",
+    ),
+}
+REFUSED_BY_RECORDED_CCT = {
+    "published, missing": (
+        lambda: recorded_state(classifier__norm__bias=None),
+        r"lacks parameters: 1 \(norm.bias\)$",
+    ),
+    "published, query without key": (
+        lambda: recorded_state(**{QUERY: torch.ones(32, 32)}),
+        r"has others: 1 \(blocks.0.attn.query.weight\)$",
+    ),
+    "published, unknown part of a block": (
+        lambda: recorded_state(classifier__blocks__0__small_h_mlp__weight=torch.ones(1)),
+        r"has others: 1 \(classifier.blocks.0.small_h_mlp.weight\)$",
+    ),
+    "published, one twice": (
+        lambda: recorded_state(head__bias=torch.ones(10)),
+        r"two parameters would be head.bias",
+    ),
+}
+REFUSED: list[Any] = [
+    pytest.param(build, content, message, id=case)
+    for build, cases in (
+        (small_cct, REFUSED_BY_SMALL_CCT),
+        (recorded_cct, REFUSED_BY_RECORDED_CCT),
+    )
+    for case, (content, message) in cases.items()
+]
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
+@pytest.mark.parametrize(("build", "content", "message"), REFUSED)
+def test_what_does_not_fit_is_refused_by_name(tmp_path, build, content, message):
+    path = tmp_path / "x.pth"
+    torch.save(content(), path)
+    with pytest.raises(UserError, match=message) as refused:
+        fitting(read_weights("checkpoint", path), build())
+    assert str(refused.value).startswith(f"checkpoint={path}: ")
+    assert "\n" not in str(refused.value)
+
+
+def halved(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def scrambled(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    path.write_bytes(rng.integers(0, 256, path.stat().st_size, dtype=np.uint8).tobytes())
+
+
+@pytest.mark.parametrize("harm", [halved, scrambled, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: torch.save(small_cct().state_dict(), path),
+        lambda path: save_file(small_cct().state_dict(), path),
+        lambda path: path.write_bytes(npz_bytes(path.with_suffix(".npz"))),
+    ],
+    ids=["torch", "safetensors", "npz"],
+)
+def test_broken_files_are_not_readable(tmp_path, write, harm):
+    path = tmp_path / "broken"
+    write(path)
+    harm(path)
+    with pytest.raises(UserError, match=rf"^checkpoint={path}: not readable: [^\n]+$"):
+        read_weights("checkpoint", path)
+
+
+def npz_bytes(path: Path) -> bytes:
+    np.savez(path, **jax_arrays())
+    return path.read_bytes()
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(UserError, match="there is no such file"):
+        read_weights("checkpoint", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"cls": np.array([{}], dtype=object)}, "not readable: ValueError: Object arrays"),
+        ({"cls": np.ones((1, 1, 4), dtype=np.int32)}, "cls is int32, must be one of float16"),
+        (
+            {"Transformer/encoderblock_0/MultiHeadDotProductAttention_1/out/kernel": np.ones(3)},
+            r"out/kernel is \[3\], must be \(h e d\)$",
+        ),
+        ({"images": np.ones(3)}, r"lacks .* has others: 1 \(images\)$"),
+    ],
+)
+def test_arrays_of_another_kind_are_refused(tmp_path, arrays, message):
+    path = tmp_path / "x.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(UserError, match=message):
+        fitting(read_weights("checkpoint", path), small_vit())
+
+
+class Intruder:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("inside", [lambda x: x, lambda x: argparse.Namespace(lr=x)])
+def test_reading_executes_nothing(tmp_path, inside):
+    made, path = tmp_path / "made", tmp_path / "x.pth"
+    torch.save({"state_dict": cct_state(), "args": inside(Intruder(made))}, path)
+    with pytest.raises(UserError, match=r"not readable: UnpicklingError: [^.\n]*$"):
+        read_weights("checkpoint", path)
+    assert not made.exists()
+    torch.load(path, weights_only=False)
+    assert made.is_dir(), "the file is dangerous to who unpickles it"
+
+
+def cct_file(path: Path, classes: int) -> Path:
+    """A file with the published names, of the default model: its qkv split in the last block."""
+    model = configured(classes=classes)
+    names = {
+        "norm1": "pre_norm",
+        "norm2": "norm1",
+        "attn": "self_attn",
+        "pos_embed": "positional_emb",
+    }
+    state: State = {}
+    for name, value in model.state_dict().items():
+        parts = name.replace("mlp.fc", "linear").replace("head.", "fc.").split(".")
+        new = ".".join(names.get(part, part) for part in parts)
+        new = new if new.startswith("tokenizer.") else f"classifier.{new}"
+        if "blocks.1." in new and "qkv" in new:
+            thirds = dict(zip(("query", "key", "value"), value.chunk(3), strict=True))
+            state |= {new.replace("qkv", k): third for k, third in thirds.items()}
+        else:
+            state[new] = value
+    torch.save(as_published_cct(state), path)
+    return path
+
+
+def test_eval_takes_a_published_file_with_the_classes_of_the_data(command: Command, tmp_path: Path):
+    ended = command("eval", f"checkpoint={cct_file(tmp_path / 'ten.pth.tar', 10)}", "device=cpu")
+    assert ended.status == 0, ended.err
+    assert "on 360 images of digits" in ended.out
+    ended = command("eval", f"checkpoint={cct_file(tmp_path / 'hundred.pth.tar', 100)}")
+    assert ended.status == 2
+    assert "head.weight is [100, 128], the model has [10, 128]" in ended.err
+    assert len(ended.lines) == 1
+
+
+def test_weights_to_start_from_are_checked_before_the_first_run(command: Command, tmp_path: Path):
+    file = cct_file(tmp_path / "x.pth.tar", 100)
+    ended = command("train", "-m", f"model.weights={file}", "model.depth=2,3", *SMALL)
+    assert ended.status == 2
+    assert f"model.weights={file}: does not fit the model" in ended.err
+    assert len(ended.lines) == 1
+    assert not (tmp_path / "outputs").exists()
+    small = [x for x in SMALL if "embed_dim" not in x]
+    started = command("train", f"model.weights={file}", "name=started", *small)
+    assert started.status == 0, started.err
+
+
+def test_an_exported_vit_is_a_file_of_timms(command: Command, tmp_path: Path):
+    vit = ["model=vit_tiny_patch16_224", "model.image_size=32"]
+    donor = configured(*vit, classes=10).eval()
+    module = attach(donor, 10, vtm={"layer": 1, "kappa": 1})
+    torch.save({"module": module.state_dict()}, tmp_path / "x.pt")
+    ended = command("export", "checkpoint=x.pt", *vit, "output=files/vit.safetensors")
+    assert ended.status == 0, ended.err
+    file = tmp_path / "files" / "vit.safetensors"
+    settings: dict[str, Any] = {"img_size": 32, "num_classes": 10}
+    name = "vit_tiny_patch16_224"
+    plain = timm.create_model(name, checkpoint_path=str(file), **settings)
+    overlaid = timm.create_model(
+        name,
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(file), "num_classes": 10},
+        **settings,
+    )
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(images), donor(images))
+        assert torch.equal(overlaid.eval()(images), donor(images))
+
+
+def test_export_of_a_run_needs_no_data_and_overwrites_nothing(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", *SMALL).status == 0
+    config = tmp_path / "outputs/mine/config.yaml"
+    saved = yaml.safe_load(config.read_text())
+    saved["dataset"] |= {"name": "imagenet1k", "root": "elsewhere"}
+    config.write_text(yaml.safe_dump(saved))
+    for which, output in (("last", "a.safetensors"), ("best", "b.safetensors")):
+        ended = command("export", "run=outputs/mine", f"weights={which}", f"output={output}")
+        assert ended.status == 0, ended.err
+    best = load_file(tmp_path / "outputs/mine/checkpoints/best.safetensors")
+    assert same(load_file(tmp_path / "b.safetensors"), best)
+    results = set()
+    for name in ("outputs/mine/checkpoints/last.pt", "a.safetensors"):
+        ended = command("eval", f"checkpoint={name}", "model.embed_dim=16", "device=cpu")
+        assert ended.out.startswith(f"{name}: top-1 "), ended.err
+        results.add(ended.out.splitlines()[0].partition(": ")[2])
+    assert len(results) == 1
+    before = (tmp_path / "a.safetensors").read_bytes()
+    ended = command("export", "run=outputs/mine", "weights=best", "output=a.safetensors")
+    assert (ended.status, len(ended.lines)) == (2, 1)
+    assert "output=a.safetensors: exists already" in ended.err
+    assert (tmp_path / "a.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("checkpoint=x.pth", "output=None: must be a file ending in .safetensors"),
+        ("checkpoint=x.pth output=y.pth", "output=y.pth: must be a file ending in .safetensors"),
+        ("checkpoint=x.pth output=/dev/null/y.safetensors", "no writable folder"),
+        ("checkpoint=x.pth output=y.safetensors dataset=digits", "dataset=digits: does not belong"),
+        ("checkpoint=x.pth output=y.safetensors model=cct_7_3x1", "does not fit the model"),
+        ("output=y.safetensors", "give one of them, a run folder or a file"),
+    ],
+)
+def test_export_refuses_in_one_line(command: Command, tmp_path: Path, line: str, part: str):
+    torch.save(cct_state(), tmp_path / "x.pth")
+    ended = command("export", *line.split())
+    assert (ended.status, len(ended.lines)) == (2, 1), ended
+    assert part in ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
