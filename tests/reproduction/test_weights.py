@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from reproduction.cli import compose
 from reproduction.errors import UserError
 from reproduction.models.build import build_model
-from reproduction.models.cct import CCT
 from reproduction.models.names import in_our_names
 from reproduction.models.weights import fitting, read_weights
 from reproduction.parse import parse
 from reproduction.training.checkpoint import save_last
 from tests.conftest import small_cct, small_vit
 from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.recorded import FIXTURES, Recorded, recorded_cct, recorded_vit
 from tokenmixup import attach
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 PUBLISHED = yaml.safe_load((FIXTURES / "published_names.yaml").read_text())
 PUBLISHED_FILES = [(kind, name) for kind in PUBLISHED for name in PUBLISHED[kind]["files"]]
 VIT_BASE = "vit_base_patch16_224"
@@ -87,62 +86,28 @@ def test_published_names_and_shapes_are_the_models(tmp_path, kind, file):
         assert fitting(weights, model).keys() == wanted.keys()
 
 
-def recorded_cct() -> nn.Module:
-    return CCT(
-        num_classes=10,
-        image_size=32,
-        embed_dim=32,
-        depth=4,
-        num_heads=2,
-        mlp_ratio=2.0,
-        conv_layers=2,
-        positional_embedding="learnable",
-        drop=0.0,
-        attn_drop=0.0,
-        drop_path=0.0,
-    )
-
-
-def recorded_vit() -> nn.Module:
-    return timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=32,
-        patch_size=8,
-        embed_dim=48,
-        depth=5,
-        num_heads=3,
-        mlp_ratio=2.0,
-        num_classes=10,
-    )
-
-
 def with_module_prefix(state: State) -> dict[str, Any]:
     return {"model": {f"module.{name}": value for name, value in state.items()}}
 
 
 @pytest.mark.parametrize(
-    ("recorded", "build", "written"),
+    ("recorded", "written"),
     [
-        ("cct_base", recorded_cct, dict),  # as Compact-Transformers' files
-        ("cct_base", recorded_cct, with_module_prefix),
-        ("cct_vtm", recorded_cct, as_published_cct),
-        ("cct_htm_then_vtm", recorded_cct, as_published_cct),
-        ("vit_htm_then_vtm", recorded_vit, OrderedDict),
+        ("cct_base", dict),  # as Compact-Transformers' files
+        ("cct_base", with_module_prefix),
+        ("cct_vtm", as_published_cct),
+        ("cct_htm_then_vtm", as_published_cct),
+        ("vit_htm_then_vtm", OrderedDict),
     ],
 )
-def test_published_weights_give_the_published_logits(tmp_path, recorded, build, written):
-    arrays = dict(np.load(FIXTURES / f"{recorded}.npz"))
-    state = {
-        name.removeprefix("state/"): torch.from_numpy(array)
-        for name, array in arrays.items()
-        if name.startswith("state/")
-    }
-    torch.save(written(state), tmp_path / "file.any")
-    model = build().eval()
+def test_published_weights_give_the_published_logits(tmp_path, recorded, written):
+    found = Recorded(recorded)
+    torch.save(written(found.under("state")), tmp_path / "file.any")
+    model = found.build().eval()
     model.load_state_dict(fitting(read_weights("checkpoint", tmp_path / "file.any"), model))
     with torch.no_grad():
-        logits = model(torch.from_numpy(arrays["images"]))
-    expected = torch.from_numpy(arrays["eval_logits"])
+        logits = model(found.tensor("images"))
+    expected = found.tensor("eval_logits")
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

@@ -1,0 +1,66 @@
+"""Small models that the published code recorded: parameters, settings and what it computed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from torch import Tensor, nn
+
+from reproduction.models.cct import CCT
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+class Recorded:
+    """One file of arrays."""
+
+    def __init__(self, name: str):
+        self.is_cct = name.startswith("cct")
+        self.arrays: dict[str, Any] = dict(np.load(FIXTURES / f"{name}.npz"))
+
+    def tensor(self, key: str) -> Tensor:
+        return torch.from_numpy(self.arrays[key])
+
+    def under(self, folder: str) -> dict[str, Tensor]:
+        """Everything whose key begins with `folder/`."""
+        prefix = f"{folder}/"
+        return {
+            key.removeprefix(prefix): torch.from_numpy(np.asarray(value))
+            for key, value in self.arrays.items()
+            if key.startswith(prefix)
+        }
+
+    def build(self) -> nn.Module:
+        """The plain model, without the recorded parameters."""
+        return recorded_cct() if self.is_cct else recorded_vit()
+
+
+def recorded_cct() -> nn.Module:
+    return CCT(
+        num_classes=10,
+        image_size=32,
+        embed_dim=32,
+        depth=4,
+        num_heads=2,
+        mlp_ratio=2.0,
+        conv_layers=2,
+        positional_embedding="learnable",
+        drop=0.0,
+        attn_drop=0.0,
+        drop_path=0.0,
+    )
+
+
+def recorded_vit() -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=48,
+        depth=5,
+        num_heads=3,
+        mlp_ratio=2.0,
+        num_classes=10,
+    )

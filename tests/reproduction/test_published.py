@@ -1,0 +1,139 @@
+"""The published code's whole models, reproduced with the published switches.
+
+Arrays agree when max |a - b| <= 1e-4 max |b|, gradient norms to 3e-4; those recorded below 1e-6
+(the gradient of a shift that softmax does not see) are 0 but for rounding.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from reproduction.models.names import in_our_names
+from tests.reproduction.recorded import Recorded
+from tokenmixup import Output, TokenMixup, attach, training_loss
+
+NAMES = [
+    f"{model}_{stack}"
+    for model in ("cct", "vit")
+    for stack in ("base", "htm", "vtm", "htm_then_vtm", "vtm_then_htm")
+] + ["cct_htm_stopgrad"]
+SCORENET = {  # published name -> ours
+    "small_h_attention_pool": "pool",
+    "small_h_fc": "head",
+    "scorenet": "head",
+}
+
+
+def published_module(recorded: Recorded) -> TokenMixup:
+    settings = {key: value.item() for key, value in recorded.under("setting").items()}
+    htm: dict[str, Any] | None = None
+    vtm: dict[str, Any] | None = None
+    if "horizontal_mixup" in settings:
+        htm = {
+            "layer": settings["horizontal_layer"],
+            "tau": 10 * settings["tau"],  # published: cross-entropy times 0.1
+            "rho": settings["rho"],
+            # the published ViT always stops it
+            "stop_gradient": settings.get("scorenet_stopgrad", not recorded.is_cct),
+            "mask_rule": "published",
+            "order": "published",
+        }
+    if "vertical_mixup" in settings:
+        vtm = {
+            "layer": settings["vertical_layer"],
+            "kappa": settings["kappa"],
+            "class_token_offset": "published",
+        }
+    model = recorded.build()
+    model.load_state_dict(in_our_names(recorded.under("state")))
+    module = attach(model, 10, htm=htm, vtm=vtm)
+    if module.scorenet is not None:
+        module.scorenet.load_state_dict(scorenet_state(recorded.under("state")))
+    return module
+
+
+def scorenet_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, value in state.items():
+        *_, part, leaf = name.split(".")
+        if part in SCORENET:
+            found[f"{SCORENET[part]}.{leaf}"] = value
+    return found
+
+
+def gradient_norms(module: TokenMixup, names: list[str], state: dict[str, Tensor]) -> list[Tensor]:
+    """Norms of the gradients of the published parameters, also of those that are one of ours.
+
+    Numbers in place of the published values tell what became of each.
+    """
+    numbered = {name: torch.full_like(state[name], i) for i, name in enumerate(names)}
+    ours = {f"model.{key}": value for key, value in in_our_names(numbered).items()}
+    ours |= {f"scorenet.{key}": value for key, value in scorenet_state(numbered).items()}
+    squares = torch.zeros(len(names), dtype=torch.float64)
+    parameters = dict(module.named_parameters())
+    for name, number in ours.items():
+        gradient = parameters[name].grad
+        assert gradient is not None, name
+        squares.index_add_(0, number.flatten().long(), gradient.flatten().double().square())
+    return list(squares.sqrt())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_published_model_is_reproduced(name: str):
+    recorded = Recorded(name)
+    module = published_module(recorded)
+    images, targets = recorded.tensor("images"), recorded.tensor("targets")
+    with torch.no_grad():
+        close(module.eval()(images), recorded.tensor("eval_logits"))
+    output = module.train()(images, targets)
+    assert isinstance(output, Output)
+    close(output.logits, recorded.tensor("train_logits"))
+    close(output.targets, recorded.tensor("train_targets"))
+    if "score_logits" in recorded.arrays:
+        assert output.score_logits is not None
+        close(output.score_logits, recorded.tensor("score_logits"))
+        expected = float(recorded.arrays["difficulty"].mean())
+        assert float(output.stats["difficulty"]) == pytest.approx(expected, rel=1e-4)
+        assert 0 < output.stats["mixed_samples"] < len(images)
+        assert output.stats["mixed_tokens"] > 0
+    if "mean_tokens_mixed" in recorded.arrays:
+        mixed = float(recorded.arrays["mean_tokens_mixed"])
+        assert float(output.stats["mixed_tokens"]) == pytest.approx(mixed, rel=1e-4)
+    loss = training_loss(output, float(recorded.arrays["score_loss_weight"]))
+    assert loss.item() == pytest.approx(float(recorded.arrays["train_loss"]), rel=1e-4)
+    loss.backward()
+    norms = recorded.under("grad_norm")
+    assert norms.keys() == recorded.under("state").keys()
+    found = gradient_norms(module, list(norms), recorded.under("state"))
+    for key, ours, theirs in zip(norms, found, norms.values(), strict=True):
+        if theirs < 1e-6:
+            assert ours < 1e-6, key
+        else:
+            assert float(ours) == pytest.approx(float(theirs), rel=3e-4), key
+
+
+@pytest.mark.parametrize("name", ["cct_htm_then_vtm", "vit_htm_then_vtm"])
+@pytest.mark.parametrize("switch", ["mask_rule", "order", "class_token_offset"])
+def test_every_switch_is_needed(name: str, switch: str):
+    recorded = Recorded(name)
+    module = published_module(recorded)
+    assert module.htm is not None and module.vtm is not None
+    papers = {"mask_rule": "paper", "order": "in_place", "class_token_offset": "paper"}[switch]
+    settings = {"htm": vars(module.htm).copy(), "vtm": vars(module.vtm).copy()}
+    settings["vtm" if switch == "class_token_offset" else "htm"][switch] = papers
+    other = attach(module.model, 10, **settings)
+    assert other.scorenet is not None and module.scorenet is not None
+    other.scorenet.load_state_dict(module.scorenet.state_dict())
+    with torch.no_grad():
+        output = other.train()(recorded.tensor("images"), recorded.tensor("targets"))
+    assert isinstance(output, Output)
+    expected = recorded.tensor("train_logits")
+    difference = float((output.logits - expected).abs().max() / expected.abs().max())
+    has_effect = switch != "class_token_offset" or not recorded.is_cct
+    assert (difference > 1e-3) == has_effect
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
