@@ -3,13 +3,28 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.config import CCT, HTM, VTM, Augmentation, Config, Recipe, Transforms, ViT
+from reproduction.config import (
+    CCT,
+    HTM,
+    VTM,
+    AnyModel,
+    Augmentation,
+    Config,
+    Library,
+    Recipe,
+    Transformer,
+    Transforms,
+    ViT,
+)
 from reproduction.data.folders import missing_data
 
 
 def problems(config: Config) -> Iterator[str]:
     """What is wrong between fields, one line each: key, value and what is allowed."""
-    yield from _mixing_problems(config.model, config.augmentation)
+    if isinstance(config.model, Transformer):
+        yield from _mixing_problems(config.model, config.augmentation)
+    elif problem := unservable(config.model.name, config.augmentation.stack):
+        yield problem
     yield from _recipe_problems(config.recipe, config.devices)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)
@@ -17,7 +32,18 @@ def problems(config: Config) -> Iterator[str]:
         yield problem
 
 
-def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
+def unservable(name: str, stack: list[str]) -> str | None:
+    """Why the stack cannot be trained on a model that is no Transformer; None if it can."""
+    if not {"htm", "vtm", "manifold_mixup"} & set(stack):
+        return None
+    return (
+        f"augmentation=[{','.join(stack)}]: {name} is no transformer of plain blocks, which htm, "
+        "vtm and manifold_mixup need; allowed are augmentation=[mixup,cutmix], [mixup], [cutmix] "
+        "and []"
+    )
+
+
+def _mixing_problems(model: Transformer, stack: Augmentation) -> Iterator[str]:
     yield from _layer_problems(model, stack)
     if stack.htm is not None:
         yield from _htm_problems(model, stack.htm)
@@ -25,7 +51,7 @@ def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
         yield from _vtm_problems(model, stack.vtm)
 
 
-def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
+def _layer_problems(model: Transformer, stack: Augmentation) -> Iterator[str]:
     for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
         if settings is not None and settings.layer >= model.depth:
             first = 1 if key == "vtm" else 0
@@ -94,17 +120,31 @@ def _transform_problems(transforms: Transforms) -> Iterator[str]:
         yield f"{key}.ratio={transforms.ratio}: must rise, as width over height"
 
 
-def _model_problems(model: CCT | ViT) -> Iterator[str]:
+def _model_problems(model: AnyModel) -> Iterator[str]:
     if model.weights is not None and not Path(model.weights).is_file():
         yield f"model.weights={model.weights}: there is no such file"
-    if isinstance(model, CCT):
-        if model.embed_dim % (2 * model.num_heads):
-            yield (
-                f"model.embed_dim={model.embed_dim}: must be an even multiple of "
-                f"model.num_heads={model.num_heads}"
-            )
+    if isinstance(model, Library):
+        for key, value in model.options.items():
+            if value is None:  # timm would drop it unseen
+                yield f"model.options.{key}=null: no value; ~model.options.{key} leaves it out"
         return
-    if model.image_size % model.patch_size:
+    if model.patch_size is not None and model.image_size % model.patch_size:
         yield f"model.image_size={model.image_size}: must be a multiple of {model.patch_size}"
+    if isinstance(model, CCT):
+        yield from _cct_problems(model)
+        return
     if model.weights is not None and model.pretrained is not None:
         yield f"model.weights={model.weights}: choose either a file or model.pretrained, not both"
+
+
+def _cct_problems(model: CCT) -> Iterator[str]:
+    if (model.conv_layers is None) == (model.patch_size is None):
+        yield (
+            f"model.conv_layers={model.conv_layers}: set either it or model.patch_size="
+            f"{model.patch_size}, the other is null"
+        )
+    if model.embed_dim % (2 * model.num_heads):
+        yield (
+            f"model.embed_dim={model.embed_dim}: must be an even multiple of "
+            f"model.num_heads={model.num_heads}"
+        )

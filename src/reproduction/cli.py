@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from reproduction.checks import unservable
 from reproduction.config import CONF_DIR
 from reproduction.errors import RunFailed, UserError
 from reproduction.ranks import is_first_rank, launched_ranks
@@ -93,13 +94,14 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
             )
         )
     chosen = [default.config_path or "" for default in defaults.defaults]
+    _refuse_unservable(config, chosen)
     raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(raw, dict)
     values: dict[str, Any] = {str(key): value for key, value in raw.items()}
     values["devices"] = _devices(values.get("devices"))
     values["augmentation"] = _stack(values.get("augmentation"), chosen)
     parsed = OverridesParser.create().parse_overrides(overrides)
-    experiments = [path.partition("/")[2] for path in chosen if path.startswith("experiment/")]
+    experiments = _names("experiment", chosen)
     return Composed(
         raw=values,
         overrides={o.key_or_group: str(o.input_line) for o in parsed},
@@ -119,10 +121,22 @@ def _own_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = in_use
 
 
+def _refuse_unservable(config: DictConfig, chosen: list[str]) -> None:
+    """Says so before `${model.htm_layer}` is looked up in a model that has no layers to mix at."""
+    if OmegaConf.select(config, "model.family") == "library":
+        name = OmegaConf.select(config, "model.name")
+        if problem := unservable(str(name), _names("augmentation", chosen)):
+            raise UserError(problem)
+
+
+def _names(group: str, chosen: list[str]) -> list[str]:
+    return [path.partition("/")[2] for path in chosen if path.startswith(f"{group}/")]
+
+
 def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
     """Settings of the chosen augmentations; refuses those of one that the stack does not name."""
     settings = settings or {}
-    stack = [path.partition("/")[2] for path in chosen if path.startswith("augmentation/")]
+    stack = _names("augmentation", chosen)
     for name in set(stack) - set(settings):
         raise UserError(f"augmentation.{name}: the stack names it, so its settings must stay")
     for name in AUGMENTATIONS:

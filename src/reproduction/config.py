@@ -63,6 +63,13 @@ class Model:
 
     name: Annotated[str, AfterValidator(_folder_name)]
     image_size: Count
+    weights: str | None
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Transformer(Model):
+    """A plain sequence of blocks, which HTM and VTM can serve; their default layers."""
+
     depth: Count
     drop: Rate
     attn_drop: Rate
@@ -72,32 +79,38 @@ class Model:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class CCT(Model):
-    """A compact convolutional transformer (Hassani et al., 2021)."""
+class CCT(Transformer):
+    """A compact transformer (Hassani et al., 2021): CCT with `conv_layers`, CVT with `patch_size`.
+
+    ViT-Lite is CVT with a class token.
+    """
 
     family: Literal["cct"]
     embed_dim: Count
     num_heads: Count
     mlp_ratio: Positive
-    conv_layers: Count
+    conv_layers: Count | None
+    patch_size: Count | None
     positional_embedding: Literal["learnable", "sine"]
-    weights: str | None
+    pooling: Literal["sequence", "class_token"]
 
     @property
     def tokens(self) -> int:
-        """Spatial tokens: every conv layer is followed by a pooling of stride 2."""
+        """Spatial tokens: patches, or every conv layer is followed by a pooling of stride 2."""
+        if self.patch_size is not None:
+            return (self.image_size // self.patch_size) ** 2
         size = self.image_size
-        for _ in range(self.conv_layers):
+        for _ in range(self.conv_layers or 0):
             size = (size + 1) // 2
         return size * size
 
     @property
     def has_class_token(self) -> bool:
-        return False
+        return self.pooling == "class_token"
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class ViT(Model):
+class ViT(Transformer):
     """A vision transformer of timm's: `architecture` is its name there."""
 
     family: Literal["vit"]
@@ -105,7 +118,6 @@ class ViT(Model):
     patch_size: Count
     global_pool: Literal["token", "avg"]
     pretrained: str | None
-    weights: str | None
 
     @property
     def tokens(self) -> int:
@@ -114,6 +126,20 @@ class ViT(Model):
     @property
     def has_class_token(self) -> bool:
         return self.global_pool == "token"
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Library(Model):
+    """Any other model of timm's or torchvision's: `architecture` is its name there."""
+
+    family: Literal["library"]
+    package: Literal["timm", "torchvision"]
+    architecture: str
+    options: dict[str, Any]
+    stem: Literal["imagenet", "cifar"]
+
+
+AnyModel = CCT | ViT | Library
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -241,7 +267,7 @@ class Config:
     resume: Literal["never", "auto"]
     name: Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_folder_name)] | None
     output_root: Annotated[str, Field(min_length=1)]
-    model: Annotated[CCT | ViT, Field(discriminator="family")]
+    model: Annotated[AnyModel, Field(discriminator="family")]
     dataset: Dataset
     augmentation: Augmentation
     recipe: Recipe

@@ -41,7 +41,7 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
         if (
             isinstance(value, dict)
             and part not in value
-            and part in ("cct", "vit", "none", "wandb")
+            and part in ("cct", "vit", "library", "none", "wandb")
         ):
             continue  # the tag of a union, not a key
         path.append(str(part))

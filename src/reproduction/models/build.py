@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from reproduction.config import CCT as CCTConfig
-from reproduction.config import Augmentation
+from reproduction.config import AnyModel, Augmentation
 from reproduction.config import ViT as ViTConfig
 from reproduction.errors import UserError
 from reproduction.models.cct import CCT
+from reproduction.models.library import build_library_model
 from reproduction.models.names import State
 from reproduction.models.vit import build_vit
 from reproduction.models.weights import fitting, read_weights
@@ -24,19 +25,23 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer")
 
 
-def build_model(config: CCTConfig | ViTConfig, num_classes: int) -> nn.Module:
+def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     """The plain model, without TokenMixup, with the weights that training starts from."""
-    settings = dataclasses.asdict(config)
-    for key in NOT_FOR_THE_MODEL:
-        del settings[key]
-    model: nn.Module
-    if isinstance(config, CCTConfig):
-        model = CCT(num_classes=num_classes, **settings)
-    else:
-        model = build_vit(num_classes=num_classes, **settings)
+    model = _build_random(config, num_classes)
     if config.weights is not None:
         model.load_state_dict(start_weights(config.weights, model))
     return model
+
+
+def _build_random(config: AnyModel, num_classes: int) -> nn.Module:
+    settings = dataclasses.asdict(config)
+    for key in NOT_FOR_THE_MODEL:
+        settings.pop(key, None)
+    if isinstance(config, CCTConfig):
+        return CCT(num_classes=num_classes, **settings)
+    if isinstance(config, ViTConfig):
+        return build_vit(num_classes=num_classes, **settings)
+    return build_library_model(num_classes=num_classes, **settings)
 
 
 def start_weights(path: str, model: nn.Module) -> State:
@@ -47,9 +52,7 @@ def start_weights(path: str, model: nn.Module) -> State:
     return fitting(read_weights("model.weights", Path(path)), model, keep_head=True)
 
 
-def build_module(
-    config: CCTConfig | ViTConfig, stack: Augmentation, num_classes: int
-) -> TokenMixup:
+def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
     """The model with what the stack mixes inside it attached; UserError if it cannot be."""
     model = build_model(config, num_classes)
     settings = {
@@ -63,7 +66,7 @@ def build_module(
         raise UserError(f"model={config.name}: {error}") from error
 
 
-def without_start(config: CCTConfig | ViTConfig) -> CCTConfig | ViTConfig:
+def without_start(config: AnyModel) -> AnyModel:
     """The same model without the weights that training starts from, as others will be loaded."""
     config = dataclasses.replace(config, weights=None)
     return dataclasses.replace(config, pretrained=None) if isinstance(config, ViTConfig) else config

@@ -1,6 +1,6 @@
-"""Compact convolutional transformer (Hassani et al., 2021, arXiv:2104.05704).
+"""Compact transformers (Hassani et al., 2021, arXiv:2104.05704): CCT, CVT and ViT-Lite.
 
-Letters: b batch, n tokens, d width, c classes.
+Letters: b batch, n tokens with the class token if there is one, d width, c classes.
 """
 
 from itertools import pairwise
@@ -35,6 +35,17 @@ class ConvTokenizer(nn.Module):
         return rearrange(self.conv_layers(images), "b d h w -> b (h w) d")
 
 
+class PatchTokenizer(nn.Module):
+    """One projection of each square patch, as in ViT."""
+
+    def __init__(self, embed_dim: int, patch_size: int):
+        super().__init__()
+        self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return rearrange(self.proj(images), "b d h w -> b (h w) d")
+
+
 class CCTBlock(nn.Module):
     """The published block: normalised before attention and again after the residual sum.
 
@@ -65,10 +76,11 @@ class CCTBlock(nn.Module):
 
 
 class CCT(nn.Module):
-    """Convolutional tokenizer, transformer blocks, sequence pooling: `b 3 h w` -> `b c`."""
+    """Tokenizer, transformer blocks, pooling: `b 3 h w` -> `b c`.
 
-    num_prefix_tokens = 0
-    global_pool = "sequence"
+    Tokens come from `conv_layers` convolutions (CCT), or from patches of `patch_size` pixels (CVT,
+    ViT-Lite). `pooling` is `sequence` (CCT, CVT), a learnt mean, or `class_token` (ViT-Lite).
+    """
 
     def __init__(
         self,
@@ -79,37 +91,54 @@ class CCT(nn.Module):
         depth: int,
         num_heads: int,
         mlp_ratio: float,
-        conv_layers: int,
+        conv_layers: int | None,
+        patch_size: int | None = None,
         positional_embedding: str,
+        pooling: str = "sequence",
         drop: float,
         attn_drop: float,
         drop_path: float,
     ):
         super().__init__()
-        self.embed_dim = embed_dim
-        self.tokenizer = ConvTokenizer(embed_dim, conv_layers)
+        has_class_token = pooling == "class_token"
+        self.embed_dim, self.num_prefix_tokens = embed_dim, int(has_class_token)
+        self.global_pool = "token" if has_class_token else pooling  # timm's name
+        self.tokenizer = _tokenizer(embed_dim, conv_layers, patch_size)
         with torch.no_grad():
-            n = self.tokenizer(torch.zeros(1, 3, image_size, image_size)).shape[1]
-        self.pos_embed = _positions(positional_embedding, n, embed_dim)
+            t = self.tokenizer(torch.zeros(1, 3, image_size, image_size)).shape[1]
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_class_token else None
+        self.pos_embed = _positions(positional_embedding, self.num_prefix_tokens + t, embed_dim)
         self.pos_drop = nn.Dropout(drop)
         rates = np.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.Sequential(
             *(CCTBlock(embed_dim, num_heads, mlp_ratio, drop, attn_drop, rate) for rate in rates)
         )
         self.norm = nn.LayerNorm(embed_dim)
-        self.attention_pool = nn.Linear(embed_dim, 1)
+        self.attention_pool = None if has_class_token else nn.Linear(embed_dim, 1)
         self.head = nn.Linear(embed_dim, num_classes)
         self.apply(_init_weights)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """`b 3 h w` -> normalised tokens `b n d`."""
-        x = self.pos_drop(self.tokenizer(images) + self.pos_embed)
-        return self.norm(self.blocks(x))
+        x = self.tokenizer(images)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        return self.norm(self.blocks(self.pos_drop(x + self.pos_embed)))
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.forward_features(images)
+        if self.attention_pool is None:
+            return self.head(x[:, 0])
         weight = self.attention_pool(x).softmax(dim=1)  # b n 1
         return self.head((weight.mT @ x).squeeze(1))
+
+
+def _tokenizer(embed_dim: int, conv_layers: int | None, patch_size: int | None) -> nn.Module:
+    if patch_size is not None:
+        assert conv_layers is None, "either patches or convolutions make the tokens"
+        return PatchTokenizer(embed_dim, patch_size)
+    assert conv_layers is not None, "conv_layers or patch_size must be set"
+    return ConvTokenizer(embed_dim, conv_layers)
 
 
 def _positions(kind: str, n: int, d: int) -> nn.Parameter:
