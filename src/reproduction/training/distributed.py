@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from reproduction.errors import UserError
 from reproduction.ranks import launched_ranks
@@ -45,6 +45,12 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Takes over the first rank's buffers: batch normalisation sees its own share only."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -170,6 +170,7 @@ class Trainer:
         self, start: float, lines: list[dict[str, Any]], display: ProgressDisplay
     ) -> None:
         """Evaluates, writes the epoch's line and the checkpoints."""
+        self.world.share_buffers(self.module)  # what is evaluated is what the first rank saves
         result = evaluate(self.module, self.eval_loader, self.world, self.recipe.precision)
         if not math.isfinite(result["eval_loss"]):
             raise RuntimeError(f"step {self.step}: the held-out loss is {result['eval_loss']}")

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from reproduction.config import Config, ViT
 from reproduction.data.build import (
@@ -54,11 +55,27 @@ def preflight(config: Config) -> None:
         build_training_images(config, source)[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(f"the first training image: {first_line(error)}") from error
-    TrainingBatches(len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices)
+    batches = TrainingBatches(
+        len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices
+    )
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, len(source.classes))
     if config.model.weights is not None:
         start_weights(config.model.weights, module.model)
+    if batches.global_size(len(batches) - 1) // config.devices == 1:
+        _try_single_image(module.model.train(), config)
+
+
+def _try_single_image(model: nn.Module, config: Config) -> None:
+    """Raises UserError where batch normalisation would find one value to normalise."""
+    size = config.model.image_size
+    try:
+        model(torch.zeros(1, 3, size, size, device="meta"))
+    except ValueError as error:
+        raise UserError(
+            f"recipe.batch_size={config.recipe.batch_size}: some batches leave one image to a "
+            f"rank, which {config.model.name} cannot train on ({first_line(error)})"
+        ) from error
 
 
 def run_training(config: Config) -> dict[str, Any]:
