@@ -22,6 +22,11 @@ from tokenmixup import TokenMixup, attach
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
+OPERATIONS_WITH_WEIGHTS = (
+    torch.ops.aten.convolution,
+    torch.ops.aten.addmm,
+    torch.ops.aten.mm,
+)
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer")
 
 
@@ -90,14 +95,18 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def count_macs(model: nn.Module, image_size: int) -> int:
-    """Multiply-accumulates of one image in evaluation: convolutions, linear layers, attention."""
+def count_macs(model: nn.Module, image_size: int, attention: bool = True) -> int:
+    """Multiply-accumulates of one image in evaluation: convolutions, linear layers, attention.
+
+    Without `attention`, products of two activations (attention, sequence pooling) do not count.
+    """
     was_training = model.training
     device = next(model.parameters()).device
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
     model.train(was_training)
-    return counter.get_total_flops() // 2
+    flops = counter.get_flop_counts()["Global"]
+    return sum(n for op, n in flops.items() if attention or op in OPERATIONS_WITH_WEIGHTS) // 2
 
 
 def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] | None:

@@ -1,0 +1,30 @@
+"""Parameters and MACs of every model of Tables 1 and 2: python scripts/model_stats.py."""
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from reproduction.cli import compose
+from reproduction.parse import parse
+from reproduction.reporting.model_stats import as_markdown, as_table, differences, measure
+from reproduction.reporting.paper import read_paper
+
+WIDTH = 180  # of the table where there is no terminal to fit
+
+
+def main() -> int:
+    """Prints the table; status 1 if a printed figure differs for no known reason."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    args = parser.parse_args()
+    stats = [measure(row, parse(compose("train", row.command_line).raw)) for row in read_paper()]
+    if args.markdown:
+        print(as_markdown(stats), end="")
+    else:
+        Console(width=None if sys.stdout.isatty() else WIDTH).print(as_table(stats))
+    return int(any(note is None for row in stats for _, note in differences(row)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
