@@ -15,7 +15,7 @@ WIDTH = 180  # of the table where there is no terminal to fit
 
 def main() -> int:
     """Prints the table; status 1 if a printed figure differs for no known reason."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     args = parser.parse_args()
     stats = [measure(row, parse(compose("train", row.command_line).raw)) for row in read_paper()]

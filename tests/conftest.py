@@ -36,6 +36,27 @@ def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) ->
     return sharpened(model)
 
 
+def small_vit_lite() -> CCT:
+    """16 tokens of width 32 and a class token."""
+    torch.manual_seed(0)
+    model = CCT(
+        num_classes=CLASSES,
+        image_size=16,
+        embed_dim=32,
+        depth=4,
+        num_heads=2,
+        mlp_ratio=2.0,
+        conv_layers=None,
+        patch_size=4,
+        positional_embedding="learnable",
+        pooling="class_token",
+        drop=0.0,
+        attn_drop=0.0,
+        drop_path=0.0,
+    )
+    return sharpened(model)
+
+
 def small_vit(**options: object) -> nn.Module:
     """16 tokens of width 48 and a class token."""
     torch.manual_seed(0)
@@ -54,7 +75,7 @@ def sharpened(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.fixture(params=[small_cct, small_vit], ids=["cct", "vit"])
+@pytest.fixture(params=[small_cct, small_vit_lite, small_vit], ids=["cct", "vit-lite", "vit"])
 def build(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
     return request.param
 
@@ -62,7 +83,7 @@ def build(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
 @pytest.fixture
 def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
     """Images `b 3 h w` and soft targets `b c`."""
-    size = 16 if build is small_cct else 32
+    size = 32 if build is small_vit else 16
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(6, 3, size, size, generator=generator)
     return images, torch.randn(6, CLASSES, generator=generator).softmax(dim=1)

@@ -92,6 +92,9 @@ def test_modules_that_check_a_configuration_do_not_import_torch():
             assert module.partition(".")[0] not in ("torch", "torchvision", "timm"), (name, module)
 
 
-@pytest.mark.parametrize("file", ["train.py", "eval.py", "scripts/export.py"])
+ENTRY_POINTS = ["train.py", "eval.py", *(f"scripts/{p.name}" for p in ROOT.glob("scripts/*.py"))]
+
+
+@pytest.mark.parametrize("file", ENTRY_POINTS)
 def test_entry_points_stay_short(file: str):
     assert len((ROOT / file).read_text().splitlines()) <= 80

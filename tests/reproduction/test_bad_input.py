@@ -92,6 +92,32 @@ MISTYPED = {
     "model=vit_tiny_patch16_224 model.image_size=225": ["model.image_size=225", "16"],
     "model=vit_tiny_patch16_224 model.weights=no.pth": ["model.weights=no.pth", "no such file"],
     "recipe.lr=${nope}": ["nope"],
+    "model=resnet18": ["augmentation=[htm,vtm]", "resnet18", "augmentation=[mixup,cutmix]"],
+    "model=resnet18 augmentation=[mixup,vtm] augmentation.vtm.layer=1": [
+        "augmentation=[mixup,vtm]"
+    ],
+    "experiment=table1/cifar100_htm model=wrn_40_4": ["[mixup,cutmix,htm]", "wrn_40_4"],
+    "-m model=cct_2_3x2,regnety_040": ["regnety_040"],
+    "model=resnet18 augmentation=[] model.htm_layer=2": ["model.htm_layer", "unknown key"],
+    "model=resnet18 augmentation=[] model.architecture=res": ["model.architecture=res", "timm"],
+    "model=resnet18 augmentation=[] +model.options.depth=3": ["model.options=", "'depth'"],
+    "model=resnet18 augmentation=[] +model.options.drop_rate=null": [
+        "model.options.drop_rate=null"
+    ],
+    "model=resnet18 augmentation=[] +model.options.pretrained=true": [
+        "model.options=",
+        "pretrained",
+    ],
+    "model=resnet18 augmentation=[] +model.options.features_only=true": [
+        "one logit for each class"
+    ],
+    "model=resnet18 augmentation=[] model.package=keras": ["model.package=keras", "'torchvision'"],
+    "model=mobilenetv2_200 augmentation=[] model.stem=cifar": ["model.stem=cifar", "imagenet"],
+    "model=densenet264 augmentation=[] model.image_size=8": ["model.image_size=8"],
+    "model=resnet18 augmentation=[] recipe.batch_size=1": ["recipe.batch_size=1", "one image"],
+    "model=cvt_6_4 model.image_size=30": ["model.image_size=30", "multiple of 4"],
+    "model.patch_size=4": ["model.conv_layers=2", "model.patch_size=4"],
+    "model.conv_layers=null": ["model.conv_layers=None"],
     "~seed": ["seed", "no value"],
 }
 

@@ -1,6 +1,8 @@
 """Two ranks on a CPU: the same losses as one process, one run folder, every image once."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from reproduction.runs import RunFolder
+from tests.reproduction.conftest import Command
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,13 +99,36 @@ def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path):
     assert RunFolder(tmp_path / "outputs/mine").read_summary()["status"] == "failed"
 
 
-def test_what_only_ranks_find_out_is_refused_in_one_line_too(tmp_path: Path):
-    args = [*PLAIN, "name=mine", "devices=2", "recipe.max_steps=1"]
-    assert run(tmp_path, [sys.executable], *args).returncode == 0
-    folder = RunFolder(tmp_path / "outputs/mine")
+BATCH_NORM = [  # narrow, with steps large enough that the statistics of the ranks differ
+    *(x for x in PLAIN if not x.startswith(("model", "recipe.epochs"))),
+    *("model=wrn_40_4", "model.options.layers=[1,1,1]", "model.options.channels=[8,8,8]"),
+    *("recipe.lr=0.05", "recipe.epochs=1", "devices=2", "name=mine"),
+]
+
+
+@pytest.fixture(scope="module")
+def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a model whose batch normalisation sees other images on each rank."""
+    root = tmp_path_factory.mktemp("two_ranks")
+    ended = run(root, [sys.executable], *BATCH_NORM)
+    assert ended.returncode == 0, ended.stderr
+    return root / "outputs" / "mine"
+
+
+def test_ranks_evaluate_what_the_first_one_saves(run_of_two_ranks: Path, command: Command):
+    _, (epoch,) = RunFolder(run_of_two_ranks).read_metrics()
+    assert command("eval", f"run={run_of_two_ranks}", "devices=1").status == 0
+    saved = json.loads((run_of_two_ranks / "evaluation-last.json").read_text())
+    assert saved["eval_loss"] == pytest.approx(epoch["eval_loss"], rel=1e-5)
+
+
+def test_what_only_ranks_find_out_is_refused_in_one_line_too(
+    tmp_path: Path, run_of_two_ranks: Path
+):
+    folder = RunFolder(shutil.copytree(run_of_two_ranks, tmp_path / "outputs" / "mine"))
     folder.write_summary(status="interrupted")
     folder.last_path.write_bytes(b"broken")
-    ended = run(tmp_path, [sys.executable], *args, "resume=auto")
+    ended = run(tmp_path, [sys.executable], *BATCH_NORM, "resume=auto")
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
     assert "last.pt: not readable" in ended.stderr

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.conftest import CLASSES, small_cct, small_vit
+from reproduction.models.cct import CCT
+from tests.conftest import CLASSES, small_cct, small_vit, small_vit_lite
 from tokenmixup import HTM, VTM, Output, attach, mix_horizontal, training_loss
 
 EVERYTHING = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
@@ -68,10 +69,13 @@ def plain_forward(
 ) -> tuple[Tensor, Tensor]:
     """The forward pass of a CCT or ViT block by block, as the paper words it."""
     prefix = model.num_prefix_tokens
-    if prefix:
-        x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    if isinstance(model, CCT):
+        x = model.tokenizer(images)
+        if prefix:
+            x = torch.cat([model.cls_token.repeat(len(x), 1, 1), x], dim=1)
+        x = x + model.pos_embed
     else:
-        x = model.tokenizer(images) + model.pos_embed
+        x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     memory: list[Tensor] = []
     for index, block in enumerate(model.blocks):
         saliency = saliency_of(block, x, prefix)
@@ -95,9 +99,11 @@ def plain_forward(
             x = rest_of_block(block, x, attended)
         else:
             x = block(x)
-    if prefix:
-        return model.forward_head(model.norm(x)), targets
     x = model.norm(x)
+    if not isinstance(model, CCT):
+        return model.forward_head(x), targets
+    if prefix:
+        return model.head(x[:, 0]), targets
     pooled = (model.attention_pool(x).softmax(dim=1) * x).sum(dim=1)
     return model.head(pooled), targets
 
@@ -210,11 +216,17 @@ def test_autocast_loses_no_gradient_to_the_saliency_pass(build, batch, htm_layer
 def test_default_pooling_is_the_class_token_where_the_model_pools_it():
     found = {
         "cct": attach(small_cct(), CLASSES, htm={"layer": 1}),
+        "vit-lite": attach(small_vit_lite(), CLASSES, htm={"layer": 1}),
         "vit": attach(small_vit(), CLASSES, htm={"layer": 1}),
         "avg": attach(small_vit(global_pool="avg"), CLASSES, htm={"layer": 1}),
     }
     pooling = {name: module.scorenet.pooling for name, module in found.items() if module.scorenet}
-    assert pooling == {"cct": "attention", "vit": "class_token", "avg": "attention"}
+    assert pooling == {
+        "cct": "attention",
+        "vit-lite": "class_token",
+        "vit": "class_token",
+        "avg": "attention",
+    }
 
 
 def test_attach_refuses_what_it_cannot_serve():

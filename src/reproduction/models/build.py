@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from timm.layers import Attention
@@ -22,11 +22,7 @@ from tokenmixup import TokenMixup, attach
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-OPERATIONS_WITH_WEIGHTS = (
-    torch.ops.aten.convolution,
-    torch.ops.aten.addmm,
-    torch.ops.aten.mm,
-)
+WITH_WEIGHTS = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer")
 
 
@@ -95,18 +91,27 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def count_macs(model: nn.Module, image_size: int, attention: bool = True) -> int:
-    """Multiply-accumulates of one image in evaluation: convolutions, linear layers, attention.
+class Macs(NamedTuple):
+    """Multiply-accumulates of one image in evaluation.
 
-    Without `attention`, products of two activations (attention, sequence pooling) do not count.
+    `total`: convolutions, linear layers, attention; `with_weights`: without the products of two
+    activations, which are those of attention and of sequence pooling.
     """
+
+    total: int
+    with_weights: int
+
+
+def count_macs(model: nn.Module, image_size: int) -> Macs:
+    """Counts with torch's FlopCounterMode, two FLOPs to a multiply-accumulate."""
     was_training = model.training
     device = next(model.parameters()).device
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
     model.train(was_training)
     flops = counter.get_flop_counts()["Global"]
-    return sum(n for op, n in flops.items() if attention or op in OPERATIONS_WITH_WEIGHTS) // 2
+    with_weights = sum(n for operation, n in flops.items() if operation in WITH_WEIGHTS)
+    return Macs(counter.get_total_flops() // 2, with_weights // 2)
 
 
 def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] | None:

@@ -7,13 +7,19 @@ import torch
 from rich.table import Table
 
 from reproduction.config import Config
-from reproduction.models.build import build_module, count_macs, count_parameters, without_start
+from reproduction.models.build import (
+    Macs,
+    build_module,
+    count_macs,
+    count_parameters,
+    without_start,
+)
 from reproduction.reporting.paper import PaperRow
 
 TOLERANCE = 0.005
 COLUMNS = (
-    *("table", "row", "model", "classes", "params (M)", "paper"),
-    *("MACs (G)", "conv + linear", "paper", "verdict"),
+    *("table", "row", "model", "pixels", "classes", "params (M)", "paper (M)"),
+    *("MACs (G)", "conv + linear", "paper (G)", "verdict"),
 )
 CAPTION = (
     "MACs: one image in evaluation, half the FLOPs of torch's FlopCounterMode (convolutions, "
@@ -25,12 +31,12 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class RowStats:
-    """What a row's model measures; MACs are those of one image in evaluation."""
+    """What a row's model measures."""
 
     row: PaperRow
+    image_size: int
     parameters: int
-    macs: int
-    macs_without_attention: int
+    macs: Macs
 
 
 def measure(row: PaperRow, config: Config) -> RowStats:
@@ -38,12 +44,7 @@ def measure(row: PaperRow, config: Config) -> RowStats:
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, row.classes)
     size = config.model.image_size
-    return RowStats(
-        row,
-        parameters=count_parameters(module),
-        macs=count_macs(module.model, size),
-        macs_without_attention=count_macs(module.model, size, attention=False),
-    )
+    return RowStats(row, size, count_parameters(module), count_macs(module.model, size))
 
 
 def agrees(measured: float, printed: float) -> bool:
@@ -58,8 +59,7 @@ def differences(stats: RowStats) -> Iterator[tuple[str, str | None]]:
     if row.parameters is not None and not agrees(stats.parameters / 1e6, row.parameters):
         yield "parameters", row.parameters_note
     macs = row.macs
-    counts = (stats.macs / 1e9, stats.macs_without_attention / 1e9)
-    if macs is not None and not any(agrees(count, macs) for count in counts):
+    if macs is not None and not any(agrees(count / 1e9, macs) for count in stats.macs):
         yield "MACs", row.macs_note
 
 
@@ -71,7 +71,7 @@ def verdict(stats: RowStats) -> str:
         return f"differs: {'; '.join(reasons)}"
     if row.parameters is None and row.macs is None:
         return "nothing printed"
-    if row.macs is not None and not agrees(stats.macs / 1e9, row.macs):
+    if row.macs is not None and not agrees(stats.macs.total / 1e9, row.macs):
         return "matches, MACs by conv + linear"
     return "matches"
 
@@ -98,9 +98,9 @@ def as_markdown(all_stats: list[RowStats]) -> str:
 def _cells(stats: RowStats) -> list[str]:
     row = stats.row
     return [
-        *(str(row.table), row.row, row.model, f"{row.classes:,}"),
+        *(str(row.table), row.row, row.model, str(stats.image_size), f"{row.classes:,}"),
         *(f"{stats.parameters / 1e6:.4f}", _printed(row.parameters)),
-        *(f"{stats.macs / 1e9:.4f}", f"{stats.macs_without_attention / 1e9:.4f}"),
+        *(f"{count / 1e9:.4f}" for count in stats.macs),
         *(_printed(row.macs), verdict(stats)),
     ]
 

@@ -1,5 +1,6 @@
 """The paper's Tables 1 and 2 as printed, beside the configuration of each row's model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,8 +19,8 @@ class PaperRow:
     row: str
     model: str
     classes: int
-    stack: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
+    stack: Sequence[str] = ()
+    overrides: Sequence[str] = ()
     parameters: float | None = None
     macs: float | None = None
     cifar10: float | None = None

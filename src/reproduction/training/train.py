@@ -180,7 +180,7 @@ def _facts(config: Config, module: TokenMixup) -> dict[str, Any]:
     return {
         "name": config.name,
         "parameters": count_parameters(module),
-        "macs": count_macs(module.model, config.model.image_size),
+        "macs": count_macs(module.model, config.model.image_size).total,
         "seed": config.seed,
         "devices": config.devices,
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},

@@ -1,0 +1,207 @@
+"""The models of Tables 1 and 2: sizes, training, and their figures beside the printed ones."""
+
+import dataclasses
+import re
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reproduction.cli import compose
+from reproduction.config import CONF_DIR, Config
+from reproduction.models.build import build_model, build_module
+from reproduction.parse import parse
+from reproduction.reporting.model_stats import RowStats, agrees, differences, measure, verdict
+from reproduction.reporting.paper import PaperRow, read_paper
+from scripts import model_stats
+from tests.reproduction.conftest import Command
+from tokenmixup import Output, training_loss
+
+MODELS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
+
+
+def config_of(*overrides: str) -> Config:
+    return parse(compose("train", list(overrides)).raw)
+
+
+@pytest.fixture(scope="module")
+def stats() -> dict[tuple[int, str], RowStats]:
+    """All rows, measured: (table, row) -> figures."""
+    rows = read_paper()
+    measured = [measure(row, config_of(*row.command_line)) for row in rows]
+    return {(s.row.table, s.row.row): s for s in measured}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_the_parameters_that_its_head_states(model: str, stats):
+    lines = (CONF_DIR / "model" / f"{model}.yaml").read_text().splitlines()
+    head = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    stated = re.search(r"([\d,]+) parameters with ([\d,]+) classes", head)
+    assert stated is not None
+    parameters, classes = (int(number.replace(",", "")) for number in stated.groups())
+    plain = PaperRow(table=1, section="transformer", row="", model=model, classes=classes)
+    key = (plain.command_line, classes)
+    rows = [s for s in stats.values() if (s.row.command_line, s.row.classes) == key]
+    measured = rows[0] if rows else measure(plain, config_of(*plain.command_line))
+    assert measured.parameters == parameters
+
+
+# Millions of parameters, of MACs, and of MACs without the matmuls of attention, measured before
+# this code was written.
+MEASURED: dict[tuple[int, str], tuple[float, float, float]] = {
+    (1, "ResNet18"): (11.1816, 37.0, 37.0),
+    (1, "ResNet50"): (23.5285, 83.4, 83.4),
+    (1, "ResNet1001-v2"): (10.3277, 1491.0, 1491.0),
+    (1, "MobileNetV2/2.0"): (8.7227, 23.2, 23.2),
+    (1, "WRN-28-10"): (36.5369, 5243.4, 5243.4),
+    (1, "WRN-40-4"): (8.9492, 1298.6, 1298.6),
+    (1, "ResNeXt-29-8x64d"): (34.4267, 5387.3, 5387.3),
+    (1, "ResNeXt-29-16x64d"): (68.1552, 10688.9, 10688.9),
+    (1, "ViT-Lite-6/4"): (3.1905, 218.2, 205.3),
+    (1, "ViT-Lite-7/4"): (3.7169, 254.5, 239.3),
+    (1, "NesT-T"): (17.0576, 5807.2, 5217.1),
+    (1, "NesT-B"): (67.7234, 17925.8, 16667.0),
+    (1, "CVT-6/4"): (3.1903, 214.7, 202.1),
+    (1, "CCT-7/3x1(1500)"): (3.7601, 1181.6, 946.7),
+    (1, "CCT-7/3x1(1500)*"): (3.7833, 1181.6, 946.7),
+    (1, "CCT-7/3x1(1500) + HTM"): (3.8092, 1181.6, 946.7),
+    (1, "CCT-7/3x1(1500) + VTM"): (3.7833, 1181.6, 946.7),
+    (1, "CCT-7/3x1(1500) + HTM + VTM"): (3.8092, 1181.6, 946.7),
+    (2, "ResNet50"): (25.557, 4089.2, 4089.2),
+    (2, "ResNet152"): (60.1928, 11513.6, 11513.6),
+    (2, "DenseNet-264"): (33.3377, 5751.7, 5751.7),
+    (2, "WRN-50-2-bottleneck"): (68.8832, 11398.0, 11398.0),
+    (2, "RegNetY-4G"): (20.6467, 3973.3, 3973.3),
+    (2, "ResNeXt-50-2x40d"): (25.425, 4124.5, 4124.5),
+    (2, "ResNeXt-101-64x4d"): (83.4553, 15460.3, 15460.3),
+    (2, "ViT-B/16-224"): (86.5677, 17563.8, 16848.5),
+    (2, "ViT-B/16-224 + HTM"): (87.3367, 17563.8, 16848.5),
+    (2, "ViT-B/16-224 + VTM"): (86.5677, 17563.8, 16848.5),
+    (2, "ViT-B/16-224 + HTM + VTM"): (87.3367, 17563.8, 16848.5),
+}
+
+
+def test_all_29_rows_measure_what_they_should(stats):
+    found = {
+        key: (round(s.parameters / 1e6, 4), *(round(count / 1e6, 1) for count in s.macs))
+        for key, s in stats.items()
+    }
+    assert len(found) == 29
+    assert found == MEASURED
+
+
+def test_verdicts_are_those_of_the_paper_and_no_note_is_idle(stats):
+    differing = {key: [figure for figure, _ in differences(s)] for key, s in stats.items()}
+    assert {key: figures for key, figures in differing.items() if figures} == {
+        (1, "ResNet1001-v2"): ["MACs"],
+        (1, "ViT-Lite-7/4"): ["MACs"],
+        (1, "CVT-6/4"): ["MACs"],
+        (2, "ResNet50"): ["MACs"],
+        (2, "ResNet152"): ["MACs"],
+        (2, "RegNetY-4G"): ["MACs"],
+        (2, "ViT-B/16-224 + HTM + VTM"): ["parameters"],
+    }
+    for key, s in stats.items():
+        assert ("parameters" in differing[key]) == (s.row.parameters_note is not None), key
+        assert ("MACs" in differing[key]) == (s.row.macs_note is not None), key
+    assert verdict(stats[1, "ResNet18"]) == "matches"
+    assert verdict(stats[1, "CCT-7/3x1(1500)"]) == "matches, MACs by conv + linear"
+    assert verdict(stats[2, "DenseNet-264"]) == "nothing printed"
+    assert verdict(stats[2, "RegNetY-4G"]).startswith("differs: MACs, 2.0 is half")
+
+
+@pytest.mark.parametrize(
+    ("measured", "printed", "expected"),
+    [
+        (20.6467, 21, True),  # rounds
+        (0.0232, 0.02, True),
+        (17.0576, 17.0, True),  # within the tolerance
+        (87.3367, 86.6, False),
+        (11.5136, 11.58, False),
+        (20.6467, 21.0, False),
+    ],
+)
+def test_agrees_by_rounding_or_tolerance(measured: float, printed: float, expected: bool):
+    assert agrees(measured, printed) == expected
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, rows: list[PaperRow], *args: str) -> int:
+    monkeypatch.setattr(model_stats, "read_paper", lambda: rows)
+    monkeypatch.setattr(sys, "argv", ["model_stats.py", *args])
+    return model_stats.main()
+
+
+def test_the_script_prints_either_table_and_fails_on_what_it_cannot_explain(monkeypatch, capsys):
+    row = next(row for row in read_paper() if row.model == "cvt_6_4")
+    assert run_script(monkeypatch, [row]) == 0
+    assert re.search(r"CVT-6/4 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.22", capsys.readouterr().out)
+    assert run_script(monkeypatch, [dataclasses.replace(row, macs_note=None)], "--markdown") == 1
+    out = capsys.readouterr().out
+    assert "| 1 | CVT-6/4 | cvt_6_4 | 32 | 10 | 3.1903 | 3.19 | 0.2147 | 0.2021 | 0.22 |" in out
+    assert "MACs, for no known reason" in out
+    with pytest.raises(SystemExit) as end:
+        run_script(monkeypatch, [], "--nope")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "model_stats.py: error: unrecognized arguments: --nope\n"
+
+
+def test_library_models_train_and_evaluate(command: Command):
+    small = ["dataset.limit=20", "recipe.batch_size=10", "recipe.epochs=1", "device=cpu"]
+    model = ["model=mobilenetv2_200", "model.options.width_mult=0.25"]
+    mixing = "augmentation=[mixup,cutmix]"
+    assert command("train", "name=mine", *model, mixing, *small).status == 0
+    run = command("eval", "run=outputs/mine")
+    file = "outputs/mine/checkpoints/best.safetensors"
+    weights = command("eval", f"checkpoint={file}", *model)
+    assert run.status == weights.status == 0
+    told = [re.search(r"top-1 .* digits", ended.out) for ended in (run, weights)]
+    assert told[0] is not None and told[1] is not None
+    assert told[0].group() == told[1].group()
+
+
+@pytest.mark.parametrize(("model", "last"), [("wrn_40_4", "stages"), ("resnext29_8x64d", "layer3")])
+def test_the_stem_for_small_images_keeps_their_size(model: str, last: str):
+    with torch.device("meta"):
+        built = build_model(config_of(f"model={model}", "augmentation=[]").model, 10)
+    sizes: list[tuple[int, ...]] = []
+    first = next(m for m in built.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3)
+    for module in (first, built.get_submodule(last)):
+        module.register_forward_hook(lambda m, inputs, output: sizes.append(output.shape[-2:]))
+    built(torch.zeros(2, 3, 32, 32, device="meta"))
+    assert sizes == [(32, 32), (8, 8)]
+
+
+@pytest.mark.parametrize("model", ["vit_lite_6_4", "cvt_6_4"])
+def test_compact_transformers_of_patches_train_with_htm_and_vtm(model: str):
+    config = config_of(f"model={model}", "augmentation.htm.tau=inf", "augmentation.htm.rho=0")
+    torch.manual_seed(0)
+    module = build_module(config.model, config.augmentation, 10)
+    images, targets = torch.randn(4, 3, 32, 32), torch.eye(10)[:4]
+    entering: list[Tensor] = []
+    block = module.model.blocks[2]  # type: ignore[union-attr, index]
+    handle = block.register_forward_pre_hook(lambda m, inputs: entering.append(inputs[0]))
+    mix = module.eval().mixed_pairs(images, targets)
+    handle.remove()
+    assert mix is not None and mix.mask.shape == (4, 64) and mix.mask.any()
+    prefix = module.num_prefix_tokens
+    assert prefix == (model == "vit_lite_6_4")
+    assert torch.equal(mix.tokens[:, :prefix], entering[0][:, :prefix])
+    assert not torch.equal(mix.tokens[:, prefix:], entering[0][:, prefix:])
+
+    output = module.train()(images, targets)
+    assert isinstance(output, Output)
+    loss = training_loss(output, 0.001)
+    loss.backward()
+    assert torch.isfinite(loss) and output.stats["mixed_tokens"] > 0
+    assert all(p.grad is not None for p in module.parameters())
+    assert torch.equal(module.eval()(images), module.model(images))
+
+
+def test_vit_lite_reads_its_class_token_alone():
+    """Its logits see the images only through attention: without blocks they are all the same."""
+    model = build_model(config_of("model=vit_lite_6_4", "augmentation=[]").model, 10).eval()
+    images = torch.randn(3, 3, 32, 32)
+    assert not torch.allclose(model(images)[0], model(images)[1])
+    model.blocks = nn.Sequential()
+    assert torch.equal(model(images)[0], model(images)[1])
