@@ -38,7 +38,12 @@ def build_library_model(
         ) from error
     if stem == "cifar":
         _replace_stem(model, architecture)
-    _check_output(model, architecture, image_size, num_classes)
+    shape = _output_shape(model, architecture, image_size)
+    if shape != (1, num_classes) or getattr(model, "aux_logits", False):
+        raise UserError(
+            f"model.architecture={architecture}: with model.options={options} it does not give one "
+            "logit for each class"
+        )
     return model
 
 
@@ -77,20 +82,16 @@ def _replace_stem(model: Any, architecture: str) -> None:
         model.layer4 = nn.Identity()
 
 
-def _check_output(model: nn.Module, architecture: str, image_size: int, num_classes: int) -> None:
-    """Tries one empty image: some architectures need more pixels, some give no logits."""
+def _output_shape(model: nn.Module, architecture: str, image_size: int) -> tuple[int, ...] | None:
+    """What one empty image becomes, None if no tensor; UserError for images of a wrong size."""
     device = next(model.parameters()).device
-    image = torch.zeros(1, 3, image_size, image_size, device=device)
     try:
         with torch.no_grad():
-            logits = model.eval()(image)
+            output = model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
     except Exception as error:  # each layer has errors of its own
         raise UserError(
             f"model.image_size={image_size}: {architecture} cannot take such images "
             f"({first_line(error)})"
         ) from error
     model.train()
-    if getattr(logits, "shape", None) != (1, num_classes):
-        raise UserError(
-            f"model.architecture={architecture}: does not give one logit for each class"
-        )
+    return tuple(output.shape) if isinstance(output, torch.Tensor) else None
