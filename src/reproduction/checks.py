@@ -12,7 +12,6 @@ from reproduction.config import (
     Config,
     Library,
     Recipe,
-    Transformer,
     Transforms,
     ViT,
 )
@@ -21,7 +20,7 @@ from reproduction.data.folders import missing_data
 
 def problems(config: Config) -> Iterator[str]:
     """What is wrong between fields, one line each: key, value and what is allowed."""
-    if isinstance(config.model, Transformer):
+    if isinstance(config.model, CCT | ViT):
         yield from _mixing_problems(config.model, config.augmentation)
     elif problem := unservable(config.model.name, config.augmentation.stack):
         yield problem
@@ -43,7 +42,7 @@ def unservable(name: str, stack: list[str]) -> str | None:
     )
 
 
-def _mixing_problems(model: Transformer, stack: Augmentation) -> Iterator[str]:
+def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
     yield from _layer_problems(model, stack)
     if stack.htm is not None:
         yield from _htm_problems(model, stack.htm)
@@ -51,7 +50,7 @@ def _mixing_problems(model: Transformer, stack: Augmentation) -> Iterator[str]:
         yield from _vtm_problems(model, stack.vtm)
 
 
-def _layer_problems(model: Transformer, stack: Augmentation) -> Iterator[str]:
+def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
     for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
         if settings is not None and settings.layer >= model.depth:
             first = 1 if key == "vtm" else 0

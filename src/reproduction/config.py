@@ -1,59 +1,31 @@
 """The typed schema of the configuration. Values and defaults live in conf/."""
 
 import dataclasses
-import math
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from reproduction.fields import (
+    Amount,
+    AutoAugment,
+    Channels,
+    Count,
+    Flag,
+    FolderName,
+    Gain,
+    Positive,
+    Range,
+    Rate,
+    RunName,
+    Scales,
+    Share,
+    Threshold,
+    Whole,
+)
+
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-LONGEST_NAME = 200  # bytes; file systems take 255
-AUTO_AUGMENT = r"(rand(-(m|n|w|p|inc|mstd|mmax)[0-9.]+)+|original|originalr|v0|v0r|3a)"
-
-
-def _rho(value: float) -> float:
-    if 0 <= value <= 1 or value == math.inf:
-        return value
-    raise ValueError("must lie in 0..1, or be inf")
-
-
-def _folder_name(value: str) -> str:
-    if not value.isprintable() or value.strip() != value or set(value) & set("/\\"):
-        raise ValueError("must be a plain folder name without slashes")
-    if value.startswith(".") or not 1 <= len(value.encode()) <= LONGEST_NAME:
-        raise ValueError(f"must have 1 to {LONGEST_NAME} bytes and no leading dot")
-    return value
-
-
-def _number_as_text(value: Any) -> Any:
-    return str(value) if type(value) in (int, float) else value
-
-
-def _auto_augment(value: str) -> str:
-    if re.fullmatch(AUTO_AUGMENT, value):
-        return value
-    raise ValueError("must be one of timm's policies, such as rand-m9-mstd0.5-inc1, or null")
-
-
-Whole = Annotated[int, Field(strict=True, ge=0)]
-Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
-Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
-Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
-Threshold = Annotated[float, Field(strict=True, ge=0)]  # inf is legal
-Gain = Annotated[float, Field(strict=True), AfterValidator(_rho)]
-Flag = Annotated[bool, Field(strict=True)]
-Channels = Annotated[
-    list[Annotated[float, Field(strict=True, allow_inf_nan=False)]],
-    Field(min_length=3, max_length=3),
-]
-Scales = Annotated[list[Positive], Field(min_length=3, max_length=3)]
-Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
-
 FORBID = ConfigDict(extra="forbid")
 
 
@@ -61,7 +33,7 @@ FORBID = ConfigDict(extra="forbid")
 class Model:
     """What every model has."""
 
-    name: Annotated[str, AfterValidator(_folder_name)]
+    name: FolderName
     image_size: Count
     weights: str | None
 
@@ -214,7 +186,7 @@ class Transforms:
     interpolation: Literal["random", "bilinear", "bicubic"]
     hflip: Share
     color_jitter: Amount
-    auto_augment: Annotated[str, AfterValidator(_auto_augment)] | None
+    auto_augment: AutoAugment | None
     erasing_prob: Share
     erasing_mode: Literal["const", "rand", "pixel"]
     erasing_count: Count
@@ -265,7 +237,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"]
     devices: Count
     resume: Literal["never", "auto"]
-    name: Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_folder_name)] | None
+    name: RunName | None
     output_root: Annotated[str, Field(min_length=1)]
     model: Annotated[AnyModel, Field(discriminator="family")]
     dataset: Dataset

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.cli import Composed
-from reproduction.config import CCT, ViT
+from reproduction.config import AnyModel
 from reproduction.errors import UserError
 from reproduction.evaluation import chosen_weights
 from reproduction.parse import parse_saved
@@ -20,7 +20,7 @@ OF_A_FILE = ("checkpoint", "model", "output")
 class Export:
     """A checkpoint, the model it belongs to, and where the plain model goes."""
 
-    model: CCT | ViT
+    model: AnyModel
     checkpoint: Path
     output: Path
 

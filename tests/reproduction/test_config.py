@@ -118,7 +118,7 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
 
 
 def test_all_published_cells_are_there():
-    assert set(EXPERIMENTS) == set(PUBLISHED)
+    assert {e for e in EXPERIMENTS if e.startswith("table")} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("cell", PUBLISHED)

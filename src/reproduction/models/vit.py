@@ -69,7 +69,9 @@ def _timm_name(architecture: str, pretrained: str | None) -> str:
 
 def _check_sizes(model: nn.Module, architecture: str, depth: int, patch_size: int) -> None:
     blocks = getattr(model, "blocks", ())
-    built_patch = getattr(getattr(model, "patch_embed", None), "patch_size", (None,))[0]
+    built_patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if isinstance(built_patch, tuple):
+        built_patch = built_patch[0]
     if len(blocks) != depth:
         raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
     if built_patch != patch_size:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from reproduction.config import CCT, ViT
+from reproduction.config import AnyModel
 from reproduction.errors import UserError
 from reproduction.models.build import build_model, without_start
 from reproduction.models.names import State
@@ -56,7 +56,7 @@ def load_plain(path: Path, model: nn.Module, classes: list[str]) -> None:
     model.load_state_dict(fitting(weights, model))
 
 
-def export(config: CCT | ViT, checkpoint: Path, output: Path) -> None:
+def export(config: AnyModel, checkpoint: Path, output: Path) -> None:
     """Writes what save_plain writes, of a file of any known kind.
 
     Raises UserError if the file is not readable or does not fit the model.

@@ -1,0 +1,25 @@
+"""Prints which of timm's models TokenMixup serves, and why not the others: [PATTERN]."""
+
+import argparse
+
+import timm
+
+from reproduction.models.survey import survey
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="", help="as in 'vit_*'; all by default")
+    pattern = parser.parse_args().pattern
+    names = timm.list_models(pattern)
+    if not names:
+        parser.exit(2, f"list_models.py: {pattern}: timm has no such model\n")
+    verdicts = survey(names)
+    for verdict in verdicts:
+        print(f"{verdict.name}: {verdict.reason or 'served'}")
+    served = [verdict for verdict in verdicts if verdict.reason is None]
+    print(f"{len(served)} of {len(verdicts)} models are served, timm {timm.__version__}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Types of single settings, with their ranges."""
+
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+LONGEST_NAME = 200  # bytes; file systems take 255
+AUTO_AUGMENT = r"(rand(-(m|n|w|p|inc|mstd|mmax)[0-9.]+)+|original|originalr|v0|v0r|3a)"
+
+
+def gain(value: float) -> float:
+    if 0 <= value <= 1 or value == math.inf:
+        return value
+    raise ValueError("must lie in 0..1, or be inf")
+
+
+def folder_name(value: str) -> str:
+    if not value.isprintable() or value.strip() != value or set(value) & set("/\\"):
+        raise ValueError("must be a plain folder name without slashes")
+    if value.startswith(".") or not 1 <= len(value.encode()) <= LONGEST_NAME:
+        raise ValueError(f"must have 1 to {LONGEST_NAME} bytes and no leading dot")
+    return value
+
+
+def number_as_text(value: Any) -> Any:
+    return str(value) if type(value) in (int, float) else value
+
+
+def auto_augment_policy(value: str) -> str:
+    if re.fullmatch(AUTO_AUGMENT, value):
+        return value
+    raise ValueError("must be one of timm's policies, such as rand-m9-mstd0.5-inc1, or null")
+
+
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
+Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Threshold = Annotated[float, Field(strict=True, ge=0)]  # inf is legal
+Gain = Annotated[float, Field(strict=True), AfterValidator(gain)]
+Flag = Annotated[bool, Field(strict=True)]
+Channels = Annotated[
+    list[Annotated[float, Field(strict=True, allow_inf_nan=False)]],
+    Field(min_length=3, max_length=3),
+]
+Scales = Annotated[list[Positive], Field(min_length=3, max_length=3)]
+Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
+FolderName = Annotated[str, AfterValidator(folder_name)]
+RunName = Annotated[str, BeforeValidator(number_as_text), AfterValidator(folder_name)]
+AutoAugment = Annotated[str, AfterValidator(auto_augment_policy)]

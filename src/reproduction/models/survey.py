@@ -1,0 +1,107 @@
+"""Which of timm's models TokenMixup serves, and whether it really does."""
+
+import copy
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import nn
+
+from tokenmixup import Output, attach, training_loss, why_not
+
+CLASSES = 10
+# Words of a model's name that tell its size, not its kind.
+SIZES = re.compile(
+    r"(\d+\w?|\d*(xx?s|s|m|l)\d*|tiny|small|medium(d)?|base|large|huge|giant|gigantic|plus|mini|nano"
+    r"|wee|pwee|little|betwixt|intermediate|enormous|patch\d+|so\d+m\d*|\d+b|\d+m)"
+)
+
+
+class Verdict(NamedTuple):
+    """What is known of one of timm's models without running it."""
+
+    name: str
+    module: str  # timm.models.<module>
+    parameters: int
+    reason: str | None  # why it cannot be served
+
+    @property
+    def family(self) -> str:
+        """timm's module, and the words of the name that do not tell a size."""
+        words = [word for word in self.name.split("_") if not SIZES.fullmatch(word)]
+        return f"{self.module}: {'_'.join(words)}"
+
+
+def survey(names: Iterable[str]) -> list[Verdict]:
+    """Builds each model on the meta device: nothing is allocated, nothing downloaded."""
+    return [_verdict(name) for name in names]
+
+
+def smallest_of_families(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Of the served models, the smallest of each family."""
+    families: dict[str, list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        if verdict.reason is None:
+            families[verdict.family].append(verdict)
+    return [min(family, key=lambda v: v.parameters) for family in families.values()]
+
+
+def _verdict(name: str) -> Verdict:
+    with torch.device("meta"):
+        model = _create(name)
+    reason = why_not(model)
+    if reason is None and getattr(model, "num_classes", 0) != CLASSES:
+        reason = f"{type(model).__name__} is an encoder without a classifier"
+    module = type(model).__module__.rpartition(".")[2]
+    return Verdict(name, module, sum(p.numel() for p in model.parameters()), reason)
+
+
+def _create(name: str, **options: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names that timm deprecates
+        try:
+            return timm.create_model(name, num_classes=CLASSES, **options)
+        except TypeError:  # an encoder takes no number of classes
+            return timm.create_model(name, **options)
+
+
+def try_out(name: str, depth: int | None = None) -> None:
+    """Attaches HTM, VTM and manifold mixup, trains one step, and evaluates as the plain model.
+
+    A small image, 4 x 4 tokens where the model allows it; `depth` blocks, or all. Raises
+    AssertionError, or what the model raises, if anything is wrong.
+    """
+    torch.manual_seed(0)
+    model, size = _small(name, {} if depth is None else {"depth": depth})
+    plain = copy.deepcopy(model)
+    htm = {"layer": 1, "tau": float("inf"), "rho": 0.0}
+    module = attach(model, CLASSES, htm=htm, vtm={"layer": 2}, manifold_mixup={"layers": [0, 1]})
+    images = torch.randn(2, 3, size, size)
+    output = module.train()(images, torch.eye(CLASSES)[:2])
+    assert isinstance(output, Output)
+    assert output.logits.shape == (2, CLASSES)
+    assert output.stats["mixed_samples"] == 2
+    assert output.stats["mixed_tokens"] > 0
+    loss = training_loss(output, score_loss_weight=1.0)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+    plain.load_state_dict(model.state_dict())  # of batch normalisation in hybrid models
+    with torch.no_grad():
+        assert torch.equal(module.eval()(images), plain.eval()(images))
+
+
+def _small(name: str, options: dict[str, Any]) -> tuple[nn.Module, int]:
+    """The model for small images, or for timm's own size where it takes no other."""
+    with torch.device("meta"):
+        full: Any = _create(name)
+    embedding = getattr(full, "patch_embed", None) or full.embeds
+    size = 4 * embedding.feat_ratio(as_scalar=True)
+    try:
+        return _create(name, img_size=size, **options), size
+    except (TypeError, AssertionError):
+        return _create(name, **options), full.pretrained_cfg["input_size"][-1]

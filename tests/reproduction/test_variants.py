@@ -1,0 +1,87 @@
+"""Every detector, ablation and combination of the paper trains the digits for a few steps."""
+
+import math
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from reproduction.cli import compose
+from reproduction.data.sources import load_source
+from reproduction.parse import parse
+from reproduction.training.distributed import join_world
+from reproduction.training.train import build_trainer
+
+MODELS: dict[str, list[str]] = {
+    "cct_2_3x2": ["augmentation.{}.layer=1"],
+    "vit_tiny_patch16_224": ["augmentation.{}.layer=2", "model.image_size=64"],
+}
+STACKS = [  # Table 5, and everything at once
+    [],
+    ["manifold_mixup"],
+    ["htm"],
+    ["vtm"],
+    ["mixup", "cutmix"],
+    ["mixup", "cutmix", "manifold_mixup"],
+    ["mixup", "cutmix", "htm"],
+    ["mixup", "cutmix", "vtm"],
+    ["mixup", "cutmix", "htm", "vtm"],
+    ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"],
+]
+SWITCHES = [  # Tables 3 and 4, and the published rules
+    "detector=gradient",
+    "detector=random",
+    "rollout_steps=1",
+    "ablate=scorenet",
+    "ablate=assignment",
+    "ablate=tokens",
+    "ablate=labels",
+    "mask_rule=published",
+    "order=published",
+]
+VARIANTS = [(stack, "") for stack in STACKS] + [(["htm", "vtm"], switch) for switch in SWITCHES]
+
+
+def overrides(model: str, stack: list[str], switch: str) -> list[str]:
+    line = [f"model={model}", f"augmentation=[{','.join(stack)}]", "device=cpu"]
+    line += ["recipe.batch_size=8", "dataset.limit=40", "dataset.workers=0"]
+    for setting in MODELS[model]:
+        if "{}" not in setting:
+            line.append(setting)
+        else:
+            line += [setting.format(name) for name in ("htm", "vtm") if name in stack]
+    if "manifold_mixup" in stack:
+        line.append("augmentation.manifold_mixup.layers=[0,1]")
+    if "htm" in stack:
+        line += ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
+    if switch:
+        line.append(f"augmentation.htm.{switch}")
+    if switch.startswith("rollout") and model == "cct_2_3x2":
+        line.append("augmentation.htm.layer=0")
+    return line
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("stack", "switch"), VARIANTS, ids=str)
+def test_every_variant_trains(tmp_path, model: str, stack: list[str], switch: str, precision: str):
+    line = [*overrides(model, stack, switch), f"recipe.precision={precision}", "name=run"]
+    config = parse(compose("train", [*line, f"output_root={tmp_path}"]).raw)
+    with join_world(torch.device("cpu")) as world:
+        source = load_source("digits", None, config.dataset.limit)
+        trainer = build_trainer(config, world, source)
+        before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+        trainer.module.train()
+        for images, targets in islice(trainer.train_loader, 3):
+            loss, output = trainer._step(images, targets, len(images))
+            assert math.isfinite(loss.item())
+            sums = output.targets.sum(dim=1)
+            torch.testing.assert_close(sums, torch.ones_like(sums))
+            mixes = "htm" in stack
+            assert int(output.stats["mixed_samples"]) == (len(images) if mixes else 0)
+            assert (output.stats["mixed_tokens"] > 0) == mixes
+    after: dict[str, Any] = dict(trainer.module.named_parameters())
+    assert all(p.isfinite().all() for p in after.values())
+    moved = [name for name, p in after.items() if not torch.equal(p, before[name])]
+    assert len(moved) == len(after)
