@@ -3,10 +3,10 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format clean
+.PHONY: help setup quickstart test lint format check-models clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: .venv/installed  ## make .venv with the requirements and this package
 
@@ -33,6 +33,9 @@ lint: .venv/installed-dev  ## check format, style and types
 format: .venv/installed-dev  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
+	$(BIN)/python scripts/check_models.py
 
 clean:  ## remove .venv and caches, keep outputs/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

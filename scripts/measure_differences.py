@@ -1,0 +1,44 @@
+"""Measures what the published rules change, on random saliency and on trained runs."""
+
+import argparse
+
+from reproduction.errors import UserError
+from reproduction.parse import parse_saved
+from reproduction.reporting.differences import measure, random_batches, run_batches
+from reproduction.runs import RunFolder
+
+RHO, KAPPA = 0.005, 3  # where no run tells others
+
+
+def columns(runs: list[str]) -> dict[str, dict[str, float]]:
+    """Title -> effect -> value."""
+    found = {
+        "random, 64 tokens": measure(random_batches(0), RHO, KAPPA),
+        "random, class token and 196": measure(random_batches(0, t=196, prefix=1), RHO, KAPPA),
+    }
+    for run in runs:
+        folder = RunFolder(run)
+        config = parse_saved(folder.read_config())
+        batches = run_batches(folder, config)
+        htm, vtm = config.augmentation.htm, config.augmentation.vtm
+        assert htm is not None
+        found[folder.path.name] = measure(batches, htm.rho, vtm.kappa if vtm else KAPPA)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folders of runs with htm")
+    try:
+        table = columns(parser.parse_args().runs)
+    except UserError as error:
+        parser.exit(2, f"measure_differences.py: {error}\n")
+    print(f"| effect | {' | '.join(table)} |")
+    print("|---|" + "---:|" * len(table))
+    for effect in dict.fromkeys(key for column in table.values() for key in column):
+        values = (column.get(effect) for column in table.values())
+        print(f"| {effect} | {' | '.join('' if v is None else f'{v:.3g}' for v in values)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What the published rules change, measured on saliency: of a trained run, or random.
+
+Letters: b batch, t spatial tokens, n tokens with prefix.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from reproduction.config import Config
+from reproduction.data.build import build_training_images
+from reproduction.data.sources import load_source
+from reproduction.errors import UserError
+from reproduction.models.build import build_module, without_start
+from reproduction.models.weights import read_file
+from reproduction.runs import RunFolder
+from tokenmixup import HTM, HorizontalMix, attention_saliency, difficulty, rollout_saliency
+from tokenmixup.attention import attention_map
+from tokenmixup.variants import rules_of
+from tokenmixup.vertical import salient_places
+
+BATCHES = 8
+
+
+class Batch(NamedTuple):
+    """What enters the HTM block of one batch."""
+
+    saliency: Tensor  # b t
+    is_easy: Tensor  # b bool
+    targets: Tensor  # b c
+    maps: list[Tensor]  # b h n n of this block and the next one
+    num_prefix_tokens: int
+
+
+def measure(batches: list[Batch], rho: float, kappa: int) -> dict[str, float]:
+    """Mean effects over batches, as shares but for tokens."""
+    rows = [dict(_effects(batch, rho, kappa)) for batch in batches]
+    return {key: float(np.mean([row[key] for row in rows if key in row])) for key in rows[0]}
+
+
+def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]]:
+    yield "easy samples", float(batch.is_easy.float().mean())
+    yield from _mask_effects(batch, rho)
+    order = (~batch.is_easy).to(torch.uint8).argsort(stable=True)
+    moved = order != torch.arange(len(order))
+    yield "order: rows that read another sample's memory", float(moved.float().mean())
+    yield (
+        "order: tokens that VTM chooses otherwise at the HTM block",
+        _changed_choice(batch, rho, kappa),
+    )
+    yield from _map_effects(batch, kappa)
+
+
+def _mask_effects(batch: Batch, rho: float) -> Iterator[tuple[str, float]]:
+    paper, published = (_mix(batch, rho, mask_rule=rule) for rule in ("paper", "published"))
+    easy = batch.is_easy
+    ours, theirs = paper.mask[easy], published.mask[easy]
+    yield "mask: tokens replaced a sample, paper", float(ours.sum(dim=1).float().mean())
+    yield "mask: tokens replaced a sample, published", float(theirs.sum(dim=1).float().mean())
+    yield "mask: tokens decided alike", float((ours == theirs).float().mean())
+    either = (ours | theirs).sum().clamp(min=1)
+    yield "mask: of tokens replaced by either, by both", float((ours & theirs).sum() / either)
+    labels = (paper.targets[easy] - published.targets[easy]).abs().sum(dim=1) / 2
+    yield "mask: label mass that moves", float(labels.mean())
+    first = paper.targets[easy].argmax(dim=1) != published.targets[easy].argmax(dim=1)
+    yield "mask: samples whose first label changes", float(first.float().mean())
+
+
+def _mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
+    tokens = batch.saliency[..., None]  # so that saliency moves with its token
+    return rules_of(HTM(layer=0, rho=rho, **settings)).mix(
+        tokens, batch.targets, batch.saliency, batch.is_easy
+    )
+
+
+def _changed_choice(batch: Batch, rho: float, kappa: int) -> float:
+    mixed = _mix(batch, rho).tokens[..., 0]
+    return 1 - _overlap(salient_places(mixed, kappa), salient_places(batch.saliency, kappa))
+
+
+def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
+    """Effects that need attention maps, and a class token where they are about it."""
+    prefix, t = batch.num_prefix_tokens, batch.saliency.shape[1]
+    if len(batch.maps) > 1:
+        composed = rollout_saliency(batch.maps, prefix)
+        printed = rollout_saliency(batch.maps[::-1], prefix)
+        yield "rollout of 2 maps: rank correlation of both orders", _correlation(composed, printed)
+        one = rollout_saliency(batch.maps[:1], prefix)
+        yield "rollout: rank correlation of one map with two", _correlation(composed, one)
+    if prefix:
+        paper, published = (salient_places(batch.saliency, kappa, offset) for offset in (prefix, 0))
+        yield "class token: VTM's tokens that change", 1 - _overlap(paper, published)
+        picked = (published == 0).any(dim=1).float().mean()
+        yield "class token: samples that give it to VTM", float(picked)
+        yield (
+            "class token: samples whose last patch is lost",
+            float((paper == t).any(dim=1).float().mean()),
+        )
+    if prefix and batch.maps:
+        rows = attention_saliency(batch.maps[0], prefix, class_token=False)
+        yield (
+            "class token: rank correlation of its row with the mean",
+            _correlation(batch.saliency, rows),
+        )
+
+
+def _overlap(one: Tensor, other: Tensor) -> float:
+    """Share of the places `b k` that are in the other set too."""
+    return float((one[:, :, None] == other[:, None]).any(dim=2).float().mean())
+
+
+def _correlation(one: Tensor, other: Tensor) -> float:
+    """Spearman's, mean over samples."""
+    ranks = [x.argsort(dim=1).argsort(dim=1).float() for x in (one, other)]
+    a, b = (F.normalize(rank - rank.mean(dim=1, keepdim=True), dim=1) for rank in ranks)
+    return float((a * b).sum(dim=1).mean())
+
+
+def random_batches(seed: int, b: int = 128, t: int = 64, prefix: int = 0) -> list[Batch]:
+    """Saliency of independent tokens, half of the samples easy, one class each."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(BATCHES):
+        saliency = torch.randn(b, t, generator=generator).softmax(dim=1)
+        is_easy = torch.rand(b, generator=generator) < 0.5
+        classes = torch.randint(10, (b,), generator=generator)
+        batches.append(Batch(saliency, is_easy, F.one_hot(classes, 10).float(), [], prefix))
+    return batches
+
+
+def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
+    """Batches of augmented training images of a finished run, without input mixup."""
+    if config.augmentation.htm is None:
+        raise UserError(f"run={folder.path}: was trained without htm")
+    source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
+    stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
+    module = build_module(without_start(config.model), stack, len(source.classes))
+    state = read_file(f"run={folder.path}", folder.last_path)
+    module.load_state_dict(state["module"])
+    images = build_training_images(config, source)
+    order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
+    size = config.recipe.batch_size
+    return [
+        _batch(
+            module.eval(), default_collate([images[(0, i)] for i in order[start : start + size]])
+        )
+        for start in range(0, min(len(order), BATCHES * size) - size + 1, size)
+    ]
+
+
+@torch.no_grad()
+def _batch(module: Any, items: list[Tensor]) -> Batch:
+    images, classes = items
+    entered: list[Tensor] = []
+    blocks = module.model.blocks[module.htm.layer : module.htm.layer + 2]
+    handles = [
+        block.register_forward_pre_hook(lambda block, args: entered.append(args[0]))
+        for block in blocks
+    ]
+    module(images)
+    for handle in handles:
+        handle.remove()
+    maps = [
+        attention_map(block.attn, block.norm1(tokens))
+        for block, tokens in zip(blocks, entered, strict=True)
+    ]
+    prefix = module.model.num_prefix_tokens
+    targets = F.one_hot(classes, module.scorenet.head.out_features).float()
+    hard = difficulty(module.scorenet(entered[0], prefix), targets)
+    saliency = attention_saliency(maps[0], prefix)
+    return Batch(saliency, hard < module.htm.tau, targets, maps, prefix)

@@ -1,0 +1,91 @@
+"""Verdicts over timm's models: one of each kind; all of them are tried by `make check-models`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reproduction.models.survey import Verdict, smallest_of_families, survey, try_out
+
+ROOT = Path(__file__).parents[2]
+
+REFUSED = {
+    "resnet18": "its layers form stages",
+    "swin_tiny_patch4_window7_224": "its layers form stages",
+    "vgg11": "it has none",
+    "xcit_nano_12_p16_224": "block 0 is XCABlock, not pre-norm self-attention",
+    "mixer_s32_224": "block 0 is MixerBlock, which holds no self-attention",
+    "vit_base_patch16_rpn_224": "block 0 is ResPostBlock, not pre-norm self-attention",
+    "vit_base_patch16_xp_224": "block 0 is ParallelScalingBlock, which holds no self-attention",
+    "vit_dwee_patch16_reg1_gap_256": "whose DiffAttention is not a softmax of q k^T",
+    "convit_tiny": "block 0 is Block, not pre-norm self-attention",
+    "hiera_tiny_224": "block 0 is HieraBlock",
+    "qwen3_vit_88m_enc": "is an encoder without a classifier",
+}
+SERVED = [
+    "vit_tiny_patch16_224",
+    "eva02_tiny_patch14_224",
+    "cait_xxs24_224",
+    "beit_base_patch16_224",
+]
+
+
+def test_verdicts_name_the_reason():
+    found = {verdict.name: verdict for verdict in survey([*REFUSED, *SERVED])}
+    assert {name for name in found if found[name].reason is None} == set(SERVED)
+    for name, reason in REFUSED.items():
+        said = found[name].reason
+        assert said is not None and reason in said and "\n" not in said
+    assert found["vit_tiny_patch16_224"].parameters == 5_526_346  # with 10 classes
+
+
+def test_the_smallest_of_a_family_stands_for_it():
+    verdicts = [
+        Verdict("vit_base_patch16_siglip_224", "vision_transformer", 90, None),
+        Verdict("vit_small_patch16_siglip_256", "vision_transformer", 20, None),
+        Verdict("vit_tiny_patch16_224", "vision_transformer", 5, None),
+        Verdict("vit_atto_siglip", "vision_transformer", 1, "some reason"),
+        Verdict("eva02_tiny_patch14_224", "eva", 5, None),
+    ]
+    chosen = {verdict.family: verdict.parameters for verdict in smallest_of_families(verdicts)}
+    assert chosen == {
+        "vision_transformer: vit_siglip": 20,
+        "vision_transformer: vit": 5,
+        "eva: eva02": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["test_vit", "naflexvit_base_patch16_gap", "vit_tiny_r_s16_p8_224"]
+)
+def test_trying_out_a_model_trains_and_evaluates_it(name: str):
+    try_out(name, depth=None if name == "test_vit" else 3)
+
+
+def test_trying_out_notices_a_model_that_is_left_changed(monkeypatch: pytest.MonkeyPatch):
+    from tokenmixup import TokenMixup
+
+    def forward(self, images, targets=None):
+        if not self.training:
+            return self.model(images) * 2
+        return original(self, images, targets)
+
+    original = TokenMixup.forward
+    monkeypatch.setattr(TokenMixup, "forward", forward)
+    with pytest.raises(AssertionError):
+        try_out("test_vit")
+
+
+def test_list_models_prints_verdicts_and_their_count():
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "scripts" / "list_models.py"), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    listed = run("test_vit*")
+    assert listed.returncode == 0
+    assert "test_vit: served" in listed.stdout
+    assert "5 of 5 models are served, timm" in listed.stdout
+    refused = run("no_such_model")
+    assert refused.returncode == 2
+    assert refused.stderr == "list_models.py: no_such_model: timm has no such model\n"
