@@ -42,3 +42,8 @@ def test_every_line_of_algorithm_1_is_on_the_map(line: int):
 
 def test_the_map_names_functions_and_tests():
     assert len(FUNCTIONS) > 15 and len(TESTS) > 15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_finished(page: Path):
+    assert not re.search(r"@[A-Z]+@|TODO|TBD", page.read_text())

@@ -36,9 +36,9 @@ def unservable(name: str, stack: list[str]) -> str | None:
     if not {"htm", "vtm", "manifold_mixup"} & set(stack):
         return None
     return (
-        f"augmentation=[{','.join(stack)}]: {name} is no transformer of plain blocks, which htm, "
-        "vtm and manifold_mixup need; allowed are augmentation=[mixup,cutmix], [mixup], [cutmix] "
-        "and []"
+        f"augmentation=[{','.join(stack)}]: {name} is of model.family=library, but htm, vtm and "
+        "manifold_mixup need cct or vit; allowed are augmentation=[mixup,cutmix], [mixup], "
+        "[cutmix] and []"
     )
 
 
@@ -93,7 +93,7 @@ def _vtm_problems(model: CCT | ViT, vtm: VTM) -> Iterator[str]:
         )
     if vtm.class_token_offset == "published" and not model.has_class_token:
         yield (
-            f"augmentation.vtm.class_token_offset=published: {model.name} has no class token, "
+            f"augmentation.vtm.class_token_offset=published: {model.name} pools no class token, "
             "allowed is paper"
         )
 

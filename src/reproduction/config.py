@@ -88,7 +88,7 @@ class ViT(Transformer):
     family: Literal["vit"]
     architecture: str
     patch_size: Count
-    global_pool: Literal["token", "avg"]
+    global_pool: Literal["token", "avg", "map"]
     pretrained: str | None
 
     @property

@@ -6,9 +6,8 @@ plain model bit for bit. Letters: b batch, n tokens with prefix, t spatial token
 classes, m memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,13 +20,21 @@ from tokenmixup.detectors import BlockInput, detector_of
 from tokenmixup.horizontal import HTM, HorizontalMix
 from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
 from tokenmixup.output import Output
+from tokenmixup.passes import Pass, note_patches, output_of
 from tokenmixup.saliency import input_gradient
 from tokenmixup.scorenet import ScoreNet, difficulty
-from tokenmixup.structure import check_layer, check_rollout, has_class_token, pools_class_token
+from tokenmixup.structure import (
+    check_layer,
+    check_rollout,
+    declared_prefix,
+    has_class_token,
+    pools_class_token,
+)
 from tokenmixup.variants import rules_of
 from tokenmixup.vertical import VTM, salient_places, take_tokens, vertical_attention
 
 Settings = TypeVar("Settings")
+Step = Callable[["TokenMixup", Pass, BlockInput], None]
 
 
 def attach(
@@ -52,26 +59,14 @@ def attach(
 
 
 def _settings(kind: type[Settings], given: Any) -> Settings | None:
+    if given is None or isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"attach: {given!r} is neither a mapping nor {kind.__name__}")
     try:
-        return kind(**given) if isinstance(given, Mapping) else given
+        return kind(**given)
     except TypeError as error:  # an unknown or missing name
         raise ValueError(f"attach: {error}") from error
-
-
-@dataclass
-class _Pass:
-    """What one forward pass carries from block to block."""
-
-    targets: Tensor  # b c, as mixed so far
-    pixels: Tensor | None = None  # b h w, input gradient
-    manifold: ManifoldMix | None = None
-    num_patches: int | None = None
-    score_logits: Tensor | None = None
-    difficulty: Tensor | None = None
-    is_easy: Tensor | None = None
-    mix: HorizontalMix | None = None
-    memory: list[Tensor] = field(default_factory=list)  # b kappa d of each source block
-    places: list[Tensor] = field(default_factory=list)  # b kappa, where they stood in n
 
 
 class TokenMixup(nn.Module):
@@ -93,6 +88,8 @@ class TokenMixup(nn.Module):
         self.scorenet: ScoreNet | None = None
         for key, layer in self._layers():
             check_layer(model, key, layer)
+        if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(model):
+            raise ValueError("vtm.class_token_offset='published': the model has no class token")
         if htm is not None:
             self.scorenet = _build_scorenet(model, htm, num_classes)
             self._rules, self._detect = rules_of(htm), detector_of(htm)
@@ -106,14 +103,15 @@ class TokenMixup(nn.Module):
         for layer in self.manifold_mixup.layers if self.manifold_mixup is not None else ():
             yield "manifold_mixup.layers", layer
 
-    def _build_steps(self) -> dict[int, list[Callable[[_Pass, BlockInput], None]]]:
+    def _build_steps(self) -> dict[int, list[Step]]:
         """What happens at the input of which block, in this order."""
-        layers = [
-            (self._mix_manifold, self.manifold_mixup.layers if self.manifold_mixup else ()),
-            (self._mix_horizontally, [self.htm.layer] if self.htm else ()),
-            (self._remember, range(self.vtm.layer) if self.vtm else ()),
+        kind = type(self)  # unbound, so that a copy of the module runs its own parts
+        layers: list[tuple[Step, Sequence[int]]] = [
+            (kind._mix_manifold, self.manifold_mixup.layers if self.manifold_mixup else ()),
+            (kind._mix_horizontally, [self.htm.layer] if self.htm else ()),
+            (kind._remember, range(self.vtm.layer) if self.vtm else ()),
         ]
-        steps: dict[int, list[Callable[[_Pass, BlockInput], None]]] = {}
+        steps: dict[int, list[Step]] = {}
         for step, indices in layers:
             for index in indices:
                 steps.setdefault(index, []).append(step)
@@ -127,7 +125,8 @@ class TokenMixup(nn.Module):
         state = self._begin(images, targets)
         with self._mixing(state):
             logits = self.model(images)
-        return _output(logits, state)
+        assert self.htm is None or state.mix is not None, "block htm.layer did not run"
+        return output_of(logits, state)
 
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
         """Who would give which tokens to whom in a training pass; None without HTM."""
@@ -141,9 +140,11 @@ class TokenMixup(nn.Module):
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
 
-    def _begin(self, images: Tensor, targets: Tensor) -> _Pass:
+    def _begin(self, images: Tensor, targets: Tensor) -> Pass:
         """What is known before the pass: the gradient of the input, the draws of manifold mixup."""
-        state = _Pass(targets)
+        if not isinstance(images, Tensor) or images.ndim != 4:
+            raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
+        state = Pass(targets)
         if self.htm is not None and self.htm.detector == "gradient":
             with evaluating(self.model):
                 state.pixels = input_gradient(self.model, images, targets)
@@ -152,14 +153,14 @@ class TokenMixup(nn.Module):
         return state
 
     @contextmanager
-    def _mixing(self, state: _Pass) -> Iterator[None]:
+    def _mixing(self, state: Pass) -> Iterator[None]:
         """Lets the blocks mix until the context ends."""
         model: Any = self.model
         if getattr(model, "grad_checkpointing", False):
             raise ValueError("TokenMixup cannot repeat blocks: switch gradient checkpointing off")
         with ExitStack() as stack:
             if self._steps and isinstance(embed := getattr(model, "patch_embed", None), nn.Module):
-                handle = embed.register_forward_hook(partial(_count_patches, state))
+                handle = embed.register_forward_hook(partial(note_patches, state))
                 stack.callback(handle.remove)
             for index in self._steps:
                 hook = partial(self._enter_block, state, index)
@@ -172,27 +173,34 @@ class TokenMixup(nn.Module):
             yield
 
     def _enter_block(
-        self, state: _Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
+        self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
     ) -> tuple[tuple[Tensor], dict[str, Any]]:
         """Changes what enters a block."""
         (tokens,) = args
-        prefix: int = getattr(self.model, "num_prefix_tokens", 0)
+        prefix = declared_prefix(self.model)
         if state.num_patches is not None:
             prefix = tokens.shape[1] - state.num_patches
+        if not 0 <= prefix < tokens.shape[1]:
+            raise ValueError(
+                f"block {index} gets {tokens.shape[1]} tokens of {state.num_patches} patches: "
+                "TokenMixup cannot tell which is which"
+            )
         with_class_token = prefix > 0 and has_class_token(self.model)
         blocks = cast(Any, self.model).blocks
-        entry = BlockInput(blocks, index, tokens, given, prefix, with_class_token, state.pixels)
+        entry = BlockInput(
+            blocks, index, tokens, given, prefix, with_class_token, state.pixels, state.grid
+        )
         for step in self._steps[index]:
-            step(state, entry)
+            step(self, state, entry)
         return (entry.tokens,), given
 
-    def _mix_manifold(self, state: _Pass, entry: BlockInput) -> None:
+    def _mix_manifold(self, state: Pass, entry: BlockInput) -> None:
         """Mixes tokens and targets linearly if this is the layer that was drawn."""
         mix = cast(ManifoldMix, state.manifold)
         if mix.layer == entry.index:
             entry.tokens, state.targets = mix(entry.tokens), mix(state.targets)
 
-    def _mix_horizontally(self, state: _Pass, entry: BlockInput) -> None:
+    def _mix_horizontally(self, state: Pass, entry: BlockInput) -> None:
         """Algorithm 1."""
         htm, scorenet = cast(HTM, self.htm), cast(ScoreNet, self.scorenet)
         prefix = entry.num_prefix_tokens
@@ -208,28 +216,13 @@ class TokenMixup(nn.Module):
         arranged = self._rules.arrange(state.mix, state.is_easy, for_memory)
         entry.tokens, state.targets, entry.saliency = arranged
 
-    def _remember(self, state: _Pass, entry: BlockInput) -> None:
+    def _remember(self, state: Pass, entry: BlockInput) -> None:
         """VTM keeps the salient tokens of this block."""
         vtm = cast(VTM, self.vtm)
         offset = entry.num_prefix_tokens if vtm.class_token_offset == "paper" else 0
         places = salient_places(entry.own_saliency(), vtm.kappa, offset)
         state.memory.append(take_tokens(entry.tokens, places))
         state.places.append(places)
-
-
-def _output(logits: Tensor, state: _Pass) -> Output:
-    if state.mix is None or state.difficulty is None or state.is_easy is None:
-        zero = logits.new_zeros((), dtype=torch.float32)
-        stats = {"mixed_samples": zero, "mixed_tokens": zero}
-        return Output(logits, state.targets, None, None, stats)
-    mixed_samples = state.is_easy.sum().float()
-    stats = {
-        "mixed_samples": mixed_samples,
-        "mixed_tokens": state.mix.mask.sum() / mixed_samples.clamp(min=1),
-        "difficulty": state.difficulty.detach().mean(),
-    }
-    score_loss = state.difficulty.mean()
-    return Output(logits, state.targets, state.score_logits, score_loss, stats)
 
 
 def _build_scorenet(model: Any, htm: HTM, num_classes: int) -> ScoreNet:
@@ -241,12 +234,7 @@ def _build_scorenet(model: Any, htm: HTM, num_classes: int) -> ScoreNet:
     return ScoreNet(model.embed_dim, num_classes, pooling, htm.stop_gradient)
 
 
-def _count_patches(state: _Pass, module: nn.Module, args: Any, out: Any) -> None:
-    """Reads the number of spatial tokens off the patch embedding: `b t d`, or `b h w d`."""
-    state.num_patches = out.shape[1:-1].numel() if isinstance(out, Tensor) else None
-
-
-def _attend_to_memory(block: Any, state: _Pass, tokens: Tensor, **given: Any) -> Tensor:
+def _attend_to_memory(block: Any, state: Pass, tokens: Tensor, **given: Any) -> Tensor:
     """Stands in for the VTM block's attention; `tokens` are layer-normed already."""
     where = positions(block.attn, tokens.shape[1], given)
     where = where.of_memory(torch.cat(state.places, dim=1))

@@ -4,7 +4,7 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,8 @@ class BlockInput:
     num_prefix_tokens: int
     class_token: bool
     pixels: Tensor | None = None  # b h w, the gradient of the input
-    saliency: Tensor | None = field(default=None)  # b t, by the block's own map
+    grid: tuple[int, int] | None = None  # rows and columns of patches, where known
+    saliency: Tensor | None = None  # b t, by the block's own map
 
     def own_saliency(self) -> Tensor:
         """Saliency by the map that the block computes on these tokens, `b t`; computed once."""
@@ -54,7 +55,8 @@ def detector_of(htm: HTM) -> Detector:
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image, `b t`."""
     assert entry.pixels is not None, "taken before the pass"
-    return gradient_saliency(entry.pixels, entry.tokens.shape[1] - entry.num_prefix_tokens)
+    num_tokens = entry.tokens.shape[1] - entry.num_prefix_tokens
+    return gradient_saliency(entry.pixels, num_tokens, entry.grid)
 
 
 def by_rollout(steps: int, entry: BlockInput) -> Tensor:

@@ -48,6 +48,12 @@ class HTM:
     def __post_init__(self) -> None:
         if type(self.layer) is not int or self.layer < 0:
             raise ValueError(f"htm.layer={self.layer!r}: must be a block's index, 0 or more")
+        for name in ("tau", "rho", "score_loss_weight"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"htm.{name}={value!r}: must be a number")
+        if type(self.stop_gradient) is not bool:
+            raise ValueError(f"htm.stop_gradient={self.stop_gradient!r}: must be True or False")
         if not self.tau >= 0:
             raise ValueError(f"htm.tau={self.tau}: must be >= 0 (inf is allowed)")
         if not (0 <= self.rho <= 1 or self.rho == math.inf):

@@ -24,10 +24,12 @@ class ManifoldMixup:
     layers: Sequence[int] = (0, 1, 2)
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < math.inf:
+        if not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
             raise ValueError(f"manifold_mixup.alpha={self.alpha}: must be > 0 and finite")
-        whole = all(type(layer) is int and layer >= 0 for layer in self.layers)
-        if not self.layers or not whole or len(set(self.layers)) < len(self.layers):
+        whole = isinstance(self.layers, Sequence) and all(
+            type(layer) is int and layer >= 0 for layer in self.layers
+        )
+        if not whole or not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(
                 f"manifold_mixup.layers={self.layers}: must be different blocks' indices"
             )

@@ -56,23 +56,30 @@ def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: T
     As Co-Mixup (Kim et al., 2021) takes it, of the cross-entropy of `model(images)`, `b 3 h w`,
     against `targets`, `b c`. Parameters receive no gradient.
     """
-    images = images.detach().float().requires_grad_()
+    images = images.detach().clone().requires_grad_()
     with torch.autocast(images.device.type, enabled=False):  # float16 would lose small gradients
-        loss = F.cross_entropy(model(images), targets.float(), reduction="sum")
+        loss = F.cross_entropy(model(images).float(), targets.float(), reduction="sum")
         (gradient,) = torch.autograd.grad(loss, images)
-    return gradient.square().sum(dim=1).sqrt()
+    return gradient.float().square().sum(dim=1).sqrt()
 
 
 @torch.no_grad()
-def gradient_saliency(pixels: Tensor, num_tokens: int) -> Tensor:
+def gradient_saliency(
+    pixels: Tensor, num_tokens: int, grid: tuple[int, int] | None = None
+) -> Tensor:
     """Pools `b h w` to the grid of spatial tokens; each sample sums to 1: `b t`.
 
-    Raises ValueError if `num_tokens` is no grid of the image's aspect ratio.
+    `grid`: rows and columns of the tokens; by default that of the image's aspect ratio. Raises
+    ValueError if `num_tokens` is no such grid.
     """
     height, width = pixels.shape[1:]
-    rows = round((num_tokens * height / width) ** 0.5)
-    columns = num_tokens // max(rows, 1)
+    rows, columns = grid or _grid_like(height, width, num_tokens)
     if rows * columns != num_tokens:
         raise ValueError(f"{num_tokens} tokens are no grid over an image of {height} x {width}")
     pooled = F.adaptive_avg_pool2d(pixels[:, None], (rows, columns)).flatten(1)
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
+
+
+def _grid_like(height: int, width: int, num_tokens: int) -> tuple[int, int]:
+    rows = max(1, round((num_tokens * height / width) ** 0.5))
+    return rows, num_tokens // rows

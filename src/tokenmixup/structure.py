@@ -31,6 +31,8 @@ STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1
 def why_not(model: Any, last_layer: int | None = None) -> str | None:
     """Why blocks 0..last_layer (None: all) cannot be served, in one line; None if they can."""
     kind = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        return f"{kind} is compiled already: compile what attach returns instead"
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
         has_stages = any(hasattr(model, name) for name in STAGES)
@@ -55,6 +57,21 @@ def _why_not_block(block: Any) -> str | None:
         return "not pre-norm self-attention and then an MLP over one token axis"
     if _place(attn) not in ATTENTIONS:
         return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
+    return _why_not_projections(attn)
+
+
+def _why_not_projections(attn: Any) -> str | None:
+    """Their weights are read one by one: what replaces them, or listens to them, would be lost."""
+    if "forward" in vars(attn):
+        return f"whose {type(attn).__name__} has a forward of its own"
+    for name in ("qkv", "q_proj", "k_proj", "v_proj"):
+        projection = getattr(attn, name, None)
+        if projection is None:
+            continue
+        if type(projection) is not nn.Linear:
+            return f"whose {name} is {type(projection).__name__}, not a plain Linear"
+        if projection._forward_hooks or projection._forward_pre_hooks:
+            return f"whose {name} has hooks, which would not run"
     return None
 
 
@@ -86,8 +103,14 @@ def check_rollout(model: Any, layer: int, steps: int) -> None:
 
 def pools_class_token(model: Any) -> bool:
     """Whether the blocks hold a class token and the head reads it."""
-    joins_later = hasattr(model, "blocks_token_only")  # CaiT: in blocks of its own
-    return has_class_token(model) and not joins_later and model.global_pool == "token"
+    pools = getattr(model, "global_pool", None) == "token"
+    return pools and has_class_token(model) and declared_prefix(model) > 0
+
+
+def declared_prefix(model: Any) -> int:
+    """Prefix tokens that the model says its blocks get."""
+    joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token, in blocks of its own
+    return 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
 
 
 def has_class_token(model: nn.Module) -> bool:

@@ -69,9 +69,7 @@ def all_samples(difficulty: Tensor) -> Tensor:
 def random_donors(saliency: Tensor, is_easy: Tensor, rho: float) -> Tensor:
     """Ablates the assignment: a random donor for each easy sample, no donor twice: `b` int64."""
     b, device = len(saliency), saliency.device
-    shuffled = torch.randperm(b, device=device)
-    place = (is_easy.cumsum(dim=0) - 1).clamp(min=0)  # among the easy samples
-    return torch.where(is_easy, shuffled[place], torch.arange(b, device=device))
+    return torch.where(is_easy, torch.randperm(b, device=device), torch.arange(b, device=device))
 
 
 def random_tokens(

@@ -45,7 +45,7 @@ MISTYPED = {
     "augmentation.htm.ablate=all": ["augmentation.htm.ablate=all", "labels"],
     "augmentation.htm.mask_rule=own": ["augmentation.htm.mask_rule=own", "published"],
     "augmentation.htm.order=front": ["augmentation.htm.order=front", "in_place"],
-    "augmentation.vtm.class_token_offset=published": ["no class token", "allowed is paper"],
+    "augmentation.vtm.class_token_offset=published": ["pools no class token", "allowed is paper"],
     "augmentation.htm.rollout_steps=-1": ["augmentation.htm.rollout_steps=-1"],
     "augmentation.htm.rollout_steps=1": ["rollout_steps=1", "0 blocks after htm.layer=1"],
     "augmentation.htm.layer=0 augmentation.htm.rollout_steps=1 augmentation.htm.detector=random": [

@@ -184,7 +184,7 @@ def test_compact_transformers_of_patches_train_with_htm_and_vtm(model: str):
     mix = module.eval().mixed_pairs(images, targets)
     handle.remove()
     assert mix is not None and mix.mask.shape == (4, 64) and mix.mask.any()
-    prefix = module.num_prefix_tokens
+    prefix = module.model.num_prefix_tokens
     assert prefix == (model == "vit_lite_6_4")
     assert torch.equal(mix.tokens[:, :prefix], entering[0][:, :prefix])
     assert not torch.equal(mix.tokens[:, prefix:], entering[0][:, prefix:])

@@ -4,10 +4,17 @@ import torch
 
 from reproduction.cli import compose
 from reproduction.errors import UserError
-from reproduction.models.build import build_model, build_module, count_macs, count_parameters
+from reproduction.models.build import (
+    build_model,
+    build_module,
+    check_tokens,
+    count_macs,
+    count_parameters,
+)
 from reproduction.models.cct import CCT
 from reproduction.parse import parse
 from tests.conftest import small_cct
+from tokenmixup import attach
 
 
 def count(classes: int, *overrides: str) -> int:
@@ -84,3 +91,32 @@ def test_vit_says_what_to_do_when_the_weights_cannot_be_downloaded(monkeypatch):
     monkeypatch.setattr("timm.create_model", refuse)
     with pytest.raises(UserError, match=r"no route to host.*model.weights"):
         build_model(tiny_vit("model.pretrained=augreg_in21k_ft_in1k"), 1000)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "classes"),
+    [
+        ("cait_xxs24_224", ["model.depth=24"], 10),
+        ("vit_base_patch16_siglip_224", ["model.global_pool=map"], 10),
+        ("beit_base_patch16_224", ["model.global_pool=avg"], 10),
+        ("eva02_base_patch16_clip_224", [], 10),
+    ],
+)
+def test_other_transformers_of_timm_are_built_checked_and_counted(architecture, options, classes):
+    """What preflight and the summary do, without memory."""
+    overrides = [f"model.architecture={architecture}", "augmentation=[htm,vtm]", *options]
+    config = parse(compose("train", ["model=vit_tiny_patch16_224", *overrides]).raw)
+    with torch.device("meta"):
+        module = build_module(config.model, config.augmentation, classes)
+    check_tokens(module, config.model)
+    assert count_macs(module.model, 224).total > 1e9
+    assert module.model.training
+
+
+def test_too_few_tokens_for_vtm_are_noticed_by_counting_them():
+    config = parse(compose("train", ["model.image_size=16"]).raw).model
+    module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 16})
+    check_tokens(module, config)
+    module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 17})
+    with pytest.raises(UserError, match=r"vtm.kappa=17: cct_2_3x2 has 16 tokens"):
+        check_tokens(module, config)

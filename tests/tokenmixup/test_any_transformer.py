@@ -15,9 +15,9 @@ from timm.layers.attention import AttentionRope
 from torch import Tensor, nn
 
 from tests.conftest import CLASSES
-from tokenmixup import Output, attach, training_loss, vertical_attention
+from tokenmixup import Output, attach, rollout_saliency, training_loss, vertical_attention
 from tokenmixup.attention import attention_map, positions
-from tokenmixup.detectors import BlockInput
+from tokenmixup.detectors import BlockInput, by_rollout
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
 KINDS: dict[str, dict[str, Any]] = {
@@ -191,6 +191,26 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
         found = BlockInput(model.blocks, index, *entered, prefix, with_class).own_saliency()
         expected = saliency_of(model, own_call(model.blocks[index], entered).map(), prefix)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if "rope_mixed" not in name])
+def test_rollout_runs_ahead_with_positions(name: str):
+    model = build(name).eval()
+    with watching(model) as seen:
+        model(a_batch()[0])
+    entered, prefix = seen[0], seen[0].tokens.shape[1] - 16
+    with_class = prefix > 0 and name not in WITHOUT_CLASS_TOKEN
+    maps = [own_call(block, x).map() for block, x in zip(model.blocks, seen, strict=True)]
+    found = by_rollout(2, BlockInput(model.blocks, 0, *entered, prefix, with_class))
+    expected = rollout_saliency(maps, prefix, with_class)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_rollout_is_refused_where_each_block_has_positions_of_its_own():
+    with pytest.raises(ValueError, match=r"rollout_steps=1: .* rotary positions of its own"):
+        attach(
+            build("vit_small_patch16_rope_mixed_224"), CLASSES, htm={"layer": 0, "rollout_steps": 1}
+        )
 
 
 @pytest.mark.parametrize("name", FUSED)

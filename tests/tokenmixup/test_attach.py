@@ -296,3 +296,114 @@ def test_weight_decay_spares_what_the_model_exempts():
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     assert module.no_weight_decay() >= {"model.pos_embed", "model.cls_token"}
     assert attach(small_cct(), CLASSES).no_weight_decay() == set()
+
+
+class Adapted(nn.Linear):
+    """A projection with something added, as low-rank adapters have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def with_adapter(model: Any) -> nn.Module:
+    qkv = model.blocks[1].attn.qkv
+    model.blocks[1].attn.qkv = Adapted(qkv.in_features, qkv.out_features, qkv.bias is not None)
+    return model
+
+
+def with_hook(model: Any) -> nn.Module:
+    model.blocks[1].attn.qkv.register_forward_hook(lambda module, args, out: out)
+    return model
+
+
+def with_own_forward(model: Any) -> nn.Module:
+    model.blocks[1].attn.forward = lambda x, **given: x
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_adapter, "block 1 is .*Block, whose qkv is Adapted, not a plain Linear"),
+        (with_hook, "block 1 is .*Block, whose qkv has hooks"),
+        (with_own_forward, "block 1 is .*Block, whose Attention has a forward of its own"),
+        (nn.utils.parametrizations.weight_norm, None),
+        (torch.compile, "is compiled already"),
+    ],
+)
+def test_attach_refuses_what_its_own_projection_would_bypass(build, change, message):
+    model: Any = build()
+    if message is None:
+        change(model.blocks[1].attn.qkv)
+        message = "whose qkv is ParametrizedLinear, not a plain Linear"
+    else:
+        model = change(model)
+    with pytest.raises(ValueError, match=message):
+        attach(model, CLASSES, htm={"layer": 1})
+    if change not in (torch.compile,):
+        attach(model, CLASSES, htm={"layer": 0})  # where the block is not touched
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"htm": {"layer": 1, "tau": "2"}}, "htm.tau='2': must be a number"),
+        ({"htm": {"layer": 1, "stop_gradient": "no"}}, "htm.stop_gradient='no'"),
+        ({"htm": True}, "attach: True is neither a mapping nor HTM"),
+        ({"htm": VTM(layer=1)}, "neither a mapping nor HTM"),
+        ({"manifold_mixup": {"layers": 1}}, "manifold_mixup.layers=1"),
+        ({"manifold_mixup": {"alpha": "1"}}, "manifold_mixup.alpha=1"),
+    ],
+)
+def test_attach_names_the_setting_of_another_type(build, settings, message):
+    with pytest.raises(ValueError, match=message):
+        attach(build(), CLASSES, **settings)
+
+
+def test_training_refuses_what_is_no_batch_of_images():
+    module = attach(small_cct(), CLASSES, htm={"layer": 1}).train()
+    for images in ({"patches": torch.zeros(2, 4, 8)}, torch.zeros(3, 16, 16)):
+        with pytest.raises(ValueError, match="images of one size, as a tensor b 3 h w"):
+            module(images, torch.eye(CLASSES)[:2])
+
+
+def test_tokens_that_vanish_behind_the_patch_embedding_are_noticed():
+    model: Any = small_vit()
+    model.norm_pre.register_forward_hook(lambda module, args, out: out[:, :8])
+    module = attach(model, CLASSES, htm={"layer": 1}).train()
+    with pytest.raises(ValueError, match="8 tokens of 16 patches"):
+        module(torch.randn(2, 3, 32, 32), torch.eye(CLASSES)[:2])
+
+
+def test_copies_run_their_own_parts(build, batch):
+    module = attach(build(), CLASSES, htm={"layer": 1, **EVERYTHING}).train()
+    twin = copy.deepcopy(module)
+    assert twin.scorenet is not None
+    with torch.no_grad():
+        for parameter in twin.scorenet.parameters():
+            parameter.zero_()
+    output = train_output(twin, batch)
+    assert output.score_logits is not None and (output.score_logits == 0).all()
+
+
+@pytest.mark.parametrize("settings", [{"detector": "gradient"}, {"rollout_steps": 1}])
+def test_vtm_chooses_by_the_blocks_own_map_whatever_htms_detector(build, batch, settings):
+    """With nothing replaced, HTM's detector must not show in VTM."""
+    htm = {"layer": 1, "tau": 9.0, "rho": float("inf"), **settings}
+    both = train_output(attach(build(), CLASSES, htm=htm, vtm={"layer": 3}), batch)
+    alone = train_output(attach(build(), CLASSES, vtm={"layer": 3}), batch)
+    torch.testing.assert_close(both.logits, alone.logits)
+
+
+def test_the_gradient_detector_pools_to_the_models_own_grid():
+    model = small_vit(img_size=64, patch_size=(8, 32))
+    module = attach(model, CLASSES, htm={"layer": 1, "detector": "gradient", **EVERYTHING}).train()
+    entries = []
+    detect = module._detect
+    module._detect = lambda entry: entries.append(entry) or detect(entry)
+    module(torch.randn(2, 3, 64, 64), torch.eye(CLASSES)[:2])
+    (entry,) = entries
+    assert entry.grid == (8, 2)
+    pooled = F.adaptive_avg_pool2d(entry.pixels[:, None], (8, 2)).flatten(1)
+    expected = pooled / pooled.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(detect(entry), expected)

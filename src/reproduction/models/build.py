@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from timm.layers import Attention
@@ -19,6 +19,8 @@ from reproduction.models.names import State
 from reproduction.models.vit import build_vit
 from reproduction.models.weights import fitting, read_weights
 from tokenmixup import TokenMixup, attach
+from tokenmixup.contexts import evaluating
+from tokenmixup.structure import declared_prefix
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -67,6 +69,25 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
         raise UserError(f"model={config.name}: {error}") from error
 
 
+def check_tokens(module: TokenMixup, config: AnyModel) -> None:
+    """Raises UserError if the blocks get too few tokens for VTM; allocates nothing on meta."""
+    if module.vtm is None:
+        return
+    kappa, seen = module.vtm.kappa, list[int]()
+    model: Any = module.model
+    device = next(model.parameters()).device
+    hook = model.blocks[0].register_forward_pre_hook(lambda b, args: seen.append(args[0].shape[1]))
+    with evaluating(model), torch.no_grad():
+        model(torch.zeros(1, 3, config.image_size, config.image_size, device=device))
+    hook.remove()
+    tokens = seen[0] - declared_prefix(model)
+    if kappa > tokens:
+        raise UserError(
+            f"augmentation.vtm.kappa={kappa}: {config.name} has {tokens} tokens, allowed is "
+            f"1..{tokens}"
+        )
+
+
 def without_start(config: AnyModel) -> AnyModel:
     """The same model without the weights that training starts from, as others will be loaded."""
     config = dataclasses.replace(config, weights=None)
@@ -104,11 +125,10 @@ class Macs(NamedTuple):
 
 def count_macs(model: nn.Module, image_size: int) -> Macs:
     """Counts with torch's FlopCounterMode, two FLOPs to a multiply-accumulate."""
-    was_training = model.training
-    device = next(model.parameters()).device
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
-    model.train(was_training)
+    image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
+    # the counter follows modules by their gradients, and stumbles over some without
+    with evaluating(model), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        model(image)
     flops = counter.get_flop_counts()["Global"]
     with_weights = sum(n for operation, n in flops.items() if operation in WITH_WEIGHTS)
     return Macs(counter.get_total_flops() // 2, with_weights // 2)

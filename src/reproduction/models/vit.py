@@ -39,18 +39,22 @@ def build_vit(
             attn_drop_rate=attn_drop,
             drop_path_rate=drop_path,
         )
-    except (OSError, RuntimeError, TypeError) as error:  # the hub's errors are OSErrors
-        reason = first_line(error)
-        if pretrained is None:
-            raise UserError(
-                f"model.architecture={architecture}: is no plain ViT ({reason})"
-            ) from error
-        raise UserError(
-            f"model.pretrained={pretrained}: the weights could not be loaded ({reason}); "
-            "give a local file as model.weights instead"
-        ) from error
+    except (OSError, RuntimeError, TypeError, AssertionError) as error:  # the hub's are OSErrors
+        raise _refusal(architecture, pretrained, global_pool, first_line(error)) from error
     _check_sizes(model, architecture, depth, patch_size)
     return model
+
+
+def _refusal(architecture: str, pretrained: str | None, global_pool: str, reason: str) -> UserError:
+    if pretrained is None:
+        return UserError(
+            f"model.architecture={architecture}: is no plain ViT with "
+            f"model.global_pool={global_pool} ({reason})"
+        )
+    return UserError(
+        f"model.pretrained={pretrained}: the weights could not be loaded ({reason}); give a local "
+        "file as model.weights instead"
+    )
 
 
 def _timm_name(architecture: str, pretrained: str | None) -> str:

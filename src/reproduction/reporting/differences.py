@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
@@ -21,7 +21,8 @@ from reproduction.models.build import build_module, without_start
 from reproduction.models.weights import read_file
 from reproduction.runs import RunFolder
 from tokenmixup import HTM, HorizontalMix, attention_saliency, difficulty, rollout_saliency
-from tokenmixup.attention import attention_map
+from tokenmixup.attention import attention_map, positions
+from tokenmixup.structure import declared_prefix, has_class_token
 from tokenmixup.variants import rules_of
 from tokenmixup.vertical import salient_places
 
@@ -157,21 +158,23 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
 @torch.no_grad()
 def _batch(module: Any, items: list[Tensor]) -> Batch:
     images, classes = items
-    entered: list[Tensor] = []
-    blocks = module.model.blocks[module.htm.layer : module.htm.layer + 2]
-    handles = [
-        block.register_forward_pre_hook(lambda block, args: entered.append(args[0]))
-        for block in blocks
-    ]
-    module(images)
+    model = module.model
+    entered: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def note(block: nn.Module, args: tuple[Tensor], given: dict[str, Any]) -> None:
+        entered.append((args[0], given))
+
+    blocks = model.blocks[module.htm.layer : module.htm.layer + 2]
+    handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    model(images)
     for handle in handles:
         handle.remove()
-    maps = [
-        attention_map(block.attn, block.norm1(tokens))
-        for block, tokens in zip(blocks, entered, strict=True)
-    ]
-    prefix = module.model.num_prefix_tokens
+    maps = []
+    for block, (tokens, given) in zip(blocks, entered, strict=True):
+        where = positions(block.attn, tokens.shape[1], given)
+        maps.append(attention_map(block.attn, block.norm1(tokens), where=where))
+    prefix = declared_prefix(model)
     targets = F.one_hot(classes, module.scorenet.head.out_features).float()
-    hard = difficulty(module.scorenet(entered[0], prefix), targets)
-    saliency = attention_saliency(maps[0], prefix)
+    hard = difficulty(module.scorenet(entered[0][0], prefix), targets)
+    saliency = attention_saliency(maps[0], prefix, prefix > 0 and has_class_token(model))
     return Batch(saliency, hard < module.htm.tau, targets, maps, prefix)

@@ -27,6 +27,7 @@ from reproduction.data.sources import Source, load_source
 from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line
 from reproduction.models.build import (
     build_module,
+    check_tokens,
     count_macs,
     count_parameters,
     place,
@@ -60,6 +61,7 @@ def preflight(config: Config) -> None:
     )
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, len(source.classes))
+    check_tokens(module, config.model)
     if config.model.weights is not None:
         start_weights(config.model.weights, module.model)
     if batches.global_size(len(batches) - 1) // config.devices == 1:

@@ -1,0 +1,69 @@
+"""The measured effects of the published rules, on saliency made so that they are known."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from reproduction.reporting.differences import Batch, measure, random_batches
+from tests.reproduction.conftest import SMALL, Command
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_effects_of_a_batch_whose_answer_is_known():
+    """Two easy samples exchange their one salient token; the third is hard and stays."""
+    saliency = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.1, 0.1, 0.7, 0.1]])
+    easy = torch.tensor([False, True, True])
+    batch = Batch(saliency, easy, torch.eye(3), [], num_prefix_tokens=1)
+    found = measure([batch], rho=0.0, kappa=1)
+    assert found["easy samples"] == pytest.approx(2 / 3)
+    assert found["order: rows that read another sample's memory"] == 1.0
+    assert found["mask: tokens replaced a sample, paper"] == 1.0
+    # every donor's best token against the first easy sample's: the first agrees with itself
+    assert 0 <= found["mask: tokens decided alike"] <= 1
+    assert found["class token: samples that give it to VTM"] == pytest.approx(1 / 3)
+    assert found["class token: samples whose last patch is lost"] == 0.0
+    assert found["class token: VTM's tokens that change"] == 1.0
+
+
+def test_nothing_changes_where_the_rules_agree():
+    """All samples easy and alike: nothing to gain, nothing to move."""
+    saliency = torch.full((4, 6), 1 / 6)
+    targets = F.one_hot(torch.arange(4), 4).float()
+    batch = Batch(saliency, torch.ones(4, dtype=torch.bool), targets, [], 0)
+    found = measure([batch], rho=0.01, kappa=2)
+    assert found["mask: tokens decided alike"] == 1.0
+    assert found["mask: label mass that moves"] == 0.0
+    assert found["order: rows that read another sample's memory"] == 0.0
+
+
+def test_random_batches_repeat():
+    one, other = (measure(random_batches(3, b=16, t=9, prefix=1), 0.005, 2) for _ in range(2))
+    assert one == other
+    assert one != measure(random_batches(4, b=16, t=9, prefix=1), 0.005, 2)
+
+
+def test_the_script_measures_a_run_and_refuses_others(command: Command, tmp_path: Path):
+    assert command("train", "name=small", "recipe.max_steps=2", *SMALL).status == 0
+    assert (
+        command("train", "name=plain", "recipe.max_steps=2", "augmentation=[]", *SMALL).status == 0
+    )
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        script = str(ROOT / "scripts" / "measure_differences.py")
+        line = [sys.executable, script, str(tmp_path / "outputs" / name)]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    measured = run("small")
+    assert measured.returncode == 0, measured.stderr
+    head, _, *rows = measured.stdout.splitlines()
+    assert head.endswith("| small |")
+    assert any(row.startswith("| mask: tokens decided alike |") for row in rows)
+    for name, part in (("plain", "was trained without htm"), ("nothing", "is no run folder")):
+        refused = run(name)
+        assert refused.returncode == 2
+        assert len(refused.stderr.splitlines()) == 1 and part in refused.stderr
