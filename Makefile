@@ -22,8 +22,8 @@ setup: .venv/installed  ## make .venv with the requirements and this package
 quickstart: .venv/installed  ## train and evaluate on real handwritten digits, HTM and VTM on: about 2 minutes
 	$(BIN)/python train.py name=quickstart resume=auto
 
-test: .venv/installed-dev  ## run all tests
-	$(BIN)/python -m pytest
+test: .venv/installed-dev  ## run all tests, on up to 4 cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: .venv/installed-dev  ## check format, style and types
 	$(BIN)/ruff format --check .

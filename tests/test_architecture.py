@@ -24,6 +24,7 @@ ALLOWED = {
     ],
     "reproduction/reporting": [
         "reproduction.reporting",
+        "reproduction.errors",
         "reproduction.runs",
         "reproduction.config",
         "reproduction.parse",
