@@ -31,7 +31,7 @@ from tokenmixup.structure import (
     pools_class_token,
 )
 from tokenmixup.variants import rules_of
-from tokenmixup.vertical import VTM, salient_places, take_tokens, vertical_attention
+from tokenmixup.vertical import VTM, places_of, take_tokens, vertical_attention
 
 Settings = TypeVar("Settings")
 Step = Callable[["TokenMixup", Pass, BlockInput], None]
@@ -88,12 +88,15 @@ class TokenMixup(nn.Module):
         self.scorenet: ScoreNet | None = None
         for key, layer in self._layers():
             check_layer(model, key, layer)
-        if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(model):
-            raise ValueError("vtm.class_token_offset='published': the model has no class token")
+        if vtm is not None:
+            self._place = places_of(vtm)
+            if vtm.class_token_offset == "published" and not has_class_token(model):
+                raise ValueError("vtm.class_token_offset='published': there is no class token")
         if htm is not None:
             self.scorenet = _build_scorenet(model, htm, num_classes)
             self._rules, self._detect = rules_of(htm), detector_of(htm)
             check_rollout(model, htm.layer, htm.rollout_steps)
+        self._needs_gradient = htm is not None and htm.detector == "gradient"
         self._steps = self._build_steps()
 
     def _layers(self) -> Iterator[tuple[str, int]]:
@@ -145,7 +148,7 @@ class TokenMixup(nn.Module):
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
         state = Pass(targets)
-        if self.htm is not None and self.htm.detector == "gradient":
+        if self._needs_gradient:
             with evaluating(self.model):
                 state.pixels = input_gradient(self.model, images, targets)
         if self.manifold_mixup is not None:
@@ -219,8 +222,7 @@ class TokenMixup(nn.Module):
     def _remember(self, state: Pass, entry: BlockInput) -> None:
         """VTM keeps the salient tokens of this block."""
         vtm = cast(VTM, self.vtm)
-        offset = entry.num_prefix_tokens if vtm.class_token_offset == "paper" else 0
-        places = salient_places(entry.own_saliency(), vtm.kappa, offset)
+        places = self._place(entry.own_saliency(), vtm.kappa, entry.num_prefix_tokens)
         state.memory.append(take_tokens(entry.tokens, places))
         state.places.append(places)
 

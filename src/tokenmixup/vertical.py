@@ -3,6 +3,7 @@
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens, m memory, d width, e head width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -48,6 +49,22 @@ def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> 
     if kappa > saliency.shape[1]:
         raise ValueError(f"vtm.kappa={kappa}: there are only {saliency.shape[1]} spatial tokens")
     return saliency.topk(kappa, dim=1).indices + num_prefix_tokens
+
+
+def places_counted_without_prefix(
+    saliency: Tensor, kappa: int, num_prefix_tokens: int = 0
+) -> Tensor:
+    """The published places: patches are counted, but taken from tokens that begin with a prefix.
+
+    With a class token each is one too low: it can be the class token, and never is the last patch.
+    """
+    return salient_places(saliency, kappa)
+
+
+def places_of(vtm: VTM) -> Callable[[Tensor, int, int], Tensor]:
+    """The rule that the settings choose: saliency `b t`, kappa, prefix tokens -> `b kappa`."""
+    is_papers = vtm.class_token_offset == "paper"
+    return salient_places if is_papers else places_counted_without_prefix
 
 
 def take_tokens(tokens: Tensor, places: Tensor) -> Tensor:
