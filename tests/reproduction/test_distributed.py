@@ -169,6 +169,8 @@ def test_a_signal_leaves_a_run_that_can_go_on(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # heard even where the tests run in the background of a shell, which ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     folder = RunFolder(tmp_path / "outputs/mine")
     deadline = time.monotonic() + 120

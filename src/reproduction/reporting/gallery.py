@@ -29,12 +29,12 @@ def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
     if config.augmentation.htm is None or not last_checkpoint.exists():
         return False
     source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
-    images, targets = _some_images(config, source)
+    images, targets = some_images(config, source)
     mix = _mix(config, source, last_checkpoint, images, targets)
     chosen = _most_even(mix)
     if not chosen:
         return False
-    pictures = _displayable(images, config)
+    pictures = displayable(images, config)
     with figure(path, len(chosen), 3, figsize=(7, 2.5 * len(chosen)), squeeze=False) as axes:
         for row, i in zip(axes, chosen, strict=True):
             j = int(mix.donor[i])
@@ -61,7 +61,7 @@ def _most_even(mix: HorizontalMix) -> list[int]:
     return [i for i in order if share[i] > 0][:PAIRS]
 
 
-def _some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:
+def some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:
     """Training images without augmentation: `b 3 h w` and classes `b`."""
     transform = build_evaluation_transform(config)
     order = np.random.default_rng(config.seed).permutation(len(source.train))[:CANDIDATES]
@@ -82,7 +82,7 @@ def _mix(
     return mix
 
 
-def _displayable(images: Tensor, config: Config) -> np.ndarray:
+def displayable(images: Tensor, config: Config) -> np.ndarray:
     """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
     mean, std = (torch.tensor(x)[:, None, None] for x in (config.dataset.mean, config.dataset.std))
     return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
