@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format check-models clean
+.PHONY: help setup quickstart test lint format check-models report clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ format: .venv/installed-dev  ## format the code
 
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
 	$(BIN)/python scripts/check_models.py
+
+report: .venv/installed  ## write the paper's tables with our results to outputs/report
+	$(BIN)/python scripts/report.py
 
 clean:  ## remove .venv and caches, keep outputs/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
