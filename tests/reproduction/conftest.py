@@ -11,8 +11,11 @@ from PIL import Image
 
 import eval as eval_script
 import train as train_script
+from reproduction.cells import read_cells
 from reproduction.cli import run
+from reproduction.config import Config
 from scripts import export as export_script
+from scripts.report import full_configs
 
 # A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
 SMALL = [
@@ -67,6 +70,12 @@ def command(
         return Ended(int(end.value.code or 0), out, err)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def configs() -> dict[str, Config]:
+    """experiment -> configuration of the cells of all tables, as the paper trained them."""
+    return full_configs(read_cells(), None, None)
 
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:
