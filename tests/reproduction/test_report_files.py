@@ -173,6 +173,7 @@ def test_links_of_the_page_lead_to_files(outputs: Path, configs: Configs):
 def test_a_run_named_report_is_not_written_into(outputs: Path, configs: Configs):
     write_run(outputs, configs[HTM], 7, name="report")
     tables, collection = tables_of(outputs, configs)
+    assert "report" in [run.folder for run in collection.runs()]
     with pytest.raises(UserError, match="is the folder of a run"):
         write_tables(outputs, list(tables.values()), collection)
     assert not (outputs / "report" / "index.html").exists()
