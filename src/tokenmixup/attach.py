@@ -96,6 +96,7 @@ class TokenMixup(nn.Module):
             self.scorenet = _build_scorenet(model, htm, num_classes)
             self._rules, self._detect = rules_of(htm), detector_of(htm)
             check_rollout(model, htm.layer, htm.rollout_steps)
+        self._has_class_token = has_class_token(model)
         self._needs_gradient = htm is not None and htm.detector == "gradient"
         self._steps = self._build_steps()
 
@@ -188,7 +189,7 @@ class TokenMixup(nn.Module):
                 f"block {index} gets {tokens.shape[1]} tokens of {state.num_patches} patches: "
                 "TokenMixup cannot tell which is which"
             )
-        with_class_token = prefix > 0 and has_class_token(self.model)
+        with_class_token = prefix > 0 and self._has_class_token
         blocks = cast(Any, self.model).blocks
         entry = BlockInput(
             blocks, index, tokens, given, prefix, with_class_token, state.pixels, state.grid
