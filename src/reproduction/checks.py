@@ -18,7 +18,7 @@ from reproduction.config import (
 from reproduction.data.folders import missing_data
 
 
-def problems(config: Config) -> Iterator[str]:
+def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
     """What is wrong between fields, one line each: key, value and what is allowed."""
     if isinstance(config.model, CCT | ViT):
         yield from _mixing_problems(config.model, config.augmentation)
@@ -27,7 +27,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _recipe_problems(config.recipe, config.devices)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)
-    if problem := missing_data(config.dataset.name, config.dataset.root):
+    if needs_data and (problem := missing_data(config.dataset.name, config.dataset.root)):
         yield problem
 
 

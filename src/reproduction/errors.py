@@ -5,6 +5,10 @@ class UserError(Exception):
     """Status 2 and its one line: key, value and what is allowed. Nothing has happened."""
 
 
+class RunLocked(UserError):
+    """Another process is training this run."""
+
+
 class RunFailed(Exception):
     """Status 1 and its one line; the folder says `failed` and the cause has been printed."""
 

@@ -13,10 +13,13 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 
 
-def parse(raw: dict[str, Any]) -> Config:
-    """The typed configuration; UserError names each bad key, its value and what is allowed."""
+def parse(raw: dict[str, Any], needs_data: bool = True) -> Config:
+    """The typed configuration; UserError names each bad key, its value and what is allowed.
+
+    Without `needs_data` the images may be missing, as for a plan.
+    """
     config = parse_types(raw)
-    if found := list(problems(config)):
+    if found := list(problems(config, needs_data)):
         raise UserError("; ".join(found))
     return config
 

@@ -3,6 +3,7 @@
 config.yaml       resolved configuration
 metrics.jsonl     one line per training batch and one per evaluated epoch
 summary.json      the result and its status: running, finished, interrupted or failed
+.lock             held by the process that trains, see locking.py
 checkpoints/      last.pt to go on from, best.safetensors for evaluation
 """
 
@@ -22,6 +23,7 @@ from reproduction.ranks import is_first_rank
 
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = ("name", "output_root", "resume", "device", "logger", "dataset.workers")
+LOCK = ".lock"
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -44,7 +46,12 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
 
 def run_hash(config: Config) -> str:
     """8 hex digits over the resolved configuration."""
-    text = json.dumps(identity(dataclasses.asdict(config)), sort_keys=True)
+    return hash_of(dataclasses.asdict(config))
+
+
+def hash_of(config: dict[str, Any]) -> str:
+    """The same of plain values, such as a run's saved ones."""
+    text = json.dumps(identity(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -65,6 +72,7 @@ class RunFolder:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
+        self.report_path = self.path / "report.md"
         self.last_path = self.path / "checkpoints" / "last.pt"
         self.best_path = self.path / "checkpoints" / "best.safetensors"
 
@@ -96,6 +104,7 @@ class RunFolder:
     def _is_barely_begun(self) -> bool:
         """Whether a run was killed here before it could write its configuration."""
         ours = {"checkpoints", "wandb", "summary.json", ".summary.json.tmp", ".config.yaml.tmp"}
+        ours.add(LOCK)
         return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= ours
 
     def create(self, config: Config) -> None:
@@ -159,6 +168,23 @@ class RunFolder:
         """Drops what was written after a checkpoint that recorded `size` bytes."""
         if self.metrics_path.exists():
             os.truncate(self.metrics_path, size)
+
+
+def find_runs(root: str | Path) -> dict[str, RunFolder]:
+    """The runs directly under `root` by their hash, whatever their names.
+
+    Of several with one hash a finished one is chosen. What is no run folder is left out.
+    """
+    found: dict[str, RunFolder] = {}
+    for path in sorted(Path(root).glob("*/config.yaml")):
+        folder = RunFolder(path.parent)
+        try:
+            key = hash_of(folder.read_config())
+            if key not in found or (folder.is_finished() and not found[key].is_finished()):
+                found[key] = folder
+        except (UserError, TypeError):  # another's file, or a broken one: train.py names it
+            continue
+    return found
 
 
 def check_writable(path: Path, setting: str) -> None:

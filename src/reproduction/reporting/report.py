@@ -10,7 +10,7 @@ from reproduction.runs import RunFolder, write_text
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     """Draws the pictures, writes report.md and says where; a finished report stays."""
-    report = folder.path / "report.md"
+    report = folder.report_path
     if not report.exists():
         pictures = _draw(folder)
         write_text(report, _page(folder, summary, pictures))

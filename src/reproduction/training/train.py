@@ -25,6 +25,7 @@ from reproduction.data.build import (
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, load_source
 from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line
+from reproduction.locking import hold
 from reproduction.models.build import (
     build_module,
     check_tokens,
@@ -84,12 +85,20 @@ def run_training(config: Config) -> dict[str, Any]:
     """Trains one run, or finds it finished, and returns its summary.
 
     Raises UserError before anything is written, RunFailed or RunInterrupted once the folder holds
-    that status.
+    that status. RunLocked if another process is training it.
     """
     folder = RunFolder.of(config)
     folder.check(config)
     if folder.is_finished():
         return folder.read_summary()
+    with hold(folder):
+        if folder.is_finished():  # by another process, just now
+            return folder.read_summary()
+        return _train_to_an_end(config, folder)
+
+
+def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
+    """Trains, and writes into the folder how it ended."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -1,0 +1,79 @@
+"""Trains the runs of a table, a sweep or all of them, and no run twice. See also `make help`."""
+
+import argparse
+import sys
+from typing import NoReturn
+
+from rich.console import Console
+
+from reproduction.cli import one_line
+from reproduction.errors import UserError
+from reproduction.plan import SCALES, STUDIES, PlannedRun, Settings, plan
+from reproduction.states import state_table
+
+DATASETS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
+WIDTH = 180  # of the table where there is no terminal to fit
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return int(text)
+
+
+def parser() -> Parser:
+    options = Parser(description=__doc__)
+    options.add_argument("study", choices=STUDIES, help="what to reproduce")
+    options.add_argument("--seeds", type=positive, help="seeds 0..n-1 (default: 3; smoke: 1)")
+    options.add_argument("--scale", choices=SCALES, default="full", help="short: a tenth of epochs")
+    options.add_argument("--dataset", choices=DATASETS, help="in place of the table's own")
+    options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
+    options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
+    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    shown = options.add_mutually_exclusive_group()
+    shown.add_argument("--dry-run", action="store_true", help="show runs and folders, do nothing")
+    shown.add_argument("--status", action="store_true", help="show how far the runs are")
+    return options
+
+
+def reproduce(args: argparse.Namespace) -> int:
+    """Shows the runs, or trains them; status 1 if one failed twice."""
+    settings = Settings(
+        scale=args.scale,
+        dataset=args.dataset,
+        data=args.data,
+        devices=args.devices,
+        outputs=args.outputs,
+    )
+    runs = plan(args.study, settings, args.seeds or (1 if args.scale == "smoke" else 3))
+    if args.dry_run or args.status:
+        show(runs, with_folders=args.dry_run)
+        return 0
+    from reproduction.runner import prepare, train_all, train_apart, train_here
+
+    prepare(runs, settings)
+    failed = train_all(runs, train_here if args.scale == "smoke" else train_apart)
+    show(runs, with_folders=False)
+    for name, error in failed.items():
+        print(f"reproduce.py: {name} failed twice: {error}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def show(runs: list[PlannedRun], with_folders: bool) -> None:
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(state_table(runs, with_folders))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(reproduce(parser().parse_args()))
+    except (UserError, OSError) as error:
+        print(f"reproduce.py: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as interrupt:
+        print(f"reproduce.py: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        sys.exit(130)

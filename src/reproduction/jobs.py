@@ -1,0 +1,46 @@
+"""What train.py does with each point of its command line, and the runner with each of its runs."""
+
+import dataclasses
+from collections import Counter
+
+from reproduction.cli import Composed
+from reproduction.config import Config
+from reproduction.errors import UserError
+from reproduction.parse import parse
+from reproduction.ranks import is_first_rank
+from reproduction.runs import RunFolder, default_name
+
+
+def resolve(composed: Composed) -> Config:
+    """The typed configuration of one point, with the name of its run."""
+    config = parse(composed.raw)
+    name = config.name or default_name(config, composed.experiment)
+    return dataclasses.replace(config, name=name)
+
+
+def check_all(configs: list[Config]) -> None:
+    """Refuses what keeps any point from running, before the first one starts."""
+    folders = [RunFolder.of(config) for config in configs]
+    for folder, config in zip(folders, configs, strict=True):
+        folder.check(config)
+    path, points = Counter(folder.path for folder in folders).most_common(1)[0]
+    if points > 1:
+        raise UserError(
+            f"name={path.name}: {points} points of the sweep are this one run, leave name out and "
+            "sweep over what changes a result"
+        )
+    from reproduction.training.train import preflight  # torch: only when all else is right
+
+    for folder, config in zip(folders, configs, strict=True):
+        if not folder.is_finished():
+            preflight(config)
+
+
+def main(config: Config) -> None:
+    """Trains one run and writes its report."""
+    from reproduction.reporting.report import write_report
+    from reproduction.training.train import run_training
+
+    summary = run_training(config)
+    if is_first_rank():
+        write_report(RunFolder.of(config), summary)

@@ -1,0 +1,228 @@
+"""Which runs the paper's tables and sweeps need, and what is known of them.
+
+Imports no torch. A study is `table1` to `table5`, `sweep-tau`, `sweep-rho`, `sweep-kappa` or `all`.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from reproduction.cells import Cell, read_cells
+from reproduction.cli import compose
+from reproduction.config import Config
+from reproduction.errors import UserError
+from reproduction.parse import parse
+from reproduction.runs import RunFolder, default_name, find_runs, run_hash
+
+DATASETS = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet-1K": "imagenet1k"}
+
+# Sweeps: the experiment that each goes out from, the key, and the values beside the paper's own.
+SWEEPS = {
+    "sweep-tau": ("table1/cifar100_htm", "augmentation.htm.tau", "0 0.5 1 1.5 2 3 4 inf"),
+    "sweep-rho": (
+        "table1/cifar100_htm",
+        "augmentation.htm.rho",
+        "0 0.001 0.003 0.005 0.01 0.02 inf",
+    ),
+    "sweep-kappa": ("table1/cifar100_vtm", "augmentation.vtm.kappa", "1 3 5 10 20 40 80 160 256"),
+}
+STUDIES = (*(f"table{number}" for number in range(1, 6)), *SWEEPS, "all")
+
+# Scales: what each changes, by the column of the cell. `short` trains a tenth of the epochs;
+# `smoke` makes the same models work on a handful of images, within seconds.
+FEW_STEPS = (
+    "recipe.epochs=2",
+    "recipe.batch_size=8",
+    "recipe.precision=float32",
+    "recipe.log_every=1",
+    "dataset.limit=16",
+    "dataset.workers=0",
+)
+SCALES: dict[str, dict[str, tuple[str, ...]]] = {
+    "full": dict.fromkeys(DATASETS, ()),
+    "short": {
+        "CIFAR-10": ("recipe.epochs=151",),
+        "CIFAR-100": ("recipe.epochs=151",),
+        "ImageNet-1K": ("recipe.epochs=3",),
+    },
+    "smoke": {
+        "CIFAR-10": FEW_STEPS,
+        "CIFAR-100": FEW_STEPS,
+        "ImageNet-1K": (*FEW_STEPS, "model.image_size=32", "model.pretrained=null"),
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a study is run with.
+
+    `dataset`: an option of the group in place of the cells' own data sets. `data`: its folder;
+    without `dataset` the folder that holds CIFAR, and ImageNet as `imagenet`. `outputs`: the folder
+    of all runs; those of other scales than `full` lie in a folder of their scale in it.
+    """
+
+    scale: str = "full"
+    dataset: str | None = None
+    data: str | None = None
+    devices: int = 1
+    outputs: str = "outputs"
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise UserError(f"scale={self.scale}: must be one of {', '.join(SCALES)}")
+        if self.dataset == "image_folder" and self.data is None and not self.uses_stand_ins:
+            raise UserError("dataset=image_folder: name the folder of images as well, with data")
+
+    @property
+    def root(self) -> Path:
+        """The folder of these runs."""
+        return Path(self.outputs) if self.scale == "full" else Path(self.outputs, self.scale)
+
+    @property
+    def uses_stand_ins(self) -> bool:
+        """Whether images are made on the spot: at smoke scale, unless a folder is named."""
+        return self.scale == "smoke" and self.data is None
+
+    def dataset_root(self, name: str) -> str | None:
+        """Where the images of a data set are looked for; None: where its own file says."""
+        if self.uses_stand_ins:
+            return None if name == "digits" else str(self.root / "data" / name)
+        if self.data is None or self.dataset is not None or name != "imagenet1k":
+            return self.data
+        return str(Path(self.data, "imagenet"))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cell, or one value of a sweep; `label` names it to people."""
+
+    label: str
+    cell: Cell
+    change: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run with its seed, its folder, and everything that it serves.
+
+    `overrides` is the command line of train.py that trains it.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        assert self.config.name is not None
+        return self.config.name
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder.of(self.config)
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, the report included."""
+        return self.folder.is_finished() and self.folder.report_path.exists()
+
+
+def cell_config(
+    cell: Cell,
+    scale: str = "full",
+    dataset: str | None = None,
+    data: str | None = None,
+    seed: int = 0,
+    devices: int = 1,
+    outputs: str = "outputs",
+) -> Config:
+    """The configuration of a cell's run, see Settings; without a name, which is free.
+
+    `find_runs(config.output_root).get(run_hash(config))` is its folder. Raises UserError for
+    settings that do not fit together; the images may be missing.
+    """
+    settings = Settings(scale=scale, dataset=dataset, data=data, devices=devices, outputs=outputs)
+    return dataclasses.replace(_config(Point(cell.experiment, cell), settings), seed=seed)
+
+
+def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
+    """The runs of a study, seed by seed: points of one configuration share one run.
+
+    A run that exists keeps its name; a new one is named after the first cell in the paper that it
+    serves. Raises UserError for settings that do not fit together.
+    """
+    cells = read_cells()
+    firsts: dict[str, str] = {}
+    for cell in cells:
+        key = run_hash(_config(Point(cell.experiment, cell), settings))
+        firsts.setdefault(key, cell.experiment)
+    existing = find_runs(settings.root)
+    grouped: dict[str, list[Point]] = {}
+    for point in _points(study, cells):
+        grouped.setdefault(run_hash(_config(point, settings)), []).append(point)
+    return [
+        _planned(group, settings, seed, firsts.get(key, group[0].cell.experiment), existing)
+        for seed in range(seeds)
+        for key, group in grouped.items()
+    ]
+
+
+def _planned(
+    group: list[Point],
+    settings: Settings,
+    seed: int,
+    experiment: str,
+    existing: dict[str, RunFolder],
+) -> PlannedRun:
+    config = dataclasses.replace(_config(group[0], settings), seed=seed)
+    folder = existing.get(run_hash(config))
+    name = default_name(config, experiment) if folder is None else folder.path.name
+    own = (f"seed={seed}", f"name={_quoted(name)}", "resume=auto")
+    return PlannedRun(
+        config=dataclasses.replace(config, name=name, resume="auto"),
+        overrides=(*_overrides(group[0], settings), *own),
+        labels=tuple(point.label for point in group),
+    )
+
+
+def _points(study: str, cells: list[Cell]) -> Iterator[Point]:
+    """The cells and values of a study."""
+    if study not in STUDIES:
+        raise UserError(f"study={study}: must be one of {', '.join(STUDIES)}")
+    for cell in cells:
+        if study in ("all", f"table{cell.table}"):
+            yield Point(cell.experiment, cell)
+    for sweep, (experiment, key, values) in SWEEPS.items():
+        if study in ("all", sweep):
+            (cell,) = (cell for cell in cells if cell.experiment == experiment)
+            for value in values.split():
+                yield Point(f"{key.rpartition('.')[2]}={value}", cell, (f"{key}={value}",))
+
+
+@lru_cache
+def _config(point: Point, settings: Settings) -> Config:
+    """With seed 0 and no name."""
+    config = parse(compose("train", _overrides(point, settings)).raw, needs_data=False)
+    root = settings.dataset_root(config.dataset.name)
+    assert root is None or config.dataset.root == root, "quoted as Hydra reads it"
+    return config
+
+
+def _overrides(point: Point, settings: Settings) -> list[str]:
+    """The command line of train.py, without seed and name."""
+    column = point.cell.column
+    overrides = [f"experiment={point.cell.experiment}"]
+    if settings.dataset is not None:
+        overrides.append(f"dataset={settings.dataset}")
+    root = settings.dataset_root(settings.dataset or DATASETS[column])
+    if root is not None:
+        overrides.append(f"dataset.root={_quoted(root)}")
+    overrides += [*point.change, *SCALES[settings.scale][column], f"devices={settings.devices}"]
+    return [*overrides, f"output_root={_quoted(str(settings.root))}"]
+
+
+def _quoted(text: str) -> str:
+    """As Hydra reads it back, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

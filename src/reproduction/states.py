@@ -1,0 +1,102 @@
+"""How far planned runs are: read from their folders, shown as a table."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+from rich.markup import escape
+from rich.table import Table
+
+from reproduction.locking import is_held
+from reproduction.plan import PlannedRun
+from reproduction.runs import RunFolder, run_hash
+
+Status = Literal["finished", "running", "interrupted", "failed", "not started"]
+COLOURS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How far a run is: `epochs` that are evaluated, and the `top1` in percent after them.
+
+    `hours` are those of a finished run, `error` is what a failed one died of.
+    """
+
+    status: Status
+    epochs: int = 0
+    top1: float | None = None
+    hours: float | None = None
+    error: str | None = None
+
+
+def read_state(folder: RunFolder) -> State:
+    """The state of one run; UserError if its summary is not readable."""
+    summary = folder.read_summary()
+    if folder.is_finished():
+        return State(
+            status="finished",
+            epochs=summary["epochs"],
+            top1=summary["top1_last"],
+            hours=summary["seconds"] / 3600,
+        )
+    last = _last_epoch(folder)
+    epochs, top1 = last.get("epoch", 0), last.get("top1")
+    if is_held(folder):
+        return State(status="running", epochs=epochs, top1=top1)
+    if summary.get("status") == "failed":
+        return State(status="failed", epochs=epochs, top1=top1, error=summary.get("error"))
+    if not folder.config_path.exists():
+        return State(status="not started")
+    return State(status="interrupted", epochs=epochs, top1=top1)  # killed ones still say running
+
+
+def _last_epoch(folder: RunFolder) -> dict[str, Any]:
+    """The line of the last whole epoch; empty before the first."""
+    last = ""
+    if folder.metrics_path.exists():
+        with folder.metrics_path.open() as file:
+            for line in file:  # of steps there may be a million
+                if '"top1"' in line and line.endswith("\n"):
+                    last = line
+    return json.loads(last) if last else {}
+
+
+def state_table(runs: Iterable[PlannedRun], with_folders: bool) -> Table:
+    """A row for each run. Hours are measured ones, `~` those of the same run with other seeds."""
+    states = [(run, read_state(run.folder)) for run in runs]
+    measured: dict[str, list[float]] = {}
+    for run, state in states:
+        if state.hours is not None:
+            measured.setdefault(_without_seed(run), []).append(state.hours)
+    table = Table("run", "seed", "status", "epochs", "top-1", "hours")
+    if with_folders:
+        table.add_column("folder", overflow="fold")
+    for run, state in states:
+        row = [
+            escape("\n".join(run.labels)),
+            str(run.config.seed),
+            _described(state),
+            f"{state.epochs}/{run.config.recipe.epochs}",
+            "" if state.top1 is None else f"{state.top1:.2f}",
+            _hours(state.hours, measured.get(_without_seed(run), [])),
+        ]
+        table.add_row(*row, *([escape(str(run.folder.path))] if with_folders else []))
+    return table
+
+
+def _without_seed(run: PlannedRun) -> str:
+    return run_hash(replace(run.config, seed=0))
+
+
+def _described(state: State) -> str:
+    colour = COLOURS.get(state.status)
+    text = state.status if colour is None else f"[{colour}]{state.status}[/]"
+    return text if state.error is None else f"{text}: {escape(state.error)}"
+
+
+def _hours(own: float | None, of_other_seeds: list[float]) -> str:
+    if own is not None:
+        return f"{own:.2f}"
+    return f"~{fmean(of_other_seeds):.2f}" if of_other_seeds else ""
