@@ -3,10 +3,12 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format check-models report clean
+.PHONY: help setup quickstart test lint format check-models report clean status \
+  reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 reproduce-all \
+  sweep-tau sweep-rho sweep-kappa
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 setup: .venv/installed  ## make .venv with the requirements and this package
 
@@ -24,6 +26,46 @@ quickstart: .venv/installed  ## train and evaluate on real handwritten digits, H
 
 test: .venv/installed-dev  ## run all tests, on up to 4 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke DATASET=option DATA=folder
+# DEVICES=1 OUTPUTS=outputs DRY_RUN=1; `$(BIN)/python scripts/reproduce.py --help` explains them.
+REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) \
+  $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
+  $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
+
+reproduce-table1: .venv/installed  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
+	$(STUDY) table1
+
+reproduce-table2: .venv/installed  ## train Table 2: ViT-B/16 on ImageNet-1K
+	$(STUDY) table2
+
+reproduce-table3: .venv/installed  ## train Table 3: saliency detectors
+	$(STUDY) table3
+
+reproduce-table4: .venv/installed  ## train Table 4: HTM without one of its parts
+	$(STUDY) table4
+
+reproduce-table5: .venv/installed  ## train Table 5: beside and with other mixup methods
+	$(STUDY) table5
+
+sweep-tau: .venv/installed  ## train HTM with tau from 0 (no sample) to inf (all)
+	$(STUDY) sweep-tau
+
+sweep-rho: .venv/installed  ## train HTM with rho from 0 to inf (no token)
+	$(STUDY) sweep-rho
+
+sweep-kappa: .venv/installed  ## train VTM with kappa from 1 to all 256 tokens
+	$(STUDY) sweep-kappa
+
+reproduce-all: .venv/installed  ## train all tables and sweeps; SCALE=smoke: the whole pipeline in minutes
+	$(STUDY) all
+
+status: .venv/installed  ## show how far the tables' and sweeps' runs are
+	$(REPRODUCE) --status all
+
+test: .venv/installed-dev  ## run all tests
+	$(BIN)/python -m pytest
 
 lint: .venv/installed-dev  ## check format, style and types
 	$(BIN)/ruff format --check .

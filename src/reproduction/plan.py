@@ -153,14 +153,15 @@ def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
     A run that exists keeps its name; a new one is named after the first cell in the paper that it
     serves. Raises UserError for settings that do not fit together.
     """
-    cells = read_cells()
+    points = list(_points(study))
     firsts: dict[str, str] = {}
-    for cell in cells:
-        key = run_hash(_config(Point(cell.experiment, cell), settings))
-        firsts.setdefault(key, cell.experiment)
+    for cell in read_cells():
+        if not study.startswith("table") or cell.table <= int(study[-1]):
+            key = run_hash(_config(Point(cell.experiment, cell), settings))
+            firsts.setdefault(key, cell.experiment)
     existing = find_runs(settings.root)
     grouped: dict[str, list[Point]] = {}
-    for point in _points(study, cells):
+    for point in points:
         grouped.setdefault(run_hash(_config(point, settings)), []).append(point)
     return [
         _planned(group, settings, seed, firsts.get(key, group[0].cell.experiment), existing)
@@ -187,8 +188,9 @@ def _planned(
     )
 
 
-def _points(study: str, cells: list[Cell]) -> Iterator[Point]:
+def _points(study: str) -> Iterator[Point]:
     """The cells and values of a study."""
+    cells = read_cells()
     if study not in STUDIES:
         raise UserError(f"study={study}: must be one of {', '.join(STUDIES)}")
     for cell in cells:
@@ -201,7 +203,7 @@ def _points(study: str, cells: list[Cell]) -> Iterator[Point]:
                 yield Point(f"{key.rpartition('.')[2]}={value}", cell, (f"{key}={value}",))
 
 
-@lru_cache
+@lru_cache(maxsize=1024)
 def _config(point: Point, settings: Settings) -> Config:
     """With seed 0 and no name."""
     config = parse(compose("train", _overrides(point, settings)).raw, needs_data=False)

@@ -164,4 +164,4 @@ def _refuse_held(run: PlannedRun) -> None:
 def _ending(status: int) -> str:
     if status < 0:
         return f"train.py was ended by {signal.Signals(-status).name}"
-    return f"train.py ended with status {status} and without a word"
+    return f"train.py ended with status {status} and left no finished run"

@@ -98,5 +98,5 @@ def _described(state: State) -> str:
 
 def _hours(own: float | None, of_other_seeds: list[float]) -> str:
     if own is not None:
-        return f"{own:.2f}"
-    return f"~{fmean(of_other_seeds):.2f}" if of_other_seeds else ""
+        return f"{own:.3g}"
+    return f"~{fmean(of_other_seeds):.3g}" if of_other_seeds else ""

@@ -1,0 +1,213 @@
+"""Which runs the tables and sweeps need: counts, identity, scales, folders."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reproduction import plan as planning
+from reproduction.cells import read_cells
+from reproduction.cli import compose
+from reproduction.config import ViT
+from reproduction.data.sources import load_source
+from reproduction.data.stand_ins import make_stand_ins
+from reproduction.errors import UserError
+from reproduction.parse import parse
+from reproduction.plan import SCALES, PlannedRun, Settings, cell_config, plan
+from reproduction.runs import RunFolder, find_runs, run_hash
+
+COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
+SWEEPS = {"sweep-tau": 8, "sweep-rho": 7, "sweep-kappa": 9}
+CELLS = {cell.experiment: cell for cell in read_cells()}
+
+
+def settings(tmp_path: Path, **changes: str) -> Settings:
+    return Settings(**{"outputs": str(tmp_path / "out"), **changes})
+
+
+def labelled(runs: list[PlannedRun], label: str) -> PlannedRun:
+    (run,) = (run for run in runs if label in run.labels)
+    return run
+
+
+@pytest.fixture(scope="module")
+def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PlannedRun]]:
+    """Scale -> every run of every study; composed once, which takes seconds."""
+    root = tmp_path_factory.mktemp("plans") / "out"
+    return {scale: plan("all", Settings(scale=scale, outputs=str(root)), 1) for scale in SCALES}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_plan_shares_runs_of_one_configuration(all_runs, scale):
+    runs = all_runs[scale]
+    of_cells = [run for run in runs if any(label in CELLS for label in run.labels)]
+    assert sum(label in CELLS for run in runs for label in run.labels) == 29
+    assert len(of_cells) == 22
+    assert len(runs) == 22 + (8 - 1) + (7 - 1) + (9 - 1)  # tau=2, rho=0.005, kappa=80 are cells
+    assert len({run.name for run in runs}) == len({run_hash(r.config) for r in runs}) == len(runs)
+
+
+def test_plan_counts_of_every_study_and_seed(tmp_path: Path, all_runs):
+    outputs = all_runs["full"][0].config.output_root
+    for study, number in {**COUNTS, **SWEEPS}.items():
+        runs = plan(study, Settings(outputs=outputs), 3)
+        assert len(runs) == 3 * number, study
+        assert [run.config.seed for run in runs] == [0] * number + [1] * number + [2] * number
+
+
+def test_plan_names_a_run_after_the_first_cell_whatever_the_study(all_runs):
+    outputs = all_runs["full"][0].config.output_root
+    in_table4 = labelled(plan("table4", Settings(outputs=outputs), 1), "table4/full")
+    in_sweep = labelled(plan("sweep-tau", Settings(outputs=outputs), 1), "tau=2")
+    first = labelled(all_runs["full"], "table1/cifar100_htm")
+    assert in_table4.name == in_sweep.name == first.name
+    assert first.name.startswith("table1-cifar100_htm-s0-")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("label", ["table1/cifar10_htm_vtm", "table2/imagenet1k_vtm", "tau=inf"])
+def test_overrides_of_a_run_give_its_configuration(all_runs, scale, label):
+    run = labelled(all_runs[scale], label)
+    composed = parse(compose("train", list(run.overrides)).raw, needs_data=False)
+    assert composed == run.config
+
+
+def test_short_scale_trains_a_tenth_of_the_epochs_and_changes_nothing_else(all_runs):
+    for full, short in zip(all_runs["full"], all_runs["short"], strict=True):
+        assert full.labels == short.labels
+        epochs = full.config.recipe.epochs // 10
+        warmup = epochs * full.config.recipe.warmup_epochs // full.config.recipe.epochs
+        recipe = replace(
+            full.config.recipe, epochs=epochs, warmup_epochs=warmup, cooldown_epochs=warmup
+        )
+        shortened = replace(full.config, recipe=recipe)
+        assert run_hash(shortened) == run_hash(short.config)
+
+
+def test_smoke_scale_keeps_models_and_augmentations(all_runs):
+    for full, smoke in zip(all_runs["full"], all_runs["smoke"], strict=True):
+        assert full.config.augmentation == smoke.config.augmentation
+        model = smoke.config.model
+        if isinstance(model, ViT):
+            assert model.pretrained is None and model.image_size == 32
+            assert (model.depth, model.architecture) == (12, "vit_base_patch16_224")
+        else:
+            assert model == full.config.model
+
+
+def test_scales_lie_in_folders_of_their_own(all_runs):
+    roots = {scale: Path(runs[0].config.output_root) for scale, runs in all_runs.items()}
+    assert roots["short"] == roots["full"] / "short"
+    assert roots["smoke"] == roots["full"] / "smoke"
+    for run in all_runs["smoke"]:
+        assert Path(str(run.config.dataset.root)).is_relative_to(roots["smoke"] / "data")
+
+
+def test_sweep_kappa_goes_up_to_all_tokens(all_runs):
+    model = labelled(all_runs["full"], "kappa=256").config.model
+    assert model.tokens == 256
+    stack = labelled(all_runs["full"], "kappa=256").config.augmentation
+    assert stack.vtm is not None and stack.vtm.kappa == 256
+
+
+def test_a_run_of_plain_hydra_is_recognised_whatever_its_name(tmp_path: Path):
+    chosen = settings(tmp_path)
+    overrides = ["experiment=table3/attention", "seed=1", "name=mine"]
+    config = parse(compose("train", [*overrides, f"output_root={chosen.root}"]).raw)
+    RunFolder.of(config).create(config)
+    runs = plan("table1", chosen, 2)
+    assert [run.name for run in runs if run.name == "mine"] == ["mine"]
+    assert labelled([r for r in runs if r.config.seed == 1], "table1/cifar100_htm").name == "mine"
+    cell = cell_config(CELLS["table4/full"], seed=1, outputs=chosen.outputs)
+    assert find_runs(chosen.root)[run_hash(cell)].path.name == "mine"
+
+
+def test_of_two_folders_of_one_run_the_finished_one_counts(tmp_path: Path):
+    chosen = settings(tmp_path)
+    config = cell_config(CELLS["table1/cifar100_htm"], outputs=chosen.outputs)
+    for name in ("a", "b", "c"):
+        RunFolder.of(replace(config, name=name)).create(config)
+    RunFolder(chosen.root / "b").write_summary(status="finished", top1_last=1.0)
+    assert find_runs(chosen.root)[run_hash(config)].path.name == "b"
+
+
+def test_find_runs_leaves_out_what_is_no_run(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("a: [")
+    (tmp_path / "another").mkdir()
+    assert find_runs(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "experiment", "root"),
+    [
+        ({}, "table1/cifar100_htm", "data"),
+        ({"data": "/my data/it's"}, "table1/cifar10_htm", "/my data/it's"),
+        ({"data": "/d"}, "table2/imagenet1k_htm", "/d/imagenet"),
+        ({"data": "/d", "dataset": "imagenet1k"}, "table2/imagenet1k_htm", "/d"),
+        ({"data": "/d", "dataset": "image_folder"}, "table1/cifar100_htm", "/d"),
+        ({"dataset": "digits"}, "table1/cifar100_htm", None),
+        ({"dataset": "digits", "scale": "smoke"}, "table1/cifar100_htm", None),
+        ({"data": "/d", "scale": "smoke"}, "table1/cifar100_htm", "/d"),
+        ({"scale": "smoke"}, "table1/cifar100_htm", "outputs/smoke/data/cifar100"),
+    ],
+)
+def test_cell_config_takes_another_data_set_and_folder(changes, experiment, root):
+    config = cell_config(CELLS[experiment], **changes)
+    assert config.dataset.root == root
+    assert config.dataset.name == changes.get("dataset", config.dataset.name)
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="scale=huge"):
+        Settings(scale="huge")
+    with pytest.raises(UserError, match="image_folder"):
+        Settings(dataset="image_folder")
+    with pytest.raises(UserError, match="study=table6"):
+        plan("table6", settings(tmp_path, scale="smoke"), 1)
+    with pytest.raises(UserError, match="devices=3"):
+        cell_config(CELLS["table1/cifar100_htm"], devices=3)
+
+
+def test_a_plan_does_not_import_torch():
+    for module in (planning.__file__, "scripts/reproduce.py"):
+        path = Path(__file__).parents[2] / str(module)
+        top = [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)
+        ]
+        assert {"reproduction.runner", "reproduction.jobs"}.isdisjoint({n.module for n in top})
+        assert not any("torch" in str(n.module) or "training" in str(n.module) for n in top)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "train", "held_out"),
+    [
+        ("cifar10", 10, 100, 50),
+        ("cifar100", 100, 200, 100),
+        ("imagenet1k", 1000, 1000, 1000),
+        ("image_folder", 10, 80, 40),
+    ],
+)
+def test_stand_ins_are_read_by_the_data_sets_own_loaders(tmp_path, name, classes, train, held_out):
+    make_stand_ins(name, tmp_path / "here" / name)
+    make_stand_ins(name, tmp_path / "there" / name)
+    source = load_source(name, str(tmp_path / "here" / name), None)
+    again = load_source(name, str(tmp_path / "there" / name), None)
+    assert (len(source.train), len(source.held_out)) == (train, held_out)
+    assert len(source.classes) == len(set(source.train.targets)) == classes
+    image, target = source.train[3]
+    assert image.size == (32, 32) and image.mode == "RGB"
+    assert image.tobytes() == again.train[3][0].tobytes() and target == again.train[3][1]
+    assert image.tobytes() != source.train[4][0].tobytes()
+    assert [path.name for path in (tmp_path / "here").iterdir()] == [name]
+
+
+def test_broken_stand_ins_are_refused_and_not_downloaded(tmp_path: Path):
+    make_stand_ins("cifar10", tmp_path / "images")
+    path = tmp_path / "images" / "cifar-10-batches-py" / "test_batch"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="stand-in images are broken"):
+        load_source("cifar10", str(tmp_path / "images"), None)

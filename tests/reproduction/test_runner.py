@@ -1,0 +1,379 @@
+"""The runner: none twice, interrupted ones go on, failed ones again, one process to a run."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reproduction import plan as planning
+from reproduction import runner
+from reproduction.data.stand_ins import make_stand_ins
+from reproduction.errors import RunInterrupted, RunLocked, UserError
+from reproduction.locking import hold, is_held
+from reproduction.plan import PlannedRun, Settings, plan
+from reproduction.runs import RunFolder
+from reproduction.states import read_state
+from reproduction.training.loop import Trainer
+from reproduction.training.train import run_training
+from scripts.reproduce import parser, reproduce
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_training import assert_same_result
+
+ROOT = Path(__file__).parents[2]
+TABLE3 = ["table3/gradient", "table3/attention", "table3/random"]
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[None]:
+    """Smoke scale with narrow models; composed once for all tests, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        few = (*planning.SCALES["smoke"]["CIFAR-100"], "model.embed_dim=16", "model.depth=4")
+        patch.setitem(planning.SCALES["smoke"], "CIFAR-100", (*few, "device=cpu"))
+        planning._config.cache_clear()
+        yield
+    planning._config.cache_clear()
+
+
+@pytest.fixture
+def small(narrow: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Narrow models and no pictures, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("reproduction.reporting.report._draw", lambda folder: {})
+
+
+def call(*args: str) -> int:
+    return reproduce(parser().parse_args([*args, "--scale", "smoke"]))
+
+
+def table3() -> list[PlannedRun]:
+    return plan("table3", Settings(scale="smoke"), 1)
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, times: int, error: BaseException, at: int) -> list:
+    """The run with random saliency meets `error` at step `at`, so often; returns all steps."""
+    whole, steps, failures = Trainer._step, [], []
+
+    def step(self: Trainer, *args: Any) -> Any:
+        htm = self.config.augmentation.htm
+        assert htm is not None
+        if htm.detector == "random" and self.step == at and len(failures) < times:
+            failures.append(self.step)
+            raise error
+        steps.append((htm.detector, self.step))
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    return steps
+
+
+def test_a_table_runs_from_nothing_and_no_run_twice(small, monkeypatch, capsys):
+    steps = fail_on(monkeypatch, 0, ValueError(), 0)
+    assert call("table3") == 0
+    runs = table3()
+    assert [run.labels for run in runs] == [(label,) for label in TABLE3]
+    assert all(run.is_done() for run in runs)
+    assert len(steps) == 12  # 3 runs of 2 epochs of 2 batches
+    assert capsys.readouterr().out.count("finished") == 3
+    assert call("table3") == 0
+    assert len(steps) == 12
+    runs[1].folder.report_path.unlink()
+    assert not runs[1].is_done()
+    assert call("table3") == 0  # written again, not trained again
+    assert runs[1].is_done() and len(steps) == 12
+    assert call("table4") == 0  # shares two runs with table 3
+    assert len(steps) == 12 + 3 * 4
+
+
+def test_an_interrupted_run_goes_on_from_its_last_epoch(small, monkeypatch):
+    uninterrupted = replace(table3()[2].config, output_root="other", name="random")
+    make_stand_ins("cifar100", Path("outputs/smoke/data/cifar100"))
+    run_training(uninterrupted)
+    steps = fail_on(monkeypatch, 1, KeyboardInterrupt(), 3)
+    with pytest.raises(KeyboardInterrupt):
+        call("table3")
+    states = [read_state(run.folder) for run in table3()]
+    assert [state.status for state in states] == ["finished", "finished", "interrupted"]
+    assert states[2].epochs == 1 and states[2].top1 is not None
+    steps.clear()
+    assert call("table3") == 0
+    assert steps == [("random", 2), ("random", 3)]
+    assert_same_result(table3()[2].folder, RunFolder("other/random"))
+
+
+def test_a_failed_run_is_tried_once_more_after_the_others(small, monkeypatch, capsys):
+    steps = fail_on(monkeypatch, 1, ZeroDivisionError("what"), 3)
+    assert call("table4") == 0
+    assert [s for s in steps if s[0] == "random"] == [("random", step) for step in (0, 1, 2, 2, 3)]
+    assert steps[-2:] == [("random", 2), ("random", 3)]  # at the end, from its last epoch
+    assert "failed twice" not in capsys.readouterr().err
+
+
+def test_a_run_that_fails_twice_is_listed_with_its_error(small, monkeypatch, capsys):
+    fail_on(monkeypatch, 9, ZeroDivisionError("what\never"), 1)
+    assert call("table3") == 1
+    ended = capsys.readouterr()
+    last = ended.err.splitlines()[-1]
+    assert last.startswith("reproduce.py: table3-random-s0-") and "failed twice" in last
+    assert "ZeroDivisionError: what ever" in last
+    states = [read_state(run.folder) for run in table3()]
+    assert [state.status for state in states] == ["finished", "finished", "failed"]
+    assert "failed: ZeroDivisionError: what ever" in ended.out
+    assert ended.out.count("table3-random") == 2  # starts
+
+
+HOLDER = """
+import os, sys, time
+from reproduction.locking import hold
+from reproduction.runs import RunFolder
+with hold(RunFolder(sys.argv[1])):
+    worker = os.fork()
+    if worker:
+        print(worker, flush=True)
+    time.sleep(60)
+"""
+
+
+class Holder:
+    """A process that holds a run's lock and has forked a worker."""
+
+    def __init__(self, folder: RunFolder):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(folder.path)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.worker = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        os.kill(self.worker, signal.SIGKILL)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    held = Holder(RunFolder(tmp_path / "outputs" / "mine"))
+    yield held
+    held.close()
+
+
+def test_a_second_process_on_a_run_ends_in_one_line(command: Command, tmp_path: Path, holder):
+    folder = RunFolder(tmp_path / "outputs" / "mine")
+    assert is_held(folder)
+    ended = command("train", "name=mine", "resume=auto", *SMALL)
+    assert ended.status == 2
+    assert len(ended.lines) == 1
+    assert f"process {holder.process.pid} on " in ended.lines[0]
+    assert "is training outputs/mine" in ended.lines[0]
+    assert read_state(folder).status == "running"
+    assert not folder.config_path.exists()
+    holder.kill()  # its worker lives on and has no share in the lock
+    os.kill(holder.worker, 0)
+    assert not is_held(folder)
+    assert command("train", "name=mine", "resume=auto", *SMALL).status == 0
+    assert not is_held(folder)
+
+
+def test_hold_leaves_nothing_where_no_run_begins(tmp_path: Path):
+    folder = RunFolder(tmp_path / "outputs" / "mine")
+    with hold(folder):
+        assert folder.path.is_dir()
+    assert not folder.path.exists()
+    folder.path.mkdir()
+    (folder.path / "notes.txt").write_text("the user's")
+    with hold(folder):
+        pass
+    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch):
+    def no_locks(file: Any, kind: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    with pytest.raises(UserError, match="cannot be locked"), hold(RunFolder(tmp_path / "mine")):
+        pass
+
+
+def fake(name: str) -> Any:
+    return SimpleNamespace(name=name, done=False, is_done=lambda: False)
+
+
+def test_train_all_leaves_locked_runs_to_the_end_and_waits_for_them(capsys):
+    order: list[str] = []
+
+    def start(run: Any) -> str | None:
+        order.append(run.name)
+        if run.name == "b" and order.count("b") < 4:
+            raise RunLocked("b is being trained")
+        return "broken" if run.name == "a" else None
+
+    assert runner.train_all([fake(x) for x in "abc"], start, poll=0.001) == {"a": "broken"}
+    assert order == ["a", "b", "c", "a", "b", "b", "b"]
+    assert capsys.readouterr().out.count("waited for") == 1
+
+
+def test_train_all_finds_a_run_that_another_process_has_finished():
+    looks = iter([False, True])
+    run = SimpleNamespace(name="a", is_done=lambda: next(looks))
+
+    def start(run: Any) -> str | None:
+        raise RunLocked("a is being trained")
+
+    assert runner.train_all([run], start, poll=0.001) == {}  # type: ignore[list-item]
+    assert next(looks, "asked twice") == "asked twice"
+
+
+def stand_in_for_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> PlannedRun:
+    """Puts a script in the place of train.py; returns a run for it."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import os, pathlib, signal, sys, time\nhere = {str(tmp_path)!r}\n{code}")
+    monkeypatch.setattr(runner, "TRAIN", script)
+    run = table3()[0]
+    return replace(run, config=replace(run.config, output_root=str(tmp_path / "outputs")))
+
+
+def signal_when(path: Path, times: int) -> threading.Thread:
+    """Sends SIGTERM to this process once the path exists, and again when it is gone."""
+
+    def watch() -> None:
+        for _ in range(times):
+            while not path.exists():
+                time.sleep(0.01)
+            path.unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_reach_the_process_of_a_run(small, monkeypatch, tmp_path, times):
+    code = f"""
+def end(*_):
+    if {times} == 1:
+        pathlib.Path(here, "left").touch()
+        sys.exit(130)
+    pathlib.Path(here, "ready").touch()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(here, "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+    run = stand_in_for_train(monkeypatch, tmp_path, code)
+    before = signal.getsignal(signal.SIGTERM)
+    watcher = signal_when(tmp_path / "ready", times)
+    with pytest.raises(RunInterrupted, match="same command"):
+        runner.train_apart(run)
+    watcher.join()
+    assert (tmp_path / "left").exists() == (times == 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("print('one\\ntwo', file=sys.stderr); sys.exit(1)", "two"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "train.py was ended by SIGKILL"),
+        ("sys.exit(0)", "train.py ended with status 0 and left no finished run"),
+    ],
+)
+def test_what_ends_a_run_is_told(small, monkeypatch, tmp_path, code, error):
+    run = stand_in_for_train(monkeypatch, tmp_path, code)
+    assert runner.train_apart(run) == error
+
+
+def test_a_run_in_a_process_of_its_own_is_trained_by_train_py(small, monkeypatch, capfd):
+    settings = Settings(scale="smoke", dataset="digits")
+    (run,) = (r for r in plan("table3", settings, 1) if r.labels == ("table3/attention",))
+    runner.prepare([run], settings)
+    assert runner.train_apart(run) is None
+    assert run.is_done()
+    assert run.folder.read_config()["name"] == run.name
+    assert f"starting {run.name}" in capfd.readouterr().out
+
+
+def listing(path: Path) -> list[Path]:
+    return sorted(path.rglob("*"))
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--status"])
+def test_looking_writes_nothing(small, tmp_path, capsys, option):
+    assert call("table3", option) == 0
+    assert listing(tmp_path) == []
+    out = capsys.readouterr().out
+    assert out.count("not started") == 3
+    assert ("outputs/smoke/table3-random-s0-" in out) == (option == "--dry-run")
+    assert "~" not in out
+
+
+def test_hours_are_measured_ones(small, capsys):
+    run = table3()[0]
+    run.folder.create(run.config)
+    done = {"status": "finished", "top1_last": 12.5, "epochs": 2, "seconds": 7308}
+    run.folder.write_summary(**done)
+    assert call("table3", "--seeds", "2", "--dry-run") == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "table3/" in line]
+    hours = [(row[1].strip(), row[2].strip(), row[6].strip()) for row in rows]
+    expected = {("table3/gradient", "0"): "2.03", ("table3/gradient", "1"): "~2.03"}
+    assert {(label, seed): told for label, seed, told in hours if told} == expected
+    assert len(hours) == 6
+
+
+def test_a_killed_run_is_shown_as_interrupted_and_a_torn_line_is_no_epoch(small):
+    run = table3()[0]
+    run.folder.create(run.config)
+    run.folder.write_summary(status="running", error=None)
+    lines = [{"epoch": 1, "top1": 3.0}, {"step": 1, "epoch": 2, "loss": 1.0}]
+    run.folder.append_metrics(lines)
+    with run.folder.metrics_path.open("a") as file:
+        file.write(json.dumps({"epoch": 2, "top1": 4.0})[:-3])
+    state = read_state(run.folder)
+    assert (state.status, state.epochs, state.top1) == ("interrupted", 1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ([], "study"),
+        (["table6"], "table6"),
+        (["table1", "--seeds", "0"], "--seeds"),
+        (["table1", "--seeds", "three"], "three"),
+        (["table1", "--scale", "huge"], "huge"),
+        (["table1", "--dataset", "mnist"], "mnist"),
+        (["table1", "--dataset", "image_folder"], "image_folder"),
+        (["table1", "--devices", "3"], "devices=3"),
+        (["table1", "--dry-run", "--status"], "--dry-run"),
+        (["table1", "--typo"], "--typo"),
+        (["all", "--data", "nowhere"], "dataset.root=nowhere/imagenet"),
+        (["table1", "--dataset", "digits", "--data", "x"], "dataset.root=x"),
+    ],
+)
+def test_bad_arguments_end_in_one_line_and_write_nothing(
+    monkeypatch, tmp_path, capsys, args, named
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", *args])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / "reproduce.py"), run_name="__main__")
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("reproduce.py: ") and named in line
+    assert listing(tmp_path) == []
