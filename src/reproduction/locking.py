@@ -35,7 +35,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
 
 
 def is_held(folder: RunFolder) -> bool:
-    """Whether another process trains this run."""
+    """Whether another process trains this run; not to be asked by the one that holds it."""
     try:
         with (folder.path / LOCK).open("r+") as file:
             return not _try_lock(file)
