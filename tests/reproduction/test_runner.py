@@ -38,8 +38,9 @@ TABLE3 = ["table3/gradient", "table3/attention", "table3/random"]
 def narrow() -> Iterator[None]:
     """Smoke scale with narrow models; composed once for all tests, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        few = (*planning.SCALES["smoke"]["CIFAR-100"], "model.embed_dim=16", "model.depth=4")
-        patch.setitem(planning.SCALES["smoke"], "CIFAR-100", (*few, "device=cpu"))
+        narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
+        few = (*planning.SCALES["smoke"]["CIFAR-100"], *narrow)
+        patch.setitem(planning.SCALES["smoke"], "CIFAR-100", few)
         planning._config.cache_clear()
         yield
     planning._config.cache_clear()
@@ -362,7 +363,7 @@ def test_a_killed_run_is_shown_as_interrupted_and_a_torn_line_is_no_epoch(small)
         (["table1", "--devices", "3"], "devices=3"),
         (["table1", "--dry-run", "--status"], "--dry-run"),
         (["table1", "--typo"], "--typo"),
-        (["all", "--data", "nowhere"], "dataset.root=nowhere/imagenet"),
+        (["table2", "--data", "nowhere"], "dataset.root=nowhere/imagenet"),
         (["table1", "--dataset", "digits", "--data", "x"], "dataset.root=x"),
     ],
 )
