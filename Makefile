@@ -64,9 +64,6 @@ reproduce-all: .venv/installed  ## train all tables and sweeps; SCALE=smoke: the
 status: .venv/installed  ## show how far the tables' and sweeps' runs are
 	$(REPRODUCE) --status all
 
-test: .venv/installed-dev  ## run all tests
-	$(BIN)/python -m pytest
-
 lint: .venv/installed-dev  ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
