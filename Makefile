@@ -29,9 +29,9 @@ test: .venv/installed-dev  ## run all tests, on up to 4 cores
 
 # The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke DATASET=option DATA=folder
 # DEVICES=1 OUTPUTS=outputs DRY_RUN=1; `$(BIN)/python scripts/reproduce.py --help` explains them.
-REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) \
-  $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
+SAME = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(SAME)
 STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 
 reproduce-table1: .venv/installed  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
@@ -77,7 +77,7 @@ check-models: .venv/installed  ## try TokenMixup on the smallest of each family 
 	$(BIN)/python scripts/check_models.py
 
 report: .venv/installed  ## write the paper's tables with our results to outputs/report
-	$(BIN)/python scripts/report.py
+	$(BIN)/python scripts/report.py $(SAME)
 
 clean:  ## remove .venv and caches, keep outputs/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

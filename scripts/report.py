@@ -1,4 +1,4 @@
-"""Writes the paper's tables beside our results, from run folders alone, to OUTPUTS/report."""
+"""Writes the paper's tables beside our results, from run folders alone, to their report/."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from reproduction.cells import Cell, read_cells
 from reproduction.cli import compose, one_line
 from reproduction.config import Config
 from reproduction.errors import UserError
-from reproduction.parse import parse, parse_types
+from reproduction.parse import parse
+from reproduction.plan import DATASET_OPTIONS as DATASETS
+from reproduction.plan import SCALES, cell_config
 from reproduction.reporting.collect import collect
 from reproduction.reporting.page import write_tables
 from reproduction.reporting.paper import PaperRow, read_paper
@@ -19,21 +21,20 @@ from reproduction.reporting.tables import FULL, TABLES, build_table
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
-    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="of the runs")
-    parser.add_argument("--scale", choices=[FULL], default=FULL, help="of the runs to report")
+    parser.add_argument("--outputs", default="outputs", help="folder of all runs")
+    parser.add_argument("--scale", choices=SCALES, default=FULL, help="of the runs to report")
     parser.add_argument("--tables", type=int, nargs="+", choices=TABLES, default=TABLES)
-    parser.add_argument("--data", help="dataset.root of the runs, if not the experiments' own")
-    parser.add_argument("--devices", type=int, help="devices of the runs, if not 1")
+    parser.add_argument("--dataset", choices=DATASETS, help="of the runs, if not the tables' own")
+    parser.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
+    parser.add_argument("--devices", type=int, default=1, help="of the runs")
     return parser
 
 
-def full_configs(cells: Sequence[Cell], data: str | None, devices: int | None) -> dict[str, Config]:
+def resolved(cells: Sequence[Cell], args: argparse.Namespace) -> dict[str, Config]:
     """experiment -> configuration; the data need not be here."""
-    changes = {"dataset.root": data, "devices": devices}
-    overrides = [f"{key}={value}" for key, value in changes.items() if value is not None]
     return {
-        cell.experiment: parse_types(
-            compose("train", [f"experiment={cell.experiment}", *overrides]).raw
+        cell.experiment: cell_config(
+            cell, args.scale, args.dataset, args.data, devices=args.devices, outputs=args.outputs
         )
         for cell in cells
     }
@@ -53,8 +54,9 @@ def count(papers: Sequence[PaperRow]) -> dict[tuple[int, str], Counts]:
 def write(args: argparse.Namespace) -> list[Path]:
     """Returns the files; UserError if there are no runs to read or the report has no place."""
     cells, papers = read_cells(), read_paper()
-    configs = full_configs(cells, args.data, args.devices)
-    collection = collect(args.outputs, configs)
+    configs = resolved(cells, args)
+    runs = Path(args.outputs) if args.scale == FULL else Path(args.outputs, args.scale)
+    collection = collect(runs, configs)
     sources: dict[str, Any] = {
         "cells": cells,
         "configs": configs,
@@ -63,7 +65,7 @@ def write(args: argparse.Namespace) -> list[Path]:
         "counts": count([row for row in papers if row.table in args.tables]),
     }
     tables = [build_table(number, args.scale, **sources) for number in sorted(set(args.tables))]
-    return write_tables(args.outputs, tables, collection)
+    return write_tables(runs, tables, collection)
 
 
 def main() -> None:

@@ -8,10 +8,9 @@ from rich.console import Console
 
 from reproduction.cli import one_line
 from reproduction.errors import UserError
-from reproduction.plan import SCALES, STUDIES, PlannedRun, Settings, plan
+from reproduction.plan import DATASET_OPTIONS, SCALES, STUDIES, PlannedRun, Settings, plan
 from reproduction.states import state_table
 
-DATASETS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
 WIDTH = 180  # of the table where there is no terminal to fit
 
 
@@ -31,7 +30,7 @@ def parser() -> Parser:
     options.add_argument("study", choices=STUDIES, help="what to reproduce")
     options.add_argument("--seeds", type=positive, help="seeds 0..n-1 (default: 3; smoke: 1)")
     options.add_argument("--scale", choices=SCALES, default="full", help="short: a tenth of epochs")
-    options.add_argument("--dataset", choices=DATASETS, help="in place of the table's own")
+    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the table's own")
     options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
     options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")

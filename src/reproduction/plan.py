@@ -16,6 +16,7 @@ from reproduction.errors import UserError
 from reproduction.parse import parse
 from reproduction.runs import RunFolder, default_name, find_runs, run_hash
 
+DATASET_OPTIONS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
 DATASETS = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet-1K": "imagenet1k"}
 
 # Sweeps: the experiment that each goes out from, the key, and the values beside the paper's own.

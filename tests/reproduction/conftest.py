@@ -14,8 +14,8 @@ import train as train_script
 from reproduction.cells import read_cells
 from reproduction.cli import run
 from reproduction.config import Config
+from reproduction.plan import cell_config
 from scripts import export as export_script
-from scripts.report import full_configs
 
 # A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
 SMALL = [
@@ -75,7 +75,7 @@ def command(
 @pytest.fixture(scope="session")
 def configs() -> dict[str, Config]:
     """experiment -> configuration of the cells of all tables, as the paper trained them."""
-    return full_configs(read_cells(), None, None)
+    return {cell.experiment: cell_config(cell) for cell in read_cells()}
 
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:

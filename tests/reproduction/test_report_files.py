@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from reproduction.cells import read_cells
+from reproduction.config import Config
 from reproduction.errors import UserError
+from reproduction.plan import cell_config
 from reproduction.reporting.page import as_page, write_tables
 from reproduction.reporting.render import as_csv, as_json, as_latex, as_markdown
 from scripts import report
@@ -180,7 +182,7 @@ def test_a_run_named_report_is_not_written_into(outputs: Path, configs: Configs)
 
 
 def test_the_command_writes_what_it_prints(outputs, configs, monkeypatch, capsys):
-    monkeypatch.setattr(report, "full_configs", lambda *args: configs)
+    monkeypatch.setattr(report, "resolved", lambda *args: configs)
     monkeypatch.setattr(report, "count", lambda papers: COUNTS)
     argv = ["report.py", "--outputs", str(outputs), "--tables", "4", "2", "4"]
     monkeypatch.setattr(sys, "argv", argv)
@@ -198,7 +200,7 @@ def test_the_command_writes_what_it_prints(outputs, configs, monkeypatch, capsys
 )
 def test_bad_arguments_end_in_one_line(args, configs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "full_configs", lambda *args: configs)
+    monkeypatch.setattr(report, "resolved", lambda *args: configs)
     monkeypatch.setattr(sys, "argv", ["report.py", *args])
     with pytest.raises(SystemExit) as end:
         report.main()
@@ -207,13 +209,35 @@ def test_bad_arguments_end_in_one_line(args, configs, tmp_path, monkeypatch, cap
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_configurations_are_the_experiments_own_but_for_what_is_asked():
+def test_configurations_are_the_experiments_own_but_for_what_is_asked():
     cells = [cell for cell in read_cells() if cell.experiment == "table2/imagenet1k_htm"]
-    (own,) = report.full_configs(cells, None, None).values()
-    (other,) = report.full_configs(cells, "/elsewhere", 4).values()
+
+    def config(*args: str) -> Config:
+        (found,) = report.resolved(cells, report.build_parser().parse_args(args)).values()
+        return found
+
+    own = config()
+    other = config("--dataset", "imagenet1k", "--data", "/elsewhere", "--devices", "4")
     assert (own.dataset.root, own.devices) == ("data/imagenet", 1)
     assert (other.dataset.root, other.devices) == ("/elsewhere", 4)
     assert own.recipe == other.recipe
+    assert config("--scale", "short").recipe.epochs == own.recipe.epochs / 10
+
+
+def test_a_smoke_report_reads_smoke_runs_and_stays_beside_them(tmp_path, monkeypatch, capsys):
+    smoke = cell_config(read_cells()[1], "smoke", outputs=str(tmp_path))
+    (tmp_path / "smoke").mkdir()
+    write_run(tmp_path / "smoke", smoke, 0)
+    monkeypatch.setattr(report, "count", lambda papers: COUNTS)
+    monkeypatch.setattr(
+        sys, "argv", ["report.py", "--scale", "smoke", "--tables", "1", "--outputs", str(tmp_path)]
+    )
+    report.main()
+    assert {Path(line).parent for line in capsys.readouterr().out.splitlines()} == {
+        tmp_path / "smoke" / "report"
+    }
+    text = (tmp_path / "smoke" / "report" / "table1.md").read_text()
+    assert "SMOKE SCALE" in text and "1 finished" in text
 
 
 def test_the_tables_need_no_torch():
