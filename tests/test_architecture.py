@@ -25,6 +25,7 @@ ALLOWED = {
     "reproduction/reporting": [
         "reproduction.reporting",
         "reproduction.errors",
+        "reproduction.locking",
         "reproduction.runs",
         "reproduction.cells",
         "reproduction.config",

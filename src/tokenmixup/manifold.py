@@ -51,4 +51,6 @@ def draw_manifold_mix(settings: ManifoldMixup, batch: Tensor) -> ManifoldMix:
     """Draws layer, kept share and partners for a batch `b ...` from the host's generator."""
     layer = settings.layers[int(torch.randint(len(settings.layers), ()))]
     keep_ratio = float(torch.distributions.Beta(settings.alpha, settings.alpha).sample())
-    return ManifoldMix(layer, keep_ratio, torch.randperm(len(batch)).to(batch.device))
+    return ManifoldMix(
+        layer, keep_ratio, torch.randperm(len(batch)).to(batch.device, non_blocking=True)
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# class -> module. A class of another name or place may add terms that would be silently lost.
+# (module, class). Another class may add terms that would be silently lost.
 ATTENTIONS = {
     ("timm.layers.attention", "Attention"),
     ("timm.models.vision_transformer", "Attention"),  # older timm

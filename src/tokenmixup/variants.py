@@ -93,7 +93,7 @@ def gaining_over_the_first(saliency: Tensor, donor: Tensor, is_easy: Tensor, rho
     """
     b = len(saliency)
     places = torch.arange(b, device=is_easy.device)
-    first = torch.where(is_easy, places, b - 1).amin()
+    first = torch.where(is_easy, places, b - 1).amin(dim=0, keepdim=True)  # stays on the device
     return is_easy[:, None] & (saliency[donor] - saliency[first] > rho)
 
 

@@ -18,7 +18,7 @@ def test_effects_of_a_batch_whose_answer_is_known():
     """Two easy samples exchange their one salient token; the third is hard and stays."""
     saliency = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.1, 0.1, 0.7, 0.1]])
     easy = torch.tensor([False, True, True])
-    batch = Batch(saliency, easy, torch.eye(3), [], num_prefix_tokens=1)
+    batch = Batch(saliency, easy, torch.eye(3), [], num_prefix_tokens=1, class_token=True)
     found = measure([batch], rho=0.0, kappa=1)
     assert found["easy samples"] == pytest.approx(2 / 3)
     assert found["order: rows that read another sample's memory"] == 1.0
@@ -34,7 +34,7 @@ def test_nothing_changes_where_the_rules_agree():
     """All samples easy and alike: nothing to gain, nothing to move."""
     saliency = torch.full((4, 6), 1 / 6)
     targets = F.one_hot(torch.arange(4), 4).float()
-    batch = Batch(saliency, torch.ones(4, dtype=torch.bool), targets, [], 0)
+    batch = Batch(saliency, torch.ones(4, dtype=torch.bool), targets, [], 0, False)
     found = measure([batch], rho=0.01, kappa=2)
     assert found["mask: tokens decided alike"] == 1.0
     assert found["mask: label mass that moves"] == 0.0

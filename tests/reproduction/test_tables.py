@@ -163,6 +163,13 @@ def test_table_2_has_top_5_and_the_others_have_not(tmp_path: Path, configs: Conf
         assert not any("top-5" in column.title for column in tables[number].columns)
 
 
+def test_a_run_is_running_while_a_process_holds_it(tmp_path: Path, configs: Configs, monkeypatch):
+    write_run(tmp_path, configs[HTM], 1, status="running")
+    monkeypatch.setattr("reproduction.reporting.folder.is_held", lambda folder: True)
+    tables, _ = tables_of(tmp_path, configs)
+    assert record(tables[1], HTM).status == "seed 1 running"
+
+
 def test_unfinished_and_failed_runs_are_listed_with_their_error(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs[HTM], 0)
     running = write_run(tmp_path, configs[HTM], 1, status="running")
@@ -173,7 +180,7 @@ def test_unfinished_and_failed_runs_are_listed_with_their_error(tmp_path: Path, 
     tables, _ = tables_of(tmp_path, configs)
     found = record(tables[1], HTM)
     assert found.status == (
-        "1 finished; seed 1 running, in epoch 12 of 1510; seed 2 failed; seed 3 not begun"
+        "1 finished; seed 1 interrupted, in epoch 12 of 1510; seed 2 failed; seed 3 not begun"
     )
     assert found.seeds == (0,)
     (note,) = [note for note in tables[3].notes if "bad" in note]

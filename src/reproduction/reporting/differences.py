@@ -3,28 +3,24 @@
 Letters: b batch, t spatial tokens, n tokens with prefix.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
 from reproduction.data.build import build_training_images
-from reproduction.data.sources import load_source
 from reproduction.errors import UserError
-from reproduction.models.build import build_module, without_start
-from reproduction.models.weights import read_file
+from reproduction.reporting.trained import block_inputs, load_trained
 from reproduction.runs import RunFolder
 from tokenmixup import HTM, HorizontalMix, attention_saliency, difficulty, rollout_saliency
 from tokenmixup.attention import attention_map, positions
-from tokenmixup.structure import declared_prefix, has_class_token
-from tokenmixup.variants import rules_of
-from tokenmixup.vertical import salient_places
+from tokenmixup.variants import easy_first, rules_of
+from tokenmixup.vertical import places_counted_without_prefix, salient_places
 
 BATCHES = 8
 
@@ -37,6 +33,7 @@ class Batch(NamedTuple):
     targets: Tensor  # b c
     maps: list[Tensor]  # b h n n of this block and the next one
     num_prefix_tokens: int
+    class_token: bool
 
 
 def measure(batches: list[Batch], rho: float, kappa: int) -> dict[str, float]:
@@ -48,8 +45,8 @@ def measure(batches: list[Batch], rho: float, kappa: int) -> dict[str, float]:
 def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]]:
     yield "easy samples", float(batch.is_easy.float().mean())
     yield from _mask_effects(batch, rho)
-    order = (~batch.is_easy).to(torch.uint8).argsort(stable=True)
-    moved = order != torch.arange(len(order))
+    rows = torch.arange(len(batch.is_easy))
+    moved = easy_first(_mix(batch, rho)._replace(tokens=rows), batch.is_easy, None).tokens != rows
     yield "order: rows that read another sample's memory", float(moved.float().mean())
     yield (
         "order: tokens that VTM chooses otherwise at the HTM block",
@@ -89,13 +86,14 @@ def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
     """Effects that need attention maps, and a class token where they are about it."""
     prefix, t = batch.num_prefix_tokens, batch.saliency.shape[1]
     if len(batch.maps) > 1:
-        composed = rollout_saliency(batch.maps, prefix)
-        printed = rollout_saliency(batch.maps[::-1], prefix)
+        composed = rollout_saliency(batch.maps, prefix, batch.class_token)
+        printed = rollout_saliency(batch.maps[::-1], prefix, batch.class_token)
         yield "rollout of 2 maps: rank correlation of both orders", _correlation(composed, printed)
-        one = rollout_saliency(batch.maps[:1], prefix)
+        one = rollout_saliency(batch.maps[:1], prefix, batch.class_token)
         yield "rollout: rank correlation of one map with two", _correlation(composed, one)
-    if prefix:
-        paper, published = (salient_places(batch.saliency, kappa, offset) for offset in (prefix, 0))
+    if batch.class_token:
+        rules = (salient_places, places_counted_without_prefix)
+        paper, published = (rule(batch.saliency, kappa, prefix) for rule in rules)
         yield "class token: VTM's tokens that change", 1 - _overlap(paper, published)
         picked = (published == 0).any(dim=1).float().mean()
         yield "class token: samples that give it to VTM", float(picked)
@@ -103,7 +101,7 @@ def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
             "class token: samples whose last patch is lost",
             float((paper == t).any(dim=1).float().mean()),
         )
-    if prefix and batch.maps:
+    if batch.class_token and batch.maps:
         rows = attention_saliency(batch.maps[0], prefix, class_token=False)
         yield (
             "class token: rank correlation of its row with the mean",
@@ -131,7 +129,8 @@ def random_batches(seed: int, b: int = 128, t: int = 64, prefix: int = 0) -> lis
         saliency = torch.randn(b, t, generator=generator).softmax(dim=1)
         is_easy = torch.rand(b, generator=generator) < 0.5
         classes = torch.randint(10, (b,), generator=generator)
-        batches.append(Batch(saliency, is_easy, F.one_hot(classes, 10).float(), [], prefix))
+        targets = F.one_hot(classes, 10).float()
+        batches.append(Batch(saliency, is_easy, targets, [], prefix, prefix > 0))
     return batches
 
 
@@ -139,18 +138,12 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
     """Batches of augmented training images of a finished run, without input mixup."""
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
-    source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
-    stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
-    module = build_module(without_start(config.model), stack, len(source.classes))
-    state = read_file(f"run={folder.path}", folder.last_path)
-    module.load_state_dict(state["module"])
+    module, source = load_trained(config, folder.last_path)
     images = build_training_images(config, source)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
     size = config.recipe.batch_size
     return [
-        _batch(
-            module.eval(), default_collate([images[(0, i)] for i in order[start : start + size]])
-        )
+        _batch(module, default_collate([images[(0, i)] for i in order[start : start + size]]))
         for start in range(0, min(len(order), BATCHES * size) - size + 1, size)
     ]
 
@@ -158,23 +151,13 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
 @torch.no_grad()
 def _batch(module: Any, items: list[Tensor]) -> Batch:
     images, classes = items
-    model = module.model
-    entered: list[tuple[Tensor, dict[str, Any]]] = []
-
-    def note(block: nn.Module, args: tuple[Tensor], given: dict[str, Any]) -> None:
-        entered.append((args[0], given))
-
-    blocks = model.blocks[module.htm.layer : module.htm.layer + 2]
-    handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
-    model(images)
-    for handle in handles:
-        handle.remove()
+    entries = block_inputs(module.model, images)[module.htm.layer :][:2]
     maps = []
-    for block, (tokens, given) in zip(blocks, entered, strict=True):
-        where = positions(block.attn, tokens.shape[1], given)
-        maps.append(attention_map(block.attn, block.norm1(tokens), where=where))
-    prefix = declared_prefix(model)
+    for entry in entries:
+        block = entry.blocks[entry.index]
+        where = positions(block.attn, entry.tokens.shape[1], entry.given)
+        maps.append(attention_map(block.attn, block.norm1(entry.tokens), where=where))
+    entry, prefix = entries[0], entries[0].num_prefix_tokens
     targets = F.one_hot(classes, module.scorenet.head.out_features).float()
-    hard = difficulty(module.scorenet(entered[0][0], prefix), targets)
-    saliency = attention_saliency(maps[0], prefix, prefix > 0 and has_class_token(model))
-    return Batch(saliency, hard < module.htm.tau, targets, maps, prefix)
+    is_easy = difficulty(module.scorenet(entry.tokens, prefix), targets) < module.htm.tau
+    return Batch(entry.own_saliency(), is_easy, targets, maps, prefix, entry.class_token)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.errors import UserError, first_line
+from reproduction.locking import is_held
 from reproduction.runs import RunFolder, identity
 
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
@@ -63,6 +64,8 @@ def _read(folder: RunFolder) -> Run:
     summary = folder.read_summary()
     written = folder.summary_path.stat().st_mtime if summary else 0.0
     status = one_line(str(summary.get("status", "not begun")))
+    if status == "running" and not is_held(folder):
+        status = "interrupted"  # a killed run could not say so
     common: dict[str, Any] = {
         "folder": folder.path.name,
         "identity": found,

@@ -3,7 +3,6 @@
 Letters: b batch, g tokens along a side, h w image.
 """
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,9 @@ from torch.utils.data import default_collate
 
 from reproduction.config import Config
 from reproduction.data.build import build_evaluation_transform
-from reproduction.data.sources import Source, load_source
-from reproduction.models.build import build_module, without_start
-from reproduction.models.weights import read_file
+from reproduction.data.sources import Source
 from reproduction.reporting.figures import ORANGE, figure
+from reproduction.reporting.trained import load_trained
 from tokenmixup import HorizontalMix
 
 CANDIDATES = 64  # training images that the pairs are chosen among
@@ -28,9 +26,11 @@ def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
     """Draws the pairs that share the image most evenly; False if the run mixes none."""
     if config.augmentation.htm is None or not last_checkpoint.exists():
         return False
-    source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
+    module, source = load_trained(config, last_checkpoint)
     images, targets = some_images(config, source)
-    mix = _mix(config, source, last_checkpoint, images, targets)
+    with torch.no_grad():  # mixes as in training, without dropout
+        mix = module.mixed_pairs(images, F.one_hot(targets, len(source.classes)).float())
+    assert mix is not None
     chosen = _most_even(mix)
     if not chosen:
         return False
@@ -67,19 +67,6 @@ def some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:
     order = np.random.default_rng(config.seed).permutation(len(source.train))[:CANDIDATES]
     items = [source.train[int(index)] for index in order]
     return default_collate([(transform(image), target) for image, target in items])
-
-
-def _mix(
-    config: Config, source: Source, checkpoint: Path, images: Tensor, targets: Tensor
-) -> HorizontalMix:
-    stack = dataclasses.replace(config.augmentation, manifold_mixup=None)  # pairs of whole images
-    module = build_module(without_start(config.model), stack, len(source.classes))
-    module.load_state_dict(read_file(f"checkpoint={checkpoint}", checkpoint)["module"])
-    module.model.eval()  # mixes as in training, without dropout
-    with torch.no_grad():
-        mix = module.mixed_pairs(images, F.one_hot(targets, len(source.classes)).float())
-    assert mix is not None
-    return mix
 
 
 def displayable(images: Tensor, config: Config) -> np.ndarray:

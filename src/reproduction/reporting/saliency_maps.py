@@ -3,26 +3,21 @@
 Letters: b batch, t spatial tokens, h w image.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.data.sources import load_source
 from reproduction.errors import UserError
-from reproduction.models.build import build_module, without_start
-from reproduction.models.weights import read_file
 from reproduction.reporting.figures import figure
 from reproduction.reporting.gallery import displayable, some_images
-from tokenmixup import gradient_saliency
-from tokenmixup.detectors import BlockInput, by_rollout
+from reproduction.reporting.trained import block_inputs, load_trained
+from tokenmixup.detectors import by_gradient, by_rollout
 from tokenmixup.saliency import input_gradient
-from tokenmixup.structure import declared_prefix, has_class_token
 
 ROWS = 4  # images shown
 
@@ -41,23 +36,10 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> SaliencyMaps:
     The full rollout goes on to the last block. ValueError where that is not possible.
     """
     model, layer = module.model.eval(), module.htm.layer
-    seen: list[tuple[Tensor, dict[str, Any]]] = []
-
-    def note(block: nn.Module, args: tuple[Tensor], given: dict[str, Any]) -> None:
-        seen.append((args[0], given))
-
-    handle = model.blocks[layer].register_forward_pre_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        model(images)
-    handle.remove()
-    (tokens, given), prefix = seen[0], declared_prefix(model)
-    with_class_token = prefix > 0 and has_class_token(model)
-    entry = BlockInput(model.blocks, layer, tokens, given, prefix, with_class_token)
-    pixels = input_gradient(model, images, targets)
+    entry = block_inputs(model, images)[layer]
+    entry.pixels = input_gradient(model, images, targets)
     return SaliencyMaps(
-        gradient_saliency(pixels, tokens.shape[1] - prefix),
-        by_rollout(len(model.blocks) - 1 - layer, entry),
-        entry.own_saliency(),
+        by_gradient(entry), by_rollout(len(model.blocks) - 1 - layer, entry), entry.own_saliency()
     )
 
 
@@ -74,10 +56,7 @@ def draw_saliency_maps(path: Path, config: Config, last_checkpoint: Path) -> dic
     """
     if config.augmentation.htm is None:
         raise UserError(f"{last_checkpoint}: the run was trained without htm")
-    source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
-    stack = replace(config.augmentation, manifold_mixup=None)
-    module = build_module(without_start(config.model), stack, len(source.classes))
-    module.load_state_dict(read_file(f"checkpoint={last_checkpoint}", last_checkpoint)["module"])
+    module, source = load_trained(config, last_checkpoint)
     images, classes = some_images(config, source)
     maps = saliency_maps(module, images, F.one_hot(classes, len(source.classes)).float())
     sharpness = {name: entropy(saliency) for name, saliency in maps._asdict().items()}
