@@ -1,5 +1,10 @@
 """How a program ends: what the user typed wrong, a run that failed, a run that was interrupted."""
 
+import signal
+
+# What a terminal, a cluster that takes its machine back, and launchers send to end a run.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
 
 class UserError(Exception):
     """Status 2 and its one line: key, value and what is allowed. Nothing has happened."""
@@ -11,6 +16,14 @@ class RunLocked(UserError):
 
 class RunFailed(Exception):
     """Status 1 and its one line; the folder says `failed` and the cause has been printed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has asked the run to end."""
+
+    def __init__(self, signum: int):
+        super().__init__(signum)
+        self.signum = signum
 
 
 class RunInterrupted(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Trains the runs of a plan: none twice, interrupted ones from their last epoch, failed ones again.
+"""Trains the runs of a plan: none twice, interrupted ones from where they are, failed ones again.
 
 At full and short scale each run has a process of its own; smoke runs share this one.
 """
@@ -18,7 +18,14 @@ from typing import IO
 
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.errors import RunFailed, RunInterrupted, RunLocked, UserError, first_line
+from reproduction.errors import (
+    STOP_SIGNALS,
+    RunFailed,
+    RunInterrupted,
+    RunLocked,
+    UserError,
+    first_line,
+)
 from reproduction.jobs import check_all, main
 from reproduction.locking import is_held
 from reproduction.plan import PlannedRun, Settings
@@ -26,7 +33,7 @@ from reproduction.plan import PlannedRun, Settings
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 ATTEMPTS = 2
 POLL_SECONDS = 10.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
 # Trains one run and says in one line what went wrong, None if nothing; RunLocked if another
 # process has the run, KeyboardInterrupt if this one is to end.
@@ -115,8 +122,7 @@ def train_apart(run: PlannedRun) -> str | None:
 class Child:
     """A process that gets SIGTERM for the first signal that this one gets, SIGKILL for the second.
 
-    With SIGTERM train.py leaves an interrupted run; after SIGKILL it still goes on from its last
-    epoch.
+    With SIGTERM train.py ends after a step and goes on there; after SIGKILL from its last epoch.
     """
 
     def __init__(self) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reproduction.runs import RunFolder
 from tests.reproduction.conftest import Command
+from tests.reproduction.test_training import assert_same_result
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +32,11 @@ PLAIN = [
     "recipe.transforms.ratio=[1,1]",
     "recipe.transforms.interpolation=bicubic",
     "device=cpu",
+]
+
+MIXING = [
+    *(x for x in PLAIN if not x.startswith(("augmentation", "recipe.epochs"))),
+    *("augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=1", "devices=2"),
 ]
 
 
@@ -75,10 +82,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path):
 
 
 def test_two_ranks_mix_within_their_shares_and_count_together(tmp_path: Path):
-    settings = [x for x in PLAIN if not x.startswith(("augmentation", "recipe.epochs"))]
-    mixing = ["augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=1"]
-    sweep = ["-m", "seed=0,1", "devices=2", *mixing, *settings]
-    ended = run(tmp_path, [sys.executable], *sweep)
+    ended = run(tmp_path, [sys.executable], "-m", "seed=0,1", *MIXING)
     assert ended.returncode == 0, ended.stderr
     names = [path.name for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps"]
     assert len(names) == 2
@@ -156,14 +160,46 @@ def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, arg
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("more", [[], ["devices=2"]], ids=["one process", "two ranks"])
+def test_two_ranks_stop_after_the_same_step_and_go_on_there(tmp_path: Path):
+    args = [*(x for x in MIXING if not x.startswith("recipe.epochs")), "recipe.epochs=5"]
+    process = start(tmp_path, "name=mine", *args)
+    mine = RunFolder(tmp_path / "outputs/mine")
+    wait_for(mine.last_path)
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert len(err.splitlines()) == 1
+    assert torch.load(mine.last_path, weights_only=True)["step"] < 50
+    ended = run(tmp_path, [sys.executable], "name=mine", "resume=auto", *args)
+    assert ended.returncode == 0, ended.stderr
+    assert run(tmp_path, [sys.executable], "name=whole", *args).returncode == 0
+    assert_same_result(mine, RunFolder(tmp_path / "outputs/whole"))
+
+
+@pytest.mark.parametrize(
+    "more", [["dataset.workers=2"], ["devices=2"]], ids=["one process", "two ranks"]
+)
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_run_that_can_go_on(
+def test_a_signal_to_all_its_processes_leaves_a_run_that_can_go_on(
     tmp_path: Path, sign: signal.Signals, more: list[str]
 ):
     args = [x for x in PLAIN if not x.startswith("recipe.epochs")]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "name=mine", "recipe.epochs=1000", *args, *more],
+    process = start(tmp_path, "name=mine", "recipe.epochs=1000", *args, *more)
+    folder = RunFolder(tmp_path / "outputs/mine")
+    wait_for(folder.last_path)
+    os.killpg(process.pid, sign)  # as a terminal sends SIGINT, and a cluster SIGTERM
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err.splitlines()[-1] and "resume=auto" in err.splitlines()[-1]
+    assert folder.read_summary()["status"] == "interrupted"
+    steps, _ = folder.read_metrics()
+    assert torch.load(folder.last_path, weights_only=True)["step"] == steps[-1]["step"]
+
+
+def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
+    """train.py at work, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *args],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -172,15 +208,9 @@ def test_a_signal_leaves_a_run_that_can_go_on(
         # heard even where the tests run in the background of a shell, which ignores it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
-    folder = RunFolder(tmp_path / "outputs/mine")
+
+
+def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 120
-    while not folder.last_path.exists() and time.monotonic() < deadline:
+    while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    if sign == signal.SIGINT:
-        os.killpg(process.pid, sign)  # as a terminal sends it
-    else:
-        process.send_signal(sign)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in err.splitlines()[-1] and "resume=auto" in err.splitlines()[-1]
-    assert folder.read_summary()["status"] == "interrupted"

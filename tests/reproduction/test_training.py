@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
+from reproduction.cli import compose
+from reproduction.errors import STOP_SIGNALS
+from reproduction.jobs import resolve
 from reproduction.runs import RunFolder
+from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
+from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command, write_images
 
 STEP_KEYS = {
@@ -138,7 +144,7 @@ def test_the_same_seed_gives_the_same_run_whatever_the_workers(command: Command,
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_an_interrupted_run_goes_on_from_its_last_epoch(
+def test_a_run_that_ended_within_a_step_goes_on_from_its_last_epoch(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ):
     assert command("train", "name=whole", *MIXED, *SMALL).status == 0
@@ -153,6 +159,84 @@ def test_an_interrupted_run_goes_on_from_its_last_epoch(
     assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
     assert folder(tmp_path).read_summary()["status"] == "finished"
     assert_same_result(folder(tmp_path), folder(tmp_path, "whole"))
+
+
+def signal_in(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals) -> list[int]:
+    """Signals come while the step after `step` others is computed; returns the steps computed."""
+    whole, computed = Trainer._step, []
+
+    def signalled_step(self: Trainer, *args: Any) -> Any:
+        if self.step == step:
+            for signum in signals:
+                signal.raise_signal(signum)
+        computed.append(self.step)
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", signalled_step)
+    return computed
+
+
+# of 2 epochs of 3 steps: within them, and at their ends
+@pytest.mark.parametrize(("step", "signum"), list(zip((0, 2, 4, 5), STOP_SIGNALS, strict=True)))
+def test_a_signal_ends_a_run_after_its_step_and_it_goes_on_there(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted, step, signum
+):
+    with monkeypatch.context() as patch:
+        first = signal_in(patch, step, signum)
+        ended = command("train", "name=mine", *MIXED, *SMALL)
+    assert ended.status == 130
+    assert ended.lines[-1].startswith("train.py: interrupted; outputs/mine is kept as interrupted")
+    assert folder(tmp_path).read_summary()["status"] == "interrupted"
+    with monkeypatch.context() as patch:
+        second = signal_in(patch, -1)
+        assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
+    assert first + second == list(range(6))
+    assert_same_result(folder(tmp_path), uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    root = tmp_path_factory.mktemp("uninterrupted")
+    where = ("name=whole", f"output_root={root}")
+    run_training(resolve(compose("train", [*where, *MIXED, *SMALL])))
+    return RunFolder(root / "whole")
+
+
+def test_a_signal_during_evaluation_ends_the_run_after_its_epoch(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def evaluate_and_be_asked(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate(*args)
+
+    monkeypatch.setattr("reproduction.training.loop.evaluate", evaluate_and_be_asked)
+    assert command("train", "name=mine", *SMALL).status == 130
+    assert [len(lines) for lines in folder(tmp_path).read_metrics()] == [3, 1]
+
+
+def test_a_second_ctrl_c_does_not_wait(command: Command, tmp_path: Path, monkeypatch):
+    computed = signal_in(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
+    assert command("train", "name=mine", *SMALL).status == 130
+    assert computed == [0, 1, 2, 3]
+    saved = torch.load(folder(tmp_path).last_path, weights_only=True)
+    assert saved["step"] == 3
+
+
+def test_a_signal_goes_on_to_who_had_it_before(command: Command, tmp_path: Path, monkeypatch):
+    """As a cluster's launcher does, which has the job started again."""
+    seen = []
+
+    def requeue(signum: int, frame: Any) -> None:
+        seen.append((signum, folder(tmp_path).read_summary()["status"]))
+
+    before = signal.signal(signal.SIGUSR1, requeue)
+    try:
+        signal_in(monkeypatch, 1, signal.SIGUSR1)
+        assert command("train", "name=mine", *SMALL).status == 130
+        assert signal.getsignal(signal.SIGUSR1) is requeue
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [(signal.SIGUSR1, "interrupted")]
 
 
 def test_a_crash_leaves_its_status_and_a_clear_last_line(

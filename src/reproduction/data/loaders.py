@@ -1,6 +1,7 @@
 """Batches that depend on seed and epoch alone, not on workers or the number of processes."""
 
 import math
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import ImageSource
 from reproduction.data.transforms import Transform
-from reproduction.errors import UserError
+from reproduction.errors import STOP_SIGNALS, UserError
 
 
 class TrainingImages(Dataset[tuple[Tensor, int]]):
@@ -53,7 +54,11 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
                 f"devices={ranks}: {num_images} training images in batches of {batch_size} leave "
                 "some of them without an image"
             )
-        self.epoch = 0
+        self.epoch = self.first = 0
+
+    def start_at(self, epoch: int, first: int) -> None:
+        """The next pass gives the batches of `epoch` from the `first` on."""
+        self.epoch, self.first = epoch, first
 
     def __len__(self) -> int:
         return self.num_batches
@@ -64,7 +69,7 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_images)
-        for batch in np.array_split(order, self.num_batches):
+        for batch in np.array_split(order, self.num_batches)[self.first :]:
             share = np.array_split(batch, self.ranks)[self.rank]
             yield [(self.epoch, int(index)) for index in share]
 
@@ -72,13 +77,14 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 def training_loader(
     images: TrainingImages, batches: TrainingBatches, workers: int, pin_memory: bool
 ) -> DataLoader[tuple[Tensor, int]]:
-    """Loads this rank's shares; set `batches.epoch` before each pass."""
+    """Loads this rank's shares, from where `batches` starts."""
     return DataLoader(
         images,
         batch_sampler=batches,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
+        worker_init_fn=_leave_signals_to_parent,
         generator=torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
     )
 
@@ -99,5 +105,12 @@ def evaluation_loader(
         sampler=range(rank, num_images, ranks),
         num_workers=workers,
         pin_memory=pin_memory,
+        worker_init_fn=_leave_signals_to_parent,
         generator=torch.Generator(),
     )
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Where a whole group of processes gets a signal, a worker goes on until its parent ends it."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)

@@ -15,7 +15,7 @@ from reproduction.models.build import build_model, without_start
 from reproduction.models.names import State
 from reproduction.models.weights import fitting, read_file, read_weights
 
-STATE_KEYS = {"module", "optimizer", "scaler", "step", "epoch", "history", "metrics_size"}
+STATE_KEYS = {"module", "optimizer", "scaler", "step", "epoch", "totals", "history", "metrics_size"}
 
 
 def save_last(path: Path, state: dict[str, Any]) -> None:

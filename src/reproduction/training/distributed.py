@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reproduction.errors import UserError
+from reproduction.errors import STOP_SIGNALS, Stopped, UserError
 from reproduction.ranks import launched_ranks
 
 Settings = TypeVar("Settings")
 Result = TypeVar("Result")
 Shared = TypeVar("Shared")
+
+SIGNALLED = 128  # what a shell adds to a signal's number
+SHUTDOWN_SECONDS = "300"  # that ranks have to end their step, or an evaluation, after a signal
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ def join_world(device: str) -> Iterator[World]:
 def launch(function: Callable[[Settings], Result], settings: Settings, devices: int) -> Result:
     """Runs `function(settings)` here, or on `devices` ranks of torch's elastic launcher.
 
-    Returns rank 0's result. UserErrors of ranks are raised as such; another error is printed by
-    its rank and raised as RuntimeError.
+    Returns rank 0's result. UserError and Stopped of ranks are raised as such; another error is
+    printed by its rank and raised as RuntimeError.
     """
     if devices == 1 or launched_ranks() is not None:
         return function(settings)
@@ -102,7 +106,10 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # one line says it
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in STOP_SIGNALS)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    for name in ("agent.server.api", "multiprocessing.api"):  # one line of ours says it
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -115,10 +122,12 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
     )
     try:
         result = elastic_launch(config, _on_rank)(function, settings)[0]
-    except SignalException as error:  # how the launcher passes SIGINT and SIGTERM on
-        raise KeyboardInterrupt from error
+    except SignalException as error:  # the launcher has passed it on and waited for the ranks
+        raise Stopped(error.sigval) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode - SIGNALLED in STOP_SIGNALS:
+            raise Stopped(failure.exitcode - SIGNALLED) from None
         told = failure.message
         reason = str(told["message"] if isinstance(told, dict) else told).splitlines()[-1]
         raise RuntimeError(f"rank {rank}: {reason}") from None
@@ -133,6 +142,8 @@ def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Resu
         return function(settings)
     except UserError as error:
         return error
+    except Stopped as stopped:  # nobody may be there to take a result
+        sys.exit(SIGNALLED + stopped.signum)
     except Exception:
         traceback.print_exc()
         raise

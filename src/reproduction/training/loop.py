@@ -3,7 +3,7 @@
 import math
 import time
 from itertools import takewhile
-from statistics import fmean, median
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from reproduction.config import Config
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose
+from reproduction.errors import Stopped
 from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
@@ -25,11 +26,14 @@ from reproduction.training.loggers import Logger, NoLog
 from reproduction.training.metrics import BatchMetrics
 from reproduction.training.optim import build_optimizer, build_schedule
 from reproduction.training.progress import ProgressDisplay
+from reproduction.training.stopping import Stop, handling
 from tokenmixup import Output, TokenMixup, training_loss
 
 MEDIAN_EPOCHS = 10
 # What a checkpoint keeps besides parameters and optimiser; metrics_size is in bytes.
-COUNTERS = ("step", "epoch", "images", "seconds", "train_seconds", "history", "metrics_size")
+COUNTERS = ("step", "epoch", "images", "metrics_size", "totals", "history")
+CLOCKS = ("seconds", "train_seconds")
+TOTALS = ("batches", "loss", "mixed", "tokens")  # of the epoch so far
 
 
 class Trainer:
@@ -66,52 +70,66 @@ class Trainer:
         self.total_steps = recipe.epochs * len(batches)
         if recipe.max_steps is not None:
             self.total_steps = min(self.total_steps, recipe.max_steps)
+        self.epochs = math.ceil(self.total_steps / len(batches))
         self.step = self.epoch = self.images = self.metrics_size = 0
         self.seconds = self.train_seconds = 0.0
+        self.totals = dict.fromkeys(TOTALS, 0.0)
         self.history: list[Evaluation] = []
+        self.stop = Stop(world)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to the end of the epoch at which last.pt was written."""
+        """Goes to the step after which last.pt was written."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        for name in COUNTERS:
+        for name in (*COUNTERS, *CLOCKS):
             setattr(self, name, state[name])
 
     def fit(self, logger: Logger) -> dict[str, Any]:
-        """Trains to the end and returns what summary.json tells about it."""
+        """Trains to the end and returns what summary.json tells about it.
+
+        Signals raise Stopped after a step, once the run has been saved: it goes on from there.
+        """
         self.logger = logger
         if self.world.is_main:
             self.folder.trim_metrics(self.metrics_size)
         display = ProgressDisplay(self.total_steps, self.step, self.world.is_main)
         try:
-            while self.step < self.total_steps:
-                self._train_epoch(display)
+            with handling(self.stop.ask):
+                while self.epoch < self.epochs:
+                    self._train_epoch(display)
+                    if self.stop.is_due():
+                        raise Stopped(self.stop.agreed)
         finally:
             display.close()
         return self._result()
 
     def _train_epoch(self, display: ProgressDisplay) -> None:
+        """Trains what is left of an epoch, or until the run is to stop, and saves."""
         start = time.perf_counter()
-        _seed_torch(self.config.seed, self.epoch, self.world.rank)
-        self.batches.epoch = self.epoch
         self.module.train()
         self.metrics.restart_clock()
         try:
-            lines = self._train_batches(display)
+            self._train_batches(display)
         except BaseException:
             if self.world.size == 1:  # other ranks may be gone, and with them their sums
                 self._write(self.metrics.fetch())
             raise
         self.train_seconds += time.perf_counter() - start
-        self._end_epoch(start, lines, display)
+        if not self.stop.agreed:
+            self._end_epoch()
+        self.seconds += time.perf_counter() - start
+        if not self.stop.agreed:
+            display.line(self._describe())
+            self.totals = dict.fromkeys(TOTALS, 0.0)
+        self._save()
 
-    def _train_batches(self, display: ProgressDisplay) -> list[dict[str, Any]]:
-        """Trains on the batches of an epoch and returns their metrics."""
-        first = len(self.batches) * self.epoch
-        lines: list[dict[str, Any]] = []
+    def _train_batches(self, display: ProgressDisplay) -> None:
+        """Trains on the batches of an epoch from the next step on."""
+        begin = len(self.batches) * self.epoch
+        self.batches.start_at(self.epoch, self.step - begin)
         for images, targets in self.train_loader:
-            batch = self.step - first
+            batch = self.step - begin
             lr = self.schedule.set(self.epoch, batch)
             loss, output = self._step(images, targets, self.batches.global_size(batch))
             self.step += 1
@@ -119,10 +137,10 @@ class Trainer:
             self.metrics.add(self.step, self.epoch + 1, lr, loss, output)
             display.advance()
             if self.step % self.recipe.log_every == 0:
-                lines += self._flush()
-            if self.step == self.total_steps:
+                self._flush()
+            if self.stop.is_due() or self.step == self.total_steps:
                 break
-        return lines + self._flush()
+        self._flush()
 
     def _step(self, images: Tensor, targets: Tensor, global_size: int) -> tuple[Tensor, Output]:
         """One batch: mix inputs, forward with TokenMixup, loss, backward, update."""
@@ -131,6 +149,7 @@ class Trainer:
         targets = targets.to(device, non_blocking=True)
         key = (self.config.seed, self.step, self.world.rank)
         images, soft_targets = mix_inputs(self.input_mixer, images, targets, *key)
+        _seed_torch(*key)
         htm = self.module.htm
         try:
             with autocast(device, self.recipe.precision):
@@ -148,14 +167,17 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss, output
 
-    def _flush(self) -> list[dict[str, Any]]:
+    def _flush(self) -> None:
         """Fetches and writes the metrics; RuntimeError at the first loss that is not finite."""
         lines = self.metrics.fetch()
         written = self._write(lines)
         if written < len(lines):
             bad = lines[written]
             raise RuntimeError(f"step {bad['step']}: the loss is {bad['loss']}")
-        return lines
+        self.totals["batches"] += len(lines)
+        self.totals["loss"] += sum(line["loss"] for line in lines)
+        self.totals["mixed"] += sum(line["mixed_samples"] for line in lines)
+        self.totals["tokens"] += sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
 
     def _write(self, lines: list[dict[str, Any]]) -> int:
         """Writes the lines before the first loss that is not finite, and returns their number."""
@@ -166,10 +188,8 @@ class Trainer:
                 self.logger.log(line)
         return len(good)
 
-    def _end_epoch(
-        self, start: float, lines: list[dict[str, Any]], display: ProgressDisplay
-    ) -> None:
-        """Evaluates, writes the epoch's line and the checkpoints."""
+    def _end_epoch(self) -> None:
+        """Evaluates, writes the epoch's line and the best weights."""
         self.world.share_buffers(self.module)  # what is evaluated is what the first rank saves
         result = evaluate(self.module, self.eval_loader, self.world, self.recipe.precision)
         if not math.isfinite(result["eval_loss"]):
@@ -177,15 +197,17 @@ class Trainer:
         self.epoch += 1
         is_best = all(result["top1"] > other["top1"] for other in self.history)
         self.history.append(result)
-        self.seconds += time.perf_counter() - start
-        display.line(self._describe(lines, result))
         if self.world.is_main:
             line = {"epoch": self.epoch, **result}
             self.folder.append_metrics([line])
             self.logger.log(line)
-            self.metrics_size = self.folder.metrics_size()
             if is_best:
                 save_plain(self.folder.best_path, self.module.model.state_dict(), self.classes)
+
+    def _save(self) -> None:
+        """Writes everything needed to go on from this step."""
+        if self.world.is_main:
+            self.metrics_size = self.folder.metrics_size()
             save_last(self.folder.last_path, self._state())
         self.world.barrier()
 
@@ -195,19 +217,17 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "classes": self.classes,
-            **{name: getattr(self, name) for name in COUNTERS},
+            **{name: getattr(self, name) for name in (*COUNTERS, *CLOCKS)},
         }
 
-    def _describe(self, lines: list[dict[str, Any]], result: Evaluation) -> str:
-        epochs = math.ceil(self.total_steps / len(self.batches))
-        text = f"epoch {self.epoch:>{len(str(epochs))}}/{epochs}"
-        text += f"  loss {fmean(line['loss'] for line in lines):.3f}"
+    def _describe(self) -> str:
+        batches, loss, mixed, tokens = (self.totals[name] for name in TOTALS)
+        text = f"epoch {self.epoch:>{len(str(self.epochs))}}/{self.epochs}"
+        text += f"  loss {loss / batches:.3f}"
         if self.module.htm is not None:
-            mixed = sum(line["mixed_samples"] for line in lines)
-            replaced = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
-            text += f"  mixed {mixed / len(lines):.1f} samples a batch"
-            text += f" ({replaced / max(mixed, 1):.1f} tokens each)"
-        return f"{text}  top-1 {result['top1']:.2f} %  [{self.seconds:.0f} s]"
+            text += f"  mixed {mixed / batches:.1f} samples a batch"
+            text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
+        return f"{text}  top-1 {self.history[-1]['top1']:.2f} %  [{self.seconds:.0f} s]"
 
     def _result(self) -> dict[str, Any]:
         top1 = [result["top1"] for result in self.history]
@@ -226,6 +246,6 @@ class Trainer:
 
 
 def _seed_torch(*key: int) -> None:
-    """Seeds dropout and stochastic depth as a function of seed, epoch and rank."""
+    """Seeds dropout, stochastic depth and random choices of a step by seed, step and rank."""
     sequence = np.random.SeedSequence((Purpose.DROPOUT, *key))
     torch.manual_seed(int(sequence.generate_state(1)[0]))

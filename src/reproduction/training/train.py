@@ -1,14 +1,11 @@
 """One run from its configuration to its summary."""
 
 import platform
-import signal
 import subprocess
 import sys
-import threading
 import traceback
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, load_source
-from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line
+from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError, first_line
 from reproduction.locking import hold
 from reproduction.models.build import (
     build_module,
@@ -42,6 +39,7 @@ from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
+from reproduction.training.stopping import handling, pass_on, stop_at_once
 from tokenmixup import TokenMixup
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
@@ -91,23 +89,27 @@ def run_training(config: Config) -> dict[str, Any]:
     folder.check(config)
     if folder.is_finished():
         return folder.read_summary()
-    with hold(folder):
-        if folder.is_finished():  # by another process, just now
-            return folder.read_summary()
-        return _train_to_an_end(config, folder)
+    try:
+        with hold(folder):
+            if folder.is_finished():  # by another process, just now
+                return folder.read_summary()
+            with handling(stop_at_once):
+                return _train_to_an_end(config, folder)
+    except RunInterrupted as interrupted:
+        if isinstance(interrupted.__cause__, Stopped):
+            pass_on(interrupted.__cause__.signum)
+        raise
 
 
 def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
     """Trains, and writes into the folder how it ended."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
     try:
         preflight(config)
         return launch(train, config, config.devices)
     except UserError:
         raise
-    except KeyboardInterrupt:
-        raise RunInterrupted(_leave(folder, "interrupted", "interrupted")) from None
+    except KeyboardInterrupt as interrupt:
+        raise RunInterrupted(_leave(folder, "interrupted", "interrupted")) from interrupt
     except Exception as error:
         traceback.print_exc()
         raise RunFailed(_leave(folder, "failed", _reason(error))) from error
@@ -227,7 +229,3 @@ def _reason(error: Exception) -> str:
     if "Original Traceback" in text:
         return text.splitlines()[-1]
     return f"{type(error).__name__}: {' '.join(text.split())}"
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
