@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from reproduction.checks import unservable
 from reproduction.config import CONF_DIR
 from reproduction.errors import RunFailed, UserError
+from reproduction.hardware import usable_cores
 from reproduction.ranks import is_first_rank, launched_ranks
 
 Settings = TypeVar("Settings")
@@ -237,8 +238,7 @@ def _share(n: Any, k: int) -> int:
 
 
 def _cores(most: int) -> int:
-    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))  # not on macOS
-    return min(most, len(usable(0)))
+    return min(most, usable_cores())
 
 
 def _complain(line: str) -> None:

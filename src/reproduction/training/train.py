@@ -22,6 +22,7 @@ from reproduction.data.build import (
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, load_source
 from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError, first_line
+from reproduction.hardware import hardware_name, joined
 from reproduction.locking import hold
 from reproduction.models.build import (
     build_module,
@@ -40,7 +41,6 @@ from reproduction.training.distributed import World, join_world, launch, resolve
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
 from reproduction.training.stopping import handling, pass_on, stop_at_once
-from tokenmixup import TokenMixup
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
@@ -120,7 +120,7 @@ def train(config: Config) -> dict[str, Any]:
     with join_world(resolve_device(config.device, config.devices)) as world:
         source = _load(config)  # the first rank has downloaded before it joined
         trainer = build_trainer(config, world, source)
-        facts = _facts(config, trainer.module) if world.is_main else {}
+        facts = _facts(config, trainer) if world.is_main else {}
         logger = _open_logger(config, world)
         status = "failed"
         try:
@@ -182,20 +182,23 @@ def _load(config: Config) -> Source:
     return load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
 
 
-def _facts(config: Config, module: TokenMixup) -> dict[str, Any]:
+def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     """What the summary tells from the start; warns of what is probably not meant."""
+    module, device = trainer.module, trainer.world.device.type
     uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
-    if config.recipe.precision == "float16" and next(module.parameters()).device.type == "cpu":
+    if config.recipe.precision == "float16" and device == "cpu":
         print("warning: float16 is slow on a CPU, try recipe.precision=bf16", file=sys.stderr)
     known = pretrained_statistics(module.model) if uses_pretrained else None
     if warning := statistics_warning(config.dataset, known):
         print(warning, file=sys.stderr)
+    earlier = trainer.folder.read_summary().get("hardware") if trainer.step > 0 else None
     return {
         "name": config.name,
         "parameters": count_parameters(module),
         "macs": count_macs(module.model, config.model.image_size).total,
         "seed": config.seed,
         "devices": config.devices,
+        "hardware": joined(earlier, hardware_name(device)),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }

@@ -1,0 +1,71 @@
+"""The names of what computes, and what a summary says of it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reproduction import hardware
+from reproduction.hardware import hardware_name, joined, usable_cores
+from reproduction.training.loop import Trainer
+from tests.reproduction.conftest import SMALL, Command
+
+
+def test_a_processor_is_named_with_its_usable_cores(tmp_path: Path, monkeypatch):
+    facts = tmp_path / "cpuinfo"
+    facts.write_text("processor\t: 0\nmodel name\t: Some  Xeon @ 2 GHz\nmodel name\t: other\n")
+    monkeypatch.setattr(hardware, "CPU_FACTS", facts)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
+    assert hardware_name("cpu") == "Some Xeon @ 2 GHz (2 cores)"
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
+    facts.write_text("Hardware : none\n")
+    assert hardware_name("cpu").endswith(" (1 core)")
+    assert hardware_name("cpu").strip() != "(1 core)"
+
+
+def test_usable_cores_are_those_of_this_process():
+    if hasattr(os, "sched_setaffinity"):
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})
+        try:
+            assert usable_cores() == 1
+        finally:
+            os.sched_setaffinity(0, before)
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+def test_a_gpu_is_named_where_one_is_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Something")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert hardware_name("cuda") == hardware_name("auto") == "NVIDIA Something"
+    assert "NVIDIA" not in hardware_name("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware_name("auto") == hardware_name("cpu")
+
+
+def test_hardware_of_a_run_that_moved_is_listed_in_order():
+    assert joined(None, "A") == joined("A", "A") == "A"
+    assert joined("A", "B") == "A, then B"
+    assert joined("A, then B", "A") == "A, then B"
+
+
+def test_a_summary_names_the_hardware_of_every_part_of_its_run(
+    command: Command, tmp_path: Path, monkeypatch
+):
+    whole = Trainer._step
+
+    def step(self: Trainer, *args: Any) -> Any:
+        if self.step == 4 and hardware.usable_cores() == 3:
+            raise KeyboardInterrupt
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(hardware, "_processor", lambda: "CPU")
+    for cores, status in ((3, 130), (5, 0)):
+        monkeypatch.setattr(hardware, "usable_cores", lambda cores=cores: cores)
+        assert command("train", "name=moved", "resume=auto", *SMALL).status == status
+    summary = json.loads((tmp_path / "outputs/moved/summary.json").read_text())
+    assert summary["hardware"] == "CPU (3 cores), then CPU (5 cores)"
