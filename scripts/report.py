@@ -10,13 +10,13 @@ from reproduction.cli import compose, one_line
 from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.parse import parse
-from reproduction.plan import DATASET_OPTIONS as DATASETS
-from reproduction.plan import SCALES, cell_config
+from reproduction.plan import DATASET_OPTIONS, cell_config, cells_of
 from reproduction.reporting.collect import collect
 from reproduction.reporting.page import write_tables
 from reproduction.reporting.paper import PaperRow, read_paper
 from reproduction.reporting.records import Counts
-from reproduction.reporting.tables import FULL, TABLES, build_table
+from reproduction.reporting.tables import TABLES, build_table
+from reproduction.scales import FULL, SCALES
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
     parser.add_argument("--scale", choices=SCALES, default=FULL, help="of the runs to report")
     parser.add_argument("--tables", type=int, nargs="+", choices=TABLES, default=TABLES)
-    parser.add_argument("--dataset", choices=DATASETS, help="of the runs, if not the tables' own")
+    parser.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the tables' own")
     parser.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
     parser.add_argument("--devices", type=int, default=1, help="of the runs")
     return parser
@@ -54,7 +54,7 @@ def count(papers: Sequence[PaperRow]) -> dict[tuple[int, str], Counts]:
 def write(args: argparse.Namespace) -> list[Path]:
     """Returns the files; UserError if there are no runs to read or the report has no place."""
     cells, papers = read_cells(), read_paper()
-    configs = resolved(cells, args)
+    configs = resolved(cells_of(args.scale), args)
     runs = Path(args.outputs) if args.scale == FULL else Path(args.outputs, args.scale)
     collection = collect(runs, configs)
     sources: dict[str, Any] = {

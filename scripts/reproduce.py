@@ -8,10 +8,12 @@ from rich.console import Console
 
 from reproduction.cli import one_line
 from reproduction.errors import UserError
-from reproduction.plan import DATASET_OPTIONS, SCALES, STUDIES, PlannedRun, Settings, plan
+from reproduction.plan import DATASET_OPTIONS, STUDIES, PlannedRun, Settings, plan
+from reproduction.scales import FULL, SCALES, about
 from reproduction.states import state_table
 
 WIDTH = 180  # of the table where there is no terminal to fit
+SEEDS = ", ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,8 +30,8 @@ def positive(text: str) -> int:
 def parser() -> Parser:
     options = Parser(description=__doc__)
     options.add_argument("study", choices=STUDIES, help="what to reproduce")
-    options.add_argument("--seeds", type=positive, help="seeds 0..n-1 (default: 3; smoke: 1)")
-    options.add_argument("--scale", choices=SCALES, default="full", help="short: a tenth of epochs")
+    options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
+    options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
     options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the table's own")
     options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
     options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
@@ -49,14 +51,14 @@ def reproduce(args: argparse.Namespace) -> int:
         devices=args.devices,
         outputs=args.outputs,
     )
-    runs = plan(args.study, settings, args.seeds or (1 if args.scale == "smoke" else 3))
+    runs = plan(args.study, settings, args.seeds or settings.chosen.seeds)
     if args.dry_run or args.status:
         show(runs, with_folders=args.dry_run)
         return 0
     from reproduction.runner import prepare, train_all, train_apart, train_here
 
     prepare(runs, settings)
-    failed = train_all(runs, train_here if args.scale == "smoke" else train_apart)
+    failed = train_all(runs, train_apart if settings.chosen.is_apart else train_here)
     show(runs, with_folders=False)
     for name, error in failed.items():
         print(f"reproduce.py: {name} failed twice: {error}", file=sys.stderr)

@@ -15,9 +15,10 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.parse import parse
 from reproduction.runs import RunFolder, default_name, find_runs, run_hash
+from reproduction.scales import CIFAR_10, CIFAR_100, FULL, IMAGENET, SCALES, Scale
 
 DATASET_OPTIONS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
-DATASETS = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet-1K": "imagenet1k"}
+DATASETS = {CIFAR_10: "cifar10", CIFAR_100: "cifar100", IMAGENET: "imagenet1k"}
 
 # Sweeps: the experiment that each goes out from, the key, and the values beside the paper's own.
 SWEEPS = {
@@ -31,30 +32,6 @@ SWEEPS = {
 }
 STUDIES = (*(f"table{number}" for number in range(1, 6)), *SWEEPS, "all")
 
-# Scales: what each changes, by the column of the cell. `short` trains a tenth of the epochs;
-# `smoke` makes the same models work on a handful of images, within seconds.
-FEW_STEPS = (
-    "recipe.epochs=2",
-    "recipe.batch_size=8",
-    "recipe.precision=float32",
-    "recipe.log_every=1",
-    "dataset.limit=16",
-    "dataset.workers=0",
-)
-SCALES: dict[str, dict[str, tuple[str, ...]]] = {
-    "full": dict.fromkeys(DATASETS, ()),
-    "short": {
-        "CIFAR-10": ("recipe.epochs=151",),
-        "CIFAR-100": ("recipe.epochs=151",),
-        "ImageNet-1K": ("recipe.epochs=3",),
-    },
-    "smoke": {
-        "CIFAR-10": FEW_STEPS,
-        "CIFAR-100": FEW_STEPS,
-        "ImageNet-1K": (*FEW_STEPS, "model.image_size=32", "model.pretrained=null"),
-    },
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -65,7 +42,7 @@ class Settings:
     of all runs; those of other scales than `full` lie in a folder of their scale in it.
     """
 
-    scale: str = "full"
+    scale: str = FULL
     dataset: str | None = None
     data: str | None = None
     devices: int = 1
@@ -76,11 +53,19 @@ class Settings:
             raise UserError(f"scale={self.scale}: must be one of {', '.join(SCALES)}")
         if self.dataset == "image_folder" and self.data is None and not self.uses_stand_ins:
             raise UserError("dataset=image_folder: name the folder of images as well, with data")
+        own = self.chosen.dataset
+        if own is not None and (self.dataset or self.data) is not None:
+            raise UserError(f"scale={self.scale}: has {own} alone, leave dataset and data out")
+
+    @property
+    def chosen(self) -> Scale:
+        """The scale."""
+        return SCALES[self.scale]
 
     @property
     def root(self) -> Path:
         """The folder of these runs."""
-        return Path(self.outputs) if self.scale == "full" else Path(self.outputs, self.scale)
+        return Path(self.outputs) if self.scale == FULL else Path(self.outputs, self.scale)
 
     @property
     def uses_stand_ins(self) -> bool:
@@ -132,7 +117,7 @@ class PlannedRun:
 
 def cell_config(
     cell: Cell,
-    scale: str = "full",
+    scale: str = FULL,
     dataset: str | None = None,
     data: str | None = None,
     seed: int = 0,
@@ -142,10 +127,16 @@ def cell_config(
     """The configuration of a cell's run, see Settings; without a name, which is free.
 
     `find_runs(config.output_root).get(run_hash(config))` is its folder. Raises UserError for
-    settings that do not fit together; the images may be missing.
+    settings that do not fit together; the images may be missing. The scale must have the cell, see
+    `cells_of`.
     """
     settings = Settings(scale=scale, dataset=dataset, data=data, devices=devices, outputs=outputs)
     return dataclasses.replace(_config(Point(cell.experiment, cell), settings), seed=seed)
+
+
+def cells_of(scale: str) -> list[Cell]:
+    """The cells that a scale trains, in the paper's order."""
+    return [cell for cell in read_cells() if cell.column in SCALES[scale].columns]
 
 
 def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
@@ -154,9 +145,11 @@ def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
     A run that exists keeps its name; a new one is named after the first cell in the paper that it
     serves. Raises UserError for settings that do not fit together.
     """
-    points = list(_points(study))
+    points = list(_points(study, settings))
+    if not points:
+        raise UserError(f"study={study}: has no cells at {settings.scale} scale")
     firsts: dict[str, str] = {}
-    for cell in read_cells():
+    for cell in cells_of(settings.scale):
         if not study.startswith("table") or cell.table <= int(study[-1]):
             key = run_hash(_config(Point(cell.experiment, cell), settings))
             firsts.setdefault(key, cell.experiment)
@@ -189,9 +182,9 @@ def _planned(
     )
 
 
-def _points(study: str) -> Iterator[Point]:
+def _points(study: str, settings: Settings) -> Iterator[Point]:
     """The cells and values of a study."""
-    cells = read_cells()
+    cells = cells_of(settings.scale)
     if study not in STUDIES:
         raise UserError(f"study={study}: must be one of {', '.join(STUDIES)}")
     for cell in cells:
@@ -200,7 +193,7 @@ def _points(study: str) -> Iterator[Point]:
     for sweep, (experiment, key, values) in SWEEPS.items():
         if study in ("all", sweep):
             (cell,) = (cell for cell in cells if cell.experiment == experiment)
-            for value in values.split():
+            for value in settings.chosen.sweeps.get(sweep, values).split():
                 yield Point(f"{key.rpartition('.')[2]}={value}", cell, (f"{key}={value}",))
 
 
@@ -217,13 +210,22 @@ def _overrides(point: Point, settings: Settings) -> list[str]:
     """The command line of train.py, without seed and name."""
     column = point.cell.column
     overrides = [f"experiment={point.cell.experiment}"]
-    if settings.dataset is not None:
-        overrides.append(f"dataset={settings.dataset}")
-    root = settings.dataset_root(settings.dataset or DATASETS[column])
+    dataset = settings.dataset or settings.chosen.dataset
+    if dataset is not None:
+        overrides.append(f"dataset={dataset}")
+    root = settings.dataset_root(dataset or DATASETS[column])
     if root is not None:
         overrides.append(f"dataset.root={_quoted(root)}")
-    overrides += [*point.change, *SCALES[settings.scale][column], f"devices={settings.devices}"]
+    stack = _stack(point.cell.experiment) if settings.chosen.stacks else set()
+    overrides += settings.chosen.overrides(column, stack)
+    overrides += [*point.change, f"devices={settings.devices}"]
     return [*overrides, f"output_root={_quoted(str(settings.root))}"]
+
+
+@lru_cache(maxsize=1024)
+def _stack(experiment: str) -> set[str]:
+    """The augmentations of an experiment."""
+    return set(compose("train", [f"experiment={experiment}"]).raw["augmentation"])
 
 
 def _quoted(text: str) -> str:

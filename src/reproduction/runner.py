@@ -1,6 +1,6 @@
 """Trains the runs of a plan: none twice, interrupted ones from where they are, failed ones again.
 
-At full and short scale each run has a process of its own; smoke runs share this one.
+At full and short scale each run has a process of its own; the small runs of others share this one.
 """
 
 import os

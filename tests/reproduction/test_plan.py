@@ -1,5 +1,6 @@
 """Which runs the tables and sweeps need: counts, identity, scales, folders."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,13 +10,14 @@ import pytest
 
 from reproduction.cells import read_cells
 from reproduction.cli import compose
-from reproduction.config import ViT
+from reproduction.config import Config, ViT
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.errors import UserError
 from reproduction.parse import parse
-from reproduction.plan import SCALES, PlannedRun, Settings, cell_config, plan
+from reproduction.plan import PlannedRun, Settings, cell_config, cells_of, plan
 from reproduction.runs import RunFolder, find_runs, run_hash
+from reproduction.scales import SCALES
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
 SWEEPS = {"sweep-tau": 8, "sweep-rho": 7, "sweep-kappa": 9}
@@ -38,13 +40,16 @@ def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Planned
     return {scale: plan("all", Settings(scale=scale, outputs=str(root)), 1) for scale in SCALES}
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_plan_shares_runs_of_one_configuration(all_runs, scale):
+@pytest.mark.parametrize(
+    ("scale", "cells", "runs_of_cells", "kappas"),
+    [("full", 29, 22, 9), ("short", 29, 22, 9), ("smoke", 29, 22, 9), ("digits", 21, 14, 7)],
+)
+def test_plan_shares_runs_of_one_configuration(all_runs, scale, cells, runs_of_cells, kappas):
     runs = all_runs[scale]
     of_cells = [run for run in runs if any(label in CELLS for label in run.labels)]
-    assert sum(label in CELLS for run in runs for label in run.labels) == 29
-    assert len(of_cells) == 22
-    assert len(runs) == 22 + (8 - 1) + (7 - 1) + (9 - 1)  # tau=2, rho=0.005, kappa=80 are cells
+    assert sum(label in CELLS for run in runs for label in run.labels) == cells
+    assert len(of_cells) == runs_of_cells
+    assert len(runs) == runs_of_cells + (8 - 1) + (7 - 1) + (kappas - 1)  # one of each is a cell
     assert len({run.name for run in runs}) == len({run_hash(r.config) for r in runs}) == len(runs)
 
 
@@ -66,7 +71,7 @@ def test_plan_names_a_run_after_the_first_cell_whatever_the_study(all_runs):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("label", ["table1/cifar10_htm_vtm", "table2/imagenet1k_vtm", "tau=inf"])
+@pytest.mark.parametrize("label", ["table1/cifar100_htm_vtm", "tau=inf", "kappa=10"])
 def test_overrides_of_a_run_give_its_configuration(all_runs, scale, label):
     run = labelled(all_runs[scale], label)
     composed = parse(compose("train", list(run.overrides)).raw, needs_data=False)
@@ -85,30 +90,72 @@ def test_short_scale_trains_a_tenth_of_the_epochs_and_changes_nothing_else(all_r
         assert run_hash(shortened) == run_hash(short.config)
 
 
-def test_smoke_scale_keeps_models_and_augmentations(all_runs):
-    for full, smoke in zip(all_runs["full"], all_runs["smoke"], strict=True):
-        assert full.config.augmentation == smoke.config.augmentation
-        model = smoke.config.model
+def by_label(runs: list[PlannedRun]) -> dict[str, Config]:
+    return {label: run.config for run in runs for label in run.labels}
+
+
+def test_smoke_scale_keeps_models_and_stacks_and_mixes_every_sample(all_runs):
+    fulls = by_label(all_runs["full"])
+    for label, smoke in by_label(all_runs["smoke"]).items():
+        full = fulls[label]
+        htm = smoke.augmentation.htm
+        if htm is not None and full.augmentation.htm is not None:
+            tau = float(label[4:]) if label.startswith("tau=") else math.inf
+            rho = float(label[4:]) if label.startswith("rho=") else 0.0
+            assert (htm.tau, htm.rho) == (tau, rho)
+            htm = replace(htm, tau=full.augmentation.htm.tau, rho=full.augmentation.htm.rho)
+        assert replace(smoke.augmentation, htm=htm) == full.augmentation
+        model = smoke.model
         if isinstance(model, ViT):
             assert model.pretrained is None and model.image_size == 32
             assert (model.depth, model.architecture) == (12, "vit_base_patch16_224")
         else:
-            assert model == full.config.model
+            assert model == full.model
+
+
+def test_digits_scale_changes_what_the_small_model_needs(all_runs):
+    fulls = by_label(all_runs["full"])
+    configs = by_label(all_runs["digits"])
+    assert {label for label in configs if label in CELLS} == {
+        cell.experiment for cell in CELLS.values() if cell.column == "CIFAR-100"
+    }
+    recipe = parse(compose("train", ["recipe.epochs=24"]).raw).recipe  # the quickstart's
+    for label, config in configs.items():
+        assert (config.model.name, config.dataset.name) == ("cct_2_3x2", "digits")
+        assert config.dataset.limit == 150 and config.recipe == recipe
+        if "=" not in label or label.startswith(("tau", "rho")):
+            expected = full_stack = fulls[label].augmentation
+            if full_stack.htm is not None:
+                expected = replace(expected, htm=replace(full_stack.htm, layer=1))
+            if full_stack.vtm is not None:
+                kappa = 20 if full_stack.vtm.kappa == 80 else 3  # of 64 tokens, not of 256
+                expected = replace(expected, vtm=replace(full_stack.vtm, layer=1, kappa=kappa))
+            if full_stack.manifold_mixup is not None:
+                manifold = replace(full_stack.manifold_mixup, layers=[0, 1])
+                expected = replace(expected, manifold_mixup=manifold)
+            assert config.augmentation == expected
+
+
+def test_a_scale_without_the_cells_of_a_study_says_so(tmp_path: Path):
+    with pytest.raises(UserError, match="study=table2: has no cells at digits scale"):
+        plan("table2", settings(tmp_path, scale="digits"), 1)
+    assert {cell.table for cell in cells_of("digits")} == {1, 3, 4, 5}
 
 
 def test_scales_lie_in_folders_of_their_own(all_runs):
     roots = {scale: Path(runs[0].config.output_root) for scale, runs in all_runs.items()}
     assert roots["short"] == roots["full"] / "short"
     assert roots["smoke"] == roots["full"] / "smoke"
+    assert roots["digits"] == roots["full"] / "digits"
     for run in all_runs["smoke"]:
         assert Path(str(run.config.dataset.root)).is_relative_to(roots["smoke"] / "data")
 
 
-def test_sweep_kappa_goes_up_to_all_tokens(all_runs):
-    model = labelled(all_runs["full"], "kappa=256").config.model
-    assert model.tokens == 256
-    stack = labelled(all_runs["full"], "kappa=256").config.augmentation
-    assert stack.vtm is not None and stack.vtm.kappa == 256
+@pytest.mark.parametrize(("scale", "tokens"), [("full", 256), ("smoke", 256), ("digits", 64)])
+def test_sweep_kappa_goes_up_to_all_tokens(all_runs, scale, tokens):
+    config = labelled(all_runs[scale], f"kappa={tokens}").config
+    assert config.model.tokens == tokens
+    assert config.augmentation.vtm is not None and config.augmentation.vtm.kappa == tokens
 
 
 def test_a_run_of_plain_hydra_is_recognised_whatever_its_name(tmp_path: Path):
@@ -164,6 +211,9 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
         Settings(scale="huge")
     with pytest.raises(UserError, match="image_folder"):
         Settings(dataset="image_folder")
+    for changes in ({"dataset": "cifar100"}, {"data": "/d"}):
+        with pytest.raises(UserError, match="scale=digits: has digits alone"):
+            Settings(scale="digits", **changes)
     with pytest.raises(UserError, match="study=table6"):
         plan("table6", settings(tmp_path, scale="smoke"), 1)
     with pytest.raises(UserError, match="devices=3"):

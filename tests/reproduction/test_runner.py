@@ -23,6 +23,7 @@ from reproduction.errors import RunInterrupted, RunLocked, UserError
 from reproduction.locking import hold, is_held
 from reproduction.plan import PlannedRun, Settings, plan
 from reproduction.runs import RunFolder
+from reproduction.scales import SCALES
 from reproduction.states import read_state
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
@@ -39,8 +40,9 @@ def narrow() -> Iterator[None]:
     """Smoke scale with narrow models; composed once for all tests, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
-        few = (*planning.SCALES["smoke"]["CIFAR-100"], *narrow)
-        patch.setitem(planning.SCALES["smoke"], "CIFAR-100", few)
+        smoke = SCALES["smoke"]
+        columns = {"CIFAR-100": (*smoke.columns["CIFAR-100"], *narrow)}
+        patch.setitem(SCALES, "smoke", replace(smoke, columns=columns))
         planning._config.cache_clear()
         yield
     planning._config.cache_clear()

@@ -13,10 +13,10 @@ from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import Column, columns_of, short_revision
 from reproduction.reporting.paper import PaperRow
 from reproduction.reporting.records import Counts, Record, known, records_of
+from reproduction.scales import FULL, SCALES
 
 TEXTS = Path(__file__).with_name("tables.yaml")
 TABLES = (1, 2, 3, 4, 5)
-FULL = "full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ def banner(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> 
     warnings = []
     if scale != FULL:
         warnings.append(
-            f"{scale.upper()} SCALE: these runs are not the paper's experiments, and no value here "
-            "may be compared with the paper's"
+            f"{scale.upper()} SCALE ({SCALES[scale].about}): these runs are not the paper's "
+            "experiments, and no value here may be compared with the paper's"
         )
     resolved = [(configs[cell.experiment], cell) for cell in cells if cell.experiment in configs]
     others = {
