@@ -3,9 +3,11 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from reproduction.reporting.statistics import compare, spread
+from reproduction.reporting.statistics import compare, holm, spread
 
 
 def test_spread_of_three_values():
@@ -60,3 +62,21 @@ def test_compare_says_why_there_is_no_p(ours, baseline, difference, reason):
     found = compare(ours, baseline)
     assert (found.t, found.p, found.reason) == (None, None, reason)
     assert found.difference == (None if difference is None else pytest.approx(difference))
+
+
+def test_holm_multiplies_by_the_tests_that_are_left():
+    """0.01 x 3; 0.02 x 2; 0.03 x 1 may not fall below the 0.04 before it; none exceeds 1."""
+    assert holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert holm([0.9, 0.6]) == [1.0, 1.0]
+    assert holm([0.04]) == [0.04] and holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), max_size=6), st.floats(0.001, 0.999))
+def test_holm_rejects_what_the_step_down_procedure_rejects(p_values, level):
+    """Holm (1979): by rising p, reject while p_(k) <= level / (m - k + 1)."""
+    rejected: set[int] = set()
+    for rank, test in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        if p_values[test] * (len(p_values) - rank) > level:
+            break
+        rejected.add(test)
+    assert {test for test, p in enumerate(holm(p_values)) if p <= level} == rejected

@@ -6,6 +6,7 @@ from functools import partial
 
 from reproduction.cells import Cell
 from reproduction.reporting.records import Record, known
+from reproduction.reporting.significance import p_text
 from reproduction.reporting.statistics import Spread
 
 NOTHING = "-"
@@ -89,8 +90,7 @@ def _p_value(record: Record) -> str:
         return NOTHING
     if test.p is None:
         return f"none: {test.reason}"
-    exact = f"{test.p:.3f}" if test.p >= 0.001 else f"{test.p:.1e}"
-    return f"{exact} ({len(test.seeds)} seeds)"
+    return f"{p_text(test.p)} ({len(test.seeds)} seeds)"
 
 
 def _baseline(cells: Mapping[str, Cell], record: Record) -> str:

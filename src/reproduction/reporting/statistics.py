@@ -1,4 +1,4 @@
-"""Mean and standard deviation over seeds, and the paired t-test between two cells. Pure."""
+"""Mean and deviation over seeds, the paired t-test between two cells, Holm's correction. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,3 +55,12 @@ def compare(ours: Mapping[int, float], baseline: Mapping[int, float]) -> Compari
         return Comparison(seeds, mean, reason=same)
     test = ttest_rel([ours[seed] for seed in seeds], [baseline[seed] for seed in seeds])
     return Comparison(seeds, mean, float(test.statistic), float(test.pvalue))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's (1979) adjusted p-values of a family of tests, in their order."""
+    adjusted, largest = list(p_values), 0.0
+    for rank, test in enumerate(sorted(range(len(adjusted)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(adjusted) - rank) * p_values[test]))
+        adjusted[test] = largest
+    return adjusted

@@ -13,6 +13,7 @@ from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import Column, columns_of, short_revision
 from reproduction.reporting.paper import PaperRow
 from reproduction.reporting.records import Counts, Record, known, records_of
+from reproduction.reporting.significance import significance
 from reproduction.scales import FULL, SCALES
 
 TEXTS = Path(__file__).with_name("tables.yaml")
@@ -59,6 +60,7 @@ def build_table(
         *texts["common"],
         *([texts["sizes"]] if has_sizes else []),
         *texts["notes"][number],
+        *significance(records),
         *_shared(mine, collection),
         *_unfinished(mine, collection),
         *_provenance(records),
