@@ -9,7 +9,7 @@ from reproduction.runs import RunFolder, check_writable
 
 
 def main() -> None:
-    """Writes RUN/saliency.png, or PICTURE (.png or .pdf), and prints the entropies."""
+    """Writes RUN/saliency.png, or PICTURE, a .pdf beside it, and prints the entropies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path)
@@ -18,8 +18,8 @@ def main() -> None:
     path = args.picture or folder.path / "saliency.png"
     try:
         config = parse_saved(folder.read_config())
-        if path.suffix not in (".png", ".pdf"):
-            raise UserError(f"{path}: must end in .png or .pdf")
+        if path.suffix != ".png":
+            raise UserError(f"{path}: must end in .png; a .pdf is written beside it")
         check_writable(path, str(path))
         from reproduction.reporting.saliency_maps import draw_saliency_maps
 

@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 import eval as eval_script
@@ -70,6 +72,21 @@ def command(
         return Ended(int(end.value.code or 0), out, err)
 
     return call
+
+
+@pytest.fixture
+def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Name of each picture that is saved -> the texts in it."""
+    found: dict[str, list[str]] = {}
+    save = Figure.savefig
+
+    def note(picture: Figure, path: Path, **settings: Any) -> None:
+        save(picture, path, **settings)
+        texts = (text.get_text() for text in picture.findobj(Text) if text.get_visible())
+        found[path.stem] = [text for text in texts if text]
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    return found
 
 
 @pytest.fixture(scope="session")

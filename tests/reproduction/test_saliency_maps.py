@@ -42,16 +42,16 @@ def test_maps_are_what_htm_would_use(build, batch):
         torch.testing.assert_close(getattr(found, name), used[0])
 
 
-@pytest.mark.parametrize("suffix", ["png", "pdf"])
-def test_the_script_draws_a_run(command: Command, tmp_path: Path, suffix: str):
+def test_the_script_draws_a_run(command: Command, tmp_path: Path):
     short = [*SMALL, "recipe.max_steps=2"]
     assert command("train", "name=small", *short).status == 0
-    picture = tmp_path / f"picture.{suffix}"
+    picture = tmp_path / "picture.png"
     line = [sys.executable, SCRIPT, str(tmp_path / "outputs" / "small"), str(picture)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "one step: entropy" in done.stdout
-    assert picture.read_bytes()[:4] == {"png": b"\x89PNG", "pdf": b"%PDF"}[suffix]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
 
 
 def test_the_script_refuses_in_one_line(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Curves of one run, drawn from its metrics.jsonl."""
+"""The style of all pictures, and the curves of one run, drawn from its metrics.jsonl."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,27 +7,44 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from reproduction.reporting.curves import running_mean
+
 # Okabe and Ito's colour-blind safe palette
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#999999"
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#999999"
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,  # text that can be searched and edited
+    "text.parse_math": False,  # names of runs, classes and machines are shown as they are
+}
 
 Line = dict[str, Any]
 
 
 @contextmanager
-def figure(path: Path, *sizes: Any, **settings: Any) -> Iterator[Any]:
-    """Axes to draw on; saved to `path` when the context ends."""
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
-    with matplotlib.rc_context(style):
+def figure(path: Path, *sizes: Any, mark: str | None = None, **settings: Any) -> Iterator[Any]:
+    """Axes to draw on; saved to `path`, a .png, and to a .pdf beside it when the context ends.
+
+    `mark` is written into the picture, for one that is not of the paper's experiment. The same
+    drawing gives the same bytes.
+    """
+    assert path.suffix == ".png", path
+    with matplotlib.rc_context(STYLE):
         fig, axes = plt.subplots(*sizes, layout="constrained", **settings)
+        if mark is not None:
+            fig.suptitle(mark, x=0.99, ha="right", color=VERMILION, weight="bold", fontsize=10)
         try:
             yield axes
             fig.savefig(path, dpi=150)
+            fig.savefig(path.with_suffix(".pdf"), dpi=150, metadata={"CreationDate": None})
         finally:
             plt.close(fig)
 
@@ -68,15 +85,13 @@ def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
         loss.set_ylabel("loss [nats]")
         loss.set_ylim(bottom=0)
         loss.set_xlabel("epoch")
-        loss.legend(frameon=False)
+        loss.legend()
 
 
 def _scatter_with_mean(
     axes: Axes, x: list[float], y: list[float], color: str, label: str | None = None
 ) -> None:
     """Every batch as a faint dot and their running mean as a line."""
-    window = max(1, len(y) // 50)
-    kernel = np.ones(window)
-    weight = np.convolve(np.ones(len(y)), kernel, mode="same")
-    axes.plot(x, y, ".", color=color, alpha=0.25, markersize=3, markeredgewidth=0)
-    axes.plot(x, np.convolve(y, kernel, mode="same") / weight, color=color, label=label)
+    dots: Any = {"alpha": 0.25, "markersize": 3, "markeredgewidth": 0}
+    axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # there may be a million
+    axes.plot(x, running_mean(y, max(1, len(y) // 50)), color=color, label=label)

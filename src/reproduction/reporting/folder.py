@@ -9,11 +9,11 @@ from typing import Any
 
 from reproduction.errors import UserError, first_line
 from reproduction.locking import is_held
+from reproduction.reporting.curves import lines_backwards
 from reproduction.runs import RunFolder, identity
 
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 LONGEST = 300  # characters of an error
-TAIL = 8192  # bytes of metrics.jsonl: more than a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +124,7 @@ def _progress(folder: RunFolder, found: Mapping[str, Any]) -> str:
     """`, in epoch 3 of 310` by the last whole line of metrics.jsonl; nothing if there is none."""
     if not folder.metrics_path.exists():
         return ""
-    with folder.metrics_path.open("rb") as file:
-        file.seek(max(0, folder.metrics_size() - TAIL))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
+    for line in lines_backwards(folder.metrics_path):
         try:
             epoch = json.loads(line)["epoch"]
         except (ValueError, TypeError, KeyError):

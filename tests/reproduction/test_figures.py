@@ -1,0 +1,48 @@
+"""The one style of all pictures, and the files that they are written to."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples, figure
+
+
+def steps(number: int) -> list[dict[str, float]]:
+    return [
+        {"step": i, "epoch": 1 + i // 10, "loss": 2.0, "mixed_samples": i % 8, "mixed_tokens": 3.0}
+        for i in range(1, number)
+    ]
+
+
+def test_a_picture_is_a_png_and_a_pdf_of_the_same_bytes_each_time(tmp_path: Path):
+    digests = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        draw_mixed_samples(folder / "curve.png", steps(50), 8)
+        assert {path.name for path in folder.iterdir()} == {"curve.png", "curve.pdf"}
+        files = (folder / "curve.png", folder / "curve.pdf")
+        digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
+    assert digests[0] == digests[1]
+
+
+def test_the_mark_is_written_into_the_picture(tmp_path: Path, drawn_texts):
+    for name, mark in (("plain", None), ("marked", "smoke scale")):
+        with figure(tmp_path / f"{name}.png", mark=mark) as axes:
+            axes.plot([0, 1], [0, 1])
+    assert "smoke scale" in drawn_texts["marked"] and "smoke scale" not in drawn_texts["plain"]
+    plain, marked = (Image.open(tmp_path / f"{name}.png") for name in ("plain", "marked"))
+    assert plain.size == marked.size and plain.tobytes() != marked.tobytes()
+
+
+def test_a_picture_that_fails_leaves_no_file(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), figure(tmp_path / "bad.png"):
+        1 / 0  # noqa: B018
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pdf_of_very_many_batches_stays_small(tmp_path: Path):
+    epochs = [{"epoch": 1, "top1": 1.0, "eval_loss": 1.0}]
+    draw_accuracy(tmp_path / "many.png", steps(50_000), epochs)
+    assert (tmp_path / "many.pdf").stat().st_size < 500_000
