@@ -1,4 +1,4 @@
-"""Draws Figure 3 of a trained run with HTM: draw_saliency.py RUN [PICTURE]."""
+"""Draws Figure 3 of a trained run with HTM: draw_saliency.py RUN [PICTURE] [--images N]."""
 
 import argparse
 from pathlib import Path
@@ -9,26 +9,32 @@ from reproduction.runs import RunFolder, check_writable
 
 
 def main() -> None:
-    """Writes RUN/saliency.png, or PICTURE, a .pdf beside it, and prints the entropies."""
+    """Writes RUN/saliency.png, or PICTURE, with a .pdf and a .json; prints the entropies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path)
+    parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help="a .png")
+    parser.add_argument("--images", metavar="N", type=int, help="to take entropies over")
     args = parser.parse_args()
     folder = RunFolder(args.run)
     path = args.picture or folder.path / "saliency.png"
     try:
-        config = parse_saved(folder.read_config())
         if path.suffix != ".png":
-            raise UserError(f"{path}: must end in .png; a .pdf is written beside it")
+            raise UserError(f"{path}: must end in .png")
+        if args.images is not None and args.images < 1:
+            raise UserError(f"--images={args.images}: must be 1 or more")
+        config = parse_saved(folder.read_config())
         check_writable(path, str(path))
-        from reproduction.reporting.saliency_maps import draw_saliency_maps
+        from reproduction.reporting.saliency_maps import draw_figure3
 
-        entropies = draw_saliency_maps(path, config, folder.last_path)
+        entropies = draw_figure3(path, config, folder.last_path, args.images)
     except UserError as error:
         parser.exit(2, f"draw_saliency.py: {error}\n")
     for name, nats in entropies.items():
         print(f"{name.replace('_', ' ')}: entropy {nats:.3f} nats")
-    print(f"written to {path}")
+    print(
+        *(f"written to {path.with_suffix(suffix)}" for suffix in (".png", ".pdf", ".json")),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

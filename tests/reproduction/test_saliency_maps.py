@@ -1,7 +1,8 @@
 """Figure 3: the three saliencies of a run, against the library's own."""
 
+import json
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from reproduction.reporting.saliency_maps import entropy, saliency_maps
-from tests.conftest import CLASSES
+from tests.conftest import CLASSES, small_vit
 from tests.reproduction.conftest import SMALL, Command
 from tokenmixup import attach
 
@@ -42,25 +43,61 @@ def test_maps_are_what_htm_would_use(build, batch):
         torch.testing.assert_close(getattr(found, name), used[0])
 
 
-def test_the_script_draws_a_run(command: Command, tmp_path: Path):
-    short = [*SMALL, "recipe.max_steps=2"]
-    assert command("train", "name=small", *short).status == 0
+def test_a_rollout_that_is_not_possible_is_refused():
+    model = small_vit()
+    module = attach(model, CLASSES, htm={"layer": 1})
+    model.rope_mixed = True  # each block has positions of its own
+    with pytest.raises(ValueError, match="rotary"):
+        saliency_maps(module, torch.zeros(2, 3, 32, 32), torch.eye(CLASSES)[:2])
+
+
+def test_maps_do_not_depend_on_how_many_are_taken_at_once(monkeypatch):
+    module = attach(small_vit(), CLASSES, htm={"layer": 1})
+    images, targets = torch.randn(5, 3, 32, 32), torch.eye(CLASSES)
+    whole = saliency_maps(module, images, targets)
+    monkeypatch.setattr("reproduction.reporting.saliency_maps.AT_ONCE", 2)
+    for one, other in zip(whole, saliency_maps(module, images, targets), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """`draw(*args)` as typed: status, stdout and stderr."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [SCRIPT, *args])
+        try:
+            runpy.run_path(SCRIPT, run_name="__main__")
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def test_the_script_draws_a_run(command: Command, draw, tmp_path: Path):
+    assert command("train", "name=small", *SMALL, "recipe.max_steps=2").status == 0
     picture = tmp_path / "picture.png"
-    line = [sys.executable, SCRIPT, str(tmp_path / "outputs" / "small"), str(picture)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "one step: entropy" in done.stdout
+    status, out, err = draw(str(tmp_path / "outputs" / "small"), str(picture), "--images", "3")
+    assert status == 0, err
+    assert "one step: entropy" in out and "picture.pdf" in out
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert picture.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
+    found = json.loads(picture.with_suffix(".json").read_text())
+    assert list(found) == ["gradient", "full_rollout", "one_step", "uniform"]
+    assert all(0 < nats <= found["uniform"] for nats in found.values())
 
 
-def test_the_script_refuses_in_one_line(tmp_path: Path):
+def test_the_script_refuses_in_one_line(command: Command, draw, tmp_path: Path):
+    line = ["train", "name=plain", "augmentation=[]", "recipe.max_steps=1", *SMALL]
+    assert command(*line).status == 0
     for args, part in (
         ([str(tmp_path)], "is no run folder"),
-        ([str(tmp_path), "picture.gif"], "is no run folder"),
+        ([str(tmp_path), "picture.pdf"], "must end in .png"),
+        ([str(tmp_path), "--images", "0"], "--images=0"),
+        ([str(tmp_path / "outputs" / "plain")], "was trained without htm"),
     ):
-        done = subprocess.run(
-            [sys.executable, SCRIPT, *args], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        assert len(done.stderr.splitlines()) == 1 and part in done.stderr
+        status, _, err = draw(*args)
+        assert status == 2
+        assert len(err.splitlines()) == 1 and part in err

@@ -124,11 +124,14 @@ def test_the_report_shows_its_pictures(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *mixing, *SMALL).status == 0
     path = folder(tmp_path).path
     page = (path / "report.md").read_text()
-    for name in ("mixed_samples.png", "accuracy.png", "mixed_pairs.png"):
-        assert f"]({name})" in page
-        with Image.open(path / name) as picture:
+    for name in ("mixed_samples", "accuracy", "mixed_pairs", "saliency", "difficulty"):
+        assert f"]({name}.png)" in page
+        with Image.open(path / f"{name}.png") as picture:
             assert picture.width > 500
             assert np.asarray(picture.convert("L")).std() > 5
+        assert (path / f"{name}.pdf").read_bytes()[:4] == b"%PDF"
+    assert json.loads((path / "saliency.json").read_text())["uniform"] == math.log(64)
+    assert json.loads((path / "difficulty.json").read_text())["tau"] == "inf"
 
 
 def test_the_same_seed_gives_the_same_run_whatever_the_workers(command: Command, tmp_path: Path):

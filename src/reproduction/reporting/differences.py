@@ -138,12 +138,14 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
     """Batches of augmented training images of a finished run, without input mixup."""
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
-    module, source = load_trained(config, folder.last_path)
-    images = build_training_images(config, source)
-    order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
+    trained = load_trained(config, folder.last_path)
+    images = build_training_images(config, trained.source)
+    order = np.random.default_rng(config.seed).permutation(len(trained.source.train)).tolist()
     size = config.recipe.batch_size
     return [
-        _batch(module, default_collate([images[(0, i)] for i in order[start : start + size]]))
+        _batch(
+            trained.module, default_collate([images[(0, i)] for i in order[start : start + size]])
+        )
         for start in range(0, min(len(order), BATCHES * size) - size + 1, size)
     ]
 
@@ -151,7 +153,8 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
 @torch.no_grad()
 def _batch(module: Any, items: list[Tensor]) -> Batch:
     images, classes = items
-    entries = block_inputs(module.model, images)[module.htm.layer :][:2]
+    layer = module.htm.layer
+    entries = block_inputs(module.model, images, last=layer + 1)[layer:]
     maps = []
     for entry in entries:
         block = entry.blocks[entry.index]

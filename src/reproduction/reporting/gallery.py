@@ -7,51 +7,56 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from matplotlib.collections import LineCollection
 from torch import Tensor
-from torch.utils.data import default_collate
 
-from reproduction.config import Config
-from reproduction.data.build import build_evaluation_transform
-from reproduction.data.sources import Source
+from reproduction.data.seeding import Purpose, seeded
 from reproduction.reporting.figures import ORANGE, figure
-from reproduction.reporting.trained import load_trained
+from reproduction.reporting.trained import Sample, Trained, displayable
 from tokenmixup import HorizontalMix
 
-CANDIDATES = 64  # training images that the pairs are chosen among
 PAIRS = 4
+LONGEST = 16  # characters of a class that are shown
+SHORT = 10  # of two classes that share a line
 
 
-def draw_pairs(path: Path, config: Config, last_checkpoint: Path) -> bool:
-    """Draws the pairs that share the image most evenly; False if the run mixes none."""
-    if config.augmentation.htm is None or not last_checkpoint.exists():
-        return False
-    module, source = load_trained(config, last_checkpoint)
-    images, targets = some_images(config, source)
-    with torch.no_grad():  # mixes as in training, without dropout
-        mix = module.mixed_pairs(images, F.one_hot(targets, len(source.classes)).float())
-    assert mix is not None
+def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
+    """Draws the pairs of `sample` that share the image most evenly; ValueError if none are mixed.
+
+    The images are mixed as in training, without dropout.
+    """
+    with torch.no_grad(), seeded(Purpose.PICTURES, trained.config.seed):
+        found = trained.module.mixed_pairs(sample.images, sample.targets)
+    assert found is not None
+    mix = HorizontalMix(*(part.cpu() for part in found))
     chosen = _most_even(mix)
     if not chosen:
-        return False
-    pictures = displayable(images, config)
-    with figure(path, len(chosen), 3, figsize=(7, 2.5 * len(chosen)), squeeze=False) as axes:
+        raise ValueError(f"the trained model mixes none of {len(sample.images)} images")
+    pictures = displayable(sample.images, trained.config)
+    names = [_named(trained.source.classes[target]) for target in sample.classes]
+    with figure(path, len(chosen), 3, figsize=(7, 2.75 * len(chosen)), squeeze=False) as axes:
         for row, i in zip(axes, chosen, strict=True):
-            j = int(mix.donor[i])
-            replaced = _mask_over_image(mix.mask[i], pictures.shape[-3])
-            mixed = np.where(replaced[..., None], pictures[j], pictures[i])
-            own, other = source.classes[targets[i]], source.classes[targets[j]]
-            keep = float(mix.keep_ratio[i])
-            after = f"{own} {keep:.0%} + {other} {1 - keep:.0%}"
-            row[0].set_title(f"receiver: {own}")
-            row[1].set_title(f"donor: {other}")
-            row[2].set_title(f"{int(mix.mask[i].sum())} tokens replaced\n{own} becomes {after}")
-            for ax, picture in zip(row, (pictures[i], pictures[j], mixed), strict=True):
-                ax.imshow(picture)
-                ax.set_axis_off()
-            border = np.arange(-1, len(replaced) + 1)  # closes the frames at the image's edge
-            row[2].contour(border, border, np.pad(replaced, 1), [0.5], colors=ORANGE, linewidths=1)
-    return True
+            _draw_pair(row, mix, i, pictures, names)
+
+
+def _draw_pair(
+    row: np.ndarray, mix: HorizontalMix, i: int, pictures: np.ndarray, names: list[str]
+) -> None:
+    """Receiver `i`, its donor, and what becomes of both."""
+    j, keep, grid = int(mix.donor[i]), float(mix.keep_ratio[i]), _grid(mix.mask[i])
+    replaced = _over_image(grid, pictures.shape[1])
+    mixed = np.where(replaced[..., None], pictures[j], pictures[i])
+    apart = "\n" if len(names[i] + names[j]) > SHORT else " "
+    label = f"label: {keep:.0%} {names[i]}{apart}+ {1 - keep:.0%} {names[j]}"
+    for ax, picture, title in (
+        (row[0], pictures[i], f"receiver: {names[i]}"),
+        (row[1], pictures[j], f"donor: {names[j]}"),
+        (row[2], mixed, f"{grid.sum()} of {grid.size} tokens replaced\n{label}"),
+    ):
+        ax.imshow(picture)
+        ax.set_title(title, parse_math=False)
+        ax.set_axis_off()
+    row[2].add_collection(_frames(grid, len(mixed)), autolim=False)
 
 
 def _most_even(mix: HorizontalMix) -> list[int]:
@@ -61,22 +66,31 @@ def _most_even(mix: HorizontalMix) -> list[int]:
     return [i for i in order if share[i] > 0][:PAIRS]
 
 
-def some_images(config: Config, source: Source) -> tuple[Tensor, Tensor]:
-    """Training images without augmentation: `b 3 h w` and classes `b`."""
-    transform = build_evaluation_transform(config)
-    order = np.random.default_rng(config.seed).permutation(len(source.train))[:CANDIDATES]
-    items = [source.train[int(index)] for index in order]
-    return default_collate([(transform(image), target) for image, target in items])
+def _named(name: str) -> str:
+    return f'"{name}"' if len(name) <= LONGEST else f'"{name[: LONGEST - 3]}..."'
 
 
-def displayable(images: Tensor, config: Config) -> np.ndarray:
-    """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
-    mean, std = (torch.tensor(x)[:, None, None] for x in (config.dataset.mean, config.dataset.std))
-    return (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
-
-
-def _mask_over_image(mask: Tensor, size: int) -> np.ndarray:
-    """`(g g)` bool -> `h w` bool."""
+def _grid(mask: Tensor) -> np.ndarray:
+    """`(g g)` -> `g g`."""
     g = round(len(mask) ** 0.5)
-    grid = mask.reshape(1, 1, g, g).float()
-    return F.interpolate(grid, size=(size, size), mode="nearest")[0, 0].numpy() > 0.5
+    return mask.reshape(g, g).numpy()
+
+
+def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
+    """`g g` -> `h w`, each pixel as its token."""
+    token = np.arange(size) * len(grid) // size
+    return grid[token[:, None], token]
+
+
+def _frames(grid: np.ndarray, size: int) -> LineCollection:
+    """The borders between tokens that are replaced and those that are not."""
+    padded, cell = np.pad(grid, 1), size / len(grid)
+    top = np.argwhere(padded[1:, 1:-1] != padded[:-1, 1:-1])
+    left = np.argwhere(padded[1:-1, 1:] != padded[1:-1, :-1])
+    lines = [((x, y), (x + 1, y)) for y, x in top] + [((x, y), (x, y + 1)) for y, x in left]
+    return LineCollection(
+        [np.array(line) * cell - 0.5 for line in lines],
+        colors=ORANGE,
+        capstyle="round",
+        clip_on=False,
+    )

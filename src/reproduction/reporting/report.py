@@ -1,19 +1,46 @@
 """The report of one run: report.md and its pictures, beside the figures they are made from."""
 
+from collections.abc import Iterator
 from typing import Any
 
+from reproduction.config import Config
+from reproduction.errors import UserError, first_line
 from reproduction.parse import parse_saved
+from reproduction.reporting.difficulty import draw_difficulty
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_pairs
+from reproduction.reporting.saliency_maps import draw_saliency_maps
+from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
 from reproduction.runs import RunFolder, write_text
+
+MANY = 512  # images whose difficulty is looked at
+CAPTIONS = {
+    "accuracy.png": "Held-out accuracy, and loss in training and held out.",
+    "mixed_samples.png": (
+        "Samples that HTM mixes in each batch, and tokens that it replaces in each of them (dots: "
+        "batches; line: running mean)."
+    ),
+    "mixed_pairs.png": (
+        "Mixed pairs of the trained model on images without augmentation: what the donor gives is "
+        "framed. Tokens mix inside the network; the patches stand for them."
+    ),
+    "saliency.png": (
+        "Figure 3: saliency of the tokens that enter the HTM block, by three detectors, on images "
+        "without augmentation, each from its smallest to its greatest value; mean entropy over a "
+        "batch."
+    ),
+    "difficulty.png": (
+        "Difficulty of training images without augmentation; those below tau, the line, are easy. "
+        "The entropy of smoothed labels is part of it."
+    ),
+}
 
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     """Draws the pictures, writes report.md and says where; a finished report stays."""
     report = folder.report_path
     if not report.exists():
-        pictures = _draw(folder)
-        write_text(report, _page(folder, summary, pictures))
+        write_text(report, _page(folder, summary, _draw(folder)))
     print(
         f"{folder.path.name}: top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} "
         f"%, median of the last 10 epochs {summary['top1_median10']:.2f} %) after "
@@ -22,29 +49,51 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     print(f"report and pictures: {report}")
 
 
-def _draw(folder: RunFolder) -> dict[str, str]:
-    """Draws what the run has; file name -> caption."""
+def _draw(folder: RunFolder) -> list[str]:
+    """Draws what the run has; Markdown of the pictures, or of why one is not there."""
     config = parse_saved(folder.read_config())
     steps, epochs = folder.read_metrics()
     if not steps or not epochs:
-        return {}  # lost, though the run is finished
-    pictures = {"accuracy.png": "Held-out accuracy, and loss in training and held out."}
+        return []  # lost, though the run is finished
     draw_accuracy(folder.path / "accuracy.png", steps, epochs)
-    if config.augmentation.htm is not None:
-        draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
-        pictures["mixed_samples.png"] = (
-            "Samples that HTM mixes in each batch, and tokens that it replaces in each of them "
-            "(dots: batches; line: running mean)."
-        )
-        if draw_pairs(folder.path / "mixed_pairs.png", config, folder.last_path):
-            pictures["mixed_pairs.png"] = (
-                "Mixed pairs of the trained model on images without augmentation: what the donor "
-                "gives is framed. Tokens mix inside the network; the patches stand for them."
-            )
-    return pictures
+    if config.augmentation.htm is None:
+        return [_picture("accuracy.png")]
+    draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
+    curves = [_picture("accuracy.png"), _picture("mixed_samples.png")]
+    return [*curves, *_draw_trained(folder, config)]
 
 
-def _page(folder: RunFolder, summary: dict[str, Any], pictures: dict[str, str]) -> str:
+def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
+    """The same of the trained model; what it cannot give does not fail a finished run."""
+    try:
+        trained = load_trained(config, folder.last_path, config.device)
+        sample = some_images(trained, affordable(trained, MANY))
+    except (UserError, RuntimeError) as error:
+        yield f"No pictures of the trained model: {_reason(error)}."
+        return
+    batch = sample.first(batch_size(trained))
+    for name, draw, images in (
+        ("mixed_pairs.png", draw_pairs, batch),
+        ("saliency.png", draw_saliency_maps, batch),
+        ("difficulty.png", draw_difficulty, sample),
+    ):
+        try:
+            draw(folder.path / name, trained, images)
+            yield _picture(name)
+        except (ValueError, RuntimeError) as error:
+            yield f"{name} is not drawn: {_reason(error)}."
+
+
+def _picture(name: str) -> str:
+    return f"![{CAPTIONS[name]}]({name})\n\n{CAPTIONS[name]}"
+
+
+def _reason(error: Exception) -> str:
+    """UserError and ValueError are written for people."""
+    return str(error) if isinstance(error, UserError | ValueError) else first_line(error)
+
+
+def _page(folder: RunFolder, summary: dict[str, Any], shown: list[str]) -> str:
     rows = {
         "top-1, last epoch": f"{summary['top1_last']:.2f} %",
         "top-1, best epoch": f"{summary['top1_best']:.2f} %",
@@ -59,5 +108,4 @@ def _page(folder: RunFolder, summary: dict[str, Any], pictures: dict[str, str]) 
         "git revision": summary["git_revision"],
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    shown = "\n\n".join(f"![{text}]({name})\n\n{text}" for name, text in pictures.items())
-    return f"# {folder.path.name}\n\n| | |\n|---|---|\n{table}\n\n{shown}\n"
+    return "\n\n".join([f"# {folder.path.name}", f"| | |\n|---|---|\n{table}", *shown]) + "\n"

@@ -3,23 +3,34 @@
 Letters: b batch, t spatial tokens, h w image.
 """
 
+import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.reporting.figures import figure
-from reproduction.reporting.gallery import displayable, some_images
-from reproduction.reporting.trained import block_inputs, load_trained
+from reproduction.reporting.trained import (
+    Sample,
+    Trained,
+    batch_size,
+    block_inputs,
+    displayable,
+    load_trained,
+    some_images,
+)
+from reproduction.runs import write_text
 from tokenmixup.detectors import by_gradient, by_rollout
 from tokenmixup.saliency import input_gradient
+from tokenmixup.structure import check_rollout
 
 ROWS = 4  # images shown
+AT_ONCE = 16  # images whose gradients are held in memory
 
 
 class SaliencyMaps(NamedTuple):
@@ -36,11 +47,14 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> SaliencyMaps:
     The full rollout goes on to the last block. ValueError where that is not possible.
     """
     model, layer = module.model.eval(), module.htm.layer
-    entry = block_inputs(model, images)[layer]
-    entry.pixels = input_gradient(model, images, targets)
-    return SaliencyMaps(
-        by_gradient(entry), by_rollout(len(model.blocks) - 1 - layer, entry), entry.own_saliency()
-    )
+    steps = len(model.blocks) - 1 - layer
+    check_rollout(model, layer, steps)
+    parts = []
+    for some, labels in zip(images.split(AT_ONCE), targets.split(AT_ONCE), strict=True):
+        entry = block_inputs(model, some, layer)[layer]
+        entry.pixels = input_gradient(model, some, labels)
+        parts.append((by_gradient(entry), by_rollout(steps, entry), entry.own_saliency()))
+    return SaliencyMaps(*(torch.cat(maps).cpu() for maps in zip(*parts, strict=True)))
 
 
 def entropy(saliency: Tensor) -> float:
@@ -49,19 +63,30 @@ def entropy(saliency: Tensor) -> float:
     return float(torch.special.entr(share).sum(dim=1).mean())
 
 
-def draw_saliency_maps(path: Path, config: Config, last_checkpoint: Path) -> dict[str, float]:
-    """Draws a row for each image, min-max scaled; returns the entropy of each saliency.
-
-    UserError for a run without HTM, whose block tells where the tokens are.
-    """
+def draw_figure3(
+    path: Path, config: Config, last_checkpoint: Path, count: int | None
+) -> dict[str, float]:
+    """draw_saliency_maps of a run over `count` images; UserError if it cannot be done."""
     if config.augmentation.htm is None:
         raise UserError(f"{last_checkpoint}: the run was trained without htm")
-    module, source = load_trained(config, last_checkpoint)
-    images, classes = some_images(config, source)
-    maps = saliency_maps(module, images, F.one_hot(classes, len(source.classes)).float())
+    trained = load_trained(config, last_checkpoint, config.device)
+    try:
+        return draw_saliency_maps(path, trained, some_images(trained, count or batch_size(trained)))
+    except ValueError as error:
+        raise UserError(f"{last_checkpoint}: {error}") from error
+
+
+def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:
+    """Draws a row for each of the first images, min-max scaled.
+
+    Returns the mean entropy of each saliency over the sample, and of a uniform one, in nats, and
+    writes them to a .json beside `path`. ValueError where the model has no such saliency.
+    """
+    maps = saliency_maps(trained.module, sample.images, sample.targets)
     sharpness = {name: entropy(saliency) for name, saliency in maps._asdict().items()}
-    pictures = displayable(images[:ROWS], config)
-    with figure(path, ROWS, 4, figsize=(7, 1.9 * ROWS), squeeze=False) as axes:
+    pictures = displayable(sample.images[:ROWS], trained.config)
+    rows = len(pictures)
+    with figure(path, rows, 4, figsize=(7, 1.9 * rows + 0.3), squeeze=False) as axes:
         for row, picture, *saliencies in zip(axes, pictures, *maps, strict=False):
             row[0].imshow(picture)
             for ax, saliency in zip(row[1:], saliencies, strict=True):
@@ -70,7 +95,9 @@ def draw_saliency_maps(path: Path, config: Config, last_checkpoint: Path) -> dic
                 ax.set_axis_off()
         axes[0][0].set_title("input")
         for ax, (name, nats) in zip(axes[0][1:], sharpness.items(), strict=True):
-            ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
+            ax.set_title(f"{name.replace('_', ' ')}\n{nats:.2f} nats")
+    sharpness["uniform"] = math.log(maps.one_step.shape[1])
+    write_text(path.with_suffix(".json"), json.dumps(sharpness, indent=2) + "\n")
     return sharpness
 
 

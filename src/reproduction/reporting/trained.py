@@ -1,50 +1,127 @@
-"""A trained run's model, and what enters its blocks.
+"""A trained run's model, images to look at, and what enters its blocks.
 
-Letters: b batch, n tokens with prefix, d width, h w image.
+Letters: b batch, n tokens with prefix, c classes, d width, h w image.
 """
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from reproduction.config import Config
+from reproduction.data.build import build_evaluation_transform
+from reproduction.data.mixup import build_input_mixer
 from reproduction.data.sources import Source, load_source
-from reproduction.models.build import build_module, without_start
+from reproduction.models.build import build_module, count_macs, without_start
 from reproduction.models.weights import read_file
 from tokenmixup import TokenMixup
 from tokenmixup.detectors import BlockInput
 from tokenmixup.structure import declared_prefix, has_class_token
 
+BATCH = 64  # images that are looked at together, if the run's batches are no smaller
+LARGEST_FOR_A_CPU = 5e9  # MACs of one image; larger models see fewer images there
 
-def load_trained(config: Config, last_checkpoint: Path) -> tuple[TokenMixup, Source]:
-    """The module of a run as it was left, without manifold mixup: whole images are looked at.
 
-    The model is in evaluation mode. UserError if the checkpoint or the data cannot be read.
+class Trained(NamedTuple):
+    """A run's module as it was left, in evaluation mode on its device."""
+
+    config: Config
+    module: TokenMixup
+    source: Source
+    device: torch.device
+
+
+class Sample(NamedTuple):
+    """Training images without augmentation."""
+
+    images: Tensor  # b 3 h w, normalised
+    classes: Tensor  # b
+    targets: Tensor  # b c, smoothed by the recipe as they enter the model
+
+    def first(self, count: int) -> "Sample":
+        return Sample(*(part[:count] for part in self))
+
+
+def load_trained(config: Config, last_checkpoint: Path, device: str = "cpu") -> Trained:
+    """A run's module, without manifold mixup: whole images are looked at.
+
+    `device`: as a run's own setting, where `auto` is a GPU if there is one. UserError if the
+    checkpoint or the data cannot be read.
     """
     source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_start(config.model), stack, len(source.classes))
     module.load_state_dict(read_file(f"checkpoint={last_checkpoint}", last_checkpoint)["module"])
     module.model.eval()
-    return module, source
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    return Trained(config, module.to(place), source, place)
+
+
+def affordable(trained: Trained, most: int) -> int:
+    """How many of `most` images are looked at: fewer only by a large model on a CPU.
+
+    There ViT-B/16 at 224 px sees 18 of 64, which takes about a minute for all pictures.
+    """
+    if trained.device.type != "cpu":
+        return most
+    macs = count_macs(trained.module.model, trained.config.model.image_size).total
+    return max(1, int(most * min(1.0, LARGEST_FOR_A_CPU / macs)))
+
+
+def batch_size(trained: Trained) -> int:
+    """Images of a batch that is looked at."""
+    return affordable(trained, min(BATCH, trained.config.recipe.batch_size))
+
+
+def some_images(trained: Trained, count: int) -> Sample:
+    """`count` training images drawn by the run's seed, or all; fewer are the first of more."""
+    config, source = trained.config, trained.source
+    transform = build_evaluation_transform(config)
+    order = np.random.default_rng(config.seed).permutation(len(source.train))[:count]
+    items = (source.train[int(index)] for index in order)
+    images, classes = default_collate([(transform(image), target) for image, target in items])
+    smooth = build_input_mixer(
+        num_classes=len(source.classes),
+        label_smoothing=config.recipe.label_smoothing,
+        mixup=None,
+        cutmix=None,
+    )
+    return Sample(
+        *(part.to(trained.device) for part in (images, classes, smooth(images, classes)[1]))
+    )
+
+
+def displayable(images: Tensor, config: Config) -> np.ndarray:
+    """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
+    mean, std = (torch.tensor(x)[:, None, None] for x in (config.dataset.mean, config.dataset.std))
+    return (images.cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+
+
+class _Enough(Exception):
+    """Ends a forward pass whose remaining blocks nobody asks for."""
 
 
 @torch.no_grad()
-def block_inputs(model: Any, images: Tensor) -> list[BlockInput]:
-    """What enters each block of the plain model for `images`, `b 3 h w`."""
+def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockInput]:
+    """What enters blocks 0..`last` of the plain model for `images`, `b 3 h w`."""
     seen: list[BlockInput] = []
     prefix = declared_prefix(model)
     with_class_token = prefix > 0 and has_class_token(model)
 
     def note(block: nn.Module, args: tuple[Tensor], given: dict[str, Any]) -> None:
         seen.append(BlockInput(model.blocks, len(seen), args[0], given, prefix, with_class_token))
+        if len(seen) > last:
+            raise _Enough
 
     handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in model.blocks]
     try:
         model(images)
+    except _Enough:
+        pass
     finally:
         for handle in handles:
             handle.remove()
