@@ -1,0 +1,35 @@
+"""Measures Table 3's latency: what each saliency detector adds to a training step."""
+
+import argparse
+import json
+
+from reproduction.errors import UserError
+from reproduction.plan import SCALES, Settings
+
+
+def main() -> None:
+    """Writes latency.json beside the runs of the scale and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-size", type=int, help="default: that of the experiments, 128")
+    parser.add_argument("--repeats", type=int, help="rounds (default: 20; smoke: 5)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--scale", choices=SCALES, default="full", help="of the experiments")
+    parser.add_argument("--outputs", default="outputs", help="folder of all runs")
+    args = parser.parse_args()
+    try:
+        settings = Settings(scale=args.scale, outputs=args.outputs)
+        from reproduction.latency import measure_latency
+
+        path = measure_latency(settings, args.device, args.batch_size, args.repeats)
+    except UserError as error:
+        parser.exit(2, f"measure_latency.py: {error}\n")
+    found = json.loads(path.read_text())
+    how = f"{found['model']}, batch of {found['batch_size']}, {found['precision']}"
+    print(f"{how}, on {found['hardware']}")
+    for name, ms in found["detectors"].items():
+        print(f"{name}: {ms['median_ms']:.1f} ms ({ms['low_ms']:.1f} to {ms['high_ms']:.1f})")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Latency of the saliency detectors (Table 3): what each adds to a training step.
+
+Timed are the parts of HTM that begin with the detector, on what enters the HTM block of one batch:
+the saliency (by gradient: a forward and a backward pass of the whole model in evaluation mode, as
+Co-Mixup takes it; else layer norm, projection and softmax of the next attention), the assignment
+with its way to the host and back, tokens and labels. ScoreNet belongs to none of them. Random
+tokens are paired by attention too, so here they cost what attention costs. Parts are timed, not the
+difference of whole steps: it would be the same sum, lost in the noise of the other parts.
+
+Letters: b batch, c classes, h w image.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from reproduction.cells import read_cells
+from reproduction.config import Config
+from reproduction.errors import UserError
+from reproduction.hardware import hardware_name
+from reproduction.models.build import build_module, place
+from reproduction.plan import Settings, cell_config
+from reproduction.reporting.trained import block_inputs
+from reproduction.runs import check_writable, write_text
+from reproduction.training.distributed import resolve_device
+from reproduction.training.evaluate import autocast
+from tokenmixup import HorizontalMix, TokenMixup
+from tokenmixup.contexts import evaluating
+from tokenmixup.detectors import BlockInput, detector_of
+from tokenmixup.saliency import input_gradient
+from tokenmixup.variants import rules_of
+
+FILE = "latency.json"
+DETECTORS = ("gradient", "attention", "random")
+CLASSES = 100  # CIFAR-100's
+WARM_UP, REPEATS, FEW = 2, 20, 5  # rounds; FEW at smoke scale
+
+Step = Callable[[], HorizontalMix]
+
+
+def measure_latency(
+    settings: Settings, device: str, batch_size: int | None, repeats: int | None
+) -> Path:
+    """Writes medians and quartiles over `repeats` rounds beside the runs, and returns the file.
+
+    Every sample is mixed (tau = inf, rho = 0), in the precision of the experiments; on a CPU in
+    float32. UserError for a device that is not there, and a number below 1.
+    """
+    for name, number in (("batch_size", batch_size), ("repeats", repeats)):
+        if number is not None and number < 1:
+            raise UserError(f"{name}={number}: must be 1 or more")
+    path = settings.root / FILE
+    check_writable(path, str(path))
+    device = resolve_device(device, 1)
+    configs = _configs(settings)
+    recipe, model = configs["attention"].recipe, configs["attention"].model
+    precision = recipe.precision if device == "cuda" else "float32"
+    batch_size = batch_size or recipe.batch_size
+    repeats = repeats or (FEW if settings.scale == "smoke" else REPEATS)
+    steps = {
+        name: build_step(config, batch_size, torch.device(device), precision)
+        for name, config in configs.items()
+    }
+    told = {
+        "hardware": hardware_name(device),
+        "device": device,
+        "precision": precision,
+        "batch_size": batch_size,
+        "model": model.name,
+        "repeats": repeats,
+        "torch": torch.__version__,
+        "detectors": {name: summed_up(ms) for name, ms in time_steps(steps, repeats).items()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(told, indent=2) + "\n")
+    return path
+
+
+def _configs(settings: Settings) -> dict[str, Config]:
+    """detector -> configuration of its experiment, mixing every sample."""
+    cells = {cell.experiment: cell for cell in read_cells()}
+    return {
+        name: _mixing_all(
+            cell_config(cells[f"table3/{name}"], settings.scale, outputs=settings.outputs)
+        )
+        for name in DETECTORS
+    }
+
+
+def _mixing_all(config: Config) -> Config:
+    htm = config.augmentation.htm
+    assert htm is not None
+    htm = dataclasses.replace(htm, tau=math.inf, rho=0.0)
+    return dataclasses.replace(
+        config, augmentation=dataclasses.replace(config.augmentation, htm=htm)
+    )
+
+
+def build_step(config: Config, batch_size: int, device: torch.device, precision: str) -> Step:
+    """What is timed, for one detector: the same weights and random images for all."""
+    torch.manual_seed(0)
+    module = build_module(config.model, config.augmentation, CLASSES)
+    module = place(module, device).train()
+    size = config.model.image_size
+    images = torch.randn(batch_size, 3, size, size).to(device)
+    targets = F.one_hot(torch.arange(batch_size) % CLASSES, CLASSES).float().to(device)
+    assert module.htm is not None
+    with autocast(device, precision), evaluating(module.model):
+        *_, entry = block_inputs(module.model, images, module.htm.layer)
+    entry.tokens.requires_grad_()  # as in training
+
+    def step() -> HorizontalMix:
+        with autocast(device, precision):
+            return mix(module, images, targets, entry)
+
+    return step
+
+
+def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) -> HorizontalMix:
+    """The part of a training step that begins with the detector; every sample is easy.
+
+    `images` `b 3 h w`, `targets` `b c`; `entry` is what enters the HTM block for them.
+    """
+    htm: Any = module.htm
+    pixels = None
+    if htm.detector == "gradient":
+        with evaluating(module.model):
+            pixels = input_gradient(module.model, images, targets)
+    entry = dataclasses.replace(entry, pixels=pixels)  # nothing is known of the last round's
+    saliency = detector_of(htm)(entry)
+    is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
+    return rules_of(htm).mix(
+        entry.tokens, targets, saliency, is_easy, num_prefix_tokens=entry.num_prefix_tokens
+    )
+
+
+def time_steps(steps: Mapping[str, Step], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each step in every round; the detectors take turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for done in range(-WARM_UP, repeats):
+        for name, step in steps.items():
+            _synchronize()
+            start = time.perf_counter()
+            step()
+            _synchronize()
+            if done >= 0:
+                times[name].append(1000 * (time.perf_counter() - start))
+    return times
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def summed_up(ms: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, median, high = (round(float(x), 3) for x in np.percentile(ms, (25, 50, 75)))
+    return {"median_ms": median, "low_ms": low, "high_ms": high}

@@ -1,0 +1,112 @@
+"""Table 3's latency: what is timed is what a training step does."""
+
+import dataclasses
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reproduction import latency
+from reproduction.config import Config
+from reproduction.errors import UserError
+from reproduction.latency import build_step, measure_latency, mix, summed_up, time_steps
+from reproduction.models.build import build_module
+from reproduction.plan import Settings
+from reproduction.reporting.trained import block_inputs
+
+SCRIPT = str(Path(__file__).parents[2] / "scripts" / "measure_latency.py")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def narrow() -> dict[str, Config]:
+    """detector -> configuration, of a narrow model."""
+    configs = latency._configs(Settings(scale="smoke"))
+    return {
+        name: dataclasses.replace(
+            config, model=dataclasses.replace(config.model, embed_dim=16, depth=4, image_size=16)
+        )
+        for name, config in configs.items()
+    }
+
+
+@pytest.mark.parametrize("detector", ["gradient", "attention"])
+def test_mix_is_the_mixing_of_a_training_pass(narrow: dict[str, Config], detector: str):
+    config = narrow[detector]
+    module = build_module(config.model, config.augmentation, 5)
+    module.model.eval()
+    images, targets = torch.randn(6, 3, 16, 16), torch.eye(5)[torch.arange(6) % 5]
+    (*_, entry) = block_inputs(module.model, images, config.augmentation.htm.layer)
+    found, expected = mix(module, images, targets, entry), module.mixed_pairs(images, targets)
+    assert found.mask.any()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("detector", latency.DETECTORS)
+def test_every_sample_of_a_timed_step_is_mixed_and_repeats_nothing(narrow, detector, monkeypatch):
+    calls = []
+    of_gradient, of_attention = latency.input_gradient, "tokenmixup.detectors.attention_saliency"
+    own = sys.modules["tokenmixup.detectors"].attention_saliency
+    monkeypatch.setattr(latency, "input_gradient", lambda *a: calls.append(1) or of_gradient(*a))
+    monkeypatch.setattr(of_attention, lambda *a: calls.append(1) or own(*a))
+    step = build_step(narrow[detector], 5, CPU, "float32")
+    for _ in range(2):
+        found = step()
+        assert found.mask.any(dim=1).all()
+        assert found.tokens.requires_grad
+    assert len(calls) == 2
+
+
+def test_detectors_take_turns_and_the_first_rounds_do_not_count():
+    order: list[str] = []
+    steps = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = time_steps(steps, 3)
+    assert order == ["a", "b"] * (latency.WARM_UP + 3)
+    assert {name: len(ms) for name, ms in times.items()} == {"a": 3, "b": 3}
+    assert all(x > 0 for ms in times.values() for x in ms)
+
+
+def test_summed_up_is_median_and_quartiles():
+    assert summed_up([5, 1, 2, 4, 3]) == {"median_ms": 3.0, "low_ms": 2.0, "high_ms": 4.0}
+
+
+def test_the_file_says_what_was_measured_and_on_what(narrow, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(latency, "_configs", lambda settings: narrow)
+    path = measure_latency(Settings(scale="smoke", outputs=str(tmp_path)), "cpu", 4, 2)
+    assert path == tmp_path / "smoke" / "latency.json"
+    found = json.loads(path.read_text())
+    assert (found["batch_size"], found["repeats"], found["model"]) == (4, 2, "cct_7_3x1")
+    assert (found["device"], found["precision"]) == ("cpu", "float32")
+    assert found["torch"] == torch.__version__ and "core" in found["hardware"]
+    assert list(found["detectors"]) == ["gradient", "attention", "random"]
+    for ms in found["detectors"].values():
+        assert 0 < ms["low_ms"] <= ms["median_ms"] <= ms["high_ms"]
+
+
+def test_the_experiments_are_those_of_table_3_with_every_sample_mixed():
+    configs = latency._configs(Settings())
+    for name, config in configs.items():
+        htm = config.augmentation.htm
+        assert (htm.detector, htm.tau, htm.rho) == (name, float("inf"), 0.0)
+        assert (config.model.name, config.recipe.batch_size) == ("cct_7_3x1", 128)
+
+
+@pytest.mark.parametrize("args", [["--repeats", "0"], ["--batch-size", "-1"]])
+def test_bad_numbers_end_in_one_line(monkeypatch, capsys, tmp_path, args):
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *args, "--outputs", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "must be 1 or more" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="device=cuda"):
+        measure_latency(Settings(outputs=str(tmp_path)), "cuda", None, None)
