@@ -4,8 +4,8 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint format check-models report clean status \
-  reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 reproduce-all \
-  sweep-tau sweep-rho sweep-kappa
+  reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
+  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -33,6 +33,8 @@ SAME = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(i
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(SAME)
 STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
+LATENCY = $(if $(filter-out 0,$(DRY_RUN)),,$(BIN)/python scripts/measure_latency.py \
+  $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)"))
 
 reproduce-table1: .venv/installed  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
 	$(STUDY) table1
@@ -40,14 +42,21 @@ reproduce-table1: .venv/installed  ## train Table 1: CCT-7/3x1 on CIFAR-10 and C
 reproduce-table2: .venv/installed  ## train Table 2: ViT-B/16 on ImageNet-1K
 	$(STUDY) table2
 
-reproduce-table3: .venv/installed  ## train Table 3: saliency detectors
+reproduce-table3: .venv/installed  ## train Table 3: saliency detectors, and measure their latency
 	$(STUDY) table3
+	$(LATENCY)
 
 reproduce-table4: .venv/installed  ## train Table 4: HTM without one of its parts
 	$(STUDY) table4
 
 reproduce-table5: .venv/installed  ## train Table 5: beside and with other mixup methods
 	$(STUDY) table5
+
+reproduce-figure3: .venv/installed  ## train the run of Figure 3: saliency by gradient, full rollout, one step
+	$(STUDY) figure3
+
+reproduce-figure4: .venv/installed  ## train the runs of Figure 4: mixed samples per batch over training
+	$(STUDY) figure4
 
 sweep-tau: .venv/installed  ## train HTM with tau from 0 (no sample) to inf (all)
 	$(STUDY) sweep-tau
@@ -58,8 +67,9 @@ sweep-rho: .venv/installed  ## train HTM with rho from 0 to inf (no token)
 sweep-kappa: .venv/installed  ## train VTM with kappa from 1 to all 256 tokens
 	$(STUDY) sweep-kappa
 
-reproduce-all: .venv/installed  ## train all tables and sweeps; SCALE=smoke: the whole pipeline in minutes
+reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=smoke: the whole pipeline in minutes
 	$(STUDY) all
+	$(LATENCY)
 
 status: .venv/installed  ## show how far the tables' and sweeps' runs are
 	$(REPRODUCE) --status all

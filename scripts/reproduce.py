@@ -1,4 +1,4 @@
-"""Trains the runs of a table, a sweep or all of them, and no run twice. See also `make help`."""
+"""Trains the runs of a table, figure, sweep or all, and no run twice. See also `make help`."""
 
 import argparse
 import sys
@@ -8,12 +8,19 @@ from rich.console import Console
 
 from reproduction.cli import one_line
 from reproduction.errors import UserError
-from reproduction.plan import DATASET_OPTIONS, STUDIES, PlannedRun, Settings, plan
+from reproduction.plan import (
+    DATASET_OPTIONS,
+    STUDIES,
+    PlannedRun,
+    Settings,
+    default_seeds,
+    plan,
+)
 from reproduction.scales import FULL, SCALES, about
 from reproduction.states import state_table
 
 WIDTH = 180  # of the table where there is no terminal to fit
-SEEDS = ", ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
+SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +58,7 @@ def reproduce(args: argparse.Namespace) -> int:
         devices=args.devices,
         outputs=args.outputs,
     )
-    runs = plan(args.study, settings, args.seeds or settings.chosen.seeds)
+    runs = plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
     if args.dry_run or args.status:
         show(runs, with_folders=args.dry_run)
         return 0

@@ -1,6 +1,7 @@
 """Which runs the paper's tables and sweeps need, and what is known of them.
 
-Imports no torch. A study is `table1` to `table5`, `sweep-tau`, `sweep-rho`, `sweep-kappa` or `all`.
+Imports no torch. A study is `table1` to `table5`, `figure3`, `figure4`, `sweep-tau`, `sweep-rho`,
+`sweep-kappa` or `all`.
 """
 
 import dataclasses
@@ -30,7 +31,9 @@ SWEEPS = {
     ),
     "sweep-kappa": ("table1/cifar100_vtm", "augmentation.vtm.kappa", "1 3 5 10 20 40 80 160 256"),
 }
-STUDIES = (*(f"table{number}" for number in range(1, 6)), *SWEEPS, "all")
+# Figures: the experiment whose runs draw each.
+FIGURES = {"figure3": "table1/cifar100_htm", "figure4": "table1/cifar100_htm"}
+STUDIES = (*(f"table{number}" for number in range(1, 6)), *FIGURES, *SWEEPS, "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,11 @@ def cells_of(scale: str) -> list[Cell]:
     return [cell for cell in read_cells() if cell.column in SCALES[scale].columns]
 
 
+def default_seeds(study: str, settings: Settings) -> int:
+    """How many seeds a study is trained with, unless told; Figure 3 shows one model."""
+    return 1 if study == "figure3" else settings.chosen.seeds
+
+
 def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
     """The runs of a study, seed by seed: points of one configuration share one run.
 
@@ -188,7 +196,7 @@ def _points(study: str, settings: Settings) -> Iterator[Point]:
     if study not in STUDIES:
         raise UserError(f"study={study}: must be one of {', '.join(STUDIES)}")
     for cell in cells:
-        if study in ("all", f"table{cell.table}"):
+        if study in ("all", f"table{cell.table}") or FIGURES.get(study) == cell.experiment:
             yield Point(cell.experiment, cell)
     for sweep, (experiment, key, values) in SWEEPS.items():
         if study in ("all", sweep):

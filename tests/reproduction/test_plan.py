@@ -20,6 +20,7 @@ from reproduction.runs import RunFolder, find_runs, run_hash
 from reproduction.scales import SCALES
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
+FIGURES = {"figure3": 1, "figure4": 1}
 SWEEPS = {"sweep-tau": 8, "sweep-rho": 7, "sweep-kappa": 9}
 CELLS = {cell.experiment: cell for cell in read_cells()}
 
@@ -55,7 +56,7 @@ def test_plan_shares_runs_of_one_configuration(all_runs, scale, cells, runs_of_c
 
 def test_plan_counts_of_every_study_and_seed(tmp_path: Path, all_runs):
     outputs = all_runs["full"][0].config.output_root
-    for study, number in {**COUNTS, **SWEEPS}.items():
+    for study, number in {**COUNTS, **FIGURES, **SWEEPS}.items():
         runs = plan(study, Settings(outputs=outputs), 3)
         assert len(runs) == 3 * number, study
         assert [run.config.seed for run in runs] == [0] * number + [1] * number + [2] * number
@@ -68,6 +69,14 @@ def test_plan_names_a_run_after_the_first_cell_whatever_the_study(all_runs):
     first = labelled(all_runs["full"], "table1/cifar100_htm")
     assert in_table4.name == in_sweep.name == first.name
     assert first.name.startswith("table1-cifar100_htm-s0-")
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figures_are_drawn_by_a_run_of_the_tables(all_runs, figure):
+    outputs = all_runs["full"][0].config.output_root
+    (run,) = plan(figure, Settings(outputs=outputs), 1)
+    assert run.labels == ("table1/cifar100_htm",)
+    assert run.name == labelled(all_runs["full"], "table1/cifar100_htm").name
 
 
 @pytest.mark.parametrize("scale", SCALES)
