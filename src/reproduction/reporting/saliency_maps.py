@@ -95,7 +95,7 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
                 ax.set_axis_off()
         axes[0][0].set_title("input")
         for ax, (name, nats) in zip(axes[0][1:], sharpness.items(), strict=True):
-            ax.set_title(f"{name.replace('_', ' ')}\n{nats:.2f} nats")
+            ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
     sharpness["uniform"] = math.log(maps.one_step.shape[1])
     write_text(path.with_suffix(".json"), json.dumps(sharpness, indent=2) + "\n")
     return sharpness
