@@ -86,7 +86,7 @@ format: .venv/installed-dev  ## format the code
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
 	$(BIN)/python scripts/check_models.py
 
-report: .venv/installed  ## write the paper's tables with our results to outputs/report
+report: .venv/installed  ## write the tables, sweeps and figures with our results to outputs/report
 	$(BIN)/python scripts/report.py $(SAME)
 
 clean:  ## remove .venv and caches, keep outputs/

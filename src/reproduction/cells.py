@@ -10,7 +10,7 @@ CELLS = Path(__file__).with_name("cells.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell: the experiment that trains it here and the printed accuracy in percent.
+    """One cell: the experiment that trains it here and the printed accuracy in percent (and ms).
 
     `baseline` is the experiment that it is compared with; None for a baseline.
     """
@@ -21,6 +21,7 @@ class Cell:
     baseline: str | None
     top1: float
     top5: float | None = None
+    latency_ms: float | None = None
 
     @property
     def table(self) -> int:

@@ -29,6 +29,7 @@ from reproduction.errors import UserError
 from reproduction.hardware import hardware_name
 from reproduction.models.build import build_module, place
 from reproduction.plan import Settings, cell_config
+from reproduction.reporting.latency import FILE
 from reproduction.reporting.trained import block_inputs
 from reproduction.runs import check_writable, write_text
 from reproduction.training.distributed import resolve_device
@@ -39,7 +40,6 @@ from tokenmixup.detectors import BlockInput, detector_of
 from tokenmixup.saliency import input_gradient
 from tokenmixup.variants import rules_of
 
-FILE = "latency.json"
 DETECTORS = ("gradient", "attention", "random")
 CLASSES = 100  # CIFAR-100's
 WARM_UP, REPEATS, FEW = 2, 20, 5  # rounds; FEW at smoke scale

@@ -147,6 +147,14 @@ def default_seeds(study: str, settings: Settings) -> int:
     return 1 if study == "figure3" else settings.chosen.seeds
 
 
+def point_configs(study: str, settings: Settings) -> dict[str, Config]:
+    """The configuration of each cell, by its experiment, and value of a sweep, as `tau=2`.
+
+    With seed 0, and without a name. Raises UserError for settings that do not fit together.
+    """
+    return {point.label: _config(point, settings) for point in _points(study, settings)}
+
+
 def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
     """The runs of a study, seed by seed: points of one configuration share one run.
 

@@ -13,10 +13,9 @@ from PIL import Image
 
 import eval as eval_script
 import train as train_script
-from reproduction.cells import read_cells
 from reproduction.cli import run
 from reproduction.config import Config
-from reproduction.plan import cell_config
+from reproduction.plan import Settings, point_configs
 from scripts import export as export_script
 
 # A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
@@ -91,8 +90,8 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="session")
 def configs() -> dict[str, Config]:
-    """experiment -> configuration of the cells of all tables, as the paper trained them."""
-    return {cell.experiment: cell_config(cell) for cell in read_cells()}
+    """Of every cell, by its experiment, and value of a sweep, as `tau=2`: as the paper trained."""
+    return point_configs("all", Settings())
 
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:

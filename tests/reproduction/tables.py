@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from reproduction.cells import read_cells
 from reproduction.config import Config
-from reproduction.reporting.collect import Collection, collect
+from reproduction.overview import read_sources
+from reproduction.reporting.collect import Collection
 from reproduction.reporting.paper import read_paper
+from reproduction.reporting.pictures import Sources
 from reproduction.reporting.records import Counts
-from reproduction.reporting.tables import TABLES, Table, build_table
+from reproduction.reporting.tables import TABLES, Table
 
 Configs = Mapping[str, Config]
 COUNTS = {
@@ -57,21 +59,44 @@ def shortened(configs: Configs) -> dict[str, Config]:
     }
 
 
+def sources_of(outputs: Path, configs: Configs, scale: str = "full") -> Sources:
+    """What the report of what is under `outputs` is made from."""
+    return read_sources(outputs, scale, configs, COUNTS)
+
+
 def tables_of(
     outputs: Path, configs: Configs, scale: str = "full"
 ) -> tuple[dict[int, Table], Collection]:
-    """Tables 1 to 5 of what is under `outputs`."""
-    collection = collect(outputs, configs)
-    tables = {
-        number: build_table(
-            number,
-            scale,
-            cells=read_cells(),
-            configs=configs,
-            collection=collection,
-            papers=read_paper(),
-            counts=COUNTS,
-        )
-        for number in TABLES
-    }
-    return tables, collection
+    """Tables 1 to 5 of it."""
+    sources = sources_of(outputs, configs, scale)
+    return dict(zip(TABLES, sources.tables, strict=False)), sources.collection
+
+
+def sweep_of(outputs: Path, configs: Configs, name: str) -> Table:
+    """One of the sweeps."""
+    (table,) = (x for x in sources_of(outputs, configs).tables if x.name == name)
+    return table
+
+
+def write_metrics(path: Path, epochs: Sequence[Sequence[tuple[float, float, float]]]) -> Path:
+    """Of each epoch the (mixed samples, mixed tokens, difficulty) of its batches."""
+    lines: list[dict[str, float]] = []
+    step = 0
+    for number, batches in enumerate(epochs, start=1):
+        for samples, tokens, difficulty in batches:
+            step += 1
+            row = {"mixed_samples": samples, "mixed_tokens": tokens, "difficulty": difficulty}
+            lines.append({"step": step, "epoch": number, "loss": 1.0, **row})
+        lines.append({"epoch": number, "top1": 50.0})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def rising(epochs: int, batch_size: int = 128) -> list[list[tuple[float, float, float]]]:
+    """Of the shape of the paper's Figure 4: few, an abrupt rise at a twentieth, convergence."""
+    found = []
+    for epoch in range(epochs):
+        after = epoch / epochs - 0.05
+        share = 0.05 if after < 0 else 0.5 + 0.25 * (1 - math.exp(-8 * after))
+        found.append([(round(share * batch_size), 60.0, 4.5 - 3 * share)] * 2)
+    return found

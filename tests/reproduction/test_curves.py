@@ -1,6 +1,5 @@
 """metrics.jsonl read as a stream: means of epochs, the last one alone, damaged files."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +10,7 @@ from hypothesis import strategies as st
 from reproduction.errors import UserError
 from reproduction.reporting import curves
 from reproduction.reporting.curves import last_epoch, lines_backwards, read_epochs, running_mean
-
-
-def write_metrics(path: Path, epochs: list[list[tuple[float, float, float]]]) -> Path:
-    """Of each epoch the (mixed samples, mixed tokens, difficulty) of its batches."""
-    lines, step = [], 0
-    for number, batches in enumerate(epochs, start=1):
-        for samples, tokens, difficulty in batches:
-            step += 1
-            row = {"mixed_samples": samples, "mixed_tokens": tokens, "difficulty": difficulty}
-            lines.append({"step": step, "epoch": number, "loss": 1.0, **row})
-        lines.append({"epoch": number, "top1": 50.0})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+from tests.reproduction.tables import write_metrics
 
 
 def test_an_epoch_is_the_mean_of_its_batches_and_tokens_count_by_mixed_sample(tmp_path: Path):

@@ -76,7 +76,7 @@ def test_cells_of_one_configuration_share_runs_whatever_their_name(
     for experiment in same:
         assert record(tables[int(experiment[5])], experiment).runs == ("anything",)
     assert sum(bool(r.runs) for table in tables.values() for r in table.records) == len(same)
-    assert any(" = ".join(same) in note for note in tables[4].notes)
+    assert any(", ".join(same) in note for note in tables[4].notes)
 
 
 def test_what_does_not_change_a_result_does_not_matter(tmp_path: Path, configs: Configs):

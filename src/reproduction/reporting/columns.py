@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from reproduction.cells import Cell
-from reproduction.reporting.records import Record, known
+from reproduction.reporting.latency import Latency
+from reproduction.reporting.measured import Measured, known
+from reproduction.reporting.records import Record
 from reproduction.reporting.significance import p_text
 from reproduction.reporting.statistics import Spread
 
@@ -18,12 +21,14 @@ class Column:
     """A column as people read it; `is_printed` ones fit on a page of paper."""
 
     title: str
-    text: Callable[[Record], str]
+    text: Callable[[Any], str]  # of a record of the table
     is_printed: bool = True
     is_number: bool = True
 
 
-def columns_of(cells: Sequence[Cell], has_top5: bool, has_sizes: bool) -> Iterator[Column]:
+def columns_of(
+    cells: Sequence[Cell], has_top5: bool, has_sizes: bool, has_latency: bool
+) -> Iterator[Column]:
     """The columns of a table; `cells` are those of all tables, to name baselines."""
     rows = {cell.experiment: cell for cell in cells}
     yield Column("row", lambda r: r.row, is_number=False)
@@ -42,6 +47,29 @@ def columns_of(cells: Sequence[Cell], has_top5: bool, has_sizes: bool) -> Iterat
     if has_sizes:
         yield Column("params (M) / paper", _parameters, is_printed=False)
         yield Column("MACs (G) / paper", _macs, is_printed=False)
+    if has_latency:
+        yield Column("latency (ms)", lambda r: _latency(r.latency))
+        yield Column("latency paper (ms)", lambda r: _latency(r.paper_latency))
+    yield from _origin()
+
+
+def sweep_columns(word: str, has_mixing: bool) -> Iterator[Column]:
+    """The columns of a sweep over `word`; `has_mixing`: of HTM."""
+    yield Column(word, lambda r: r.row, is_number=False)
+    yield Column("status", lambda r: r.status, is_number=False)
+    yield Column("n", lambda r: str(len(r.seeds)))
+    for suffix, title in (("last", "last"), ("median10", "median"), ("best", "best")):
+        yield Column(f"top-1 {title}", partial(_accuracy, f"top1_{suffix}"))
+    yield Column("top-1 paper", lambda r: _plain(r.paper))
+    yield Column("difference", _difference)
+    yield Column("p", _p_value)
+    if has_mixing:
+        yield Column("mixed samples", lambda r: spread_text(r.mixed_samples))
+        yield Column("mixed tokens", lambda r: spread_text(r.mixed_tokens))
+    yield from _origin()
+
+
+def _origin() -> Iterator[Column]:
     yield Column("hours (seconds) a run", _time, is_printed=False)
     yield Column("devices", _devices, is_printed=False)
     yield Column("git", _revisions, is_printed=False, is_number=False)
@@ -60,7 +88,7 @@ def short_revision(revision: str) -> str:
     return head[:SHORT] + mark + dirty
 
 
-def _accuracy(metric: str, record: Record) -> str:
+def _accuracy(metric: str, record: Measured) -> str:
     return spread_text(record.spreads.get(metric))
 
 
@@ -80,11 +108,11 @@ def _signed(value: float | None) -> str:
     return NOTHING if value is None else f"{value:+.2f}"
 
 
-def _difference(record: Record) -> str:
+def _difference(record: Measured) -> str:
     return _signed(None if record.comparison is None else record.comparison.difference)
 
 
-def _p_value(record: Record) -> str:
+def _p_value(record: Measured) -> str:
     test = record.comparison
     if test is None:
         return NOTHING
@@ -119,12 +147,21 @@ def _as_printed(record: Record, key: str) -> str:
     return NOTHING if value is None else str(value)
 
 
-def _time(record: Record) -> str:
+def _latency(found: Latency | None) -> str:
+    if found is None:
+        return NOTHING
+    known_quartiles = found.low_ms is not None and found.high_ms is not None
+    quartiles = f" ({found.low_ms:.1f} to {found.high_ms:.1f})" if known_quartiles else ""
+    ratio = "" if found.ratio is None else f", x{found.ratio:.1f}"
+    return f"{found.ms:.1f}{quartiles}{ratio}"
+
+
+def _time(record: Measured) -> str:
     seconds = record.seconds
     return NOTHING if seconds is None else f"{seconds.mean / 3600:.2f} ({seconds.mean:,.0f})"
 
 
-def _devices(record: Record) -> str:
+def _devices(record: Measured) -> str:
     pairs = known(
         " x ".join(str(part) for part in (result.devices, result.hardware) if part is not None)
         for result in record.results
@@ -132,7 +169,7 @@ def _devices(record: Record) -> str:
     return ", ".join(pair for pair in pairs if pair) or NOTHING
 
 
-def _revisions(record: Record) -> str:
+def _revisions(record: Measured) -> str:
     return (
         ", ".join(short_revision(r) for r in known(r.revision for r in record.results)) or NOTHING
     )

@@ -74,7 +74,9 @@ def _reading(path: Path) -> Iterator[None]:
     """Turns what a damaged file raises into a UserError that names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:  # without the path, which would tell the report's readers nothing
+        raise UserError(f"{path.name}: not readable: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path.name}: not readable: {first_line(error)}") from error
 
 

@@ -1,5 +1,6 @@
 """The style of all pictures, and the curves of one run, drawn from its metrics.jsonl."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.frameon": False,
+    "legend.edgecolor": "none",  # white behind the text, no frame
     "pdf.fonttype": 42,  # text that can be searched and edited
     "text.parse_math": False,  # names of runs, classes and machines are shown as they are
 }
+
+DPI = 150
 
 Line = dict[str, Any]
 
@@ -43,8 +46,8 @@ def figure(path: Path, *sizes: Any, mark: str | None = None, **settings: Any) ->
             fig.suptitle(mark, x=0.99, ha="right", color=VERMILION, weight="bold", fontsize=10)
         try:
             yield axes
-            fig.savefig(path, dpi=150)
-            fig.savefig(path.with_suffix(".pdf"), dpi=150, metadata={"CreationDate": None})
+            fig.savefig(path, dpi=DPI)
+            fig.savefig(path.with_suffix(".pdf"), dpi=DPI, metadata={"CreationDate": None})
         finally:
             plt.close(fig)
 
@@ -95,3 +98,16 @@ def _scatter_with_mean(
     dots: Any = {"alpha": 0.25, "markersize": 3, "markeredgewidth": 0}
     axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # there may be a million
     axes.plot(x, running_mean(y, max(1, len(y) // 50)), color=color, label=label)
+
+
+def copy_picture(source: Path, target: Path, mark: str | None) -> None:
+    """Copies a picture and its .pdf; with a mark, which is written over it, as an image."""
+    if mark is None:
+        for suffix in (".png", ".pdf"):
+            shutil.copyfile(source.with_suffix(suffix), target.with_suffix(suffix))
+        return
+    image = plt.imread(source)
+    size = (image.shape[1] / DPI, image.shape[0] / DPI + 0.3)
+    with figure(target, figsize=size, mark=mark) as axes:
+        axes.imshow(image, interpolation="none")
+        axes.set_axis_off()

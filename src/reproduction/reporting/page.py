@@ -1,6 +1,7 @@
-"""index.html: all tables, their runs and the folders that count for none, in one file."""
+"""index.html: tables, sweeps, figures, their runs and folders that count for none, in one file."""
 
-from collections.abc import Iterator, Sequence
+import base64
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,6 +12,7 @@ from reproduction.errors import UserError
 from reproduction.reporting.collect import REPORT, Collection
 from reproduction.reporting.columns import NOTHING, short_revision
 from reproduction.reporting.folder import Run
+from reproduction.reporting.pictures import Picture
 from reproduction.reporting.render import FORMATS
 from reproduction.reporting.tables import Table
 from reproduction.runs import write_text
@@ -18,31 +20,47 @@ from reproduction.runs import write_text
 TEMPLATE = "page.html.jinja"
 
 
-def write_tables(outputs: Path, tables: Sequence[Table], collection: Collection) -> list[Path]:
-    """Writes each table in all formats and the page to `outputs`/report; returns the files.
-
-    Raises UserError if that folder is a run or cannot be written.
-    """
+def report_folder(outputs: Path) -> Path:
+    """Makes the folder of the report; UserError if it is a run or cannot be written."""
     folder = outputs / REPORT
     if (folder / "config.yaml").exists():
         raise UserError(f"{folder}: is the folder of a run, which the report would write into")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error}") from error
+    return folder
+
+
+def write_page(
+    folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
+) -> list[Path]:
+    """Writes each table in all formats, and the page, beside the pictures; returns all files.
+
+    Raises UserError if `folder` cannot be written.
+    """
     files = {
-        f"table{table.number}.{suffix}": render(table)
+        f"{table.name}.{suffix}": render(table)
         for table in tables
         for suffix, render in FORMATS.items()
     }
-    files["index.html"] = as_page(tables, collection)
+    drawn = [f"{p.name}{suffix}" for p in pictures if not p.missing for suffix in (".png", ".pdf")]
     try:
-        folder.mkdir(exist_ok=True)
+        files["index.html"] = as_page(folder, tables, pictures, collection)
         for name, text in files.items():
             write_text(folder / name, text)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error}") from error
-    return [folder / name for name in files]
+    return [folder / name for name in (*files, *drawn)]
 
 
-def as_page(tables: Sequence[Table], collection: Collection) -> str:
-    """The page, self-contained; `tables` are of one scale. Its links lead to ../<run>/."""
+def as_page(
+    folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
+) -> str:
+    """The page, self-contained; `tables` are of one scale. Its links lead to ../<run>/.
+
+    The pictures are read from `folder`.
+    """
     scales = {table.scale for table in tables}
     assert len(scales) == 1, "one page, one scale"
     environment = Environment(
@@ -52,24 +70,42 @@ def as_page(tables: Sequence[Table], collection: Collection) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    shown = [_picture(folder, picture) for picture in pictures]
     return environment.get_template(TEMPLATE).render(
         scale=scales.pop(),
         banners=list(dict.fromkeys(table.banner for table in tables if table.banner)),
-        tables=[_table(table) for table in tables],
+        tables=[_table(table, shown) for table in tables],
+        figures=[picture for picture in shown if picture["table"] is None],
         runs=[dict(_run(run, collection)) for run in collection.runs()],
         unused=collection.unused,
         formats=list(FORMATS),
     )
 
 
-def _table(table: Table) -> dict[str, Any]:
+def _picture(folder: Path, picture: Picture) -> dict[str, Any]:
+    """With the image as text, and its size in pixels."""
+    if picture.missing is not None:
+        return {**vars(picture), "image": None}
+    content = (folder / f"{picture.name}.png").read_bytes()
+    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))  # of its IHDR
+    image = base64.b64encode(content).decode()
+    return {**vars(picture), "image": image, "width": width, "height": height}
+
+
+def _table(table: Table, pictures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sections = [
         (name, [(r, [(column, column.text(r)) for column in table.columns]) for r in records])
         for name, records in table.sections()
     ]
     trained = [record for record in table.records if record.experiment]
     done = sum(bool(record.runs) for record in trained)
-    return {"table": table, "sections": sections, "done": done, "trained": len(trained)}
+    return {
+        "table": table,
+        "sections": sections,
+        "pictures": [picture for picture in pictures if picture["table"] == table.name],
+        "done": done,
+        "trained": len(trained),
+    }
 
 
 def _run(run: Run, collection: Collection) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reproduction.reporting.records import flat
 from reproduction.reporting.tables import Table
 
 LATEX = {
@@ -58,7 +57,7 @@ def as_latex(table: Table) -> str:
         r"\begin{table*}",
         r"\centering",
         rf"\caption{{{_latex(table.title)}.{warning}}}",
-        rf"\label{{tab:tokenmixup-{table.number}-{table.scale}}}",
+        rf"\label{{tab:tokenmixup-{table.name}-{table.scale}}}",
         r"\resizebox{\textwidth}{!}{%",
         rf"\begin{{tabular}}{{{''.join('r' if c.is_number else 'l' for c in columns)}}}",
         r"\toprule",
@@ -86,7 +85,7 @@ def as_csv(table: Table) -> str:
 def as_json(table: Table) -> str:
     """title, scale, warning (or null), records with unrounded numbers, notes."""
     content = {
-        "table": table.number,
+        "name": table.name,
         "title": table.title,
         "scale": table.scale,
         "warning": table.banner,
@@ -106,7 +105,7 @@ FORMATS: Mapping[str, Callable[[Table], str]] = {
 
 def _rows(table: Table) -> Iterator[dict[str, Any]]:
     for record in table.records:
-        yield {"scale": table.scale, "warning": table.banner, **flat(record)}
+        yield {"scale": table.scale, "warning": table.banner, **record.flat()}
 
 
 def _csv(value: Any) -> Any:

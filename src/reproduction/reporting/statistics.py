@@ -42,6 +42,14 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(fmean(values), std, len(values))
 
 
+def flat_spread(name: str, found: Spread | None) -> dict[str, float | None]:
+    """For a file."""
+    return {
+        f"{name}_mean": None if found is None else found.mean,
+        f"{name}_std": None if found is None else found.std,
+    }
+
+
 def compare(ours: Mapping[int, float], baseline: Mapping[int, float]) -> Comparison:
     """Two-sided paired t-test of seed -> percent against the baseline's seed -> percent."""
     seeds = tuple(sorted(ours.keys() & baseline.keys()))

@@ -1,9 +1,10 @@
-"""The paper's tables as data: title, columns as text, records as numbers, notes."""
+"""A table as data: title, columns as text, records as numbers, notes. Builds the paper's ones."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,8 +12,10 @@ from reproduction.cells import Cell
 from reproduction.config import Config
 from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import Column, columns_of, short_revision
+from reproduction.reporting.latency import COMMAND, PAPERS, Measurement
+from reproduction.reporting.measured import Measured, known
 from reproduction.reporting.paper import PaperRow
-from reproduction.reporting.records import Counts, Record, known, records_of
+from reproduction.reporting.records import Counts, records_of
 from reproduction.reporting.significance import significance
 from reproduction.scales import FULL, SCALES
 
@@ -22,17 +25,21 @@ TABLES = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One table at one scale; `banner` says why it is not the paper's experiment, if it is not."""
+    """One table at one scale; `banner` says why it is not the paper's experiment, if it is not.
 
-    number: int
+    `mark` says the same in a few words, for pictures; `name` is that of its files.
+    """
+
+    name: str
     title: str
     scale: str
     banner: str | None
+    mark: str | None
     columns: tuple[Column, ...]
-    records: tuple[Record, ...]
+    records: tuple[Measured, ...]
     notes: tuple[str, ...]
 
-    def sections(self) -> Iterator[tuple[str, list[Record]]]:
+    def sections(self) -> Iterator[tuple[str, list[Measured]]]:
         """(data set, its lines)."""
         for name, records in groupby(self.records, key=lambda record: record.column):
             yield name, list(records)
@@ -47,33 +54,42 @@ def build_table(
     collection: Collection,
     papers: Sequence[PaperRow],
     counts: Mapping[tuple[int, str], Counts],
+    latency: Measurement | None,
 ) -> Table:
     """One of TABLES at the `scale` at which `configs` (experiment -> configuration) were resolved.
 
-    `papers` are the printed rows of Tables 1 and 2, `counts` our sizes by (table, row).
+    `papers` are the printed rows of Tables 1 and 2, `counts` our sizes by (table, row), `latency`
+    what was measured for Table 3.
     """
-    texts = yaml.safe_load(TEXTS.read_text())
+    texts = read_texts()
     mine = [cell for cell in cells if cell.table == number]
-    records = records_of(number, cells, collection, papers, counts)
+    records = records_of(number, cells, collection, papers, counts, latency)
     has_sizes = any(row.table == number for row in papers)
+    has_latency = any(cell.latency_ms is not None for cell in mine)
     notes = [
+        texts["accuracies"],
         *texts["common"],
         *([texts["sizes"]] if has_sizes else []),
         *texts["notes"][number],
+        *([_measurement(latency)] if has_latency else []),
         *significance(records),
-        *_shared(mine, collection),
-        *_unfinished(mine, collection),
-        *_provenance(records),
+        *origin_notes(records, collection),
     ]
     return Table(
-        number=number,
+        name=f"table{number}",
         title=f"Table {number} at {scale} scale: {texts['titles'][number]}",
         scale=scale,
         banner=banner(scale, mine, configs),
-        columns=tuple(columns_of(cells, has_top5=number == 2, has_sizes=has_sizes)),
+        mark=mark(scale, mine, configs),
+        columns=tuple(columns_of(cells, number == 2, has_sizes, has_latency)),
         records=tuple(records),
         notes=tuple(notes),
     )
+
+
+def read_texts() -> dict[str, Any]:
+    """Titles and notes."""
+    return yaml.safe_load(TEXTS.read_text())
 
 
 def banner(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> str | None:
@@ -84,32 +100,47 @@ def banner(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> 
             f"{scale.upper()} SCALE ({SCALES[scale].about}): these runs are not the paper's "
             "experiments, and no value here may be compared with the paper's"
         )
+    if others := _other_data(cells, configs):
+        warnings.append(f"OTHER DATA: {', '.join(others)}")
+    return ". ".join(warnings) + "." if warnings else None
+
+
+def mark(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> str | None:
+    """The same in a few words."""
+    parts = [*([] if scale == FULL else [f"{scale} scale"]), *_other_data(cells, configs)]
+    return ", ".join(parts) or None
+
+
+def _other_data(cells: Sequence[Cell], configs: Mapping[str, Config]) -> list[str]:
     resolved = [(configs[cell.experiment], cell) for cell in cells if cell.experiment in configs]
     others = {
         f"{config.dataset.name} in place of {cell.column}"
         for config, cell in resolved
         if config.dataset.name != cell.column.lower().replace("-", "")
     }
-    if others:
-        warnings.append(f"OTHER DATA: {', '.join(sorted(others))}")
-    return ". ".join(warnings) + "." if warnings else None
+    return sorted(others)
 
 
-def _shared(cells: Sequence[Cell], collection: Collection) -> Iterator[str]:
+def origin_notes(records: Sequence[Measured], collection: Collection) -> Iterator[str]:
+    """Which runs the numbers come from, and which are not counted."""
+    names = {record.experiment for record in records if record.experiment is not None}
+    yield from _shared(names, collection)
+    yield from _unfinished(names, collection)
+    yield from _provenance(records)
+
+
+def _shared(mine: set[str], collection: Collection) -> Iterator[str]:
     """Which cells are of one configuration, and share their runs."""
-    mine = {cell.experiment for cell in cells}
-    groups: dict[tuple[str, ...], None] = {}
-    for name in mine & collection.keys.keys():
-        key = collection.keys[name]
-        groups[tuple(sorted(other for other, k in collection.keys.items() if k == key))] = None
-    names = [" = ".join(group) for group in sorted(groups) if len(group) > 1]
+    groups: dict[str, list[str]] = {}
+    for name, key in collection.keys.items():
+        groups.setdefault(key, []).append(name)
+    names = [", ".join(x) for x in groups.values() if len(x) > 1 and not mine.isdisjoint(x)]
     if names:
         yield f"Of one configuration, and so from the same runs: {'; '.join(names)}."
 
 
-def _unfinished(cells: Sequence[Cell], collection: Collection) -> Iterator[str]:
+def _unfinished(mine: set[str], collection: Collection) -> Iterator[str]:
     """The runs that were begun and have no result, each once."""
-    mine = {cell.experiment for cell in cells}
     for run in collection.runs():
         names = [name for name in collection.experiments(run) if name in mine]
         if run.result is None and names:
@@ -117,7 +148,7 @@ def _unfinished(cells: Sequence[Cell], collection: Collection) -> Iterator[str]:
             yield f"Not counted: {run.folder} ({', '.join(names)}) is {run.status}{why}"
 
 
-def _provenance(records: Sequence[Record]) -> Iterator[str]:
+def _provenance(records: Sequence[Measured]) -> Iterator[str]:
     """Where the numbers come from, for formats that leave the columns out."""
     results = {
         run: result
@@ -125,7 +156,7 @@ def _provenance(records: Sequence[Record]) -> Iterator[str]:
         for run, result in zip(record.runs, record.results, strict=True)
     }
     if not results:
-        yield "No cell of this table has a finished run yet."
+        yield "Nothing in this table has a finished run yet."
         return
     hours = sum(result.seconds or 0 for result in results.values()) / 3600
     revisions = known(result.revision for result in results.values())
@@ -137,3 +168,13 @@ def _provenance(records: Sequence[Record]) -> Iterator[str]:
     if dirty:
         text += "; -dirty: of code that differs from its revision"
     yield f"{text}."
+
+
+def _measurement(latency: Measurement | None) -> str:
+    """Where the latencies come from."""
+    if latency is None:
+        return f"Latency is not measured here yet; {COMMAND} measures it."
+    return (
+        f"Latency: median (quartiles) of {latency.repeats} repeats in ms, x: ratio to attention's. "
+        f"Ours: {latency.conditions}. The paper's: {PAPERS}, so only the ratios compare."
+    )

@@ -1,0 +1,68 @@
+"""The report of a scale: its tables, sweeps and figures, from run folders alone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reproduction.cells import read_cells
+from reproduction.cli import compose
+from reproduction.config import Config
+from reproduction.parse import parse
+from reproduction.plan import SWEEPS, Settings, point_configs
+from reproduction.reporting.collect import collect
+from reproduction.reporting.latency import read_latency
+from reproduction.reporting.page import report_folder, write_page
+from reproduction.reporting.paper import PaperRow, read_paper
+from reproduction.reporting.pictures import Sources, draw_pictures
+from reproduction.reporting.records import Counts
+from reproduction.reporting.sweeps import Sweep, build_sweep
+from reproduction.reporting.tables import TABLES, build_table
+
+Sizes = dict[tuple[int, str], Counts]  # of a table's row
+
+
+def write_overview(settings: Settings) -> list[Path]:
+    """Writes the report beside the runs and returns its files.
+
+    UserError if there are no runs to read or the report has no place.
+    """
+    configs = point_configs("all", settings)
+    sources = read_sources(settings.root, settings.scale, configs, count(read_paper()))
+    folder = report_folder(settings.root)
+    pictures = draw_pictures(sources, folder)
+    return write_page(folder, sources.tables, pictures, sources.collection)
+
+
+def read_sources(outputs: Path, scale: str, configs: Mapping[str, Config], sizes: Sizes) -> Sources:
+    """What the report is made from; `configs` are those of all cells and values of sweeps."""
+    cells, latency = read_cells(), read_latency(outputs)
+    collection = collect(outputs, configs)
+    common: dict[str, Any] = {"cells": cells, "configs": configs, "collection": collection}
+    papers = read_paper()
+    tables = [
+        build_table(number, scale, papers=papers, counts=sizes, latency=latency, **common)
+        for number in TABLES
+    ]
+    tables += [build_sweep(x, scale, outputs=outputs, **common) for x in sweeps_of(configs)]
+    return Sources(outputs=outputs, scale=scale, tables=tables, latency=latency, **common)
+
+
+def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:
+    """All of them, with the values that they have at this scale."""
+    sweeps = []
+    for name, (experiment, key, _) in SWEEPS.items():
+        start = f"{key.rpartition('.')[2]}="
+        values = {x.removeprefix(start): x for x in configs if x.startswith(start)}
+        sweeps.append(Sweep(name=name, experiment=experiment, key=key, values=values))
+    return sweeps
+
+
+def count(papers: Sequence[PaperRow]) -> Sizes:
+    """Builds each row's model without memory for its weights, in about ten seconds."""
+    from reproduction.reporting.model_stats import measure
+
+    sizes: Sizes = {}
+    for row in papers:
+        stats = measure(row, parse(compose("train", row.command_line).raw))
+        sizes[row.table, row.row] = Counts(stats.parameters, *stats.macs)
+    return sizes

@@ -1,0 +1,100 @@
+"""Latency of the saliency detectors (Table 3): measured here, and as printed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass as checked
+
+from reproduction.cells import Cell
+from reproduction.errors import UserError, first_line
+
+FILE = "latency.json"  # in the folder of all runs
+COMMAND = "python scripts/measure_latency.py"
+PAPERS = "an RTX A6000"
+REFERENCE = "attention"  # of the ratios
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Of one detector: typical, its quartiles where they are known, the ratio to attention's."""
+
+    ms: float
+    low_ms: float | None
+    high_ms: float | None
+    ratio: float | None
+
+
+@checked(frozen=True)
+class Timing:
+    """What the file says of a detector: median and quartiles."""
+
+    median_ms: float = Field(gt=0)
+    low_ms: float = Field(gt=0)
+    high_ms: float = Field(gt=0)
+
+
+@checked(frozen=True)
+class Measurement:
+    """The file: where and how the detectors were timed."""
+
+    hardware: str
+    device: str
+    precision: str
+    batch_size: int
+    model: str
+    repeats: int
+    torch: str
+    detectors: Mapping[str, Timing]
+
+    @property
+    def conditions(self) -> str:
+        """In one line."""
+        return (
+            f"{self.hardware}, {self.model}, batch of {self.batch_size}, {self.precision}, "
+            f"torch {self.torch}"
+        )
+
+    def latencies(self) -> dict[str, Latency]:
+        """detector -> latency."""
+        reference = self.detectors.get(REFERENCE)
+        return {
+            name: Latency(x.median_ms, x.low_ms, x.high_ms, _ratio(x.median_ms, reference))
+            for name, x in self.detectors.items()
+        }
+
+
+def read_latency(outputs: Path) -> Measurement | None:
+    """What was measured beside the runs; None if nothing was, UserError if it cannot be read."""
+    path = outputs / FILE
+    if not path.exists():
+        return None
+    try:
+        return TypeAdapter(Measurement).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) if isinstance(error, ValueError) else ""
+        raise UserError(
+            f"{path}: {reason or first_line(error)}; measure again: {COMMAND}"
+        ) from error
+
+
+def printed_latencies(cells: Sequence[Cell]) -> dict[str, Latency]:
+    """row -> latency of the cells that the paper prints one for."""
+    known = {cell.row: cell.latency_ms for cell in cells if cell.latency_ms is not None}
+    return {row: Latency(ms, None, None, ms / known[REFERENCE]) for row, ms in known.items()}
+
+
+def in_ms(ms: float) -> str:
+    """With three digits, or all that stand before the point."""
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+
+
+def flat_latency(name: str, found: Latency | None) -> dict[str, float | None]:
+    """For a file."""
+    values = {} if found is None else asdict(found)
+    return {f"{name}_{field.name}": values.get(field.name) for field in fields(Latency)}
+
+
+def _ratio(ms: float, reference: Timing | None) -> float | None:
+    return None if reference is None else ms / reference.median_ms
