@@ -53,7 +53,8 @@ def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:
     for name, (experiment, key, _) in SWEEPS.items():
         start = f"{key.rpartition('.')[2]}="
         values = {x.removeprefix(start): x for x in configs if x.startswith(start)}
-        sweeps.append(Sweep(name=name, experiment=experiment, key=key, values=values))
+        if values:
+            sweeps.append(Sweep(name=name, experiment=experiment, key=key, values=values))
     return sweeps
 
 

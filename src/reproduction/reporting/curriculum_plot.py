@@ -28,7 +28,7 @@ def draw_curriculum(
 ) -> None:
     """Mixed samples, mixed tokens and difficulty over training, and difficulty at its end."""
     regimes, number = regimes_of(traces), length(traces)
-    with figure(path, 4, 1, figsize=(6.4, 9.6), mark=mark) as (samples, tokens, nats, end):
+    with figure(path, 4, 1, figsize=(5.4, 8.6), mark=mark) as (samples, tokens, nats, end):
         _curves(samples, traces, lambda epoch: epoch.mixed_samples, BLUE)
         samples.set_ylim(0, batch_size * 1.15)
         samples.set_ylabel(f"mixed samples\nof {batch_size} in a batch")
@@ -37,6 +37,7 @@ def draw_curriculum(
         tokens.set_ylabel("replaced tokens\nper mixed sample")
         _curves(nats, traces, lambda epoch: epoch.difficulty, GREEN)
         nats.set_ylabel("mean difficulty\n[nats]")
+        nats.set_ylim(0, max(nats.get_ylim()[1], 1.2 * tau if math.isfinite(tau) else 0))
         _tau(nats.axhline, tau)
         nats.legend(loc="upper right")
         for axes in (samples, tokens, nats):

@@ -17,7 +17,7 @@ from reproduction.reporting.render import FORMATS
 from reproduction.reporting.tables import Table
 from reproduction.runs import write_text
 
-TEMPLATE = "page.html.jinja"
+TEMPLATE, PAGE = "page.html.jinja", "index.html"
 
 
 def report_folder(outputs: Path) -> Path:
@@ -35,7 +35,7 @@ def report_folder(outputs: Path) -> Path:
 def write_page(
     folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
 ) -> list[Path]:
-    """Writes each table in all formats, and the page, beside the pictures; returns all files.
+    """Writes each table in all formats, and the page, beside the pictures; returns all, it last.
 
     Raises UserError if `folder` cannot be written.
     """
@@ -46,12 +46,12 @@ def write_page(
     }
     drawn = [f"{p.name}{suffix}" for p in pictures if not p.missing for suffix in (".png", ".pdf")]
     try:
-        files["index.html"] = as_page(folder, tables, pictures, collection)
         for name, text in files.items():
             write_text(folder / name, text)
+        write_text(folder / PAGE, as_page(folder, tables, pictures, collection))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error}") from error
-    return [folder / name for name in (*files, *drawn)]
+    return [folder / name for name in (*files, *drawn, PAGE)]
 
 
 def as_page(

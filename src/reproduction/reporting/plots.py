@@ -43,7 +43,7 @@ def draw_sensitivity(
     """Accuracy over the values: seeds, mean and deviation; the baseline as a band."""
     values = {record.value: record for record in records if record.value is not None}
     scale = scale_of(list(values))
-    with figure(path, figsize=(6.4, 4.2), mark=mark) as axes:
+    with figure(path, figsize=(5.4, 3.8), mark=mark) as axes:
         for record in records:
             if record.value is None:
                 _baseline(axes, record)
@@ -67,7 +67,7 @@ def draw_sensitivity(
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, SweepRecord]], style: str) -> None:
-    """Means with their deviation, broken where nothing was run, and every seed as a dot."""
+    """Means with their deviation, broken where nothing was run, and every seed as a dash."""
     spreads = [record.spreads.get("top1_last") for _, record in points]
     axes.errorbar(
         [x for x, _ in points],
@@ -107,8 +107,8 @@ def draw_latency(
     path: Path, measurement: Measurement, printed: Mapping[str, Latency], mark: str | None
 ) -> None:
     """Bars of ours with their quartiles, and the paper's in a panel of its own."""
-    with figure(path, 1, 2, figsize=(6.4, 3.6), mark=mark) as (ours, paper):
-        ours.set_title(textwrap.fill(measurement.conditions, 36), fontsize=9)
+    with figure(path, 1, 2, figsize=(5.4, 3.4), mark=mark) as (ours, paper):
+        ours.set_title(textwrap.fill(measurement.conditions, 32), fontsize=9)
         found = measurement.latencies()
         _bars(ours, {name: found[name] for name in printed if name in found}, BLUE)
         paper.set_title(f"printed in the paper,\non {PAPERS}", fontsize=9)
@@ -127,5 +127,5 @@ def _bars(axes: Axes, latencies: Mapping[str, Latency], color: str) -> None:
         ratio = "" if found.ratio is None else f"\nx{found.ratio:.1f}"
         above: Any = {"xytext": (0, 3), "textcoords": "offset points", "va": "bottom"}
         axes.annotate(f"{in_ms(found.ms)}{ratio}", (x, high), ha="center", fontsize=9, **above)
-    axes.set_xticks(range(len(latencies)), list(latencies))
+    axes.set_xticks(range(len(latencies)), list(latencies), fontsize=9)
     axes.margins(x=0.12, y=0.25)
