@@ -34,7 +34,10 @@ def write_overview(settings: Settings) -> list[Path]:
 
 
 def read_sources(outputs: Path, scale: str, configs: Mapping[str, Config], sizes: Sizes) -> Sources:
-    """What the report is made from; `configs` are those of all cells and values of sweeps."""
+    """What the report is made from; `configs` are those of all cells and values of sweeps.
+
+    Tables of which the scale has no cell are left out.
+    """
     cells, latency = read_cells(), read_latency(outputs)
     collection = collect(outputs, configs)
     common: dict[str, Any] = {"cells": cells, "configs": configs, "collection": collection}
@@ -42,6 +45,7 @@ def read_sources(outputs: Path, scale: str, configs: Mapping[str, Config], sizes
     tables = [
         build_table(number, scale, papers=papers, counts=sizes, latency=latency, **common)
         for number in TABLES
+        if any(cell.table == number and cell.experiment in configs for cell in cells)
     ]
     tables += [build_sweep(x, scale, outputs=outputs, **common) for x in sweeps_of(configs)]
     return Sources(outputs=outputs, scale=scale, tables=tables, latency=latency, **common)

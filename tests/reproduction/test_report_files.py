@@ -221,6 +221,23 @@ def test_every_file_of_a_small_scale_warns(outputs: Path, configs: Configs):
     assert page.count("WARNING. SMOKE SCALE") == 1 + len(tables)  # at the top and at each table
 
 
+def test_only_the_papers_experiments_are_compared_with_it(outputs: Path, configs: Configs):
+    short = shortened(configs)
+    write_run(outputs, short[HTM], name="short")
+    for scale, chosen, compared in (("full", configs, True), ("short", short, False)):
+        table = tables_of(outputs, chosen, scale)[0][4]
+        assert any("- paper" in column.title for column in table.columns) == compared
+        (full, *_) = json.loads(as_json(table))["records"]
+        assert full["n"] > 0 and full["paper_top1"] == 83.56
+        assert (full["top1_last_minus_paper"] is not None) == compared
+
+
+def test_tables_without_a_cell_at_the_scale_are_left_out(outputs: Path, configs: Configs):
+    own = {name: config for name, config in configs.items() if "imagenet1k" not in name}
+    names = [table.name for table in sources_of(outputs, own).tables]
+    assert names[:4] == ["table1", "table3", "table4", "table5"]
+
+
 def test_a_page_of_full_scale_warns_of_nothing(files: Files):
     assert "WARNING" not in files["index.html"].read_text()
 

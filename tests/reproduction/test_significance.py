@@ -19,7 +19,7 @@ def write(outputs: Path, configs: Configs, values: dict[str, dict[int, float]]) 
 
 def notes(outputs: Path, configs: Configs, number: int) -> list[str]:
     table = tables_of(outputs, configs)[0][number]
-    found = list(significance(table.records))
+    found = list(significance(table.records, "the baseline"))
     assert all(note in table.notes for note in found)
     return found
 

@@ -67,6 +67,8 @@ def test_values_are_tested_against_the_cells_own_value(tmp_path: Path, configs: 
         assert test.p == pytest.approx(ttest_rel(found, own).pvalue)
         assert test.difference == pytest.approx((sum(found) - sum(own)) / 3)
     assert texts(table, "4")["p"] == "-"
+    (note,) = (note for note in table.notes if note.startswith("Significant"))
+    assert "against tau of the table: " in note and "2 tests" in note
     assert record(table, None).runs == record_of_table1(tmp_path, configs).runs
 
 

@@ -27,9 +27,12 @@ class Column:
 
 
 def columns_of(
-    cells: Sequence[Cell], has_top5: bool, has_sizes: bool, has_latency: bool
+    cells: Sequence[Cell], is_papers: bool, has_top5: bool, has_sizes: bool, has_latency: bool
 ) -> Iterator[Column]:
-    """The columns of a table; `cells` are those of all tables, to name baselines."""
+    """The columns of a table; `cells` are those of all tables, to name baselines.
+
+    Differences from the paper are those of its own experiments (`is_papers`) alone.
+    """
     rows = {cell.experiment: cell for cell in cells}
     yield Column("row", lambda r: r.row, is_number=False)
     yield Column("status", lambda r: r.status, is_number=False)
@@ -39,7 +42,7 @@ def columns_of(
         for suffix, word in metrics if kind == "top1" else [metrics[0], metrics[2]]:
             yield Column(f"{name} {word}", partial(_accuracy, f"{kind}_{suffix}"))
         yield Column(f"{name} paper", partial(_paper, kind))
-        for suffix, word in (metrics[0], metrics[2]):
+        for suffix, word in (metrics[0], metrics[2]) if is_papers else ():
             yield Column(f"{name} {word} - paper", partial(_minus_paper, f"{kind}_{suffix}"))
     yield Column("difference", _difference)
     yield Column("p", _p_value)

@@ -30,9 +30,10 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Measured):
-    """One line of the paper's tables."""
+    """One line of the paper's tables; `is_papers`: trained as the paper did, on the same data."""
 
     table: int
+    is_papers: bool = True
     paper: Mapping[str, float | None]  # top1, top5, and parameters (M) and macs (G) if printed
     baseline: str | None = None
     counts: Counts | None = None
@@ -40,8 +41,8 @@ class Record(Measured):
     paper_latency: Latency | None = None
 
     def minus_paper(self, metric: str) -> float | None:
-        """Mean of `metric` - the printed accuracy of the same kind."""
-        printed = self.paper.get(metric.partition("_")[0])
+        """Mean of `metric` - the printed accuracy; None where they are of different experiments."""
+        printed = self.paper.get(metric.partition("_")[0]) if self.is_papers else None
         found = self.spreads.get(metric)
         return None if printed is None or found is None else found.mean - printed
 

@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 
-from reproduction.reporting.records import Record
+from reproduction.reporting.measured import Measured
 from reproduction.reporting.statistics import Comparison, holm
 
 LEVEL = 0.05
 
 
-def significance(records: Sequence[Record]) -> Iterator[str]:
-    """One note: which differences to the baseline are significant; none without a comparison."""
+def significance(records: Sequence[Measured], reference: str) -> Iterator[str]:
+    """One note: which differences to `reference` are significant; none without a comparison."""
     compared = [(record, record.comparison) for record in records if record.comparison is not None]
     names = _names([record for record, _ in compared])
     tested = [(name, test) for name, (_, test) in zip(names, compared, strict=True)]
     found = [(name, test, test.p) for name, test in tested if test.p is not None]
-    sentences = list(_verdicts(found)) if found else []
+    sentences = list(_verdicts(found, reference)) if found else []
     reasons: dict[str, list[str]] = {}
     for name, test in tested:
         if test.reason is not None:
@@ -26,13 +26,13 @@ def significance(records: Sequence[Record]) -> Iterator[str]:
         yield " ".join(sentences)
 
 
-def _verdicts(found: Sequence[tuple[str, Comparison, float]]) -> Iterator[str]:
+def _verdicts(found: Sequence[tuple[str, Comparison, float]], reference: str) -> Iterator[str]:
     """The tests that were made, and what is left of them for being so many."""
     corrected = holm([p for _, _, p in found])
     lists = {True: list[str](), False: list[str]()}
     for name, test, p in found:
         lists[p < LEVEL].append(f"{name} {test.difference:+.2f} (p = {p_text(p)})")
-    yield f"Significant at 5 % against the baseline: {', '.join(lists[True]) or 'none'}."
+    yield f"Significant at 5 % against {reference}: {', '.join(lists[True]) or 'none'}."
     yield f"Not significant: {', '.join(lists[False]) or 'none'}."
     kept = [name for (name, _, _), p in zip(found, corrected, strict=True) if p < LEVEL]
     tests = f"{len(found)} test{'s' if len(found) > 1 else ''}"
@@ -44,7 +44,7 @@ def p_text(p: float) -> str:
     return f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
 
 
-def _names(records: Sequence[Record]) -> list[str]:
+def _names(records: Sequence[Measured]) -> list[str]:
     """Rows, with their column where there are several."""
     several = len({record.column for record in records}) > 1
     return [f"{r.row} on {r.column}" if several else r.row for r in records]

@@ -12,6 +12,7 @@ from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import sweep_columns
 from reproduction.reporting.curves import Epoch, last_epoch
 from reproduction.reporting.measured import Measured, measured
+from reproduction.reporting.significance import significance
 from reproduction.reporting.statistics import Spread, flat_spread, spread
 from reproduction.reporting.tables import Table, banner, mark, origin_notes, read_texts
 from reproduction.runs import RunFolder
@@ -106,6 +107,7 @@ def build_sweep(
             *([mixing] if has_mixing else []),
             *texts["sweep_notes"][sweep.name],
             *(problem for record in records for problem in record.unread),
+            *significance(records, f"{sweep.word} of the table"),
             *origin_notes(records, collection),
         ),
     )

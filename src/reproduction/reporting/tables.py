@@ -1,7 +1,7 @@
 """A table as data: title, columns as text, records as numbers, notes. Builds the paper's ones."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,11 @@ def build_table(
     """
     texts = read_texts()
     mine = [cell for cell in cells if cell.table == number]
-    records = records_of(number, cells, collection, papers, counts, latency)
+    warning = banner(scale, mine, configs)
+    records = [
+        replace(record, is_papers=warning is None)
+        for record in records_of(number, cells, collection, papers, counts, latency)
+    ]
     has_sizes = any(row.table == number for row in papers)
     has_latency = any(cell.latency_ms is not None for cell in mine)
     notes = [
@@ -72,16 +76,16 @@ def build_table(
         *([texts["sizes"]] if has_sizes else []),
         *texts["notes"][number],
         *([_measurement(latency)] if has_latency else []),
-        *significance(records),
+        *significance(records, "the baseline"),
         *origin_notes(records, collection),
     ]
     return Table(
         name=f"table{number}",
         title=f"Table {number} at {scale} scale: {texts['titles'][number]}",
         scale=scale,
-        banner=banner(scale, mine, configs),
+        banner=warning,
         mark=mark(scale, mine, configs),
-        columns=tuple(columns_of(cells, number == 2, has_sizes, has_latency)),
+        columns=tuple(columns_of(cells, warning is None, number == 2, has_sizes, has_latency)),
         records=tuple(records),
         notes=tuple(notes),
     )
