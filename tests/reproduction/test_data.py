@@ -123,8 +123,10 @@ def test_cifar_says_what_to_put_where_when_the_download_fails(server, tmp_path, 
     archive.unlink()
     with pytest.raises(UserError) as refusal:
         load_source("cifar10", str(tmp_path / "data"), None)
-    assert "dataset.root=" in str(refusal.value) and CIFAR10.filename in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    said = str(refusal.value)
+    assert said.startswith("dataset.root=") and "\n" not in said
+    put = f"put {CIFAR10.url} (MD5 {CIFAR10.tgz_md5}, not unpacked) into {tmp_path / 'data'}"
+    assert said.endswith(put) and CIFAR10.url.endswith(CIFAR10.filename)
 
 
 def test_cifar_refuses_an_archive_with_another_digest(server, tmp_path, monkeypatch):

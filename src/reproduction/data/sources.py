@@ -113,10 +113,10 @@ def _cifar(name: str, root: str | None) -> Source:
         if digests is not None:
             reason = f"its stand-in images are broken ({first_line(error)}), remove the folder"
             raise UserError(f"dataset.root={root}: {reason}") from error
-        url, archive = kind.url, kind.filename
         raise UserError(
             f"dataset.root={root}: {name} is not there and could not be downloaded "
-            f"({first_line(error)}); put {archive} from {url} into this folder"
+            f"({first_line(error)}); put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into "
+            f"{Path(str(root)).absolute()}"
         ) from error
     return Source(train, held_out, list(train.classes))
 
