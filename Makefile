@@ -5,7 +5,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint format check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa
+  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -27,7 +27,7 @@ quickstart: .venv/installed  ## train and evaluate on real handwritten digits, H
 test: .venv/installed-dev  ## run all tests, on up to 4 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke DATASET=option DATA=folder
+# The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder
 # DEVICES=1 OUTPUTS=outputs DRY_RUN=1; `$(BIN)/python scripts/reproduce.py --help` explains them.
 SAME = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
@@ -70,6 +70,9 @@ sweep-kappa: .venv/installed  ## train VTM with kappa from 1 to all 256 tokens
 reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=smoke: the whole pipeline in minutes
 	$(STUDY) all
 	$(LATENCY)
+
+cost: .venv/installed  ## measure the hours of the runs on this machine; STUDIES="table1 sweep-tau": of these
+	$(BIN)/python scripts/cost.py $(if $(SEEDS),--seeds $(SEEDS)) $(SAME) $(STUDIES)
 
 status: .venv/installed  ## show how far the tables' and sweeps' runs are
 	$(REPRODUCE) --status all

@@ -3,14 +3,11 @@
 import argparse
 import sys
 
-from rich.console import Console
-
 from reproduction.cli import compose
 from reproduction.parse import parse
 from reproduction.reporting.model_stats import as_markdown, as_table, differences, measure
 from reproduction.reporting.paper import read_paper
-
-WIDTH = 180  # of the table where there is no terminal to fit
+from reproduction.terminal import print_tables
 
 
 def main() -> int:
@@ -22,7 +19,7 @@ def main() -> int:
     if args.markdown:
         print(as_markdown(stats), end="")
     else:
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(as_table(stats))
+        print_tables(as_table(stats))
     return int(any(note is None for row in stats for _, note in differences(row)))
 
 

@@ -2,36 +2,15 @@
 
 import argparse
 import sys
-from typing import NoReturn
-
-from rich.console import Console
 
 from reproduction.cli import one_line
 from reproduction.errors import UserError
-from reproduction.plan import (
-    DATASET_OPTIONS,
-    STUDIES,
-    PlannedRun,
-    Settings,
-    default_seeds,
-    plan,
-)
+from reproduction.plan import DATASET_OPTIONS, STUDIES, Settings, default_seeds, plan
 from reproduction.scales import FULL, SCALES, about
 from reproduction.states import state_table
+from reproduction.terminal import Parser, positive, print_tables
 
-WIDTH = 180  # of the table where there is no terminal to fit
 SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
-    return int(text)
 
 
 def parser() -> Parser:
@@ -60,20 +39,16 @@ def reproduce(args: argparse.Namespace) -> int:
     )
     runs = plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
     if args.dry_run or args.status:
-        show(runs, with_folders=args.dry_run)
+        print_tables(state_table(runs, settings, with_folders=args.dry_run))
         return 0
     from reproduction.runner import prepare, train_all, train_apart, train_here
 
     prepare(runs, settings)
     failed = train_all(runs, train_apart if settings.chosen.is_apart else train_here)
-    show(runs, with_folders=False)
+    print_tables(state_table(runs, settings, with_folders=False))
     for name, error in failed.items():
         print(f"reproduce.py: {name} failed twice: {error}", file=sys.stderr)
     return int(bool(failed))
-
-
-def show(runs: list[PlannedRun], with_folders: bool) -> None:
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(state_table(runs, with_folders))
 
 
 if __name__ == "__main__":

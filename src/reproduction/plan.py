@@ -155,6 +155,13 @@ def point_configs(study: str, settings: Settings) -> dict[str, Config]:
     return {point.label: _config(point, settings) for point in _points(study, settings)}
 
 
+def studies_of(scale: str) -> list[str]:
+    """The tables and sweeps that a scale has cells of."""
+    settings = Settings(scale=scale)
+    own = [study for study in STUDIES if study not in ("all", *FIGURES)]
+    return [study for study in own if any(_points(study, settings))]
+
+
 def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
     """The runs of a study, seed by seed: points of one configuration share one run.
 

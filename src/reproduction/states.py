@@ -1,16 +1,19 @@
 """How far planned runs are: read from their folders, shown as a table."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from rich.markup import escape
 from rich.table import Table
 
+from reproduction.cost import FILE, hours_text, read_costs, run_hours, speed_key
+from reproduction.hardware import hardware_name
 from reproduction.locking import is_held
-from reproduction.plan import PlannedRun
+from reproduction.plan import PlannedRun, Settings
 from reproduction.runs import RunFolder, run_hash
 
 Status = Literal["finished", "running", "interrupted", "failed", "not started"]
@@ -63,9 +66,14 @@ def _last_epoch(folder: RunFolder) -> dict[str, Any]:
     return json.loads(last) if last else {}
 
 
-def state_table(runs: Iterable[PlannedRun], with_folders: bool) -> Table:
-    """A row for each run. Hours are measured ones, `~` those of the same run with other seeds."""
+def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bool) -> Table:
+    """A row for each run.
+
+    Hours are measured ones, `~` those of the same run with other seeds, else by the speed that was
+    measured on this hardware.
+    """
     states = [(run, read_state(run.folder)) for run in runs]
+    estimated = _estimated(runs, settings)
     measured: dict[str, list[float]] = {}
     for run, state in states:
         if state.hours is not None:
@@ -73,6 +81,7 @@ def state_table(runs: Iterable[PlannedRun], with_folders: bool) -> Table:
     table = Table("run", "seed", "status", "epochs", "top-1", "hours")
     if with_folders:
         table.add_column("folder", overflow="fold")
+    is_known = True
     for run, state in states:
         row = [
             escape("\n".join(run.labels)),
@@ -80,10 +89,26 @@ def state_table(runs: Iterable[PlannedRun], with_folders: bool) -> Table:
             _described(state),
             f"{state.epochs}/{run.config.recipe.epochs}",
             "" if state.top1 is None else f"{state.top1:.2f}",
-            _hours(state.hours, measured.get(_without_seed(run), [])),
+            _hours(state.hours, measured.get(_without_seed(run), []), estimated.get(run.name)),
         ]
         table.add_row(*row, *([escape(str(run.folder.path))] if with_folders else []))
+        is_known = is_known and row[-1] != ""
+    if not is_known and not settings.uses_stand_ins:
+        table.caption = "make cost measures this machine, for the hours that are not known"
     return table
+
+
+def _estimated(runs: Sequence[PlannedRun], settings: Settings) -> dict[str, float]:
+    """Run name -> hours, of those whose speed was measured on this hardware."""
+    costs = read_costs(Path(settings.outputs, FILE))
+    if not costs or not runs:  # else torch need not be imported to name a GPU
+        return {}
+    speeds = costs.get(hardware_name(runs[0].config.device), {})
+    return {
+        run.name: run_hours(run.config, speed)
+        for run in runs
+        if (speed := speeds.get(speed_key(run.config))) is not None
+    }
 
 
 def _without_seed(run: PlannedRun) -> str:
@@ -96,7 +121,8 @@ def _described(state: State) -> str:
     return text if state.error is None else f"{text}: {escape(state.error)}"
 
 
-def _hours(own: float | None, of_other_seeds: list[float]) -> str:
+def _hours(own: float | None, of_other_seeds: list[float], estimated: float | None) -> str:
     if own is not None:
-        return f"{own:.3g}"
-    return f"~{fmean(of_other_seeds):.3g}" if of_other_seeds else ""
+        return hours_text(own)
+    likely = fmean(of_other_seeds) if of_other_seeds else estimated
+    return "" if likely is None else f"~{hours_text(likely)}"

@@ -2,9 +2,43 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
+
+from reproduction.errors import UserError
 
 EVALUATION_FOLDERS = ("val", "test")
 IMAGENET_CLASSES = 1000
+
+
+class Sizes(NamedTuple):
+    """Images to train on, images held out, classes."""
+
+    train: int
+    held_out: int
+    classes: int
+
+
+SIZES = {
+    "digits": Sizes(1_437, 360, 10),
+    "cifar10": Sizes(50_000, 10_000, 10),
+    "cifar100": Sizes(50_000, 10_000, 100),
+    "imagenet1k": Sizes(1_281_167, 50_000, IMAGENET_CLASSES),
+}
+
+
+def data_sizes(name: str, root: str | None) -> Sizes:
+    """Of a whole data set; only those of an image folder are looked at.
+
+    Raises UserError if that is not there.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    if problem := missing_data(name, root):
+        raise UserError(problem)
+    folders = split_folders(str(root))
+    assert folders is not None
+    train, held_out = (sum(len(files) for *_, files in os.walk(folder)) for folder in folders)
+    return Sizes(train, held_out, len(class_names(folders[0])))
 
 
 def missing_data(name: str, root: str | None) -> str | None:

@@ -1,0 +1,74 @@
+"""Measures on this machine how long the runs of tables and sweeps take, for their hours."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from reproduction.cli import one_line
+from reproduction.cost import FILE, Speed, add_costs, speed_key
+from reproduction.cost_tables import hours_table, speed_table
+from reproduction.errors import UserError
+from reproduction.hardware import hardware_name
+from reproduction.plan import DATASET_OPTIONS, PlannedRun, Settings, plan, studies_of
+from reproduction.scales import FULL, SCALES, about
+from reproduction.terminal import Parser, positive, print_tables
+
+
+def parser() -> Parser:
+    options = Parser(description=__doc__)
+    options.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")
+    options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
+    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the tables' own")
+    options.add_argument("--data", help="its folder")
+    options.add_argument("--seeds", type=positive, help="that hours are counted for")
+    options.add_argument("--devices", type=positive, default=1, help="that share the work ideally")
+    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options.add_argument(
+        "--batch-size", type=positive, help="default: the runs', on a CPU of two seconds"
+    )
+    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    return options
+
+
+def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict[str, Speed]]:
+    """(hardware, speeds of the runs); writes each into cost.json as soon as it is known."""
+    from reproduction.training.distributed import resolve_device
+    from reproduction.training.speed import measure_speed
+
+    device = resolve_device(args.device, 1)
+    hardware = hardware_name(device)
+    speeds: dict[str, Speed] = {}
+    for run in runs:
+        key = speed_key(run.config)
+        if key not in speeds:
+            print(f"measuring {run.labels[0]}", flush=True)
+            speeds[key] = measure_speed(run.config, device, args.batch_size)
+            add_costs(Path(args.outputs, FILE), hardware, {key: speeds[key]})
+    return hardware, speeds
+
+
+def main() -> None:
+    args = parser().parse_args()
+    settings = Settings(
+        scale=args.scale, dataset=args.dataset, data=args.data, outputs=args.outputs
+    )
+    if settings.uses_stand_ins:
+        raise UserError(f"scale={args.scale}: runs of seconds on made-up images are not measured")
+    chosen = args.studies or studies_of(args.scale)
+    seeds = args.seeds or settings.chosen.seeds
+    studies = {study: plan(study, settings, seeds) for study in chosen}
+    distinct = list({run.name: run for runs in studies.values() for run in runs}.values())
+    hardware, speeds = measure(distinct, args)
+    print_tables(
+        speed_table(distinct, speeds, hardware), hours_table(studies, speeds, args.devices)
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (UserError, OSError) as error:
+        print(f"cost.py: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:  # what was measured is kept
+        sys.exit(130)

@@ -1,0 +1,113 @@
+"""What runs cost: speeds measured by scripts/cost.py, and the hours that follow from them.
+
+cost.json maps hardware -> key of a configuration -> Speed. Imports no torch.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reproduction.config import Config
+from reproduction.data.folders import Sizes, data_sizes
+from reproduction.errors import UserError, first_line
+from reproduction.runs import run_hash, write_text
+
+FILE = "cost.json"
+FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Images per second in training (median, slowest and fastest round) and in evaluation.
+
+    `batch_size` and `macs`, of an image, are those of the measurement.
+    """
+
+    batch_size: int
+    training: float
+    slowest: float
+    fastest: float
+    evaluation: float
+    macs: int
+
+
+Speeds = Mapping[str, Speed]  # by speed_key
+
+
+def as_measured(config: Config) -> Config:
+    """What is measured for a run: the same for all runs of one speed.
+
+    Every sample is mixed by HTM, and every token that gains; one device.
+    """
+    stack = config.augmentation
+    if stack.htm is not None:
+        stack = replace(stack, htm=replace(stack.htm, tau=math.inf, rho=0.0))
+    return replace(
+        config,
+        seed=0,
+        devices=1,
+        augmentation=stack,
+        dataset=replace(config.dataset, root=None, limit=None),
+        recipe=replace(config.recipe, epochs=2, warmup_epochs=0, cooldown_epochs=0),
+    )
+
+
+def speed_key(config: Config) -> str:
+    """Configurations of one key have one speed."""
+    return run_hash(as_measured(config))
+
+
+def sizes_of(config: Config) -> Sizes:
+    """The images that an epoch trains on and evaluates, and the classes; see `data_sizes`."""
+    found = data_sizes(config.dataset.name, config.dataset.root)
+    limit = config.dataset.limit or found.train
+    return found._replace(train=min(limit, found.train))
+
+
+def run_hours(config: Config, speed: Speed) -> float:
+    """Of a whole run; several devices share the work ideally."""
+    train, held_out, _ = sizes_of(config)
+    epoch = train / speed.training + held_out / speed.evaluation
+    return config.recipe.epochs * epoch / config.devices / 3600
+
+
+def hours_text(hours: float) -> str:
+    """Three digits; whole hours from a hundred on."""
+    return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
+
+
+def training_flops(config: Config, macs: int) -> int:
+    """3 x 2 x `macs` of an image x images of all epochs."""
+    return FLOPS_PER_MAC * macs * sizes_of(config).train * config.recipe.epochs
+
+
+def read_costs(path: Path) -> dict[str, dict[str, Speed]]:
+    """hardware -> speeds; empty if the file is not there, UserError if it is broken."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        return {
+            hardware: {key: Speed(**values) for key, values in speeds.items()}
+            for hardware, speeds in content.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: no costs, remove it and measure again: {first_line(error)}"
+        ) from error
+
+
+def add_costs(path: Path, hardware: str, speeds: Speeds) -> None:
+    """Puts newly measured speeds into the file."""
+    known = read_costs(path)
+    known[hardware] = {**known.get(hardware, {}), **speeds}
+    content: dict[str, dict[str, Any]] = {
+        name: {key: dataclasses.asdict(speed) for key, speed in found.items()}
+        for name, found in known.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=2) + "\n")
