@@ -9,7 +9,7 @@ from reproduction.cli import compose
 from reproduction.config import Config
 from reproduction.parse import parse
 from reproduction.plan import SWEEPS, Settings, point_configs
-from reproduction.reporting.collect import collect
+from reproduction.reporting.collect import Collection, collect
 from reproduction.reporting.latency import read_latency
 from reproduction.reporting.page import report_folder, write_page
 from reproduction.reporting.paper import PaperRow, read_paper
@@ -27,19 +27,25 @@ def write_overview(settings: Settings) -> list[Path]:
     UserError if there are no runs to read or the report has no place.
     """
     configs = point_configs("all", settings)
-    sources = read_sources(settings.root, settings.scale, configs, count(read_paper()))
+    collection = collect(settings.root, configs)
     folder = report_folder(settings.root)
+    sources = read_sources(settings.root, settings.scale, configs, collection, count(read_paper()))
     pictures = draw_pictures(sources, folder)
     return write_page(folder, sources.tables, pictures, sources.collection)
 
 
-def read_sources(outputs: Path, scale: str, configs: Mapping[str, Config], sizes: Sizes) -> Sources:
+def read_sources(
+    outputs: Path,
+    scale: str,
+    configs: Mapping[str, Config],
+    collection: Collection,
+    sizes: Sizes,
+) -> Sources:
     """What the report is made from; `configs` are those of all cells and values of sweeps.
 
     Tables of which the scale has no cell are left out.
     """
     cells, latency = read_cells(), read_latency(outputs)
-    collection = collect(outputs, configs)
     common: dict[str, Any] = {"cells": cells, "configs": configs, "collection": collection}
     papers = read_paper()
     tables = [

@@ -12,7 +12,7 @@ import yaml
 
 from reproduction.config import Config
 from reproduction.overview import read_sources
-from reproduction.reporting.collect import Collection
+from reproduction.reporting.collect import Collection, collect
 from reproduction.reporting.paper import read_paper
 from reproduction.reporting.pictures import Sources
 from reproduction.reporting.records import Counts
@@ -61,7 +61,7 @@ def shortened(configs: Configs) -> dict[str, Config]:
 
 def sources_of(outputs: Path, configs: Configs, scale: str = "full") -> Sources:
     """What the report of what is under `outputs` is made from."""
-    return read_sources(outputs, scale, configs, COUNTS)
+    return read_sources(outputs, scale, configs, collect(outputs, configs), COUNTS)
 
 
 def tables_of(

@@ -53,6 +53,15 @@ def test_the_value_of_the_cell_is_the_cells_own_run(tmp_path: Path, configs: Con
     assert f"{HTM}, table3/attention, table4/full, table5/mixup_cutmix_htm, tau=2, rho" in cells
 
 
+def test_only_the_papers_experiment_stands_beside_the_papers_value(
+    tmp_path: Path, configs: Configs
+):
+    for scale, papers in (("full", {82.87, 83.56, 83.54}), ("short", set[float]())):
+        sweeps = [t for t in sources_of(tmp_path, configs, scale).tables if "sweep" in t.name]
+        records = [r for t in sweeps for r in t.records if isinstance(r, SweepRecord)]
+        assert {r.paper for r in records} - {None} == papers
+
+
 def test_values_are_tested_against_the_cells_own_value(tmp_path: Path, configs: Configs):
     own, other = [83.0, 83.5, 83.2], [82.0, 83.1, 82.9]
     for seed in range(3):
@@ -68,7 +77,8 @@ def test_values_are_tested_against_the_cells_own_value(tmp_path: Path, configs: 
         assert test.difference == pytest.approx((sum(found) - sum(own)) / 3)
     assert texts(table, "4")["p"] == "-"
     (note,) = (note for note in table.notes if note.startswith("Significant"))
-    assert "against tau of the table: " in note and "2 tests" in note
+    assert "against the tau of Table 1: none." in note and "2 tests" in note
+    assert "baseline -0.23 (p = " in note and "tau = 0.5 -0.57 (p = " in note
     assert record(table, None).runs == record_of_table1(tmp_path, configs).runs
 
 

@@ -220,6 +220,7 @@ def test_no_folder_stops_the_tables(tmp_path: Path, configs: Configs):
         "strange": {"config.yaml": "seed: 1\nrecipe: 5\n2026-01-01: .nan\n"},
         "fin": {"config.yaml": "seed: 1\nrecipe: 5\n", "summary.json": '{"status": "finished"}'},
         "report": {"index.html": "ours"},
+        "data": {"cifar10.txt": "stand-in images"},
         ".sweeps": {},
     }
     for name, files in contents.items():
@@ -233,7 +234,7 @@ def test_no_folder_stops_the_tables(tmp_path: Path, configs: Configs):
     tables, collection = tables_of(tmp_path, configs)
     assert record(tables[1], HTM).runs == ("good",)
     listed = reasons(collection)
-    assert set(listed) == {*contents, "config.yaml", "isfolder"} - {"report", ".sweeps"}
+    assert set(listed) == {*contents, "config.yaml", "isfolder"} - {"report", "data", ".sweeps"}
     assert all("\n" not in why and str(tmp_path) not in why for why in listed.values())
     assert listed["foreign"] == "is no run folder: config.yaml holds no seed"
 

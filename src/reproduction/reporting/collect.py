@@ -12,7 +12,8 @@ from reproduction.errors import UserError, first_line
 from reproduction.reporting.folder import Run, one_line, read_run
 from reproduction.runs import identity
 
-REPORT = "report"  # this folder under outputs/ is ours, unless it holds a run
+REPORT = "report"
+OURS = (REPORT, "data")  # these folders under outputs/ are ours, unless they hold a run
 MOST_KEYS = 3  # that the note on a run of another configuration names
 
 
@@ -98,7 +99,7 @@ def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
     unused: list[Unused] = []
     for name in names:
         folder = outputs / name
-        if name.startswith(".") or (name == REPORT and not (folder / "config.yaml").exists()):
+        if name.startswith(".") or (name in OURS and not (folder / "config.yaml").exists()):
             continue
         try:
             if not name.isprintable():

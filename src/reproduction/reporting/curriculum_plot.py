@@ -37,7 +37,7 @@ def draw_curriculum(
         tokens.set_ylabel("replaced tokens\nper mixed sample")
         _curves(nats, traces, lambda epoch: epoch.difficulty, GREEN)
         nats.set_ylabel("mean difficulty\n[nats]")
-        nats.set_ylim(0, max(nats.get_ylim()[1], 1.2 * tau if math.isfinite(tau) else 0))
+        nats.set_ylim(0, 1.2 * max(nats.get_ylim()[1], tau if math.isfinite(tau) else 0))
         _tau(nats.axhline, tau)
         nats.legend(loc="upper right")
         for axes in (samples, tokens, nats):

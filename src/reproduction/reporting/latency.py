@@ -9,9 +9,9 @@ from pydantic.dataclasses import dataclass as checked
 
 from reproduction.cells import Cell
 from reproduction.errors import UserError, first_line
+from reproduction.scales import FULL
 
 FILE = "latency.json"  # in the folder of all runs
-COMMAND = "python scripts/measure_latency.py"
 PAPERS = "an RTX A6000"
 REFERENCE = "attention"  # of the ratios
 
@@ -65,6 +65,11 @@ class Measurement:
         }
 
 
+def command(scale: str) -> str:
+    """What measures them."""
+    return "python scripts/measure_latency.py" + ("" if scale == FULL else f" --scale {scale}")
+
+
 def read_latency(outputs: Path) -> Measurement | None:
     """What was measured beside the runs; None if nothing was, UserError if it cannot be read."""
     path = outputs / FILE
@@ -72,11 +77,10 @@ def read_latency(outputs: Path) -> Measurement | None:
         return None
     try:
         return TypeAdapter(Measurement).validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split()) if isinstance(error, ValueError) else ""
-        raise UserError(
-            f"{path}: {reason or first_line(error)}; measure again: {COMMAND}"
-        ) from error
+    except ValueError as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}; remove it") from error
+    except OSError as error:
+        raise UserError(f"{path}: {first_line(error)}") from error
 
 
 def printed_latencies(cells: Sequence[Cell]) -> dict[str, Latency]:

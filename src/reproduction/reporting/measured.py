@@ -31,6 +31,11 @@ class Measured(ABC):
     runs: tuple[str, ...] = ()
 
     @property
+    def label(self) -> str:
+        """What a sentence calls it."""
+        return self.row
+
+    @property
     def seconds(self) -> Spread | None:
         """Of a run."""
         known = [result.seconds for result in self.results if result.seconds is not None]

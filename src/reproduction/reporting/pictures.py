@@ -15,7 +15,8 @@ from reproduction.reporting.columns import spread_text
 from reproduction.reporting.curriculum import Trace, describe, length, read_trace, regimes_of
 from reproduction.reporting.curriculum_plot import draw_curriculum
 from reproduction.reporting.figures import copy_picture
-from reproduction.reporting.latency import COMMAND, Measurement, in_ms, printed_latencies
+from reproduction.reporting.latency import Measurement, in_ms, printed_latencies
+from reproduction.reporting.latency import command as latency_command
 from reproduction.reporting.plots import draw_latency, draw_sensitivity
 from reproduction.reporting.sweeps import SweepRecord
 from reproduction.reporting.tables import FULL, Table, mark
@@ -115,7 +116,8 @@ def _planned(sources: Sources) -> Iterator[tuple[str, str, str | None, Draw]]:
 def _latency(sources: Sources, path: Path) -> tuple[str, str]:
     found, printed = sources.latency, printed_latencies(sources.cells)
     if found is None:
-        raise Missing(f"The latency is not measured here; {COMMAND} measures it.")
+        command = latency_command(sources.scale)
+        raise Missing(f"The latency is not measured here; {command} measures it.")
     draw_latency(path, found, printed, sources.mark("table3/attention"))
     ours = found.latencies()
     told = ", ".join(f"{name} {in_ms(x.ms)}" for name, x in ours.items())

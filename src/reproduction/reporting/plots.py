@@ -59,7 +59,7 @@ def draw_sensitivity(
             if record.is_own:
                 label = f"{word} = {record.row}"
                 axes.axvline(scale.places[value], color=GREY, linestyle=":", zorder=0, label=label)
-                _printed(axes, scale.places[value], None if mark else record.paper)
+                _printed(axes, scale.places[value], record.paper)
         axes.set_xticks(list(scale.places.values()), list(scale.places))
         axes.set_xlabel(f"{word} (logarithmic)" if scale.is_log else word)
         axes.set_ylabel("top-1 after the last epoch [%]")

@@ -47,4 +47,4 @@ def p_text(p: float) -> str:
 def _names(records: Sequence[Measured]) -> list[str]:
     """Rows, with their column where there are several."""
     several = len({record.column for record in records}) > 1
-    return [f"{r.row} on {r.column}" if several else r.row for r in records]
+    return [f"{r.label} on {r.column}" if several else r.label for r in records]

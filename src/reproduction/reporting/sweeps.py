@@ -1,7 +1,7 @@
 """A sweep as a table: accuracy, and how much HTM mixes, over the values of one key."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ class SweepRecord(Measured):
     mixed_tokens: Spread | None = None
     unread: tuple[str, ...] = ()  # why the mixing of some runs is not known
 
+    @property
+    def label(self) -> str:
+        return self.row if self.value is None else f"{self.key.rpartition('.')[2]} = {self.value}"
+
     def flat(self) -> dict[str, Any]:
         return {
             "key": self.key,
@@ -93,12 +97,15 @@ def build_sweep(
         *_records(sweep, cell, collection, outputs if has_mixing else None),
     ]
     mixing = texts["mixing"].format(batch_size=config.recipe.batch_size)
+    said = mark(scale, [cell], configs)
+    if said is not None:  # the printed accuracies may be of another value of the key
+        records = [replace(record, paper=None) for record in records]
     return Table(
         name=sweep.name,
         title=f"Sensitivity to {sweep.word} at {scale} scale: {texts['sweep_titles'][sweep.name]}",
         scale=scale,
         banner=banner(scale, [cell], configs),
-        mark=mark(scale, [cell], configs),
+        mark=said,
         columns=tuple(sweep_columns(sweep.word, has_mixing)),
         records=tuple(records),
         notes=(
@@ -107,7 +114,7 @@ def build_sweep(
             *([mixing] if has_mixing else []),
             *texts["sweep_notes"][sweep.name],
             *(problem for record in records for problem in record.unread),
-            *significance(records, f"{sweep.word} of the table"),
+            *significance(records, f"the {sweep.word} of Table {cell.table}"),
             *origin_notes(records, collection),
         ),
     )

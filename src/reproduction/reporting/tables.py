@@ -12,7 +12,7 @@ from reproduction.cells import Cell
 from reproduction.config import Config
 from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import Column, columns_of, short_revision
-from reproduction.reporting.latency import COMMAND, PAPERS, Measurement
+from reproduction.reporting.latency import PAPERS, Measurement, command
 from reproduction.reporting.measured import Measured, known
 from reproduction.reporting.paper import PaperRow
 from reproduction.reporting.records import Counts, records_of
@@ -75,7 +75,7 @@ def build_table(
         *texts["common"],
         *([texts["sizes"]] if has_sizes else []),
         *texts["notes"][number],
-        *([_measurement(latency)] if has_latency else []),
+        *([_measurement(latency, scale)] if has_latency else []),
         *significance(records, "the baseline"),
         *origin_notes(records, collection),
     ]
@@ -174,10 +174,10 @@ def _provenance(records: Sequence[Measured]) -> Iterator[str]:
     yield f"{text}."
 
 
-def _measurement(latency: Measurement | None) -> str:
+def _measurement(latency: Measurement | None, scale: str) -> str:
     """Where the latencies come from."""
     if latency is None:
-        return f"Latency is not measured here yet; {COMMAND} measures it."
+        return f"Latency is not measured here yet; {command(scale)} measures it."
     return (
         f"Latency: median (quartiles) of {latency.repeats} repeats in ms, x: ratio to attention's. "
         f"Ours: {latency.conditions}. The paper's: {PAPERS}, so only the ratios compare."
