@@ -17,7 +17,7 @@ setup: .venv/installed  ## make .venv with the requirements and this package
 	$(BIN)/pip install --quiet --requirement requirements.txt --editable .
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
+.venv/installed-dev: requirements-dev.txt requirements-cluster.txt .venv/installed
 	$(BIN)/pip install --quiet --requirement requirements-dev.txt
 	touch $@
 
@@ -28,12 +28,15 @@ test: .venv/installed-dev  ## run all tests, on up to 4 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder
-# DEVICES=1 OUTPUTS=outputs DRY_RUN=1; `$(BIN)/python scripts/reproduce.py --help` explains them.
+# DEVICES=1 OUTPUTS=outputs DRY_RUN=1 LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ...";
+# `$(BIN)/python scripts/reproduce.py --help` explains them.
 SAME = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(SAME)
-STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
-LATENCY = $(if $(filter-out 0,$(DRY_RUN)),,$(BIN)/python scripts/measure_latency.py \
+STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(LAUNCHER),--launcher $(LAUNCHER)) \
+  $(if $(JOBS),--jobs $(JOBS)) $(SLURM)
+# not where jobs are submitted: that machine is not the one that trains
+LATENCY = $(if $(filter-out 0,$(DRY_RUN))$(filter slurm,$(LAUNCHER)),,$(BIN)/python scripts/measure_latency.py \
   $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)"))
 
 reproduce-table1: .venv/installed  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100

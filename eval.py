@@ -20,4 +20,4 @@ def main(settings: Evaluation) -> None:
 
 
 if __name__ == "__main__":
-    run("eval", resolve, lambda settings: None, main)
+    run("eval", resolve, lambda settings, here: None, main)

@@ -15,4 +15,4 @@ def main(settings: Export) -> None:
 
 
 if __name__ == "__main__":
-    run("export", resolve, lambda settings: None, main)
+    run("export", resolve, lambda settings, here: None, main)

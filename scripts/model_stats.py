@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.parse import parse
 from reproduction.reporting.model_stats import as_markdown, as_table, differences, measure
 from reproduction.reporting.paper import read_paper

@@ -5,23 +5,17 @@ import sys
 
 from reproduction.cli import one_line
 from reproduction.errors import UserError
-from reproduction.plan import DATASET_OPTIONS, STUDIES, Settings, default_seeds, plan
-from reproduction.scales import FULL, SCALES, about
+from reproduction.options import check_launcher, resources_of, runs_of, settings_of, study_parser
+from reproduction.plan import PlannedRun, Settings
+from reproduction.slurm import submit
 from reproduction.states import state_table
 from reproduction.terminal import Parser, positive, print_tables
 
-SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
-
 
 def parser() -> Parser:
-    options = Parser(description=__doc__)
-    options.add_argument("study", choices=STUDIES, help="what to reproduce")
-    options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
-    options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
-    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the table's own")
-    options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
-    options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
-    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    options = study_parser(__doc__)
+    options.add_argument("--launcher", choices=("local", "joblib", "slurm"), default="local")
+    options.add_argument("--jobs", type=positive, help="of joblib: runs at the same time")
     shown = options.add_mutually_exclusive_group()
     shown.add_argument("--dry-run", action="store_true", help="show runs and folders, do nothing")
     shown.add_argument("--status", action="store_true", help="show how far the runs are")
@@ -29,26 +23,31 @@ def parser() -> Parser:
 
 
 def reproduce(args: argparse.Namespace) -> int:
-    """Shows the runs, or trains them; status 1 if one failed twice."""
-    settings = Settings(
-        scale=args.scale,
-        dataset=args.dataset,
-        data=args.data,
-        devices=args.devices,
-        outputs=args.outputs,
-    )
-    runs = plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
+    """Shows the runs, submits them, or trains them; status 1 if one failed twice."""
+    check_launcher(args)
+    settings, runs = settings_of(args), runs_of(args)
     if args.dry_run or args.status:
         print_tables(state_table(runs, settings, with_folders=args.dry_run))
         return 0
-    from reproduction.runner import prepare, train_all, train_apart, train_here
-
-    prepare(runs, settings)
-    failed = train_all(runs, train_apart if settings.chosen.is_apart else train_here)
+    if args.launcher == "slurm":
+        print(submit(args.study, runs, settings, resources_of(args)))
+        return 0
+    failed = train(args, settings, runs)
     print_tables(state_table(runs, settings, with_folders=False))
     for name, error in failed.items():
         print(f"reproduce.py: {name} failed twice: {error}", file=sys.stderr)
     return int(bool(failed))
+
+
+def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> dict[str, str]:
+    """Returns the errors of those that failed twice."""
+    from reproduction.children import shares
+    from reproduction.runner import prepare, train_all, train_all_apart, train_here
+
+    prepare(runs, settings)
+    if args.launcher == "joblib":
+        return train_all_apart(runs, shares(args.jobs, args.devices), settings.root / ".logs")
+    return train_all_apart(runs) if settings.chosen.is_apart else train_all(runs, train_here)
 
 
 if __name__ == "__main__":

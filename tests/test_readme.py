@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from reproduction import cli
+from reproduction.compose import compose
 from reproduction.parse import parse
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -21,7 +22,7 @@ def test_train_commands_of_the_readme_are_valid(command: str, tmp_path: Path):
     points = cli._points(args)
     assert points
     for point in points:
-        parse(cli.compose("train", point).raw)
+        parse(compose("train", point).raw)
 
 
 def test_the_readme_shows_commands():

@@ -1,12 +1,11 @@
-"""The only module that knows Hydra: from a command line to checked settings, errors in one line."""
+"""From a command line to its runs, errors in one line. With compose.py all that knows Hydra."""
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -15,59 +14,48 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from reproduction.checks import unservable
+from reproduction.compose import AUGMENTATIONS, Composed, compose, own_hydra, register_resolvers
 from reproduction.config import CONF_DIR
-from reproduction.errors import RunFailed, UserError
-from reproduction.hardware import usable_cores
+from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line
+from reproduction.launchers import (
+    HERE,
+    PARALLEL,
+    SUBMITIT,
+    check_launcher,
+    check_resume,
+    gpu_share,
+)
 from reproduction.ranks import is_first_rank, launched_ranks
 
 Settings = TypeVar("Settings")
-AUGMENTATIONS = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
-
-
-@dataclass(frozen=True)
-class Composed:
-    """One point of a command line: plain values and what was chosen to get them."""
-
-    raw: dict[str, Any]
-    overrides: dict[str, str]  # key or group -> as typed
-    experiment: str | None
 
 
 def run(
     config_name: str,
     resolve: Callable[[Composed], Settings],
-    check_all: Callable[[list[Settings]], None],
+    check_all: Callable[[list[Settings], bool], None],
     main: Callable[[Settings], None],
 ) -> NoReturn:
     """Checks every point of the command line, then runs `main` on each in Hydra's launcher.
 
-    Ends with status 0, 2 for what the user typed wrong, 130 for an interruption, 1 for a failure.
+    `check_all` is told whether the runs will be on this machine. Ends with status 0, 2 for what
+    the user typed wrong, 130 for an interruption, 1 for a failure.
     """
-
-    process, failures = os.getpid(), list[Exception]()
-
-    def job(_: DictConfig) -> None:
-        overrides = list(HydraConfig.get().overrides.task)
-        try:
-            main(resolve(compose(config_name, overrides)))
-        except (UserError, RunFailed) as error:
-            if os.getpid() != process:  # a worker of Hydra's launcher, which reports it
-                raise
-            failures.append(error)  # the other points of a sweep go on
-
+    failures: list[Exception] = []
     try:
-        points = _points(sys.argv[1:])
-        if points is not None:
-            check_all([resolve(compose(config_name, point)) for point in points])
-        _register_resolvers()
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
-        hydra.main(config_path=str(CONF_DIR), config_name=config_name, version_base="1.3")(job)()
-    except (UserError, HydraException, OmegaConfBaseException) as error:
+        launcher = _check(config_name, resolve, check_all)
+        job = _job(config_name, resolve, main, _gpus(launcher), failures)
+        register_resolvers()
+        if launcher != HERE:
+            failures += _launch(launcher, config_name, job)
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
+            start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
+            start(job)()
+    except (UserError, RunFailed, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # of a path that was typed: a run's own come as RunFailed
         failures.append(UserError(str(error)))
@@ -79,86 +67,86 @@ def run(
     sys.exit(max((1 if isinstance(f, RunFailed) else 2 for f in failures), default=0))
 
 
-def compose(config_name: str, overrides: list[str]) -> Composed:
-    """Composes one point; UserError for settings of an augmentation outside the stack."""
-    _register_resolvers()
-    with _own_hydra():
+def _check(
+    config_name: str,
+    resolve: Callable[[Composed], Settings],
+    check_all: Callable[[list[Settings], bool], None],
+) -> str:
+    """Checks every point that is known; returns the launcher, an option of hydra/launcher."""
+    points = _points(sys.argv[1:])
+    if points is None:
+        return HERE
+    composed = [compose(config_name, point) for point in points]
+    launcher = composed[0].overrides.get("hydra/launcher", HERE).rpartition("=")[2]
+    for point in composed:
+        check_resume(launcher, point.raw.get("resume", "auto"))
+    check_all([resolve(point) for point in composed], launcher not in SUBMITIT)
+    return launcher
+
+
+def _job(
+    config_name: str,
+    resolve: Callable[[Composed], Settings],
+    main: Callable[[Settings], None],
+    gpus: list[str],
+    failures: list[Exception],
+) -> Callable[[DictConfig], Exception | None]:
+    """What runs one point: here its failure joins the others, elsewhere it is returned."""
+    process = os.getpid()
+
+    def job(_: DictConfig) -> Exception | None:
+        point = HydraConfig.get()
         try:
-            config = hydra.compose(config_name, overrides=overrides)
-        except (ValueError, TypeError) as error:  # Hydra's own checks of odd overrides
-            raise UserError(f"{' '.join(overrides)}: {error}") from error
-        defaults = (
-            GlobalHydra.instance()
-            .config_loader()
-            .compute_defaults_list(
-                config_name=config_name, overrides=overrides, run_mode=RunMode.RUN
-            )
-        )
-    chosen = [default.config_path or "" for default in defaults.defaults]
-    _refuse_unservable(config, chosen)
-    raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    assert isinstance(raw, dict)
-    values: dict[str, Any] = {str(key): value for key, value in raw.items()}
-    values["devices"] = _devices(values.get("devices"))
-    values["augmentation"] = _stack(values.get("augmentation"), chosen)
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    experiments = _names("experiment", chosen)
-    return Composed(
-        raw=values,
-        overrides={o.key_or_group: str(o.input_line) for o in parsed},
-        experiment=experiments[-1] if experiments else None,
-    )
+            composed = compose(config_name, list(point.overrides.task))
+            if gpus:  # before this process uses one, then they are its own for good
+                devices = composed.raw["devices"] or 1
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpu_share(gpus, point.job.num, devices)
+            main(resolve(composed))
+        except (UserError, RunFailed) as error:
+            if os.getpid() != process:
+                return error
+            failures.append(error)  # the other points of a sweep go on
+        except Exception as error:
+            if os.getpid() == process:
+                raise
+            traceback.print_exc()  # it does not travel
+            return RunFailed(first_line(error))
+        return None
+
+    return job
 
 
-@contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Hydra for composing alone, also inside a job, where Hydra's own one is in use."""
-    in_use = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            yield
-    finally:
-        GlobalHydra.instance().hydra = in_use
+def _gpus(launcher: str) -> list[str]:
+    """What the launcher's processes have to share; SLURM gives each job its own."""
+    if launcher not in PARALLEL:
+        return []
+    from reproduction.training.distributed import visible_gpus
+
+    return visible_gpus()
 
 
-def _refuse_unservable(config: DictConfig, chosen: list[str]) -> None:
-    """Says so before `${model.htm_layer}` is looked up in a model that has no layers to mix at."""
-    if OmegaConf.select(config, "model.family") == "library":
-        name = OmegaConf.select(config, "model.name")
-        if problem := unservable(str(name), _names("augmentation", chosen)):
-            raise UserError(problem)
+def _launch(
+    launcher: str, config_name: str, job: Callable[[DictConfig], Exception | None]
+) -> list[Exception]:
+    """Runs the points in the launcher's processes, waits for them and returns their failures."""
+    from reproduction.training.stopping import handling, stop_at_once
 
-
-def _names(group: str, chosen: list[str]) -> list[str]:
-    return [path.partition("/")[2] for path in chosen if path.startswith(f"{group}/")]
-
-
-def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
-    """Settings of the chosen augmentations; refuses those of one that the stack does not name."""
-    settings = settings or {}
-    stack = _names("augmentation", chosen)
-    for name in set(stack) - set(settings):
-        raise UserError(f"augmentation.{name}: the stack names it, so its settings must stay")
-    for name in AUGMENTATIONS:
-        if settings.get(name, {}) is None:
-            raise UserError(f"augmentation.{name}=None: leave it out of augmentation=[...] instead")
-        if name in settings and name not in stack:
-            raise UserError(
-                f"augmentation.{name}={settings[name]}: the stack augmentation=[{','.join(stack)}] "
-                f"does not name {name}"
-            )
-    return settings
-
-
-def _devices(devices: Any) -> Any:
-    """Under torchrun the number of its ranks, which `devices` may repeat but not contradict."""
-    ranks = launched_ranks()
-    if ranks is None:
-        return devices
-    if devices not in (1, ranks):
-        raise UserError(f"devices={devices}: torchrun has started {ranks} ranks, leave devices out")
-    return ranks
+    overrides = get_args_parser().parse_args(sys.argv[1:]).overrides
+    with own_hydra(job_name=config_name), handling(stop_at_once):
+        starter = GlobalHydra.instance().hydra
+        assert starter is not None
+        print(f"hydra/launcher={launcher}: waiting for the runs", flush=True)
+        try:
+            batches = starter.multirun(config_name, job, overrides)
+        except Exception as error:  # the launcher's own: no SLURM, a job that died without a word
+            raise RunFailed(f"hydra/launcher={launcher}: {first_line(error)}") from error
+        except KeyboardInterrupt:
+            goes_on = "repeat the command with resume=auto to go on"
+            if launcher in SUBMITIT:
+                goes_on = "what is submitted goes on"
+            raise RunInterrupted(f"interrupted; {goes_on}") from None
+    ended = [returned.return_value for batch in batches for returned in batch]
+    return [failure for failure in ended if failure is not None]
 
 
 def _points(argv: list[str]) -> list[list[str]] | None:
@@ -167,6 +155,8 @@ def _points(argv: list[str]) -> list[list[str]] | None:
     setattr(parser, "error", _refuse_option)  # argparse would print its usage as well
     args = parser.parse_args(argv)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+        if args.multirun and not (args.help or args.hydra_help):
+            raise UserError("--multirun: goes without --cfg, --info and --shell-completion")
         return None
     for option in ("config_name", "config_path", "config_dir", "package", "experimental_rerun"):
         if getattr(args, option, None) is not None:
@@ -177,13 +167,17 @@ def _points(argv: list[str]) -> list[list[str]] | None:
         )
     if args.resolve:
         raise UserError("--resolve: belongs to --cfg job")
-    with _own_hydra():
+    with own_hydra():
         loader = GlobalHydra.instance().config_loader()
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(args.overrides)
-        _refuse_hydras_folders([override.key_or_group for override in parsed])
+        values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
+        _refuse_hydras_folders(values)
+        sweeper = values.get("hydra/sweeper", "basic")
+        if "hydra/launcher" in values:
+            check_launcher(values["hydra/launcher"], sweeper, args.multirun)
         if not args.multirun:
             return [args.overrides]
-        if any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in parsed):
+        if sweeper != "basic":
             return None  # each job is checked when the sweeper draws it
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
         points = [list(point) for batch in batches for point in batch]
@@ -192,7 +186,7 @@ def _points(argv: list[str]) -> list[list[str]] | None:
     return points
 
 
-def _refuse_hydras_folders(keys: list[str]) -> None:
+def _refuse_hydras_folders(keys: Iterable[str]) -> None:
     """Hydra's launcher and sweeper are the user's, its folders and logs are not."""
     for key in keys:
         if key.startswith("hydra") and not key[6:].startswith(("launcher", "sweeper")):
@@ -208,6 +202,8 @@ def one_line(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.partition("/")
+        if group == "hydra":
+            group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{group}={option}: there is no such option, allowed: {_options(group)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read as key=value: {str(error).splitlines()[0]}"
@@ -225,20 +221,6 @@ def _options(group: str) -> str:
     folder = CONF_DIR / group
     files = sorted(folder.rglob("*.yaml"))
     return ", ".join(str(file.relative_to(folder).with_suffix("")) for file in files) or "none"
-
-
-def _register_resolvers() -> None:
-    """`${share:n,k}`: a k-th of n, rounded down. `${cores:n}`: n, or the cores if fewer."""
-    OmegaConf.register_new_resolver("share", _share, replace=True)
-    OmegaConf.register_new_resolver("cores", _cores, replace=True)
-
-
-def _share(n: Any, k: int) -> int:
-    return n // k if isinstance(n, int) else 0  # the schema refuses what is no number
-
-
-def _cores(most: int) -> int:
-    return min(most, usable_cores())
 
 
 def _complain(line: str) -> None:

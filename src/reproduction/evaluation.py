@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.cli import Composed
+from reproduction.compose import Composed
 from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.parse import parse, parse_saved

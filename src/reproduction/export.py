@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.cli import Composed
+from reproduction.compose import Composed
 from reproduction.config import AnyModel
 from reproduction.errors import UserError
 from reproduction.evaluation import chosen_weights

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 
-from reproduction.cli import Composed
+from reproduction.compose import Composed
 from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.parse import parse
@@ -18,8 +18,11 @@ def resolve(composed: Composed) -> Config:
     return dataclasses.replace(config, name=name)
 
 
-def check_all(configs: list[Config]) -> None:
-    """Refuses what keeps any point from running, before the first one starts."""
+def check_all(configs: list[Config], here: bool = True) -> None:
+    """Refuses what keeps any point from running, before the first one starts.
+
+    The devices of runs that will not be `here` are left to the machine that they will be on.
+    """
     folders = [RunFolder.of(config) for config in configs]
     for folder, config in zip(folders, configs, strict=True):
         folder.check(config)
@@ -33,7 +36,7 @@ def check_all(configs: list[Config]) -> None:
 
     for folder, config in zip(folders, configs, strict=True):
         if not folder.is_finished():
-            preflight(config)
+            preflight(config, here)
 
 
 def main(config: Config) -> None:

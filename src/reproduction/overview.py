@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.cells import read_cells
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import Config
 from reproduction.parse import parse
 from reproduction.plan import SWEEPS, Settings, point_configs

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from reproduction.cells import Cell, read_cells
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.parse import parse

@@ -1,31 +1,25 @@
 """Trains the runs of a plan: none twice, interrupted ones from where they are, failed ones again.
 
-At full and short scale each run has a process of its own; the small runs of others share this one.
+At full and short scale each run has a process of its own, and so have runs that are trained at the
+same time; the small runs of other scales share this one.
 """
 
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import IO
 
+from reproduction.children import Children, Share
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.errors import (
-    STOP_SIGNALS,
-    RunFailed,
-    RunInterrupted,
-    RunLocked,
-    UserError,
-    first_line,
-)
+from reproduction.errors import RunFailed, RunInterrupted, RunLocked, UserError, first_line
 from reproduction.jobs import check_all, main
 from reproduction.locking import is_held
 from reproduction.plan import PlannedRun, Settings
@@ -33,17 +27,17 @@ from reproduction.plan import PlannedRun, Settings
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 ATTEMPTS = 2
 POLL_SECONDS = 10.0
-SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
 # Trains one run and says in one line what went wrong, None if nothing; RunLocked if another
 # process has the run, KeyboardInterrupt if this one is to end.
 Start = Callable[[PlannedRun], str | None]
 
 
-def prepare(runs: list[PlannedRun], settings: Settings) -> None:
+def prepare(runs: list[PlannedRun], settings: Settings, here: bool = True) -> None:
     """Makes stand-in images where the settings use them, and checks every run that has to train.
 
-    Raises UserError before the first run starts. Data sets that can be are downloaded.
+    Raises UserError before the first run starts, and leaves the devices of runs that will not be
+    `here` unchecked. Data sets that can be are downloaded.
     """
     pending = [run for run in runs if not run.is_done()]
     if settings.uses_stand_ins:
@@ -53,37 +47,53 @@ def prepare(runs: list[PlannedRun], settings: Settings) -> None:
         if problem := missing_data(run.config.dataset.name, run.config.dataset.root):
             raise UserError(problem)
     if pending:  # else torch need not be imported
-        check_all([run.config for run in pending])
+        check_all([run.config for run in pending], here)
 
 
-def train_all(runs: list[PlannedRun], start: Start, poll: float = POLL_SECONDS) -> dict[str, str]:
+def train_all(
+    runs: list[PlannedRun], start: Start, jobs: int = 1, poll: float = POLL_SECONDS
+) -> dict[str, str]:
     """Trains what is not done; returns the last error of each run that failed, by its name.
 
-    A failed run is tried once more after the others. A run that another process has is left until
-    the others are done, and then waited for, looking every `poll` seconds.
+    Starts `jobs` runs at a time, in threads if they are more than one. A failed run is tried once
+    more after the others. A run that another process has is left until the others are done, and
+    then waited for, looking every `poll` seconds.
     """
-    queue, held = deque(runs), deque[PlannedRun]()
     attempts, failed, known = Counter[str](), dict[str, str](), set[str]()
-    while queue or held:
-        if not queue:
+    while runs:
+        held, again = list[PlannedRun](), list[PlannedRun]()
+        for run, outcome in zip(runs, _outcomes(runs, start, jobs), strict=True):
+            failed.pop(run.name, None)
+            if isinstance(outcome, RunLocked):
+                if run.name not in known:
+                    print(f"{outcome}; it is waited for in the end", flush=True)
+                known.add(run.name)
+                held.append(run)
+            elif outcome is not None:
+                failed[run.name] = outcome
+                attempts[run.name] += 1
+                if attempts[run.name] < ATTEMPTS:
+                    again.append(run)
+        if len(held) == len(runs):
             time.sleep(poll)
-            queue, held = held, queue
-        run = queue.popleft()
-        try:
-            error = None if run.is_done() else start(run)
-        except RunLocked as locked:
-            if run.name not in known:
-                print(f"{locked}; it is waited for in the end", flush=True)
-            known.add(run.name)
-            held.append(run)
-            continue
-        failed.pop(run.name, None)
-        if error is not None:
-            failed[run.name] = error
-            attempts[run.name] += 1
-            if attempts[run.name] < ATTEMPTS:
-                queue.append(run)
+        runs = again + held
     return failed
+
+
+def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str | RunLocked | None]:
+    """How each run has ended, in their order."""
+
+    def outcome(run: PlannedRun) -> str | RunLocked | None:
+        try:
+            return None if run.is_done() else start(run)
+        except RunLocked as locked:
+            return locked
+
+    if jobs == 1:
+        yield from map(outcome, runs)
+        return
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(outcome, runs)
 
 
 def train_here(run: PlannedRun) -> str | None:
@@ -102,57 +112,41 @@ def train_here(run: PlannedRun) -> str | None:
     return None
 
 
-def train_apart(run: PlannedRun) -> str | None:
+def train_all_apart(
+    runs: list[PlannedRun], at_once: Sequence[Share] = ({},), logs: Path | None = None
+) -> dict[str, str]:
+    """As train_all, each run in a process of its own, one for each share of the machine at a time.
+
+    `logs` is a folder for what they print.
+    """
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        print(f"{len(at_once)} runs at a time, what they print is in {logs}", flush=True)
+    with Children(at_once) as children:
+        start = partial(train_apart, children=children, logs=logs)
+        return train_all(runs, start, len(at_once))
+
+
+def train_apart(run: PlannedRun, children: Children, logs: Path | None = None) -> str | None:
     """Trains by train.py in a process of its own."""
+    if children.signals:
+        raise RunInterrupted("interrupted")
     _begin(run)
-    child = Child()
-    with tempfile.TemporaryFile("w+") as errors:
-        status = child.run([sys.executable, str(TRAIN), *run.overrides], errors)
+    with ExitStack() as files:
+        output = None
+        if logs is not None:
+            output = files.enter_context((logs / f"{run.name}.log").open("a"))
+        errors = files.enter_context(tempfile.TemporaryFile("w+"))
+        status = children.run([sys.executable, str(TRAIN), *run.overrides], output, errors)
         errors.seek(0)
         said = errors.read()
     sys.stderr.write(said)
-    if child.signals:
+    if children.signals:
         raise RunInterrupted(f"interrupted; {run.folder.path} goes on with the same command")
     if status == 0 and run.is_done():
         return None
     _refuse_held(run)  # another process was faster
     return said.strip().splitlines()[-1] if said.strip() else _ending(status)
-
-
-class Child:
-    """A process that gets SIGTERM for the first signal that this one gets, SIGKILL for the second.
-
-    With SIGTERM train.py ends after a step and goes on there; after SIGKILL from its last epoch.
-    """
-
-    def __init__(self) -> None:
-        self.signals = 0
-        self.process: subprocess.Popen[str] | None = None
-
-    def run(self, command: list[str], errors: IO[str]) -> int:
-        """Runs the command to its end and returns its status; `errors` takes its stderr."""
-        ours = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup
-        before = {signum: signal.signal(signum, self._pass_on) for signum in ours}
-        try:
-            # in a group of its own, so that Ctrl-C reaches it once, through _pass_on
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stderr=errors, text=True, process_group=0
-            )
-            if self.signals:  # one came before there was a process
-                self.process.terminate()
-            return self.process.wait()
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        self.signals += 1
-        if self.process is None:
-            return
-        if self.signals == 1:
-            self.process.terminate()
-        elif self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def _begin(run: PlannedRun) -> None:

@@ -65,8 +65,10 @@ def command(
             if script == "train":
                 run("train", train_script.resolve, train_script.check_all, train_script.main)
             if script == "export":
-                run("export", export_script.resolve, lambda settings: None, export_script.main)
-            run("eval", eval_script.resolve, lambda settings: None, eval_script.main)
+                run(
+                    "export", export_script.resolve, lambda settings, here: None, export_script.main
+                )
+            run("eval", eval_script.resolve, lambda settings, here: None, eval_script.main)
         out, err = capfd.readouterr()
         return Ended(int(end.value.code or 0), out, err)
 

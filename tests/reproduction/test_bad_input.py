@@ -9,7 +9,8 @@ import yaml
 from PIL import Image
 
 from reproduction import cli
-from reproduction.cli import compose
+from reproduction import compose as composing
+from reproduction.compose import compose
 from reproduction.config import CONF_DIR
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
@@ -94,6 +95,7 @@ MISTYPED = {
     "--sweep": ["--sweep", "--help"],
     "-m augmentation.htm.tau=0.5,1,-1": ["augmentation.htm.tau=-1"],
     "-m name=x seed=0,1": ["name=x", "2 points"],
+    "-m --cfg job": ["--multirun", "without --cfg"],
     "name=a/b": ["name=a/b", "plain folder name"],
     "name=..": ["name=..", "leading dot"],
     "model.name=../x": ["model.name=../x", "plain folder name"],
@@ -197,6 +199,7 @@ def test_an_experiment_file_cannot_turn_on_what_its_stack_does_not_name(
     (conf / "experiment").mkdir(exist_ok=True)
     (conf / "experiment" / "sly.yaml").write_text(text)
     monkeypatch.setattr(cli, "CONF_DIR", conf)
+    monkeypatch.setattr(composing, "CONF_DIR", conf)
     ended = command("train", "experiment=sly")
     assert ended.status == 2
     assert "augmentation=[mixup] does not name htm" in ended.err

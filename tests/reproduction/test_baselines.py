@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import CONF_DIR, Config
 from reproduction.models.build import build_model, build_module
 from reproduction.parse import parse

@@ -7,7 +7,7 @@ import yaml
 
 from reproduction import cli
 from reproduction.cells import read_cells
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import CONF_DIR, Config
 from reproduction.parse import parse
 from reproduction.runs import default_name, run_hash

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from reproduction import states
 from reproduction.cells import read_cells
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import CONF_DIR, Config
 from reproduction.cost import (
     Speed,

@@ -15,7 +15,7 @@ import torch
 from timm.data.mixup import Mixup
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import Config
 from reproduction.data.build import (
     build_evaluation_loader,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.errors import UserError
 from reproduction.models.build import (
     build_model,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import Recipe
 from reproduction.parse import parse
 from reproduction.training.optim import build_optimizer, build_schedule

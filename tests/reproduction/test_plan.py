@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reproduction.cells import read_cells
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.config import Config, ViT
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins

@@ -18,6 +18,7 @@ import pytest
 
 from reproduction import plan as planning
 from reproduction import runner
+from reproduction.children import Children
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.errors import RunInterrupted, RunLocked, UserError
 from reproduction.locking import hold, is_held
@@ -283,8 +284,8 @@ while True:
     run = stand_in_for_train(monkeypatch, tmp_path, code)
     before = signal.getsignal(signal.SIGTERM)
     watcher = signal_when(tmp_path / "ready", times)
-    with pytest.raises(RunInterrupted, match="same command"):
-        runner.train_apart(run)
+    with pytest.raises(RunInterrupted, match="same command"), Children([{}]) as children:
+        runner.train_apart(run, children)
     watcher.join()
     assert (tmp_path / "left").exists() == (times == 1)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -300,17 +301,70 @@ while True:
 )
 def test_what_ends_a_run_is_told(small, monkeypatch, tmp_path, code, error):
     run = stand_in_for_train(monkeypatch, tmp_path, code)
-    assert runner.train_apart(run) == error
+    with Children([{}]) as children:
+        assert runner.train_apart(run, children) == error
 
 
 def test_a_run_in_a_process_of_its_own_is_trained_by_train_py(small, monkeypatch, capfd):
     settings = Settings(scale="smoke", dataset="digits")
     (run,) = (r for r in plan("table3", settings, 1) if r.labels == ("table3/attention",))
     runner.prepare([run], settings)
-    assert runner.train_apart(run) is None
+    assert runner.train_all_apart([run]) == {}
     assert run.is_done()
     assert run.folder.read_config()["name"] == run.name
     assert f"starting {run.name}" in capfd.readouterr().out
+
+
+MEET = """
+share = os.environ["SHARE"]
+print("with share", share)
+pathlib.Path(here, "in-" + share).touch()
+while len(list(pathlib.Path(here).glob("in-*"))) < 2:
+    time.sleep(0.01)
+"""
+
+
+def test_runs_at_the_same_time_have_shares_and_logs_of_their_own(small, monkeypatch, tmp_path):
+    stand_in_for_train(monkeypatch, tmp_path, f"{MEET}sys.exit('failed with ' + share)")
+    logs = tmp_path / "logs"
+    failed = runner.train_all_apart(table3(), [{"SHARE": "a"}, {"SHARE": "b"}], logs)
+    assert {path.name for path in logs.iterdir()} == {f"{run.name}.log" for run in table3()}
+    assert set(failed) == {run.name for run in table3()}
+    for run in table3():
+        shares = (logs / f"{run.name}.log").read_text().splitlines()
+        assert len(shares) == 2  # attempts
+        assert failed[run.name] == shares[1].replace("with share", "failed with")
+
+
+def test_a_signal_reaches_all_processes_and_no_more_are_started(
+    small, monkeypatch, tmp_path, capsys
+):
+    code = f"""
+def end(*_):
+    pathlib.Path(here, "left-" + share).touch()
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+{MEET}
+pathlib.Path(here, "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+    stand_in_for_train(monkeypatch, tmp_path, code)
+    watcher = signal_when(tmp_path / "ready", 1)
+    with pytest.raises(RunInterrupted, match="same command"):
+        runner.train_all_apart(table3(), [{"SHARE": "a"}, {"SHARE": "b"}])
+    watcher.join()
+    assert {path.name for path in tmp_path.glob("left-*")} == {"left-a", "left-b"}
+    assert capsys.readouterr().out.count("starting") == 2
+
+
+def test_a_signal_while_nothing_runs_ends_the_wait(small, monkeypatch):
+    def locked(run: PlannedRun) -> str | None:
+        raise RunLocked("is being trained")
+
+    monkeypatch.setattr(time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(RunInterrupted), Children([{}]):
+        runner.train_all(table3(), locked)
 
 
 def listing(path: Path) -> list[Path]:
@@ -365,6 +419,9 @@ def test_a_killed_run_is_shown_as_interrupted_and_a_torn_line_is_no_epoch(small)
         (["table1", "--devices", "3"], "devices=3"),
         (["table1", "--dry-run", "--status"], "--dry-run"),
         (["table1", "--typo"], "--typo"),
+        (["table1", "--launcher", "ray"], "ray"),
+        (["table1", "--jobs", "2"], "jobs=2"),
+        (["table1", "--launcher", "joblib", "--nodes", "2"], "nodes=2"),
         (["table2", "--data", "nowhere"], "dataset.root=nowhere/imagenet"),
         (["table1", "--dataset", "digits", "--data", "x"], "dataset.root=x"),
     ],

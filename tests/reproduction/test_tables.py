@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from reproduction.cells import read_cells
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.errors import UserError
 from reproduction.parse import parse
 from reproduction.reporting.collect import Collection, collect

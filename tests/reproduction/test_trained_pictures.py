@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_module
 from reproduction.parse import parse

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.errors import STOP_SIGNALS
 from reproduction.jobs import resolve
 from reproduction.runs import RunFolder

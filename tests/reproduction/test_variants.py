@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.data.sources import load_source
 from reproduction.parse import parse
 from reproduction.training.distributed import join_world

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from reproduction.cli import compose
+from reproduction.compose import compose
 from reproduction.errors import UserError
 from reproduction.models.build import build_model
 from reproduction.models.names import in_our_names

@@ -76,6 +76,14 @@ def resolve_device(device: str, devices: int) -> str:
     return device
 
 
+def visible_gpus() -> list[str]:
+    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(count)] if chosen is None else chosen.split(",")
+    return names[:count]
+
+
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Joins the process group that the environment describes, NCCL on CUDA and gloo on a CPU."""

@@ -45,11 +45,15 @@ from reproduction.training.stopping import handling, pass_on, stop_at_once
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
 
-def preflight(config: Config) -> None:
-    """Raises UserError for what keeps a run from starting; downloads its data, writes no more."""
+def preflight(config: Config, here: bool = True) -> None:
+    """Raises UserError for what keeps a run from starting; downloads its data, writes no more.
+
+    Devices are only looked for if the run will be on this machine.
+    """
     if not is_first_rank():
         return
-    resolve_device(config.device, config.devices)
+    if here:
+        resolve_device(config.device, config.devices)
     source = _load(config)
     try:
         build_training_images(config, source)[(0, 0)]

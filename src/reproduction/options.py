@@ -1,0 +1,73 @@
+"""Command lines of the scripts that reproduce a study: its runs, and what each asks SLURM for."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from reproduction.errors import UserError
+from reproduction.plan import DATASET_OPTIONS, STUDIES, PlannedRun, Settings, default_seeds, plan
+from reproduction.scales import FULL, SCALES, about
+from reproduction.slurm import Resources
+from reproduction.terminal import Parser, positive
+
+SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
+
+
+def study_parser(description: str | None) -> Parser:
+    """The options that tell which runs, and those of SLURM."""
+    options = Parser(description=description)
+    options.add_argument("study", choices=STUDIES, help="what to reproduce")
+    options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
+    options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
+    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the table's own")
+    options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
+    options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
+    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    _add_resources(options.add_argument_group("what each run asks SLURM for"))
+    return options
+
+
+def _add_resources(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--partition")
+    group.add_argument("--account")
+    group.add_argument("--time", help="as SLURM writes it; a run goes on in the next task")
+    group.add_argument("--memory", help="of each node, such as 64G")
+    group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")
+    group.add_argument("--nodes", type=positive, help="that share the devices (default: 1)")
+    group.add_argument("--no-gpu", action="store_const", const=True, help="train on CPUs")
+    group.add_argument("--parallel", type=positive, help="most runs at the same time")
+    group.add_argument("--sbatch", action="append", help="more: --sbatch=--qos=x")
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    return Settings(
+        scale=args.scale,
+        dataset=args.dataset,
+        data=args.data,
+        devices=args.devices,
+        outputs=args.outputs,
+    )
+
+
+def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
+    settings = settings_of(args)
+    return plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
+
+
+def resources_of(args: argparse.Namespace) -> Resources:
+    return Resources(devices=args.devices, **_given(args))
+
+
+def check_launcher(args: argparse.Namespace) -> None:
+    """Raises UserError for options that the launcher does not read."""
+    if args.jobs is not None and args.launcher != "joblib":
+        raise UserError(f"jobs={args.jobs}: goes with launcher=joblib only")
+    if args.launcher != "slurm":
+        for name, value in _given(args).items():
+            raise UserError(f"{name}={value}: goes with launcher=slurm only")
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """What was typed of Resources."""
+    names = [field.name for field in fields(Resources) if field.name != "devices"]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}

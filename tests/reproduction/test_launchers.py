@@ -1,0 +1,161 @@
+"""Hydra's launchers: points in processes of their own, what fails there, what is started again."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reproduction import launchers
+from reproduction.children import shares
+from reproduction.cli import run
+from reproduction.jobs import check_all, resolve
+from reproduction.launchers import gpu_share
+from reproduction.runs import RunFolder, find_runs
+from reproduction.training import distributed
+from reproduction.training.train import run_training
+from tests.reproduction.conftest import SMALL, Command, Ended
+from tests.reproduction.test_training import assert_same_result
+
+REFUSED = {
+    "hydra/launcher=slurm": ["hydra/launcher=slurm", "add -m"],
+    "-m hydra/launcher=slurm seed=0,1": ["resume=never", "must be auto", "hydra/launcher=slurm"],
+    "-m hydra/launcher=parallel,slurm": ["hydra/launcher=parallel,slurm", "must be one of"],
+    "-m hydra/launcher=paralel": ["hydra/launcher=paralel", "parallel, joblib, slurm"],
+    "-m hydra/launcher=parallel hydra.launcher.jobs=2": ["hydra.launcher.jobs", "n_jobs"],
+    "-m hydra/launcher=parallel seed=0,0": ["2 points of the sweep are this one run"],
+    "-m hydra/launcher=parallel hydra/sweeper=optuna": ["hydra/sweeper=basic only"],
+    "-m hydra/launcher=slurm resume=auto recipe.epochs=3,0": ["recipe.epochs=0"],
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_a_launcher_cannot_start_is_refused_in_one_line(
+    command: Command, tmp_path: Path, line: str
+):
+    ended = command("train", *line.split())
+    assert ended.status == 2
+    assert len(ended.lines) == 1, ended.err
+    assert all(part in ended.err for part in REFUSED[line]), ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("launcher", ["parallel", "slurm"])
+def test_a_missing_plugin_is_named(command: Command, monkeypatch, launcher: str):
+    monkeypatch.setattr(launchers, "find_spec", lambda name: None)
+    ended = command("train", "-m", f"hydra/launcher={launcher}", "resume=auto", "seed=0,1")
+    assert ended.status == 2
+    (line,) = ended.lines
+    assert f"launcher={launcher}" in line and "pip install -r requirements-cluster.txt" in line
+
+
+@pytest.fixture
+def sweep(monkeypatch, capfd, tmp_path: Path) -> Callable[..., Ended]:
+    """`sweep(*args)`: python train.py -m, without reports, which take longer than such runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: str) -> Ended:
+        monkeypatch.setattr("sys.argv", ["train.py", "-m", *SMALL, *args])
+        with pytest.raises(SystemExit) as end:
+            run("train", resolve, check_all, run_training)
+        return Ended(int(end.value.code or 0), *capfd.readouterr())
+
+    return call
+
+
+def test_parallel_points_are_trained_and_what_fails_is_told_in_the_end(sweep):
+    ended = sweep("hydra/launcher=parallel", "recipe.lr=0.001,1e30")
+    assert ended.status == 1
+    runs = [
+        folder.read_summary() | folder.read_config() for folder in find_runs("outputs").values()
+    ]
+    ends = {run["recipe"]["lr"]: run["status"] for run in runs}
+    assert ends == {0.001: "finished", 1e30: "failed"}
+    assert ended.lines[-1].startswith("train.py: RuntimeError: step ")
+    assert "is kept as failed" in ended.lines[-1]
+    assert sum(line.startswith("train.py: ") for line in ended.lines) == 1
+
+
+def interrupt_once(root: Path, after: int) -> threading.Thread:
+    """Sends SIGUSR1 to the first process that has trained so many steps under `root`."""
+
+    def watch() -> None:
+        while True:
+            for path in root.glob("*/metrics.jsonl"):
+                if len(path.read_text().splitlines()) >= after:
+                    process = (path.parent / ".lock").read_text().split()[1]
+                    os.kill(int(process), signal.SIGUSR1)
+                    return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_sweep_by_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(
+    sweep, tmp_path: Path, monkeypatch
+):
+    args = ["recipe.epochs=4", "recipe.log_every=1", "augmentation.htm.tau=1,3"]
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
+    watcher = interrupt_once(tmp_path / "outputs", after=2)
+    ended = sweep("hydra/launcher=submitit_local", "resume=auto", *args)
+    watcher.join()
+    assert (ended.status, ended.err) == (0, "")
+    printed = [path.read_text() for path in tmp_path.glob("outputs/.sweeps/*/.submitit/*/*.out")]
+    assert sorted(text.count("Requeued job") for text in printed) == [0, 1]
+    assert sweep("output_root=undisturbed", *args).status == 0
+    undisturbed = find_runs("undisturbed").values()
+    assert len(undisturbed) == 2
+    for folder in undisturbed:
+        assert_same_result(RunFolder(Path("outputs", folder.path.name)), folder)
+
+
+def test_parallel_points_have_gpus_of_their_own(sweep, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # set by the jobs, set back afterwards
+    monkeypatch.setattr(distributed, "visible_gpus", lambda: ["4", "6"])
+    monkeypatch.setattr(
+        "tests.reproduction.test_launchers.run_training",
+        lambda _: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]),
+    )
+    assert sweep("hydra/launcher=parallel", "hydra.launcher.n_jobs=1", "seed=0,1,2").status == 0
+    assert seen == ["4", "6", "4"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "expected"),
+    [
+        ("0", 1, "0 0 0"),
+        ("0 1", 1, "0 1 0"),
+        ("0 1 2 3 4", 2, "0,1 2,3 0,1"),
+        ("7 9", 2, "7,9 7,9"),
+    ],
+)
+def test_gpu_share_goes_round_in_groups(gpus: str, devices: int, expected: str):
+    numbers = range(len(expected.split()))
+    assert [gpu_share(gpus.split(), n, devices) for n in numbers] == expected.split()
+
+
+def test_visible_gpus_are_those_of_the_environment(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert distributed.visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-8a")
+    assert distributed.visible_gpus() == ["5", "GPU-8a"]
+
+
+def test_shares_divide_gpus_and_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("reproduction.children.usable_cores", lambda: 16)
+    monkeypatch.setattr(distributed, "visible_gpus", lambda: list("0123"))
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares(None, 2)] == ["0,1", "2,3"]
+    assert {share["OMP_NUM_THREADS"] for share in shares(None, 2)} == {"4"}
+    assert len(shares(6, 1)) == 6
+    monkeypatch.setattr(distributed, "visible_gpus", lambda: [])
+    assert shares(None, 1) == [{"OMP_NUM_THREADS": "8"}] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert shares(3, 1) == [{"OMP_NUM_THREADS": "1"}] * 3

@@ -1,0 +1,298 @@
+"""SLURM's job arrays, by the script that sbatch would run, with stand-ins for SLURM's commands."""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reproduction import slurm
+from reproduction.compose import compose
+from reproduction.errors import UserError
+from reproduction.jobs import resolve
+from reproduction.plan import PlannedRun, Settings, plan
+from reproduction.runs import RunFolder
+from reproduction.slurm import Resources, array_script, render
+from reproduction.states import read_state
+from reproduction.training.train import run_training
+from scripts.reproduce import parser, reproduce
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_runner import Holder
+from tests.reproduction.test_training import assert_same_result
+
+ROOT = Path(__file__).parents[2]
+SLOW = """import runpy, time
+from reproduction.training.loop import Trainer
+step = Trainer._step
+def slow(*args):
+    time.sleep(0.1)
+    return step(*args)
+Trainer._step = slow
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+# srun starts the step on every node, scancel signals it.
+COMMANDS = {
+    "srun": """
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < ${SLURM_JOB_NUM_NODES:-1}; node++)); do
+  "$@" & steps[node]=$!
+done
+echo "${steps[@]}" > "$STEPS"
+for step in "${steps[@]}"; do
+  wait "$step" || status=$?
+done
+exit "${status:-0}"
+""",
+    "scancel": 'kill "-${1#--signal=}" $(cat "$STEPS")',
+    "scontrol": "[[ $1 != show ]] || echo localhost",
+    "sbatch": 'cp "${!#}" "$SUBMITTED"; ! grep -q refused "${!#}" && echo "70;cluster"',
+}
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which stand-ins for SLURM's commands write down how they are called."""
+    commands, calls = tmp_path / "commands", tmp_path / "calls"
+    commands.mkdir()
+    for name, code in COMMANDS.items():
+        path = commands / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$CALLS"\n{code}\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    monkeypatch.setenv("SUBMITTED", str(tmp_path / "submitted"))
+    return calls
+
+
+def small_run(**changes: str) -> PlannedRun:
+    """A run with everything in its overrides that a shell could misread."""
+    typed = {"output_root": "'it\\'s $HOME'", "name": "'a \"run\"'", "resume": "auto", **changes}
+    overrides = [*SMALL, "recipe.log_every=1", *(f"{key}={text}" for key, text in typed.items())]
+    return PlannedRun(
+        config=resolve(compose("train", overrides)), overrides=tuple(overrides), labels=("small",)
+    )
+
+
+def execute(script: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """As SLURM would, for the first task."""
+    task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "71"}
+    nodes = {"SLURM_JOB_NODELIST": "n[1-2]"}
+    return subprocess.Popen(["bash", str(script)], env=os.environ | task | nodes | environment)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_task_is_queued_again_near_its_time_limit_and_goes_on(
+    calls: Path, tmp_path: Path, monkeypatch, nodes: int
+):
+    here = tmp_path / "it's $(here)"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    train = here / "train.py"
+    train.write_text(SLOW.format(train=str(slurm.TRAIN)))
+    monkeypatch.setattr(slurm, "TRAIN", train)
+    run = small_run(devices=str(nodes))
+    script = tmp_path / "job.sbatch"
+    resources = Resources(devices=nodes, nodes=nodes, no_gpu=True, cpus=1)
+    script.write_text(render("small", [run], resources, here))
+    monkeypatch.chdir(tmp_path)  # the script goes there itself
+    first = execute(script, SLURM_JOB_NUM_NODES=str(nodes))
+    folder = RunFolder(here / run.config.output_root / run.name)
+    while not folder.metrics_path.exists():
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait() == (130 if nodes == 1 else 1)
+    assert "scontrol requeue 70_0" in calls.read_text().splitlines()
+    assert read_state(folder).status == "interrupted" and folder.last_path.exists()
+    if nodes > 1:
+        return
+    assert execute(script).wait() == 0
+    assert read_state(folder).status == "finished"
+    assert calls.read_text().count("scontrol requeue") == 1
+    undisturbed = replace(run.config, output_root=str(tmp_path), name="undisturbed", device="cpu")
+    run_training(undisturbed)
+    assert_same_result(folder, RunFolder.of(undisturbed))
+
+
+def test_sigterm_is_left_to_slurm(calls: Path, tmp_path: Path, monkeypatch):
+    """It ends the run, here with status 7, and does not queue the task again."""
+    code = "import pathlib, signal, sys, time\n"
+    code += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    code += f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(60)\n"
+    (tmp_path / "train.py").write_text(code)
+    monkeypatch.setattr(slurm, "TRAIN", tmp_path / "train.py")
+    script = tmp_path / "job.sbatch"
+    script.write_text(render("small", [small_run()], Resources(), tmp_path))
+    task = execute(script)
+    while not (tmp_path / "ready").exists():
+        assert task.poll() is None
+        time.sleep(0.02)
+    task.send_signal(signal.SIGTERM)  # as SLURM does, to the shell and to the step
+    os.kill(int((tmp_path / "steps").read_text()), signal.SIGTERM)
+    assert task.wait() == 7
+    assert "requeue" not in calls.read_text()
+
+
+def test_the_script_reads_back_as_it_was_meant(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [small_run(), small_run(name="'b'", seed="1")]
+    (tmp_path / "train.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    monkeypatch.setattr(slurm, "TRAIN", tmp_path / "train.py")
+    text = render("small", runs, Resources(no_gpu=True), tmp_path)
+    for number, run in enumerate(runs):
+        ended = subprocess.run(
+            ["bash", "-c", text.replace("srun --kill-on-bad-exit=1 --cpus-per-task=8", "")],
+            env=os.environ | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": str(number)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(ended.stdout) == [*run.overrides, "device=cpu"]
+
+
+RESOURCES = {
+    "plain": Resources(),
+    "full": Resources(
+        devices=8,
+        nodes=2,
+        cpus=6,
+        partition="gpu",
+        account="my account",
+        time="24:00:00",
+        memory="64G",
+        parallel=4,
+        sbatch=["--qos=long", "--constraint='a&b'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("resources", RESOURCES.values(), ids=RESOURCES)
+def test_shellcheck_and_bash_accept_the_script(resources: Resources):
+    runs = [small_run(output_root="outputs", name=f"run-{seed}") for seed in range(2)]
+    text = render("small", runs, resources, Path("outputs"))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=places)
+    assert shellcheck is not None, "see requirements-dev.txt"
+    checked = subprocess.run(
+        [shellcheck, "-"], input=text, text=True, capture_output=True, check=False
+    )
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_options_of_sbatch():
+    text = render("small", [small_run()] * 9, RESOURCES["full"], Path("/logs"))
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+    assert lines == [
+        "--job-name=small",
+        "--array=0-8%4",
+        "--output=/logs/%x-%A_%a.log",
+        "--open-mode=append",
+        "--signal=B:USR1@120",
+        "--partition=gpu",
+        "--account='my account'",
+        "--time=24:00:00",
+        "--mem=64G",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=24",
+        "--gpus-per-node=4",
+        "--requeue",
+        "--qos=long",
+        "--constraint='a&b'",
+    ]
+    assert "--nnodes=2 --nproc-per-node=4" in text and "device=cuda)" in text
+    with pytest.raises(UserError, match="nodes=3: devices=8"):
+        Resources(devices=8, nodes=3)
+
+
+def call(*args: str) -> int:
+    """make reproduce-table3 LAUNCHER=slurm, in the folder of the test."""
+    line = ["table3", "--scale", "digits", "--seeds", "1", "--launcher", "slurm", *args]
+    return reproduce(parser().parse_args(line))
+
+
+def test_unfinished_runs_are_submitted_and_the_command_returns(
+    calls: Path, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert call("--partition", "gpu") == 0
+    said = capsys.readouterr().out
+    (script,) = (tmp_path / "outputs/digits/.slurm").iterdir()
+    assert f"submitted {script.relative_to(tmp_path)} as job 70" in said and "make status" in said
+    assert calls.read_text() == f"sbatch --parsable {script.relative_to(tmp_path)}\n"
+    assert (tmp_path / "submitted").read_text() == script.read_text()
+    assert "#SBATCH --array=0-2\n" in script.read_text()
+    assert "#SBATCH --partition=gpu\n" in script.read_text()
+
+
+def test_runs_that_are_finished_or_in_work_are_not_submitted(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(scale="digits")
+    done, held, left = plan("table3", settings, 1)
+    done.folder.create(done.config)
+    done.folder.write_summary(status="finished", top1_last=1.0)
+    done.folder.report_path.touch()
+    holder = Holder(held.folder)
+    script = array_script("table3", [done, held, left], settings, Resources())
+    assert script is not None and "--array=0-0" in script
+    assert left.name in script and held.name not in script and done.name not in script
+    assert array_script("table3", [done, held], settings, Resources()) is None
+    holder.close()
+
+
+def test_emit_sbatch_prints_the_script_alone(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "emit_sbatch.py table3 --scale digits --seeds 1 --devices 2 --nodes 2 --sbatch=--qos=x"
+    monkeypatch.setattr("sys.argv", line.split())
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / "emit_sbatch.py"), run_name="__main__")
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("#!/bin/bash\n") and "#SBATCH --qos=x\n" in out
+    assert out.count("experiment=table3/") == 3 and "--nnodes=2 --nproc-per-node=1" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--nodes", "2"], "nodes=2: devices=1"),
+        (["--partition", "refused"], "sbatch has refused outputs/digits/.slurm/table3-"),
+        (["--jobs", "2"], "jobs=2: goes with launcher=joblib only"),
+        (["--launcher", "local", "--no-gpu"], "no_gpu=True: goes with launcher=slurm only"),
+        (["--launcher", "local", "--memory", "1G"], "memory=1G: goes with launcher=slurm only"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused(calls, tmp_path, monkeypatch, args, named):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(named)):
+        call(*args)
+
+
+def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match="no sbatch on this machine"):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hydras_launcher_submits_one_array(calls: Path, tmp_path: Path, command: Command):
+    args = ["hydra/launcher=slurm", "hydra.launcher.partition=refused", "resume=auto"]
+    ended = command("train", "-m", *args, "devices=2", "seed=0,1,2")
+    assert ended.status == 1
+    assert ended.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
+    text = (tmp_path / "submitted").read_text()
+    assert {"--array=0-2%3", "--partition=refused", "--signal=USR2@120", "--gpus-per-node=2"} <= {
+        line.removeprefix("#SBATCH ") for line in text.splitlines()
+    }
