@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from submitit.core.job_environment import JobEnvironment
 
 from reproduction import launchers
 from reproduction.children import shares
@@ -100,6 +101,7 @@ def test_a_sweep_by_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(
     sweep, tmp_path: Path, monkeypatch
 ):
     args = ["recipe.epochs=4", "recipe.log_every=1", "augmentation.htm.tau=1,3"]
+    monkeypatch.setattr(JobEnvironment, "USR_SIG", "USR1")  # here, and by the variable in the jobs
     monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
     watcher = interrupt_once(tmp_path / "outputs", after=2)
     ended = sweep("hydra/launcher=submitit_local", "resume=auto", *args)
