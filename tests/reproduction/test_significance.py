@@ -29,9 +29,9 @@ def test_the_note_names_significant_and_other_differences(tmp_path: Path, config
     values |= {"without_tokens": NONE, "without_labels": SLIGHT | {0: 69.9}}
     write(tmp_path, configs, {f"table4/{name}": found for name, found in values.items()})
     assert notes(tmp_path, configs, 4) == [
-        "Significant at 5 % against the baseline: without ScoreNet +5.07 (p = 1.9e-06), without "
+        "Significant at 5 % against the baseline: without ScoreNet +5.07 (p = 1.9e-06); without "
         "optimal assignment +0.77 (p = 0.023). Not significant: without token-level mixup +0.18 "
-        "(p = 0.635), without saliency-based labels +0.68 (p = 0.089). 4 tests; by Holm's "
+        "(p = 0.635); without saliency-based labels +0.68 (p = 0.089). 4 tests; by Holm's "
         "correction significant: without ScoreNet."
     ]
 
@@ -43,14 +43,14 @@ def test_rows_without_a_test_are_listed_with_the_reason(tmp_path: Path, configs:
     (note,) = notes(tmp_path, configs, 5)
     assert "1 test; by Holm's correction significant: + mixup, CutMix, HTM." in note
     assert note.endswith(
-        "Without a test: + HTM, + VTM (needs 2 common seeds, has 1); + mixup, CutMix, VTM (values "
-        "are identical)."
+        "Without a test, needs 2 common seeds, has 1: + HTM; + VTM. Without a test, values are "
+        "identical: + mixup, CutMix, VTM."
     )
 
 
 def test_a_table_of_one_seed_has_no_verdict(tmp_path: Path, configs: Configs):
     write(tmp_path, configs, {"table5/none": {0: 60.0}, "table5/htm": {0: 61.0}})
-    assert notes(tmp_path, configs, 5) == ["Without a test: + HTM (needs 2 common seeds, has 1)."]
+    assert notes(tmp_path, configs, 5) == ["Without a test, needs 2 common seeds, has 1: + HTM."]
     assert notes(tmp_path, configs, 2) == []
 
 

@@ -109,5 +109,5 @@ def copy_picture(source: Path, target: Path, mark: str | None) -> None:
     image = plt.imread(source)
     size = (image.shape[1] / DPI, image.shape[0] / DPI + 0.3)
     with figure(target, figsize=size, mark=mark) as axes:
-        axes.imshow(image, interpolation="none")
+        axes.imshow(image, interpolation="lanczos")
         axes.set_axis_off()

@@ -19,9 +19,7 @@ def significance(records: Sequence[Measured], reference: str) -> Iterator[str]:
     for name, test in tested:
         if test.reason is not None:
             reasons.setdefault(test.reason, []).append(name)
-    if reasons:
-        whys = "; ".join(f"{', '.join(rows)} ({why})" for why, rows in reasons.items())
-        sentences.append(f"Without a test: {whys}.")
+    sentences += [f"Without a test, {why}: {'; '.join(rows)}." for why, rows in reasons.items()]
     if sentences:
         yield " ".join(sentences)
 
@@ -32,11 +30,11 @@ def _verdicts(found: Sequence[tuple[str, Comparison, float]], reference: str) ->
     lists = {True: list[str](), False: list[str]()}
     for name, test, p in found:
         lists[p < LEVEL].append(f"{name} {test.difference:+.2f} (p = {p_text(p)})")
-    yield f"Significant at 5 % against {reference}: {', '.join(lists[True]) or 'none'}."
-    yield f"Not significant: {', '.join(lists[False]) or 'none'}."
+    yield f"Significant at 5 % against {reference}: {'; '.join(lists[True]) or 'none'}."
+    yield f"Not significant: {'; '.join(lists[False]) or 'none'}."
     kept = [name for (name, _, _), p in zip(found, corrected, strict=True) if p < LEVEL]
     tests = f"{len(found)} test{'s' if len(found) > 1 else ''}"
-    yield f"{tests}; by Holm's correction significant: {', '.join(kept) or 'none'}."
+    yield f"{tests}; by Holm's correction significant: {'; '.join(kept) or 'none'}."
 
 
 def p_text(p: float) -> str:
