@@ -14,7 +14,12 @@ from reproduction.terminal import Parser, positive, print_tables
 
 def parser() -> Parser:
     options = study_parser(__doc__)
-    options.add_argument("--launcher", choices=("local", "joblib", "slurm"), default="local")
+    options.add_argument(
+        "--launcher",
+        choices=("local", "joblib", "slurm"),
+        default="local",
+        help="one run after the other, --jobs at the same time, or as a job array",
+    )
     options.add_argument("--jobs", type=positive, help="of joblib: runs at the same time")
     shown = options.add_mutually_exclusive_group()
     shown.add_argument("--dry-run", action="store_true", help="show runs and folders, do nothing")

@@ -26,7 +26,7 @@ from reproduction.launchers import (
     SUBMITIT,
     check_launcher,
     check_resume,
-    gpu_share,
+    own_gpus,
 )
 from reproduction.ranks import is_first_rank, launched_ranks
 
@@ -95,12 +95,10 @@ def _job(
     process = os.getpid()
 
     def job(_: DictConfig) -> Exception | None:
-        point = HydraConfig.get()
         try:
-            composed = compose(config_name, list(point.overrides.task))
-            if gpus:  # before this process uses one, then they are its own for good
-                devices = composed.raw["devices"] or 1
-                os.environ["CUDA_VISIBLE_DEVICES"] = gpu_share(gpus, point.job.num, devices)
+            composed = compose(config_name, list(HydraConfig.get().overrides.task))
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)
             main(resolve(composed))
         except (UserError, RunFailed) as error:
             if os.getpid() != process:

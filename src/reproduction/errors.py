@@ -22,7 +22,7 @@ class Stopped(KeyboardInterrupt):
     """A signal has asked the run to end."""
 
     def __init__(self, signum: int):
-        super().__init__(signum)
+        super().__init__("interrupted")
         self.signum = signum
 
 

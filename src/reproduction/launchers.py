@@ -1,6 +1,8 @@
 """What Hydra's launchers need: their plugins, runs that go on when started again, GPUs."""
 
+import re
 from importlib.util import find_spec
+from multiprocessing import current_process
 
 from reproduction.errors import UserError
 
@@ -44,6 +46,12 @@ def check_resume(launcher: str, resume: str) -> None:
             f"resume={resume}: must be auto for hydra/launcher={launcher}, which starts "
             "interrupted runs again"
         )
+
+
+def own_gpus(gpus: list[str], devices: int) -> str:
+    """CUDA_VISIBLE_DEVICES of this process: of a launcher's n-th the n-th share, for good."""
+    number = re.search(r"\d+$", current_process().name)
+    return gpu_share(gpus, int(number[0]) - 1 if number else 0, devices)
 
 
 def gpu_share(gpus: list[str], number: int, devices: int) -> str:

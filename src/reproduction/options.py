@@ -28,8 +28,8 @@ def study_parser(description: str | None) -> Parser:
 
 
 def _add_resources(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--partition")
-    group.add_argument("--account")
+    group.add_argument("--partition", help="as sbatch has it")
+    group.add_argument("--account", help="as sbatch has it")
     group.add_argument("--time", help="as SLURM writes it; a run goes on in the next task")
     group.add_argument("--memory", help="of each node, such as 64G")
     group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")

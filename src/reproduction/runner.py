@@ -140,7 +140,7 @@ def train_apart(run: PlannedRun, children: Children, logs: Path | None = None) -
         status = children.run([sys.executable, str(TRAIN), *run.overrides], output, errors)
         errors.seek(0)
         said = errors.read()
-    sys.stderr.write(said)
+        (output or sys.stderr).write(said)
     if children.signals:
         raise RunInterrupted(f"interrupted; {run.folder.path} goes on with the same command")
     if status == 0 and run.is_done():

@@ -161,7 +161,7 @@ def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, arg
 
 
 def test_two_ranks_stop_after_the_same_step_and_go_on_there(tmp_path: Path):
-    args = [*(x for x in MIXING if not x.startswith("recipe.epochs")), "recipe.epochs=5"]
+    args = [*(x for x in MIXING if not x.startswith("recipe.epochs")), "recipe.epochs=3"]
     process = start(tmp_path, "name=mine", *args)
     mine = RunFolder(tmp_path / "outputs/mine")
     wait_for(mine.last_path)
@@ -169,7 +169,7 @@ def test_two_ranks_stop_after_the_same_step_and_go_on_there(tmp_path: Path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert len(err.splitlines()) == 1
-    assert torch.load(mine.last_path, weights_only=True)["step"] < 50
+    assert torch.load(mine.last_path, weights_only=True)["step"] < 30
     ended = run(tmp_path, [sys.executable], "name=mine", "resume=auto", *args)
     assert ended.returncode == 0, ended.stderr
     assert run(tmp_path, [sys.executable], "name=whole", *args).returncode == 0

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from submitit.core.job_environment import JobEnvironment
@@ -14,7 +15,7 @@ from reproduction import launchers
 from reproduction.children import shares
 from reproduction.cli import run
 from reproduction.jobs import check_all, resolve
-from reproduction.launchers import gpu_share
+from reproduction.launchers import gpu_share, own_gpus
 from reproduction.runs import RunFolder, find_runs
 from reproduction.training import distributed
 from reproduction.training.train import run_training
@@ -125,7 +126,18 @@ def test_parallel_points_have_gpus_of_their_own(sweep, monkeypatch):
         lambda _: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]),
     )
     assert sweep("hydra/launcher=parallel", "hydra.launcher.n_jobs=1", "seed=0,1,2").status == 0
-    assert seen == ["4", "6", "4"]
+    assert seen == ["4", "4", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "expected"),
+    [("LokyProcess-1", 1, "4"), ("LokyProcess-2", 1, "6"), ("ForkPoolWorker-3", 2, "4,6")],
+)
+def test_a_process_keeps_its_gpus_whatever_it_trains(monkeypatch, name, devices, expected):
+    monkeypatch.setattr(
+        "reproduction.launchers.current_process", lambda: SimpleNamespace(name=name)
+    )
+    assert own_gpus(["4", "6"], devices) == expected
 
 
 @pytest.mark.parametrize(

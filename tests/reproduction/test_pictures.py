@@ -143,7 +143,8 @@ def test_figure_4_without_a_distribution_says_so(tmp_path, configs, drawn_texts,
         (run / "difficulty.json").write_text(text)
     picture = draw(tmp_path, configs)["figure4"]
     assert f"seed 0: {said}" in drawn_texts["figure4"]
-    assert f"{said}; make reproduce-figure4 writes it." in picture.caption
+    again = "without report.md the run writes it again with make reproduce-figure4"
+    assert f"{said}; {again}." in picture.caption
 
 
 def test_figure_4_leaves_out_a_run_without_metrics_and_names_it(tmp_path: Path, configs: Configs):

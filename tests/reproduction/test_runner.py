@@ -331,9 +331,9 @@ def test_runs_at_the_same_time_have_shares_and_logs_of_their_own(small, monkeypa
     assert {path.name for path in logs.iterdir()} == {f"{run.name}.log" for run in table3()}
     assert set(failed) == {run.name for run in table3()}
     for run in table3():
-        shares = (logs / f"{run.name}.log").read_text().splitlines()
-        assert len(shares) == 2  # attempts
-        assert failed[run.name] == shares[1].replace("with share", "failed with")
+        lines = (logs / f"{run.name}.log").read_text().splitlines()
+        assert len(lines) == 4  # of two attempts, stdout and stderr
+        assert failed[run.name] == lines[3] == lines[2].replace("with share", "failed with")
 
 
 def test_a_signal_reaches_all_processes_and_no_more_are_started(

@@ -205,6 +205,17 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return RunFolder(root / "whole")
 
 
+def test_a_run_stopped_in_its_last_step_is_only_evaluated_then(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    args = ("name=mine", "recipe.max_steps=2", *SMALL)
+    computed = signal_in(monkeypatch, 1, signal.SIGUSR1)
+    assert command("train", *args).status == 130
+    assert command("train", *args, "resume=auto").status == 0
+    assert computed == [0, 1]
+    assert [len(lines) for lines in folder(tmp_path).read_metrics()] == [2, 1]
+
+
 def test_a_signal_during_evaluation_ends_the_run_after_its_epoch(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

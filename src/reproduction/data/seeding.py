@@ -15,7 +15,6 @@ class Purpose(IntEnum):
     AUGMENT = 1
     MIX_INPUTS = 2
     DROPOUT = 3
-    PICTURES = 4
 
 
 @contextmanager

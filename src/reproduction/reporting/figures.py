@@ -13,11 +13,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from reproduction.reporting.curves import running_mean
+from reproduction.reporting.curves import Line, running_mean
 
 # Okabe and Ito's colour-blind safe palette
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#999999"
+SKY, GREY = "#56B4E9", "#999999"
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -28,8 +28,6 @@ STYLE: Any = {
 }
 
 DPI = 150
-
-Line = dict[str, Any]
 
 
 @contextmanager

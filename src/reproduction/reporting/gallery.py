@@ -10,7 +10,6 @@ import torch
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
-from reproduction.data.seeding import Purpose, seeded
 from reproduction.reporting.figures import ORANGE, figure
 from reproduction.reporting.trained import Sample, Trained, displayable
 from tokenmixup import HorizontalMix
@@ -25,7 +24,8 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
 
     The images are mixed as in training, without dropout.
     """
-    with torch.no_grad(), seeded(Purpose.PICTURES, trained.config.seed):
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(trained.config.seed)
         found = trained.module.mixed_pairs(sample.images, sample.targets)
     assert found is not None
     mix = HorizontalMix(*(part.cpu() for part in found))

@@ -185,7 +185,10 @@ def _borrow(experiment: str, name: str, sources: Sources, path: Path) -> Path:
     run = runs[min(runs)]
     source = run / f"{name}.png"
     if not source.exists() or not source.with_suffix(".pdf").exists():
-        raise Missing(f"{run.name} has no {name}.png and .pdf; {command} draws them.")
+        raise Missing(
+            f"{run.name} has no {name}.png and .pdf; where its report.md does not say why, remove "
+            f"that and repeat {command}."
+        )
     copy_picture(source, path, sources.mark(experiment))
     return run
 
@@ -196,14 +199,15 @@ def _curriculum(sources: Sources, path: Path) -> tuple[str, str]:
         raise Missing(f"No run of {CIFAR} is finished; {command} trains them.")
     traces, unread = _traces(runs)
     if not traces:
-        raise Missing(f"{' '.join(unread)} {command} trains what is missing.")
+        raise Missing(" ".join(unread))
     htm, recipe = sources.configs[CIFAR].augmentation.htm, sources.configs[CIFAR].recipe
     assert htm is not None
     draw_curriculum(
         path, traces, batch_size=recipe.batch_size, tau=htm.tau, mark=sources.mark(CIFAR)
     )
     lacking = sorted({x.distribution for x in traces if isinstance(x.distribution, str)})
-    missing = [f"{' and '.join(lacking)}; {command} writes it."] if lacking else []
+    again = f"without report.md the run writes it again with {command}"
+    missing = [f"{' and '.join(lacking)}; {again}."] if lacking else []
     told = describe(regimes_of(traces), length(traces))
     seeds = ", ".join(str(trace.seed) for trace in traces)
     first, last = traces[0].epochs[0], traces[0].epochs[-1]

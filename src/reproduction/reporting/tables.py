@@ -180,5 +180,6 @@ def _measurement(latency: Measurement | None, scale: str) -> str:
         return f"Latency is not measured here yet; {command(scale)} measures it."
     return (
         f"Latency: median (quartiles) of {latency.repeats} repeats in ms, x: ratio to attention's. "
-        f"Ours: {latency.conditions}. The paper's: {PAPERS}, so only the ratios compare."
+        f"Ours: {latency.conditions}. The paper's: {PAPERS}"
+        + (", so only the ratios compare." if scale == FULL else "; other models or batches.")
     )

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from reproduction.errors import STOP_SIGNALS, Stopped, UserError
+from reproduction.hardware import usable_cores
 from reproduction.ranks import launched_ranks
 
 Settings = TypeVar("Settings")
@@ -22,7 +23,10 @@ Result = TypeVar("Result")
 Shared = TypeVar("Shared")
 
 SIGNALLED = 128  # what a shell adds to a signal's number
-SHUTDOWN_SECONDS = "300"  # that ranks have to end their step, or an evaluation, after a signal
+SIGNALLING: dict[str, Any] = {  # settings of the launcher that older versions of torch lack
+    "signals_to_handle": ",".join(signum.name for signum in STOP_SIGNALS),
+    "shutdown_timeout": 300,  # seconds that ranks have to end their step, or an evaluation
+}
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,7 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices)))
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in STOP_SIGNALS)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // devices)))
     for name in ("agent.server.api", "multiprocessing.api"):  # one line of ours says it
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     config = LaunchConfig(
@@ -127,6 +129,7 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         start_method="spawn",
+        **{key: value for key, value in SIGNALLING.items() if hasattr(LaunchConfig, key)},
     )
     try:
         result = elastic_launch(config, _on_rank)(function, settings)[0]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from itertools import takewhile
+from itertools import islice, takewhile
 from statistics import median
 from typing import Any, cast
 
@@ -128,7 +128,7 @@ class Trainer:
         """Trains on the batches of an epoch from the next step on."""
         begin = len(self.batches) * self.epoch
         self.batches.start_at(self.epoch, self.step - begin)
-        for images, targets in self.train_loader:
+        for images, targets in islice(self.train_loader, self.total_steps - self.step):
             batch = self.step - begin
             lr = self.schedule.set(self.epoch, batch)
             loss, output = self._step(images, targets, self.batches.global_size(batch))
@@ -138,7 +138,7 @@ class Trainer:
             display.advance()
             if self.step % self.recipe.log_every == 0:
                 self._flush()
-            if self.stop.is_due() or self.step == self.total_steps:
+            if self.stop.is_due():
                 break
         self._flush()
 
