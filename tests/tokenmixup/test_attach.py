@@ -1,4 +1,4 @@
-"""TokenMixup on whole models, against identities and a plain restatement of the forward pass."""
+"""TokenMixup on whole models, against identities and the oracle."""
 
 import copy
 from typing import Any
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reproduction.models.cct import CCT
+from reproduction.benchmark.oracle import Oracle
 from tests.conftest import CLASSES, small_cct, small_vit, small_vit_lite
-from tokenmixup import HTM, VTM, Output, attach, mix_horizontal, training_loss
+from tokenmixup import HTM, VTM, Output, attach, training_loss
 
 EVERYTHING = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
 
@@ -64,66 +64,6 @@ def test_htm_and_vtm_each_change_the_logits(build, batch):
         assert not torch.allclose(output.logits, plain)
 
 
-def plain_forward(
-    model: Any, images: Tensor, targets: Tensor, scorenet: nn.Module | None, htm: Any, vtm: Any
-) -> tuple[Tensor, Tensor]:
-    """The forward pass of a CCT or ViT block by block, as the paper words it."""
-    prefix = model.num_prefix_tokens
-    if isinstance(model, CCT):
-        x = model.tokenizer(images)
-        if prefix:
-            x = torch.cat([model.cls_token.repeat(len(x), 1, 1), x], dim=1)
-        x = x + model.pos_embed
-    else:
-        x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
-    memory: list[Tensor] = []
-    for index, block in enumerate(model.blocks):
-        saliency = saliency_of(block, x, prefix)
-        if htm is not None and index == htm.layer:
-            assert scorenet is not None
-            score = F.cross_entropy(scorenet(x, prefix), targets, reduction="none")
-            mix = mix_horizontal(x, targets, saliency, score < htm.tau, htm.rho, prefix)
-            x, targets = mix.tokens, mix.targets
-            saliency = torch.where(mix.mask, saliency[mix.donor], saliency)
-        if vtm is not None and index < vtm.layer:
-            for_each = [
-                row[prefix + s.argsort(descending=True)[: vtm.kappa]]
-                for row, s in zip(x, saliency, strict=True)
-            ]
-            memory.append(torch.stack(for_each))
-        if vtm is not None and index == vtm.layer:
-            n = x.shape[1]
-            # self-attention over tokens and memory: the first n rows are the cross-attention
-            wide = torch.cat([x, *memory], dim=1)
-            attended = block.attn(block.norm1(wide))[:, :n]
-            x = rest_of_block(block, x, attended)
-        else:
-            x = block(x)
-    x = model.norm(x)
-    if not isinstance(model, CCT):
-        return model.forward_head(x), targets
-    if prefix:
-        return model.head(x[:, 0]), targets
-    pooled = (model.attention_pool(x).softmax(dim=1) * x).sum(dim=1)
-    return model.head(pooled), targets
-
-
-def rest_of_block(block: Any, x: Tensor, attended: Tensor) -> Tensor:
-    if isinstance(block, timm.models.vision_transformer.Block):
-        x = x + attended
-        return x + block.mlp(block.norm2(x))
-    x = block.norm2(x + attended)
-    return x + block.mlp(x)
-
-
-def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
-    heads, width = block.attn.num_heads, x.shape[-1] // block.attn.num_heads
-    qkv = block.attn.qkv(block.norm1(x)).detach()
-    q, k, _ = (part.unflatten(-1, (heads, width)).transpose(1, 2) for part in qkv.chunk(3, -1))
-    attn = (q @ k.mT / width**0.5).softmax(dim=-1).mean(dim=1)
-    return attn[:, 0, prefix:] if prefix else attn.mean(dim=1)
-
-
 @pytest.mark.parametrize(
     ("htm", "vtm"),
     [
@@ -138,12 +78,12 @@ def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
 def test_training_equals_the_forward_pass_written_out(build, batch, htm, vtm):
     module = attach(build(), CLASSES, htm=htm, vtm=vtm)
     output = train_output(module, batch)
-    logits, targets = plain_forward(module.model, *batch, module.scorenet, htm, vtm)
-    torch.testing.assert_close(output.logits, logits, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(output.targets, targets, atol=1e-6, rtol=1e-5)
-    if htm is not None:
-        mix = module.mixed_pairs(*batch)
-        assert mix is not None and mix.mask.any()
+    expected = Oracle(module)(*batch)
+    torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(output.targets, expected.targets, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output.score_loss, expected.score_loss)
+    torch.testing.assert_close(output.stats, expected.stats)
+    assert (output.stats["mixed_tokens"] > 0) == (htm is not None)
 
 
 @pytest.mark.parametrize("layers", [(1, 2), (3, 1)])
@@ -152,12 +92,9 @@ def test_gradients_equal_those_of_the_forward_pass_written_out(build, batch, lay
     module = attach(build(), CLASSES, htm=htm, vtm=vtm)
     twin = copy.deepcopy(module)
     output = train_output(module, batch)
-    F.cross_entropy(output.logits, output.targets).backward()
-    logits, targets = plain_forward(twin.model, *batch, twin.scorenet, htm, vtm)
-    F.cross_entropy(logits, targets).backward()
-    for (name, ours), theirs in zip(
-        module.model.named_parameters(), twin.model.parameters(), strict=True
-    ):
+    training_loss(output, 0.5).backward()
+    training_loss(Oracle(twin)(*batch), 0.5).backward()
+    for (name, ours), theirs in zip(module.named_parameters(), twin.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None, name
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-3)
 

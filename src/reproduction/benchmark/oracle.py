@@ -1,0 +1,166 @@
+"""HTM and VTM as the paper words them: plain, slow and obviously right.
+
+The tests hold the fast path against it, and the benchmark times both. Every block materialises its
+attention map, saliency has a projection of its own, the gain of all pairs is taken from `b b t`
+differences by repetition, samples are mixed one by one. It serves our CCT and timm's plain ViT.
+
+Letters: b batch, h heads, n tokens with prefix, m keys, t spatial tokens, d width, c classes.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from reproduction.models.cct import CCT
+from tokenmixup import Output, TokenMixup
+
+
+class Oracle(nn.Module):
+    """`oracle(images, targets)` -> what `module(images, targets)` is in training.
+
+    Parameters and settings are those of `module`.
+    """
+
+    def __init__(self, module: TokenMixup):
+        super().__init__()
+        self.model: Any = module.model
+        self.scorenet: Any = module.scorenet
+        self.htm: Any = module.htm
+        self.vtm: Any = module.vtm
+
+    def forward(self, images: Tensor, targets: Tensor) -> Output:
+        prefix = self.model.num_prefix_tokens
+        x = embed(self.model, images)
+        memory: list[Tensor] = []
+        maps: list[Tensor] = []
+        zero = torch.zeros((), device=x.device)
+        score_logits, score_loss, stats = None, None, {"mixed_samples": zero, "mixed_tokens": zero}
+        for index, block in enumerate(self.model.blocks):
+            mixes = self.htm is not None and index == self.htm.layer
+            is_source = self.vtm is not None and index < self.vtm.layer
+            saliency: Any = saliency_of(block, x, prefix) if mixes or is_source else None
+            if mixes:
+                score_logits = self.scorenet(x, prefix)
+                score_loss, is_easy, stats = self._judge(score_logits, targets)
+                x, targets, saliency, mask = mix(
+                    x, targets, saliency, is_easy, self.htm.rho, prefix
+                )
+                stats["mixed_tokens"] = mask.sum() / is_easy.sum().clamp(min=1)
+            if is_source:
+                memory.append(most_salient(x, saliency, self.vtm.kappa, prefix))
+            is_last = self.vtm is not None and index == self.vtm.layer
+            keys = torch.cat([x, *memory], dim=1) if is_last else x
+            attended, attn = attention(block.attn, block.norm1(x), block.norm1(keys))
+            maps.append(attn)
+            x = rest_of_block(block, x, attended)
+        return Output(classify(self.model, x), targets, score_logits, score_loss, stats)
+
+    def _judge(
+        self, score_logits: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """ScoreNet's loss, which samples are easy (Eq. 8), and what is told of both."""
+        difficulty = F.cross_entropy(score_logits, targets, reduction="none")
+        is_easy = difficulty.detach() < self.htm.tau
+        told = {"mixed_samples": is_easy.sum().float(), "difficulty": difficulty.detach().mean()}
+        return difficulty.mean(), is_easy, told
+
+
+def is_cct(model: Any) -> bool:
+    return isinstance(model, CCT)
+
+
+def embed(model: Any, images: Tensor) -> Tensor:
+    """Tokens with positions: `b 3 h w` -> `b n d`."""
+    if not is_cct(model):
+        return model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    x = model.tokenizer(images)
+    if model.num_prefix_tokens:
+        x = torch.cat([model.cls_token.repeat(len(x), 1, 1), x], dim=1)
+    return model.pos_drop(x + model.pos_embed)
+
+
+def attention(attn: Any, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax(X1 Wq (X2 Wk)^T) X2 Wv, projected, and the map: `b n d`, `b m d` -> `b h n m`.
+
+    Eq. 1 of the transformer where keys are queries, else Eq. 13.
+    """
+    q = projected(attn, queries)[0]
+    _, k, v = projected(attn, keys)
+    weights = (q @ k.mT * attn.head_dim**-0.5).softmax(dim=-1)
+    weights_kept = F.dropout(weights, attn.attn_drop.p, attn.training)
+    out = (weights_kept @ v).transpose(1, 2).flatten(2)
+    return attn.proj_drop(attn.proj(out)), weights
+
+
+def projected(attn: Any, x: Tensor) -> list[Tensor]:
+    """Queries, keys and values, each `b h n e`."""
+    parts = attn.qkv(x).chunk(3, dim=-1)
+    return [part.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for part in parts]
+
+
+def rest_of_block(block: Any, x: Tensor, attended: Tensor) -> Tensor:
+    """Residuals and MLP."""
+    if hasattr(block, "drop_path1"):  # timm's
+        x = x + block.drop_path1(block.ls1(attended))
+        return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    x = block.norm2(x + block.drop_path(attended))
+    return x + block.drop_path(block.mlp(x))
+
+
+def classify(model: Any, x: Tensor) -> Tensor:
+    """`b n d` -> logits `b c`."""
+    x = model.norm(x)
+    if not is_cct(model):
+        return model.forward_head(x)
+    if model.num_prefix_tokens:
+        return model.head(x[:, 0])
+    return model.head((model.attention_pool(x).softmax(dim=1) * x).sum(dim=1))
+
+
+@torch.no_grad()
+def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
+    """Eq. 3 with a projection of its own: the class token's row, else the mean over rows, `b t`."""
+    q, k, _ = projected(block.attn, block.norm1(x))
+    attn = (q @ k.mT * block.attn.head_dim**-0.5).softmax(dim=-1).mean(dim=1)
+    return attn[:, 0, prefix:] if prefix else attn.mean(dim=1)
+
+
+def most_salient(x: Tensor, saliency: Tensor, kappa: int, prefix: int) -> Tensor:
+    """The kappa most salient spatial tokens of each sample, `b kappa d`."""
+    chosen = [
+        tokens[prefix + each.argsort(descending=True)[:kappa]]
+        for tokens, each in zip(x, saliency, strict=True)
+    ]
+    return torch.stack(chosen)
+
+
+def gain_by_repetition(saliency: Tensor, rho: float) -> Tensor:
+    """Eq. 6 word by word: `b t` -> `b b`, by way of `b b t`."""
+    b = len(saliency)
+    receivers = saliency[:, None].repeat(1, b, 1)
+    donors = saliency[None].repeat(b, 1, 1)
+    return (donors - receivers - rho).clamp(min=0).sum(dim=2)
+
+
+def mix(
+    x: Tensor, targets: Tensor, saliency: Tensor, is_easy: Tensor, rho: float, prefix: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Algorithm 1, lines 4 to 8, sample by sample; the mask, `b t`, comes last."""
+    easy = is_easy.nonzero().flatten().tolist()
+    gain = gain_by_repetition(saliency, rho)[easy].cpu().numpy()
+    donor_of = dict(zip(easy, linear_sum_assignment(gain, maximize=True)[1].tolist(), strict=True))
+    mask = torch.zeros_like(saliency, dtype=torch.bool)
+    mixed, mixed_targets, mixed_saliency = list(x), list(targets), list(saliency)
+    for i, j in donor_of.items():
+        mask[i] = saliency[j] - saliency[i] > rho
+        taken = torch.cat([mask.new_zeros(prefix), mask[i]])
+        mixed[i] = torch.where(taken[:, None], x[j], x[i])
+        mixed_saliency[i] = torch.where(mask[i], saliency[j], saliency[i])
+        given = (saliency[j] * mask[i]).sum()
+        kept = (saliency[i] * ~mask[i]).sum()
+        share = kept / (kept + given) if mask[i].any() else torch.ones_like(kept)
+        mixed_targets[i] = share * targets[i] + (1 - share) * targets[j]
+    return torch.stack(mixed), torch.stack(mixed_targets), torch.stack(mixed_saliency), mask
