@@ -13,16 +13,15 @@ Letters: b batch, c classes, h w image.
 import dataclasses
 import json
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reproduction.benchmark.timing import spread_of, time_in_turns
 from reproduction.cells import read_cells
 from reproduction.config import Config
 from reproduction.errors import UserError
@@ -42,7 +41,7 @@ from tokenmixup.variants import rules_of
 
 DETECTORS = ("gradient", "attention", "random")
 CLASSES = 100  # CIFAR-100's
-WARM_UP, REPEATS, FEW = 2, 20, 5  # rounds; FEW at smoke scale
+REPEATS, FEW = 20, 5  # rounds; FEW at smoke scale
 
 Step = Callable[[], HorizontalMix]
 
@@ -61,7 +60,7 @@ def measure_latency(
     path = settings.root / FILE
     check_writable(path, str(path))
     device = resolve_device(device, 1)
-    configs = _configs(settings)
+    configs = detector_configs(settings)
     recipe, model = configs["attention"].recipe, configs["attention"].model
     precision = recipe.precision if device == "cuda" else "float32"
     batch_size = batch_size or recipe.batch_size
@@ -78,14 +77,16 @@ def measure_latency(
         "model": model.name,
         "repeats": repeats,
         "torch": torch.__version__,
-        "detectors": {name: summed_up(ms) for name, ms in time_steps(steps, repeats).items()},
+        "detectors": {
+            name: as_milliseconds(ms) for name, ms in time_in_turns(steps, repeats).items()
+        },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(told, indent=2) + "\n")
     return path
 
 
-def _configs(settings: Settings) -> dict[str, Config]:
+def detector_configs(settings: Settings) -> dict[str, Config]:
     """detector -> configuration of its experiment, mixing every sample."""
     cells = {cell.experiment: cell for cell in read_cells()}
     return {
@@ -107,9 +108,21 @@ def _mixing_all(config: Config) -> Config:
 
 def build_step(config: Config, batch_size: int, device: torch.device, precision: str) -> Step:
     """What is timed, for one detector: the same weights and random images for all."""
+    module, images, targets, entry = mixing_batch(config, batch_size, device, precision)
+
+    def step() -> HorizontalMix:
+        with autocast(device, precision):
+            return mix(module, images, targets, entry)
+
+    return step
+
+
+def mixing_batch(
+    config: Config, batch_size: int, device: torch.device, precision: str
+) -> tuple[TokenMixup, Tensor, Tensor, BlockInput]:
+    """A new module, random images `b 3 h w`, targets `b c`, and what enters its HTM block."""
     torch.manual_seed(0)
-    module = build_module(config.model, config.augmentation, CLASSES)
-    module = place(module, device).train()
+    module = place(build_module(config.model, config.augmentation, CLASSES), device).train()
     size = config.model.image_size
     images = torch.randn(batch_size, 3, size, size).to(device)
     targets = F.one_hot(torch.arange(batch_size) % CLASSES, CLASSES).float().to(device)
@@ -117,12 +130,7 @@ def build_step(config: Config, batch_size: int, device: torch.device, precision:
     with autocast(device, precision), evaluating(module.model):
         *_, entry = block_inputs(module.model, images, module.htm.layer)
     entry.tokens.requires_grad_()  # as in training
-
-    def step() -> HorizontalMix:
-        with autocast(device, precision):
-            return mix(module, images, targets, entry)
-
-    return step
+    return module, images, targets, entry
 
 
 def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) -> HorizontalMix:
@@ -143,26 +151,6 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     )
 
 
-def time_steps(steps: Mapping[str, Step], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each step in every round; the detectors take turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for done in range(-WARM_UP, repeats):
-        for name, step in steps.items():
-            _synchronize()
-            start = time.perf_counter()
-            step()
-            _synchronize()
-            if done >= 0:
-                times[name].append(1000 * (time.perf_counter() - start))
-    return times
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def summed_up(ms: list[float]) -> dict[str, float]:
+def as_milliseconds(ms: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    low, median, high = (round(float(x), 3) for x in np.percentile(ms, (25, 50, 75)))
-    return {"median_ms": median, "low_ms": low, "high_ms": high}
+    return {f"{name}_ms": value for name, value in spread_of(ms)._asdict().items()}

@@ -12,7 +12,7 @@ import torch
 from reproduction import latency
 from reproduction.config import Config
 from reproduction.errors import UserError
-from reproduction.latency import build_step, measure_latency, mix, summed_up, time_steps
+from reproduction.latency import build_step, measure_latency, mix
 from reproduction.models.build import build_module
 from reproduction.plan import Settings
 from reproduction.reporting.trained import block_inputs
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def narrow() -> dict[str, Config]:
     """detector -> configuration, of a narrow model."""
-    configs = latency._configs(Settings(scale="smoke"))
+    configs = latency.detector_configs(Settings(scale="smoke"))
     return {
         name: dataclasses.replace(
             config, model=dataclasses.replace(config.model, embed_dim=16, depth=4, image_size=16)
@@ -61,21 +61,8 @@ def test_every_sample_of_a_timed_step_is_mixed_and_repeats_nothing(narrow, detec
     assert len(calls) == 2
 
 
-def test_detectors_take_turns_and_the_first_rounds_do_not_count():
-    order: list[str] = []
-    steps = {name: lambda name=name: order.append(name) for name in "ab"}
-    times = time_steps(steps, 3)
-    assert order == ["a", "b"] * (latency.WARM_UP + 3)
-    assert {name: len(ms) for name, ms in times.items()} == {"a": 3, "b": 3}
-    assert all(x > 0 for ms in times.values() for x in ms)
-
-
-def test_summed_up_is_median_and_quartiles():
-    assert summed_up([5, 1, 2, 4, 3]) == {"median_ms": 3.0, "low_ms": 2.0, "high_ms": 4.0}
-
-
 def test_the_file_says_what_was_measured_and_on_what(narrow, monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(latency, "_configs", lambda settings: narrow)
+    monkeypatch.setattr(latency, "detector_configs", lambda settings: narrow)
     path = measure_latency(Settings(scale="smoke", outputs=str(tmp_path)), "cpu", 4, 2)
     assert path == tmp_path / "smoke" / "latency.json"
     found = json.loads(path.read_text())
@@ -88,7 +75,7 @@ def test_the_file_says_what_was_measured_and_on_what(narrow, monkeypatch, tmp_pa
 
 
 def test_the_experiments_are_those_of_table_3_with_every_sample_mixed():
-    configs = latency._configs(Settings())
+    configs = latency.detector_configs(Settings())
     for name, config in configs.items():
         htm = config.augmentation.htm
         assert (htm.detector, htm.tau, htm.rho) == (name, float("inf"), 0.0)

@@ -1,0 +1,62 @@
+"""Times are taken in turns, warm, and beside the baseline's own noise."""
+
+from collections.abc import Callable
+
+import pytest
+
+from reproduction.benchmark import timing
+from reproduction.benchmark.timing import WARM_UP, compared, spread_of, time_in_turns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A clock that only `clock(seconds)` moves on."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_works_take_turns_and_each_round_begins_with_the_next():
+    order: list[str] = []
+    works = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = time_in_turns(works, 3)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert len(rounds) == WARM_UP + 3
+    assert rounds[WARM_UP:] == ["abc", "bca", "cab"]
+    assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abc", 3)
+
+
+def test_the_first_rounds_do_not_count(clock):
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        clock(9.0 if len(calls) <= WARM_UP else 0.002)
+
+    assert time_in_turns({"a": work}, 2) == {"a": pytest.approx([2.0, 2.0])}
+
+
+def test_ratios_are_taken_round_by_round(clock):
+    """The machine gets slower by the round: the ratios stay."""
+    speed = [1.0]
+
+    def plain() -> None:
+        speed[0] *= 1.5
+        clock(speed[0])
+
+    rows = compared({"plain": plain, "both": lambda: clock(3 * speed[0])}, 6)
+    assert list(rows) == ["plain", "plain, again", "both"]
+    assert rows["plain"]["ratio"] == {"median": 1, "low": 1, "high": 1}
+    assert rows["plain"]["ms"]["high"] > 3 * rows["plain"]["ms"]["low"]
+    assert set(rows["plain, again"]["ratio"].values()) != {1}
+
+
+def test_a_twin_of_its_own_is_timed_where_there_is_one():
+    calls: list[str] = []
+    works = {name: lambda name=name: calls.append(name) for name in ("a", "a, again", "b")}
+    assert list(compared(works, 2)) == ["a", "a, again", "b"]
+    assert {name: calls.count(name) for name in works} == dict.fromkeys(works, WARM_UP + 2)
+
+
+def test_spread_is_median_and_quartiles():
+    assert spread_of([5, 1, 2, 4, 3]) == (3.0, 2.0, 4.0)
