@@ -1,0 +1,57 @@
+"""What a fast TokenMixup has to show, beside what was measured. Imports no torch."""
+
+from typing import Any, NamedTuple
+
+from reproduction.benchmark.records import Report
+
+CCT_2, CCT_7 = "training step: cct_2_3x2, batch of 128", "training step: cct_7_3x1, batch of 16"
+VIT_ON_GPU = "training step: vit_base_patch16_224, batch of 128"
+GAIN = "gain matrix: 504 samples, 196 tokens"
+
+
+class Goal(NamedTuple):
+    """`sign` is <= or >=; the figure stands under `column` of a row, or is a group's exponent."""
+
+    what: str
+    sign: str
+    bound: float
+    title: str
+    row: str
+    column: str = "ratio"
+
+
+GOALS = (
+    Goal("HTM / plain, CCT-2/3x2", "<=", 1.05, CCT_2, "HTM"),
+    Goal("VTM / plain, CCT-2/3x2", "<=", 1.04, CCT_2, "VTM"),
+    Goal("HTM / plain, CCT-7/3x1", "<=", 1.05, CCT_7, "HTM"),
+    Goal("VTM / plain, CCT-7/3x1", "<=", 1.04, CCT_7, "VTM"),
+    Goal("HTM / plain, ViT-B/16 on a GPU", "<=", 1.05, VIT_ON_GPU, "HTM"),
+    Goal("gradient / attention", ">=", 30, "detectors: cct_7_3x1, batch of 128", "gradient"),
+    Goal("gain matrix: repeated / ours", ">=", 10, GAIN, "by repetition"),
+    Goal("gain matrix: broadcast / ours", ">=", 3, GAIN, "by broadcast"),
+    Goal("memory grows with b to the", "<=", 2, "gain matrix: growth with samples", "", "memory"),
+    Goal("memory grows with t to the", "<=", 1, "gain matrix: growth with tokens", "", "memory"),
+    Goal(
+        "plain step: oracle / ours, CCT-7/3x1",
+        ">=",
+        1.1,
+        "oracle: cct_7_3x1, batch of 16",
+        "plain, oracle",
+    ),
+    Goal("train.py --help [ms]", "<=", 2000, "start-up", "python train.py --help", "ms"),
+    Goal("a refusal [ms]", "<=", 3000, "start-up", "python train.py recipe.epochs=0", "ms"),
+)
+
+
+def figure_of(goal: Goal, report: Report) -> float | None:
+    """The measured figure; None if it is not measured."""
+    groups = [group for section in report["sections"].values() for group in section["groups"]]
+    for group in groups:
+        if group["title"] == goal.title:
+            found: Any = group["rows"][goal.row][goal.column] if goal.row else group["exponents"]
+            return found["median"] if goal.row else found[goal.column]
+    return None
+
+
+def is_met(goal: Goal, figure: float) -> bool:
+    return figure <= goal.bound if goal.sign == "<=" else figure >= goal.bound

@@ -1,0 +1,104 @@
+"""The Markdown of benchmark.json, and its place on a page. Imports no torch."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reproduction.benchmark.goals import GOALS, figure_of, is_met
+from reproduction.benchmark.records import Report
+from reproduction.errors import UserError
+from reproduction.runs import write_text
+
+BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+
+
+def _spread(value: Mapping[str, float]) -> str:
+    return f"{_number(value['median'])} ({_number(value['low'])} to {_number(value['high'])})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
+
+
+# column of a row -> heading, how it is written
+COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "ms": ("ms", _spread),
+    "ratio": ("ratio to the first row", _spread),
+    "images_per_second": ("images/s", _number),
+    "share_of_rate": ("share of the matrix rate", lambda share: f"{share:.1%}"),
+    "peak_mib": ("peak memory [MiB]", _number),
+    "mixed_samples": ("mixed samples", lambda number: f"{number:.0f}"),
+    "mixed_tokens": ("tokens replaced in each", lambda number: f"{number:.1f}"),
+    "assignment_ms": ("assignment [ms]", _number),
+}
+
+
+def markdown(report: Report) -> str:
+    """Goals, then a table for each group."""
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    parts = [
+        f"{machine['hardware']}, {machine['device']}, {machine['threads']} threads; {versions}. "
+        "Medians, with quartiles in brackets.",
+        _goals(report),
+    ]
+    for name, section in report["sections"].items():
+        parts += [f"### {name}", _measured(section["measured"])]
+        parts += [_group(group) for group in section["groups"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measured(how: Mapping[str, Any]) -> str:
+    before, after = how["load_average"]
+    text = f"{how['pairs']} rounds, load average {before:.1f} before and {after:.1f} after"
+    return f"{text}, revision {str(how['git_revision'])[:12]}." + (
+        " A quick try, not a measurement." if how["quick"] else ""
+    )
+
+
+def _goals(report: Report) -> str:
+    lines = ["| what | demanded | measured | |", "|---|---:|---:|---|"]
+    for goal in GOALS:
+        figure = figure_of(goal, report)
+        shown, verdict = "not measured", ""
+        if figure is not None:
+            shown, verdict = _number(figure), "met" if is_met(goal, figure) else "missed"
+        lines.append(f"| {goal.what} | {goal.sign} {goal.bound:g} | {shown} | {verdict} |")
+    return "\n".join(lines)
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    rows: Mapping[str, Any] = group["rows"]
+    shown = [name for name in COLUMNS if any(name in row for row in rows.values())]
+    head = ["", *(COLUMNS[name][0] for name in shown)]
+    lines = [f"**{group['title']}** ({group['about']})", "", _line(head)]
+    lines.append("|---|" + "---:|" * len(shown))
+    for name, row in rows.items():
+        lines.append(_line([name, *(COLUMNS[c][1](row[c]) if c in row else "" for c in shown)]))
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def check_page(path: Path) -> None:
+    """UserError unless the page has a place for the tables."""
+    _around(path)
+
+
+def put_on_page(path: Path, text: str) -> None:
+    """Replaces what stands between the two marker comments of a page."""
+    before, after = _around(path)
+    write_text(path, f"{before}{BEGIN}\n{text}{END}{after}")
+
+
+def _around(path: Path) -> tuple[str, str]:
+    try:
+        before, begin, rest = path.read_text().partition(BEGIN)
+    except OSError as error:
+        raise UserError(f"page={path}: {error.strerror}") from error
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise UserError(f"page={path}: has no {BEGIN} and {END}")
+    return before, after

@@ -1,0 +1,75 @@
+"""Input pipeline: images that one worker decodes, augments and batches in a second."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import default_collate
+from torchvision.datasets import ImageFolder
+
+from reproduction.benchmark.scope import Scope
+from reproduction.benchmark.timing import Row, spread_of, time_in_turns
+from reproduction.benchmark.trainers import step_config
+from reproduction.data.build import build_training_images
+from reproduction.data.sources import ArrayImages, ImageSource, Source, load_image
+
+PHOTO = (375, 500)  # rows and columns, usual ones of ImageNet
+GRAIN = 8  # pixels between the colours that a made-up photo is interpolated from
+
+
+def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+    """Both kinds of images, in the process that a worker would be."""
+    with tempfile.TemporaryDirectory() as folder:
+        loads = {
+            "CIFAR, from memory, to 32 px": _load("cct_7_3x1", small_images(), scope.images),
+            "JPEG of 500 x 375, to 224 px": _load(
+                "vit_base_patch16_224", photos(Path(folder)), scope.images
+            ),
+        }
+        times = time_in_turns(loads, scope.starts)
+    rows: dict[str, Row] = {
+        name: {
+            "ms": spread_of(ms)._asdict(),
+            "images_per_second": 1000 * scope.images / spread_of(ms).median,
+        }
+        for name, ms in times.items()
+    }
+    about = f"batches of {scope.images} with the recipes' transforms, in one process"
+    return [{"title": "input pipeline, per worker", "about": about, "rows": rows}]
+
+
+def _load(model: str, images: ImageSource, number: int) -> Callable[[], object]:
+    """Loads a batch, by the recipe that the model is trained with."""
+    config = step_config(model, [], "float32")
+    training = build_training_images(config, Source(images, images, []))
+    keys = [(0, index % len(images)) for index in range(number)]
+    return partial(_batch, training, keys)
+
+
+def _batch(images: Any, keys: list[tuple[int, int]]) -> object:
+    return default_collate([images[key] for key in keys])
+
+
+def small_images() -> ImageSource:
+    """Noise in the size of CIFAR's images, as these are held in memory."""
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
+    return ArrayImages(pixels, [0] * len(pixels))
+
+
+def photos(folder: Path) -> ImageSource:
+    """A folder of made-up photos: smooth colours under fine noise, some 100 kB each."""
+    (folder / "class").mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(8):
+        rows, columns = PHOTO
+        coarse = rng.integers(0, 256, (rows // GRAIN, columns // GRAIN, 3), dtype=np.uint8)
+        smooth = Image.fromarray(coarse).resize((columns, rows), Image.Resampling.BICUBIC)
+        noisy = np.asarray(smooth) + rng.normal(0, 6, (rows, columns, 3))
+        image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+        image.save(folder / "class" / f"{number}.jpg", quality=90)
+    return ImageFolder(str(folder), loader=load_image)

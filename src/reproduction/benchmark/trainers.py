@@ -1,0 +1,82 @@
+"""Trainers without images and files, whose steps can be timed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from reproduction.benchmark.oracle import Oracle
+from reproduction.benchmark.scope import TRAINED_AS
+from reproduction.cli import compose
+from reproduction.config import Config
+from reproduction.data.build import build_mixer
+from reproduction.data.loaders import TrainingBatches
+from reproduction.models.build import build_module, place
+from reproduction.parse import parse
+from reproduction.runs import RunFolder
+from reproduction.training.distributed import World
+from reproduction.training.loop import Trainer
+from tokenmixup import Output
+
+SHARPNESS = 12  # of new weights, whose attention is nearly even
+
+
+def step_config(model: str, stack: list[str], precision: str, *overrides: str) -> Config:
+    """The model's own recipe without input mixup; HTM mixes every sample."""
+    dataset, recipe, _ = TRAINED_AS[model]
+    told = [f"model={model}", f"dataset={dataset}", f"recipe={recipe}", "name=benchmark"]
+    told += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}", *overrides]
+    told += ["augmentation.htm.tau=inf"] if "htm" in stack else []
+    return parse(compose("train", told).raw, needs_data=False)
+
+
+def bare_trainer(config: Config, device: torch.device, shared: nn.Module | None = None) -> Trainer:
+    """The trainer of a run on `shared`, or on a new model with sharp attention."""
+    nothing: Any = []
+    classes = TRAINED_AS[config.model.name][2]
+    torch.manual_seed(config.seed)
+    module = build_module(config.model, config.augmentation, classes)
+    sharpen(module.model)
+    if shared is not None:
+        module.model = shared
+    return Trainer(
+        config,
+        World(0, 1, device),
+        RunFolder.of(config),
+        module=place(module, device).train(),
+        classes=[str(label) for label in range(classes)],
+        input_mixer=build_mixer(config, classes),
+        batches=TrainingBatches(1, 1, config.seed),
+        train_loader=nothing,
+        eval_loader=nothing,
+    )
+
+
+def oracle_trainer(config: Config, device: torch.device) -> Trainer:
+    """The same, but training by the oracle, in the memory format of a new model."""
+    trainer = bare_trainer(config, device)
+    trainer.module.to(memory_format=torch.contiguous_format)
+    trainer.parallel = Oracle(trainer.module)
+    return trainer
+
+
+@torch.no_grad()
+def sharpen(model: Any) -> None:
+    """Scales queries and keys (and values) so that saliency differs between tokens."""
+    for block in model.blocks:
+        block.attn.qkv.weight.mul_(SHARPNESS)
+
+
+def step_of(trainer: Trainer, batch_size: int) -> Callable[[], Output]:
+    """One batch after another through `Trainer._step`, always of the same random images."""
+    device, size = trainer.world.device, trainer.config.model.image_size
+    images = torch.randn(batch_size, 3, size, size).to(device)
+    targets = torch.arange(batch_size, device=device) % len(trainer.classes)
+
+    def step() -> Output:
+        _, output = trainer._step(images, targets, batch_size)
+        trainer.step += 1
+        return output
+
+    return step

@@ -1,0 +1,132 @@
+"""How often a training step waits for the device.
+
+On a CPU nothing waits, so the step runs on torch's meta device: what lies there has no values, as
+little as the host has those of a GPU before it asks for them. Every question is counted, and
+answered with numbers of its own.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reproduction.benchmark.trainers import bare_trainer, step_config
+from reproduction.training.loop import Trainer
+from tokenmixup import HTM, attach
+
+aten = torch.ops.aten
+DATA_DEPENDENT = (aten.nonzero, aten.masked_select, aten.repeat_interleave, aten._unique2)
+STACKS = {"plain": [], "HTM": ["htm"], "VTM": ["vtm"], "HTM and VTM": ["htm", "vtm"]}
+
+
+class Questions(TorchDispatchMode):
+    """Counts what the host asks of tensors without values, and answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.is_meta:
+            name = func.overloadpacket.__name__
+            if func.overloadpacket is aten._local_scalar_dense:
+                self.asked[name] += 1
+                return 1.0
+            if func.overloadpacket is aten._to_copy and str(kwargs.get("device")) == "cpu":
+                self.asked["copy"] += 1
+                return torch.ones(first.shape, dtype=kwargs.get("dtype") or first.dtype)
+            if func.overloadpacket in DATA_DEPENDENT or _by_mask(func, args):
+                self.asked[name] += 1
+        return func(*args, **kwargs)
+
+
+def _by_mask(func: Any, args: Any) -> bool:
+    """Whether a mask chooses the elements: their number is asked for."""
+    by_index = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_)
+    return by_index and any(x is not None and x.dtype == torch.bool for x in args[1])
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """What is asked for while the context lasts. Autocast knows no meta device: it stays off."""
+    with pytest.MonkeyPatch.context() as patch, Questions() as questions:
+        patch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
+        patch.setattr(torch, "is_autocast_enabled", lambda device: False)
+        patch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
+        yield questions.asked
+
+
+def trainer_on(device: str, stack: list[str], precision: str = "float32") -> Trainer:
+    config = step_config("cct_2_3x2", stack, precision)
+    return bare_trainer(config, torch.device(device))
+
+
+def step(trainer: Trainer, batch_size: int = 6) -> None:
+    device = trainer.world.device
+    images = torch.zeros(batch_size, 3, 32, 32, device=device)
+    trainer._step(images, torch.zeros(batch_size, dtype=torch.int64, device=device), batch_size)
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+def test_htm_copies_to_the_host_once_a_step_and_nothing_else_waits(stack: list[str]):
+    trainer = trainer_on("meta", stack)
+    with counted() as asked:
+        for _ in range(2):
+            step(trainer)
+    assert asked == ({"copy": 2} if "htm" in stack else {})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ablate": "scorenet"},
+        {"ablate": "tokens"},
+        {"ablate": "labels"},
+        {"mask_rule": "published"},
+        {"order": "published"},
+    ],
+    ids=str,
+)
+def test_no_rule_of_htm_asks_more_often(settings: dict[str, str]):
+    trainer = trainer_on("meta", ["htm", "vtm"])
+    htm = HTM(layer=1, **settings)  # type: ignore[arg-type]
+    module = attach(trainer.module.model, 10, htm=htm).to("meta").train()
+    with counted() as asked:
+        module(torch.zeros(6, 3, 32, 32, device="meta"), torch.zeros(6, 10, device="meta"))
+    assert asked == {"copy": 1}
+
+
+def test_questions_are_counted():
+    x = torch.zeros(4, device="meta")
+    with counted() as asked:
+        assert float(x.sum()) == 1
+        assert x.cpu().tolist() == [1, 1, 1, 1]
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            x[x > 0]
+    assert asked == {"_local_scalar_dense": 1, "copy": 1, "index": 1}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+def test_a_gpu_waits_for_nothing_but_that_copy(stack: list[str]):
+    trainer = trainer_on("cuda", stack, precision="bf16")
+    step(trainer)  # the first one allocates and chooses kernels
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(trainer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    assert len(waits) == ("htm" in stack)
