@@ -5,7 +5,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint format check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost
+  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost bench
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -88,6 +88,10 @@ lint: .venv/installed-dev  ## check format, style and types
 format: .venv/installed-dev  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: .venv/installed  ## measure steps, detectors, gain matrix, pipeline and start-up; SECTIONS= PAIRS= COMPARE=
+	$(BIN)/python scripts/benchmark.py $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
+	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
 	$(BIN)/python scripts/check_models.py
