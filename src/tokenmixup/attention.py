@@ -6,7 +6,8 @@ fused `qkv` projection or `q_proj`, `k_proj`, `v_proj`; optionally `q_bias`, `k_
 talking heads. Letters: b batch, h heads, n tokens with prefix, m memory, d width, e head width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+CACHED_SCORES = 2**17  # that a core works on at a time: half a MiB
 UNDERSTOOD = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
 
 
@@ -130,6 +132,16 @@ def attention_map(
     `b n d` -> `b h n n`, or `b h 1 n` for the first token's query alone. `where`: the positions of
     the tokens. Of talking heads it is the map before the heads talk again, a distribution.
     """
+    return torch.cat([*attention_maps(attn, x, first_row_only, where)])
+
+
+def attention_maps(
+    attn: Any, x: Tensor, first_row_only: bool = False, where: Positions | None = None
+) -> Iterator[Tensor]:
+    """The same map in blocks of samples: on a CPU each stays in the cache, a GPU gets all in one.
+
+    The whole map is never there unless it is kept.
+    """
     rope, bias = where or Positions()
     if first_row_only:
         rope_1 = None if rope is None else rope[:, :, :1]
@@ -137,7 +149,14 @@ def attention_map(
         bias = None if bias is None else bias[:, :, :1]
     else:
         q, k = project(attn, x, "qk", rope)
-    return _scores(attn, q, k, bias).softmax(dim=-1, dtype=torch.float32)
+    size = len(x)
+    if x.device.type == "cpu":
+        size = max(
+            1, CACHED_SCORES * torch.get_num_threads() // (q.shape[1:3].numel() * k.shape[2])
+        )
+    biases = repeat(bias) if bias is None or len(bias) == 1 else bias.split(size)
+    for q_block, k_block, bias_block in zip(q.split(size), k.split(size), biases, strict=False):
+        yield _scores(attn, q_block, k_block, bias_block).softmax(dim=-1, dtype=torch.float32)
 
 
 def _scores(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

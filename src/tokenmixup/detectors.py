@@ -3,14 +3,15 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import attention_map, positions
+from tokenmixup.attention import attention_maps, positions
 from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
 from tokenmixup.horizontal import HTM
 from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
@@ -35,8 +36,11 @@ class BlockInput:
         if self.saliency is None:
             block = self.blocks[self.index]
             with no_grad_uncached(self.tokens.device.type):
-                attn = _map(block, self.tokens, self.given, self.class_token)
-            self.saliency = attention_saliency(attn, self.num_prefix_tokens, self.class_token)
+                parts = [
+                    attention_saliency(attn, self.num_prefix_tokens, self.class_token)
+                    for attn in _maps(block, self.tokens, self.given, self.class_token)
+                ]
+            self.saliency = torch.cat(parts)
         return self.saliency
 
 
@@ -64,16 +68,20 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     tokens, maps = entry.tokens, []
     with no_grad_uncached(tokens.device.type):
         for block in entry.blocks[entry.index : entry.index + steps]:
-            maps.append(_map(block, tokens, entry.given))
+            maps.append(torch.cat([*_maps(block, tokens, entry.given)]))
             tokens = _run(block, tokens, entry.given)
-        maps.append(_map(entry.blocks[entry.index + steps], tokens, entry.given, entry.class_token))
+        last = _maps(entry.blocks[entry.index + steps], tokens, entry.given, entry.class_token)
+        maps.append(torch.cat([*last]))
     return rollout_saliency(maps, entry.num_prefix_tokens, entry.class_token)
 
 
-def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
+def _maps(
+    block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False
+) -> Iterator[Tensor]:
+    """The map of a block, in blocks of samples."""
     with evaluating(block.attn):  # relative positions may come from an MLP with dropout
         where = positions(block.attn, tokens.shape[1], given)
-        return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
+        yield from attention_maps(block.attn, block.norm1(tokens), first_row_only, where)
 
 
 def _run(block: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:

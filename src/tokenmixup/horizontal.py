@@ -140,7 +140,7 @@ def mix_horizontal(
     donor = pair(saliency, is_easy, rho)
     mask = choose(saliency, donor, is_easy, rho)
     replace = F.pad(mask, (num_prefix_tokens, 0))  # b n
-    mixed = torch.where(replace[..., None], tokens[donor], tokens)
+    mixed = torch.where(replace[..., None], tokens.index_select(0, donor), tokens)
     keep_ratio = weigh(saliency, saliency[donor], mask).to(targets.dtype)
     mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]
     return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio)

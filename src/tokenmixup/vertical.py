@@ -90,8 +90,10 @@ def vertical_attention(
     `tokens`: `b n d`, `memory`: `b m d`, both layer-normed. `where`: the positions of both as keys.
     Returns `b n d`, projected and dropped out as `attn` itself would.
     """
+    n = tokens.shape[1]
     rope, bias = where or Positions()
-    queries_rope = None if rope is None else rope[:, :, : tokens.shape[1]]
-    (q,) = project(attn, tokens, "q", queries_rope)  # b h n e
-    k, v = project(attn, torch.cat([tokens, memory], dim=1), "kv", rope)  # b h n+m e
+    ropes = (None, None) if rope is None else (rope[:, :, :n], rope[:, :, n:])
+    q, k, v = project(attn, tokens, "qkv", ropes[0])  # b h n e
+    memory_k, memory_v = project(attn, memory, "kv", ropes[1])  # b h m e
+    k, v = torch.cat([k, memory_k], dim=2), torch.cat([v, memory_v], dim=2)
     return attend(attn, tokens, q, k, v, bias)
