@@ -39,7 +39,16 @@ ALLOWED = {
 }
 LIBRARY_NEEDS = {"torch", "numpy", "scipy", "einops", "tokenmixup"}
 KNOW_HYDRA = {"reproduction/cli.py", "reproduction/compose.py"}
-STANDARD = {"collections", "contextlib", "dataclasses", "functools", "inspect", "math", "typing"}
+STANDARD = {
+    "collections",
+    "contextlib",
+    "dataclasses",
+    "functools",
+    "inspect",
+    "itertools",
+    "math",
+    "typing",
+}
 
 
 def imports(path: Path) -> Iterator[str]:

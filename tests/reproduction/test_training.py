@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,14 @@ def test_a_run_that_ended_within_a_step_goes_on_from_its_last_epoch(
     assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
     assert folder(tmp_path).read_summary()["status"] == "finished"
     assert_same_result(folder(tmp_path), folder(tmp_path, "whole"))
+
+
+@pytest.fixture(autouse=True)
+def hear_ctrl_c() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def signal_in(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals) -> list[int]:
