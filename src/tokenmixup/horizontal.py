@@ -115,6 +115,17 @@ def saliency_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
     return torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)
 
 
+def take_from_donors(tokens: Tensor, donor: Tensor, replace: Tensor) -> Tensor:
+    """Tokens `b n d`, at the places of `replace`, `b n` bool, those of the donors, `b` (Eq. 10).
+
+    Each token is read once, and in the backward pass its gradient is written once or twice.
+    """
+    b, n, d = tokens.shape
+    sample = torch.arange(b, device=tokens.device)[:, None]
+    row = torch.where(replace, donor[:, None], sample) * n + torch.arange(n, device=tokens.device)
+    return tokens.reshape(b * n, d).index_select(0, row.flatten()).view(b, n, d)
+
+
 def mix_horizontal(
     tokens: Tensor,
     targets: Tensor,
@@ -139,8 +150,7 @@ def mix_horizontal(
     targets = targets if targets.is_floating_point() else targets.float()
     donor = pair(saliency, is_easy, rho)
     mask = choose(saliency, donor, is_easy, rho)
-    replace = F.pad(mask, (num_prefix_tokens, 0))  # b n
-    mixed = torch.where(replace[..., None], tokens.index_select(0, donor), tokens)
+    mixed = take_from_donors(tokens, donor, F.pad(mask, (num_prefix_tokens, 0)))
     keep_ratio = weigh(saliency, saliency[donor], mask).to(targets.dtype)
     mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]
     return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio)

@@ -11,11 +11,13 @@ from einops import rearrange
 from timm.layers import Attention, DropPath, Mlp
 from torch import Tensor, nn
 
+from tokenmixup.pooling import sequence_pool
+
 STEM_CHANNELS = 64  # of every convolution but the last
 
 
 class ConvTokenizer(nn.Module):
-    """`conv_layers` times 3x3 convolution, ReLU and 3x3 max pooling of stride 2."""
+    """`conv_layers` times 3x3 convolution, 3x3 max pooling of stride 2 and ReLU."""
 
     def __init__(self, embed_dim: int, conv_layers: int):
         super().__init__()
@@ -24,8 +26,8 @@ class ConvTokenizer(nn.Module):
             *(
                 nn.Sequential(
                     nn.Conv2d(inner, outer, kernel_size=3, padding=1, bias=False),
-                    nn.ReLU(),
                     nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+                    nn.ReLU(),  # the same after pooling, of a quarter of the pixels
                 )
                 for inner, outer in pairwise(channels)
             )
@@ -129,8 +131,7 @@ class CCT(nn.Module):
         x = self.forward_features(images)
         if self.attention_pool is None:
             return self.head(x[:, 0])
-        weight = self.attention_pool(x).softmax(dim=1)  # b n 1
-        return self.head((weight.mT @ x).squeeze(1))
+        return self.head(sequence_pool(x, self.attention_pool))
 
 
 def _tokenizer(embed_dim: int, conv_layers: int | None, patch_size: int | None) -> nn.Module:
