@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokenmixup.pooling import sequence_pool
+
 Pooling = Literal["attention", "average", "class_token"]
 
 
@@ -48,8 +50,7 @@ class ScoreNet(nn.Module):
         tokens = tokens[:, num_prefix_tokens:]  # b t d
         if self.pool is None:
             return self.head(tokens.mean(dim=1))
-        weight = self.pool(tokens).softmax(dim=1)  # b t 1
-        return self.head((weight.mT @ tokens).squeeze(1))
+        return self.head(sequence_pool(tokens, self.pool))
 
 
 def difficulty(score_logits: Tensor, targets: Tensor) -> Tensor:

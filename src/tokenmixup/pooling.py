@@ -1,0 +1,42 @@
+"""Sequence pooling (Hassani et al., 2021): the mean of tokens by learnt weights.
+
+Letters: b batch, t tokens, d width.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def sequence_pool(tokens: Tensor, score: nn.Linear) -> Tensor:
+    """Softmax(score(X))^T X: `b t d` -> `b d`; `score` maps d to 1. In the tokens' own precision.
+
+    Tokens get one gradient, of both the scores and the mean, where autograd would add two up.
+    RuntimeError at a second derivative.
+    """
+    return cast(Tensor, _SequencePool.apply(tokens, score.weight, score.bias))
+
+
+class _SequencePool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            share = F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).softmax(dim=1)  # b t 1
+            pooled = torch.einsum("bto,btd->bd", share, x)
+        ctx.save_for_backward(x, weight, share, pooled)
+        return pooled
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, share, pooled = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            towards = torch.einsum("btd,bd->bt", x, grad) - (grad * pooled).sum(dim=1, keepdim=True)
+            of_score = share * towards[..., None]  # b t 1, through the softmax
+            both = torch.cat([share, of_score], dim=2)
+            of_x = both @ torch.stack([grad, weight.to(x.dtype).expand_as(grad)], dim=1)
+            of_weight = of_score.view(1, -1) @ x.flatten(0, 1)
+            return of_x, of_weight.to(weight.dtype), of_score.sum().to(weight.dtype).view(1)
