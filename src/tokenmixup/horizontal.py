@@ -93,11 +93,19 @@ def optimal_donors(saliency: Tensor, is_easy: Tensor, rho: float) -> Tensor:
     `saliency`: `b t`, `is_easy`: `b` bool. Returns `b` int64.
     """
     gain = gain_matrix(saliency, rho)  # b b
-    on_host = torch.cat([gain, is_easy[:, None].to(gain.dtype)], dim=1).cpu()  # the only copy
+    on_host = _copy_to_host(torch.cat([gain, is_easy[:, None].to(gain.dtype)], dim=1))
     easy = on_host[:, -1].bool()
     donor = torch.arange(len(gain))
     donor[easy] = optimal_assignment(on_host[easy, :-1])
     return donor.to(gain.device, non_blocking=True)
+
+
+def _copy_to_host(x: Tensor) -> Tensor:
+    """Waits for a GPU; the copy lies in pinned memory, which it writes by itself."""
+    copy = x.to("cpu", non_blocking=x.is_cuda)
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
+    return copy
 
 
 def gaining_tokens(saliency: Tensor, donor: Tensor, is_easy: Tensor, rho: float) -> Tensor:
