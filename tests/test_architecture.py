@@ -45,7 +45,6 @@ STANDARD = {
     "dataclasses",
     "functools",
     "inspect",
-    "itertools",
     "math",
     "typing",
 }

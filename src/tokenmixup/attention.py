@@ -6,8 +6,7 @@ fused `qkv` projection or `q_proj`, `k_proj`, `v_proj`; optionally `q_bias`, `k_
 talking heads. Letters: b batch, h heads, n tokens with prefix, m memory, d width, e head width.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -132,31 +131,50 @@ def attention_map(
     `b n d` -> `b h n n`, or `b h 1 n` for the first token's query alone. `where`: the positions of
     the tokens. Of talking heads it is the map before the heads talk again, a distribution.
     """
-    return torch.cat([*attention_maps(attn, x, first_row_only, where)])
+    return _softmax(attn, *_queries_and_keys(attn, x, first_row_only, where))
 
 
-def attention_maps(
+def attention_received(
     attn: Any, x: Tensor, first_row_only: bool = False, where: Positions | None = None
-) -> Iterator[Tensor]:
-    """The same map in blocks of samples: on a CPU each stays in the cache, a GPU gets all in one.
+) -> Tensor:
+    """The mean of attention_map over heads and queries, `b m`.
 
-    The whole map is never there unless it is kept.
+    A CPU computes it by blocks of a head and some samples, which stay in its cache; a GPU at once.
     """
+    parts = _queries_and_keys(attn, x, first_row_only, where)
+    if x.device.type != "cpu" or getattr(attn, "proj_l", None) is not None:
+        return _softmax(attn, *parts).mean(dim=(1, 2))
+    q, k, bias = parts
+    present = [q, k] if bias is None else [q, k, bias.expand(*q.shape[:2], -1, -1)]
+    size = max(1, CACHED_SCORES * torch.get_num_threads() // (q.shape[2] * k.shape[2]))
+    received = [
+        torch.stack([_softmax(attn, *head).mean(dim=(1, 2)) for head in _zip(samples, 1, dim=1)])
+        for samples in _zip(present, size, dim=0)
+    ]  # each h b m
+    return torch.cat(received, dim=1).mean(dim=0)
+
+
+def _zip(tensors: Iterable[Tensor], size: int, dim: int) -> Iterator[tuple[Tensor, ...]]:
+    """Splits all alike."""
+    return zip(*(x.split(size, dim) for x in tensors), strict=True)
+
+
+def _queries_and_keys(
+    attn: Any, x: Tensor, first_row_only: bool, where: Positions | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Both `b h n e`, or `b h 1 e` of the first token's query, and the bias between them."""
     rope, bias = where or Positions()
-    if first_row_only:
-        rope_1 = None if rope is None else rope[:, :, :1]
-        (q,), (k,) = project(attn, x[:, :1], "q", rope_1), project(attn, x, "k", rope)
-        bias = None if bias is None else bias[:, :, :1]
-    else:
+    if not first_row_only:
         q, k = project(attn, x, "qk", rope)
-    size = len(x)
-    if x.device.type == "cpu":
-        size = max(
-            1, CACHED_SCORES * torch.get_num_threads() // (q.shape[1:3].numel() * k.shape[2])
-        )
-    biases = repeat(bias) if bias is None or len(bias) == 1 else bias.split(size)
-    for q_block, k_block, bias_block in zip(q.split(size), k.split(size), biases, strict=False):
-        yield _scores(attn, q_block, k_block, bias_block).softmax(dim=-1, dtype=torch.float32)
+        return q, k, bias
+    rope_1 = None if rope is None else rope[:, :, :1]
+    (q,), (k,) = project(attn, x[:, :1], "q", rope_1), project(attn, x, "k", rope)
+    return q, k, None if bias is None else bias[:, :, :1]
+
+
+def _softmax(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The map, in float32."""
+    return _scores(attn, q, k, bias).softmax(dim=-1, dtype=torch.float32)
 
 
 def _scores(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

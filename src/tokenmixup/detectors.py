@@ -3,18 +3,17 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import attention_maps, positions
+from tokenmixup.attention import attention_map, attention_received, positions
 from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
 from tokenmixup.horizontal import HTM
-from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
+from tokenmixup.saliency import gradient_saliency, rollout_saliency
 
 
 @dataclass
@@ -36,11 +35,10 @@ class BlockInput:
         if self.saliency is None:
             block = self.blocks[self.index]
             with no_grad_uncached(self.tokens.device.type):
-                parts = [
-                    attention_saliency(attn, self.num_prefix_tokens, self.class_token)
-                    for attn in _maps(block, self.tokens, self.given, self.class_token)
-                ]
-            self.saliency = torch.cat(parts)
+                received = _of_block(
+                    attention_received, block, self.tokens, self.given, self.class_token
+                )
+            self.saliency = received[:, self.num_prefix_tokens :]
         return self.saliency
 
 
@@ -68,20 +66,24 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     tokens, maps = entry.tokens, []
     with no_grad_uncached(tokens.device.type):
         for block in entry.blocks[entry.index : entry.index + steps]:
-            maps.append(torch.cat([*_maps(block, tokens, entry.given)]))
+            maps.append(_of_block(attention_map, block, tokens, entry.given))
             tokens = _run(block, tokens, entry.given)
-        last = _maps(entry.blocks[entry.index + steps], tokens, entry.given, entry.class_token)
-        maps.append(torch.cat([*last]))
+        last = entry.blocks[entry.index + steps]
+        maps.append(_of_block(attention_map, last, tokens, entry.given, entry.class_token))
     return rollout_saliency(maps, entry.num_prefix_tokens, entry.class_token)
 
 
-def _maps(
-    block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False
-) -> Iterator[Tensor]:
-    """The map of a block, in blocks of samples."""
+def _of_block(
+    compute: Callable[..., Tensor],
+    block: Any,
+    tokens: Tensor,
+    given: dict[str, Any],
+    first_row_only: bool = False,
+) -> Tensor:
+    """`compute` of the map of a block."""
     with evaluating(block.attn):  # relative positions may come from an MLP with dropout
         where = positions(block.attn, tokens.shape[1], given)
-        yield from attention_maps(block.attn, block.norm1(tokens), first_row_only, where)
+        return compute(block.attn, block.norm1(tokens), first_row_only, where)
 
 
 def _run(block: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:

@@ -11,12 +11,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers import Attention
 from timm.layers.attention import AttentionRope
 from torch import Tensor, nn
 
 from tests.conftest import CLASSES
 from tokenmixup import Output, attach, rollout_saliency, training_loss, vertical_attention
-from tokenmixup.attention import attention_map, positions
+from tokenmixup.attention import Positions, attention_map, attention_received, positions
 from tokenmixup.detectors import BlockInput, by_rollout
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
@@ -309,6 +310,22 @@ def test_a_mask_hides_tokens_and_their_memory():
         ),
     )[:, :6]
     torch.testing.assert_close(vertical_attention(attn, tokens, memory, wide), expected)
+
+
+@pytest.mark.parametrize("scores", [1, 70, 2**17])
+@pytest.mark.parametrize("first_row_only", [False, True])
+@pytest.mark.parametrize("of_bias", [None, (1, 1, 6), (1, 4, 6), (3, 4, 6), (3, 1, 1)])
+def test_attention_received_is_the_mean_of_the_map_however_it_is_cut(
+    of_bias: tuple[int, ...] | None, first_row_only: bool, scores: int, monkeypatch
+):
+    monkeypatch.setattr("tokenmixup.attention.CACHED_SCORES", scores)
+    torch.manual_seed(0)
+    attn, tokens = Attention(32, num_heads=4), torch.randn(3, 6, 32)
+    where = None if of_bias is None else Positions(None, torch.randn(*of_bias, 6))
+    expected = attention_map(attn, tokens, first_row_only, where).mean(dim=(1, 2))
+    received = attention_received(attn, tokens, first_row_only, where)
+    torch.testing.assert_close(received, expected)
+    torch.testing.assert_close(received.sum(dim=1), torch.ones(3))
 
 
 @pytest.mark.parametrize("name", KINDS)
