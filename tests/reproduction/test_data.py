@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import random
 import tarfile
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -210,12 +211,29 @@ def test_augmented_images_do_not_depend_on_workers_or_global_generators():
     assert not torch.equal(alone, epoch_of_images(workers=0, seed=1))
 
 
-def test_loading_leaves_the_global_generators_alone():
-    torch.manual_seed(5)
-    expected = torch.rand(4)
-    torch.manual_seed(5)
-    epoch_of_images(workers=1)
-    assert torch.equal(torch.rand(4), expected)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_the_global_generators_alone(workers: int):
+    def draw() -> list[Any]:
+        return [random.random(), np.random.normal(), torch.rand(4).tolist()]
+
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = [draw(), draw()]
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    before = draw()
+    epoch_of_images(workers)
+    assert [before, draw()] == expected
+
+
+def test_an_augmented_image_is_the_same_alone_and_in_a_batch():
+    config = config_of("recipe=cifar_cct", "seed=3")
+    source = load_source("digits", None, None)
+    images = build_training_images(config, source)
+    batch = images.__getitems__([(2, 7), (2, 5), (4, 7)])
+    for (epoch, index), (image, target) in zip([(2, 7), (2, 5), (4, 7)], batch, strict=True):
+        with seeded(Purpose.AUGMENT, 3, epoch, index):
+            expected = images.transform(source.train[index][0])
+        assert torch.equal(image, expected) and target == source.train.targets[index]
+        assert torch.equal(images[(epoch, index)][0], expected)
 
 
 @pytest.mark.parametrize("n", [6, 7, 1])

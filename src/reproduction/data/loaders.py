@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from reproduction.data.seeding import Purpose, seeded
+from reproduction.data.seeding import Purpose, generators_kept, seed_generators
 from reproduction.data.sources import ImageSource
 from reproduction.data.transforms import Transform
 from reproduction.errors import STOP_SIGNALS, UserError
@@ -22,10 +22,17 @@ class TrainingImages(Dataset[tuple[Tensor, int]]):
         self.source, self.transform, self.seed = source, transform, seed
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        epoch, index = key
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[tuple[Tensor, int]]:
+        """A batch at once, as a DataLoader asks for it: generators are kept once, not by image."""
+        with generators_kept():
+            return [self._augmented(*key) for key in keys]
+
+    def _augmented(self, epoch: int, index: int) -> tuple[Tensor, int]:
         image, target = self.source[index]
-        with seeded(Purpose.AUGMENT, self.seed, epoch, index):
-            return self.transform(image), target
+        seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
+        return self.transform(image), target
 
 
 class EvaluationImages(Dataset[tuple[Tensor, int]]):

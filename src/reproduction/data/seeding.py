@@ -19,15 +19,27 @@ class Purpose(IntEnum):
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Seeds Python's, numpy's and torch's CPU generators by `key` for a while.
+    """Seeds all generators by `key` for a while."""
+    with generators_kept():
+        seed_generators(*key)
+        yield
 
-    `key`: a Purpose and numbers. Generators of a GPU are left alone: dropout draws from them.
+
+def seed_generators(*key: int) -> None:
+    """Seeds Python's, numpy's and torch's CPU generators by `key`: a Purpose and numbers.
+
+    Generators of a GPU are left alone: dropout draws from them.
     """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     python_seed, numpy_seed, torch_seed = np.random.SeedSequence(key).generate_state(3).tolist()
     random.seed(python_seed)
     np.random.seed(numpy_seed)
     torch.default_generator.manual_seed(torch_seed)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leaves the same generators as they were. Takes longer than seeding them: numpy's is slow."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
