@@ -10,12 +10,13 @@ from reproduction.config import (
     AnyModel,
     Augmentation,
     Config,
+    Dataset,
     Library,
     Recipe,
     Transforms,
     ViT,
 )
-from reproduction.data.folders import missing_data
+from reproduction.data.folders import IMAGE_FOLDERS, missing_data
 
 
 def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
@@ -27,8 +28,7 @@ def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
     yield from _recipe_problems(config.recipe, config.devices)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)
-    if needs_data and (problem := missing_data(config.dataset.name, config.dataset.root)):
-        yield problem
+    yield from _dataset_problems(config.dataset, needs_data)
 
 
 def unservable(name: str, stack: list[str]) -> str | None:
@@ -117,6 +117,16 @@ def _transform_problems(transforms: Transforms) -> Iterator[str]:
         yield f"{key}.scale={transforms.scale}: shares of the area, must rise to 1 at most"
     if transforms.ratio[0] > transforms.ratio[1]:
         yield f"{key}.ratio={transforms.ratio}: must rise, as width over height"
+
+
+def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
+    if dataset.memory_mib is not None and dataset.name not in IMAGE_FOLDERS:
+        yield (
+            f"dataset.memory_mib={dataset.memory_mib}: {dataset.name} is held in memory anyway, "
+            "allowed is null"
+        )
+    if needs_data and (problem := missing_data(dataset.name, dataset.root)):
+        yield problem
 
 
 def _model_problems(model: AnyModel) -> Iterator[str]:

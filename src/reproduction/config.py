@@ -124,6 +124,7 @@ class Dataset:
     std: Scales
     limit: Count | None
     workers: Whole
+    memory_mib: Whole | None = None  # of folders alone; earlier runs say nothing of it
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)

@@ -22,7 +22,10 @@ from reproduction.errors import UserError, first_line
 from reproduction.ranks import is_first_rank
 
 # What does not change a result does not change a run's identity.
-NOT_IDENTITY = ("name", "output_root", "resume", "device", "logger", "dataset.workers")
+NOT_IDENTITY = (
+    *("name", "output_root", "resume", "device", "logger"),
+    *("dataset.workers", "dataset.memory_mib"),
+)
 LOCK = ".lock"
 
 

@@ -324,7 +324,11 @@ def test_a_broken_image_is_named(command: Command, tmp_path: Path, workers: int)
     broken.write_bytes(broken.read_bytes()[:60])
     small = [x for x in SMALL if "limit" not in x]
     data = ["dataset=image_folder", f"dataset.root={root}", f"dataset.workers={workers}"]
-    ended = command("train", "name=mine", *data, *small)
+    held = command("train", "name=mine", *data, *small)
+    assert (held.status, len(held.lines)) == (2, 1)
+    assert f"{broken}: no readable image" in held.err
+    assert not list((tmp_path / "outputs").iterdir())
+    ended = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
     assert ended.status == 1
     assert f"{broken}: no readable image" in ended.lines[-1]
 

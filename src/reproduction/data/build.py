@@ -14,8 +14,9 @@ from reproduction.data.loaders import (
     evaluation_loader,
     training_loader,
 )
+from reproduction.data.memory import held
 from reproduction.data.mixup import InputMixer, build_input_mixer
-from reproduction.data.sources import Source
+from reproduction.data.sources import ImageSource, Source
 from reproduction.data.transforms import Transform, evaluation_transform, training_transform
 from reproduction.errors import UserError
 
@@ -52,17 +53,19 @@ def build_evaluation_transform(config: Config) -> Transform:
 def build_training_loader(
     config: Config, source: Source, batches: TrainingBatches, pin: bool
 ) -> DataLoader[Any]:
-    """Loads this rank's batches."""
-    images = build_training_images(config, source)
+    """Loads this rank's batches; decodes a small folder now."""
+    in_memory = dataclasses.replace(source, train=_held(config.dataset, source.train))
+    images = build_training_images(config, in_memory)
     return training_loader(images, batches, config.dataset.workers, pin)
 
 
 def build_evaluation_loader(
     config: Config, source: Source, rank: int, ranks: int, pin: bool
 ) -> DataLoader[Any]:
-    """Loads this rank's share of the held-out images."""
+    """Loads this rank's share of the held-out images; decodes a small folder now."""
+    held_out = _held(config.dataset, source.held_out)
     return evaluation_loader(
-        EvaluationImages(source.held_out, build_evaluation_transform(config)),
+        EvaluationImages(held_out, build_evaluation_transform(config)),
         num_images=len(source.held_out),
         batch_size=config.recipe.batch_size // ranks,
         workers=config.dataset.workers,
@@ -70,6 +73,16 @@ def build_evaluation_loader(
         rank=rank,
         ranks=ranks,
     )
+
+
+def _held(dataset: Dataset, images: ImageSource) -> ImageSource:
+    """The images in memory if the configuration has room for them; UserError names a broken one."""
+    if not dataset.memory_mib:
+        return images
+    try:
+        return held(images, dataset.memory_mib, threads=max(1, dataset.workers))
+    except RuntimeError as error:
+        raise UserError(str(error)) from error
 
 
 def build_mixer(config: Config, num_classes: int) -> InputMixer:

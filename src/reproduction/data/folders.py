@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from reproduction.errors import UserError
 
+IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # data sets that are folders of image files
 EVALUATION_FOLDERS = ("val", "test")
 IMAGENET_CLASSES = 1000
 

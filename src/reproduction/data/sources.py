@@ -1,6 +1,7 @@
 """The five data sets as pairs of (PIL image, class index) with the published split."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,16 +37,17 @@ class Source:
 
 
 class ArrayImages:
-    """Grey images held in memory: `images` is `n h w` uint8."""
+    """Images held in memory: each is uint8, `h w` if grey, else `h w 3`."""
 
-    def __init__(self, images: np.ndarray, targets: Iterable[int]):
+    def __init__(self, images: Sequence[np.ndarray] | np.ndarray, targets: Iterable[int]):
         self.images, self.targets = images, [int(t) for t in targets]
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self.images[index]).convert("RGB"), self.targets[index]
+        image = Image.fromarray(self.images[index])  # a copy: what is held stays as it is
+        return image if image.mode == "RGB" else image.convert("RGB"), self.targets[index]
 
 
 def load_source(name: str, root: str | None, limit: int | None) -> Source:
@@ -145,11 +147,23 @@ def _folders(name: str, root: str | None) -> Source:
 
 def load_image(path: str) -> Image.Image:
     """An RGB image; RuntimeError names a file that is broken or has more than 8 bits a channel."""
+    with _opened(path) as image:
+        return image.convert("RGB")
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """Width and height by the header; RuntimeError as above."""
+    with _opened(path) as image:
+        return image.size
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"{image.mode} pixels, convert them to 8 bits a channel")
-            return image.convert("RGB")
+            yield image
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise RuntimeError(f"{path}: no readable image: {error}") from error
 

@@ -1,0 +1,109 @@
+"""Small folders held in memory."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from reproduction.compose import compose
+from reproduction.config import Config
+from reproduction.data import memory
+from reproduction.data.build import build_evaluation_loader, build_training_loader
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.memory import held
+from reproduction.data.sources import ArrayImages, Source, load_source
+from reproduction.errors import UserError
+from reproduction.parse import parse
+from reproduction.runs import run_hash
+from tests.reproduction.conftest import write_images
+
+TWO_FIT = 400  # pixels of images of which 1 MiB holds two
+
+
+def write_all_kinds(root: Path) -> Path:
+    """A folder of images of several sizes, modes and formats."""
+    rng = np.random.default_rng(0)
+    shapes = {"L": (20, 30), "RGB": (32, 40, 3), "RGBA": (25, 24, 4), "LA": (40, 21, 2)}
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for mode, shape in shapes.items():
+                image = Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8))
+                image.save(folder / f"{mode}.png")
+            image.convert("RGB").save(folder / "photo.jpg")
+            image.convert("RGB").quantize(8).save(folder / "palette.png", transparency=3)
+    return root
+
+
+def config_of(root: Path, *overrides: str) -> Config:
+    told = ["dataset=image_folder", f"dataset.root={root}", "recipe=cifar_cct", "model=cct_7_3x1"]
+    return parse(compose("train", [*told, *overrides]).raw)
+
+
+def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> list[torch.Tensor]:
+    """Two epochs of training, one of held-out images; `meanwhile` comes before the first batch."""
+    batches = TrainingBatches(len(source.train), 5, config.seed)
+    loader = build_training_loader(config, source, batches, pin=False)
+    evaluation = build_evaluation_loader(config, source, 0, 1, pin=False)
+    meanwhile()
+    found = []
+    for epoch in range(2):
+        batches.start_at(epoch, 0)
+        found += [tensor for batch in loader for tensor in batch]
+    return found + [tensor for batch in evaluation for tensor in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_in_memory_are_the_images_of_the_files(tmp_path: Path, workers: int):
+    root = write_all_kinds(tmp_path / "images")
+    config = config_of(root, f"dataset.workers={workers}")
+    source = load_source("image_folder", str(root), None)
+    without = dataclasses.replace(config.dataset, memory_mib=0)
+    from_files = loaded(dataclasses.replace(config, dataset=without), source, lambda: None)
+    from_memory = loaded(config, source, lambda: root.rename(tmp_path / "gone"))
+    assert len(from_files) == 2 * (2 * 3 + 1)
+    for ours, expected in zip(from_memory, from_files, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_folder_is_held_when_it_fits_and_no_more_headers_are_read_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looked_at: list[str] = []
+    size_of = memory.image_size
+    monkeypatch.setattr(memory, "image_size", lambda path: looked_at.append(path) or size_of(path))
+    root = write_images(tmp_path / "images", ["cat"], train=5, held_out=2, size=TWO_FIT)
+    source = load_source("image_folder", str(root), None)
+    assert held(source.train, 1, threads=1) is source.train
+    assert len(looked_at) == 3
+    assert isinstance(held(source.held_out, 1, threads=1), ArrayImages)
+
+
+def test_only_images_in_use_are_decoded(tmp_path: Path):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=3, held_out=1)
+    unused = root / "train" / "dog" / "2.png"
+    unused.write_bytes(b"broken")
+    few = held(load_source("image_folder", str(root), 4).train, 1, threads=2)
+    assert isinstance(few, ArrayImages) and few.targets == [0, 1, 0, 1]
+    with pytest.raises(RuntimeError, match=f"{unused}: no readable image"):
+        held(load_source("image_folder", str(root), None).train, 1, threads=2)
+
+
+def test_a_transform_cannot_change_what_is_held(tmp_path: Path):
+    root = write_images(tmp_path / "images", ["cat"], train=1, held_out=1)
+    images = held(load_source("image_folder", str(root), None).train, 1, threads=1)
+    before = np.array(images[0][0])
+    images[0][0].paste((1, 2, 3), (0, 0, 9, 9))
+    assert np.array_equal(images[0][0], before)
+
+
+def test_memory_is_for_folders_alone_and_changes_no_identity(tmp_path: Path):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=1, held_out=1)
+    assert run_hash(config_of(root, "dataset.memory_mib=0")) == run_hash(config_of(root))
+    with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is held in memory anyway"):
+        parse(compose("train", ["dataset.memory_mib=5"]).raw)
