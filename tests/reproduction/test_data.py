@@ -3,6 +3,8 @@
 import hashlib
 import pickle
 import random
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -216,12 +218,25 @@ def test_loading_leaves_the_global_generators_alone(workers: int):
     def draw() -> list[Any]:
         return [random.random(), np.random.normal(), torch.rand(4).tolist()]
 
+    load_source("digits", None, 24)  # scikit-learn draws when it is imported
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = [draw(), draw()]
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     before = draw()
     epoch_of_images(workers)
     assert [before, draw()] == expected
+
+
+def test_a_process_ends_although_something_still_holds_its_workers():
+    code = """
+from reproduction.data.loaders import evaluation_loader
+held = iter(evaluation_loader([0] * 9, num_images=9, batch_size=2, workers=1, pin_memory=False))
+next(held)
+raise RuntimeError
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 1 and ended.stderr.endswith(b"RuntimeError\n")
 
 
 def test_an_augmented_image_is_the_same_alone_and_in_a_batch():

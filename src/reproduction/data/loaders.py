@@ -1,6 +1,8 @@
 """Batches that depend on seed and epoch alone, not on workers or the number of processes."""
 
+import atexit
 import math
+import multiprocessing
 import signal
 from collections.abc import Iterator
 
@@ -111,6 +113,7 @@ def evaluation_loader(
         batch_size=batch_size,
         sampler=range(rank, num_images, ranks),
         num_workers=workers,
+        persistent_workers=workers > 0,
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_parent,
         generator=torch.Generator(),
@@ -121,3 +124,15 @@ def _leave_signals_to_parent(worker: int) -> None:
     """Where a whole group of processes gets a signal, a worker goes on until its parent ends it."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Ends workers that something still holds, as an error's traceback does.
+
+    Multiprocessing would ask them by a SIGTERM, which they ignore, and wait for ever.
+    """
+    if workers := [child for child in multiprocessing.active_children() if child.daemon]:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch complains of killed workers
+        for worker in workers:
+            worker.kill()
