@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reproduction.benchmark.appetite import appetite
 from reproduction.benchmark.goals import GOALS, figure_of, is_met
 from reproduction.benchmark.records import Report
 from reproduction.errors import UserError
@@ -25,6 +26,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "ms": ("ms", _spread),
     "ratio": ("ratio to the first row", _spread),
     "images_per_second": ("images/s", _number),
+    "workers": ("workers needed", lambda number: f"{number:.0f}"),
     "share_of_rate": ("share of the matrix rate", lambda share: f"{share:.1%}"),
     "peak_mib": ("peak memory [MiB]", _number),
     "mixed_samples": ("mixed samples", lambda number: f"{number:.0f}"),
@@ -45,6 +47,7 @@ def markdown(report: Report) -> str:
     for name, section in report["sections"].items():
         parts += [f"### {name}", _measured(section["measured"])]
         parts += [_group(group) for group in section["groups"]]
+        parts += [_group(appetite(report))] if name == "pipeline" else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -74,8 +77,14 @@ def _group(group: Mapping[str, Any]) -> str:
     lines = [f"**{group['title']}** ({group['about']})", "", _line(head)]
     lines.append("|---|" + "---:|" * len(shown))
     for name, row in rows.items():
-        lines.append(_line([name, *(COLUMNS[c][1](row[c]) if c in row else "" for c in shown)]))
+        lines.append(_line([name, *(_cell(row, column) for column in shown)]))
     return "\n".join(lines)
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    if column not in row:
+        return ""
+    return "not measured" if row[column] is None else COLUMNS[column][1](row[column])
 
 
 def _line(cells: list[str]) -> str:

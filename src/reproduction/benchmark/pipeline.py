@@ -12,25 +12,26 @@ from PIL import Image
 from torch.utils.data import default_collate
 from torchvision.datasets import ImageFolder
 
+from reproduction.benchmark.appetite import FEEDS, FILES, PHOTOS, SMALL
 from reproduction.benchmark.scope import Scope
 from reproduction.benchmark.timing import Row, spread_of, time_in_turns
 from reproduction.benchmark.trainers import step_config
 from reproduction.data.build import build_training_images
+from reproduction.data.loaders import TrainingImages
+from reproduction.data.memory import held
 from reproduction.data.sources import ArrayImages, ImageSource, Source, load_image
 
 PHOTO = (375, 500)  # rows and columns, usual ones of ImageNet
+MIB_OF_PHOTOS = 8  # enough to hold them all
 GRAIN = 8  # pixels between the colours that a made-up photo is interpolated from
 
 
 def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """Both kinds of images, in the process that a worker would be."""
+    """All kinds of images, in the process that a worker would be."""
     with tempfile.TemporaryDirectory() as folder:
-        loads = {
-            "CIFAR, from memory, to 32 px": _load("cct_7_3x1", small_images(), scope.images),
-            "JPEG of 500 x 375, to 224 px": _load(
-                "vit_base_patch16_224", photos(Path(folder)), scope.images
-            ),
-        }
+        files = photos(Path(folder))
+        images = {SMALL: small_images(), FILES: files, PHOTOS: held(files, MIB_OF_PHOTOS, 1)}
+        loads = {name: _load(FEEDS[name], images[name], scope.images) for name in images}
         times = time_in_turns(loads, scope.starts)
     rows: dict[str, Row] = {
         name: {
@@ -51,8 +52,8 @@ def _load(model: str, images: ImageSource, number: int) -> Callable[[], object]:
     return partial(_batch, training, keys)
 
 
-def _batch(images: Any, keys: list[tuple[int, int]]) -> object:
-    return default_collate([images[key] for key in keys])
+def _batch(images: TrainingImages, keys: list[tuple[int, int]]) -> object:
+    return default_collate(images.__getitems__(keys))
 
 
 def small_images() -> ImageSource:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reproduction.benchmark.appetite import FEEDS, FILES
 from reproduction.benchmark.scope import SECTIONS
 
 SCRIPT = str(Path(__file__).parents[3] / "scripts" / "benchmark.py")
@@ -37,8 +38,12 @@ def test_a_quick_run_of_all_that_takes_no_process(monkeypatch, capsys, tmp_path:
     assert oracle["rows"]["HTM and VTM, oracle"]["mixed_tokens"] > 1
     (detectors,) = report["sections"]["detectors"]["groups"]
     assert detectors["rows"]["gradient"]["ratio"]["median"] > 1
+    (pipeline,) = report["sections"]["pipeline"]["groups"]
+    assert list(pipeline["rows"]) == list(FEEDS)
+    assert all(row["images_per_second"] > 1 for row in pipeline["rows"].values())
     out = capsys.readouterr().out
     assert (folder / "benchmark.md").read_text() in out
+    assert f"| vit_base_patch16_224, cuda: {FILES} | not measured | not measured |" in out
     assert "A quick try, not a measurement." in out
 
 
