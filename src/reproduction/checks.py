@@ -25,6 +25,11 @@ def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
         yield from _mixing_problems(config.model, config.augmentation)
     elif problem := unservable(config.model.name, config.augmentation.stack):
         yield problem
+    if config.compile and isinstance(config.model, Library):
+        yield (
+            f"compile=true: {config.model.name} is of model.family=library, but blocks are what is "
+            "compiled, of cct or vit; allowed is false"
+        )
     yield from _recipe_problems(config.recipe, config.devices)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)

@@ -23,7 +23,7 @@ from reproduction.ranks import is_first_rank
 
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = (
-    *("name", "output_root", "resume", "device", "logger"),
+    *("name", "output_root", "resume", "device", "compile", "logger"),
     *("dataset.workers", "dataset.memory_mib"),
 )
 LOCK = ".lock"

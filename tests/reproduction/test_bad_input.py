@@ -121,6 +121,8 @@ MISTYPED = {
     ],
     "experiment=table1/cifar100_htm model=wrn_40_4": ["[mixup,cutmix,htm]", "wrn_40_4"],
     "-m model=cct_2_3x2,regnety_040": ["regnety_040"],
+    "model=resnet18 augmentation=[] compile=true": ["compile=true", "cct or vit"],
+    "compile=yes": ["compile=yes", "boolean"],
     "model=resnet18 augmentation=[] model.htm_layer=2": ["model.htm_layer", "unknown key"],
     "model=resnet18 augmentation=[] model.architecture=res": ["model.architecture=res", "timm"],
     "model=resnet18 augmentation=[] +model.options.depth=3": ["model.options=", "'depth'"],

@@ -176,6 +176,7 @@ def test_experiments_have_the_published_settings(cell: str):
         "output_root=elsewhere",
         "resume=auto",
         "device=cpu",
+        "compile=true",
         "logger=wandb",
         "dataset.workers=3",
     ],

@@ -18,6 +18,7 @@ from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose
 from reproduction.errors import Stopped
+from reproduction.models.compiling import compile_blocks
 from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
@@ -58,6 +59,8 @@ class Trainer:
         self.logger: Logger = NoLog()
         self.module, self.input_mixer, self.batches = module, input_mixer, batches
         self.train_loader, self.eval_loader = train_loader, eval_loader
+        if config.compile:
+            compile_blocks(module)
         self.parallel: nn.Module = module
         if world.size > 1:
             devices = [world.device] if world.device.type == "cuda" else None

@@ -34,6 +34,7 @@ from reproduction.models.build import (
     start_weights,
     without_start,
 )
+from reproduction.models.compiling import check_compiler
 from reproduction.ranks import is_first_rank
 from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import load_last
@@ -53,7 +54,9 @@ def preflight(config: Config, here: bool = True) -> None:
     if not is_first_rank():
         return
     if here:
-        resolve_device(config.device, config.devices)
+        device = resolve_device(config.device, config.devices)
+        if config.compile:
+            check_compiler(device)
     source = _load(config)
     try:
         build_training_images(config, source)[(0, 0)]

@@ -1,0 +1,171 @@
+"""Compiled blocks: the same numbers, nothing compiled again, the plain model in evaluation."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from reproduction.models import compiling
+from reproduction.models.compiling import check_compiler, compile_blocks
+from reproduction.runs import RunFolder
+from tests.conftest import CLASSES, small_cct, small_vit
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_training import assert_same_result, interrupt_at, without_times
+from tokenmixup import TokenMixup, attach, training_loss
+
+BLOCKS = 3
+INDUCTOR = compiling.COMPILER
+with_dropout = pytest.mark.parametrize(
+    "build",
+    [
+        partial(small_cct, 0.1, 0.1, BLOCKS),
+        partial(small_vit, attn_drop_rate=0.1, drop_path_rate=0.1, depth=BLOCKS),
+    ],
+    ids=["cct", "vit"],
+)
+
+
+@pytest.fixture(autouse=True)
+def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Counts what is compiled, by a backend that needs no compiler."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(
+        compiling, "COMPILER", partial(torch.compile, backend=counter, dynamic=False)
+    )
+    torch.compiler.reset()
+    check_compiler.cache_clear()
+    yield counter
+    check_compiler.cache_clear()
+
+
+def mixing(build: Callable[[], torch.nn.Module]) -> TokenMixup:
+    """HTM, then VTM; samples of class 0 are easy."""
+    torch.manual_seed(0)
+    vtm = {"layer": 2, "kappa": 3}
+    module = attach(build(), CLASSES, htm={"layer": 1, "rho": 0.0}, vtm=vtm).train()
+    with torch.no_grad():
+        module.scorenet.head.weight.zero_()
+        module.scorenet.head.bias.copy_(9.0 * torch.eye(CLASSES)[0])
+    return module
+
+
+def batch_of(module: TokenMixup, size: int, easy: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    pixels = 32 if hasattr(module.model, "patch_embed") else 16
+    images = torch.randn(size, 3, pixels, pixels, generator=generator)
+    return images, torch.eye(CLASSES)[(torch.arange(size) >= easy).long()]
+
+
+def trained(module: TokenMixup, size: int = 6, easy: int = 3) -> list[Tensor]:
+    """Logits, targets, loss and the gradients of a training step."""
+    torch.manual_seed(1)
+    module.zero_grad()
+    output = module(*batch_of(module, size, easy))
+    assert output.stats["mixed_samples"] == easy
+    loss = training_loss(output, 0.1)
+    loss.backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [output.logits, output.targets, loss, *gradients]
+
+
+@with_dropout
+def test_compiled_blocks_train_as_the_others_with_the_same_dropout(build: Callable[[], Any]):
+    module = mixing(build)
+    plain = trained(module)
+    compile_blocks(module)
+    for ours, theirs in zip(trained(module), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@with_dropout
+def test_nothing_is_compiled_again_as_the_number_of_easy_samples_changes(
+    build: Callable[[], Any], counter: CompileCounterWithBackend
+):
+    module = mixing(build)
+    compile_blocks(module)
+    for size in (6, 5):
+        trained(module, size)
+    assert counter.frame_count == 2 * BLOCKS  # each has its own rate of stochastic depth
+    for easy in (0, 1, 4, 5):
+        trained(module, 6, easy)
+        trained(module, 5, easy)
+    assert counter.frame_count == 2 * BLOCKS
+
+
+def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
+    module = mixing(small_vit)
+    compile_blocks(module)
+    trained(module)
+    assert counter.frame_count == 2  # a block, and the MLP of the one that attends to the memory
+
+
+def test_evaluation_and_parameters_stay_the_plain_models(counter: CompileCounterWithBackend):
+    module = mixing(small_cct)
+    images, _ = batch_of(module, 6, 0)
+    plain, names = module.eval()(images), list(module.state_dict())
+    compile_blocks(module)
+    assert torch.equal(module(images), plain)
+    assert list(module.state_dict()) == names
+    assert counter.frame_count == 0
+
+
+def test_a_copy_runs_its_own_blocks():
+    module = mixing(small_cct)
+    compile_blocks(module)
+    copied = copy.deepcopy(module)
+    before = trained(copied)
+    with torch.no_grad():
+        for parameter in module.model.blocks.parameters():
+            parameter.zero_()
+    for ours, theirs in zip(trained(copied), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_compiled_run_goes_on_exactly_and_is_evaluated_uncompiled(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counter: CompileCounterWithBackend,
+):
+    settings = ["augmentation.htm.tau=2.4", *SMALL]
+    assert command("train", "name=plain", *settings).status == 0
+    assert counter.frame_count == 0
+    assert command("train", "name=whole", "compile=true", *settings).status == 0
+    assert counter.frame_count == 3  # the check, a block, an MLP
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 4, RuntimeError("the machine is taken back"))
+        assert command("train", "name=parts", "compile=true", *settings).status == 1
+    assert command("train", "name=parts", "compile=true", "resume=auto", *settings).status == 0
+    plain, whole, parts = (RunFolder(tmp_path / "outputs" / x) for x in ("plain", "whole", "parts"))
+    assert_same_result(whole, parts)
+    for ours, theirs in zip(whole.read_metrics(), plain.read_metrics(), strict=True):
+        for line, other in zip(without_times(ours), without_times(theirs), strict=True):
+            assert line == pytest.approx(other, rel=1e-4)
+    ended = command("eval", f"run={whole.path}", "weights=best", "device=cpu")
+    assert ended.status == 0 and f"top-1 {whole.read_summary()['top1_best']:.2f}" in ended.out
+
+
+def test_a_machine_without_compiler_is_told_before_anything_is_written(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiling, "COMPILER", INDUCTOR)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/compiler"))
+    ended = command("train", "name=mine", "compile=true", *SMALL)
+    assert ended.status == 2
+    (line,) = ended.lines
+    assert "compile=true: " in line and "a C++ compiler" in line and "/no/compiler" in line
+    assert line.endswith("allowed is false")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="this machine has no C++ compiler")
+def test_the_compiler_of_this_machine_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiling, "COMPILER", INDUCTOR)
+    check_compiler("cpu")
