@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -156,8 +157,8 @@ def test_a_machine_without_compiler_is_told_before_anything_is_written(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(compiling, "COMPILER", INDUCTOR)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/compiler"))
-    ended = command("train", "name=mine", "compile=true", *SMALL)
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
+        ended = command("train", "name=mine", "compile=true", *SMALL)
     assert ended.status == 2
     (line,) = ended.lines
     assert "compile=true: " in line and "a C++ compiler" in line and "/no/compiler" in line

@@ -46,7 +46,7 @@ def measure_steps(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
 def _group(
     model: str, batch_size: int, pairs: int, device: torch.device, rate: float
 ) -> dict[str, Any]:
-    configs = variant_configs(model, precision_on(device))
+    configs = variant_configs(model, precision_on(device), compiled=device.type == "cuda")
     first = bare_trainer(configs[PLAIN], device)
     shared = first.module.model
     steps = {
@@ -86,12 +86,18 @@ def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device)
     return {"title": f"oracle: {model}, batch of {batch_size}", "about": about, "rows": rows}
 
 
-def variant_configs(model: str, precision: str) -> dict[str, Config]:
-    """Variant -> configuration of a run, for the variants that a model is measured with."""
+def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[str, Config]:
+    """Variant -> configuration of a run, for the variants that a model is measured with.
+
+    `compiled` adds plain and both with compiled blocks.
+    """
     configs = {name: step_config(model, stack, precision) for name, stack in VARIANTS.items()}
     if kappa := WIDE_KAPPA.get(model):
         wide = step_config(model, ["vtm"], precision, f"augmentation.vtm.kappa={kappa}")
         configs[f"VTM, kappa {kappa}"] = wide
+    for name in (PLAIN, "HTM and VTM") if compiled else ():
+        config = step_config(model, VARIANTS[name], precision, "compile=true")
+        configs[f"{name}, compiled"] = config
     return configs
 
 

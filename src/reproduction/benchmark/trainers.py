@@ -1,6 +1,7 @@
 """Trainers without images and files, whose steps can be timed."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -32,14 +33,17 @@ def step_config(model: str, stack: list[str], precision: str, *overrides: str) -
 
 
 def bare_trainer(config: Config, device: torch.device, shared: nn.Module | None = None) -> Trainer:
-    """The trainer of a run on `shared`, or on a new model with sharp attention."""
+    """The trainer of a run on `shared`, or on a new model with sharp attention.
+
+    One that compiles trains a copy, since others go on with the blocks of `shared` as they are.
+    """
     nothing: Any = []
     classes = TRAINED_AS[config.model.name][2]
     torch.manual_seed(config.seed)
     module = build_module(config.model, config.augmentation, classes)
     sharpen(module.model)
     if shared is not None:
-        module.model = shared
+        module.model = deepcopy(shared) if config.compile else shared
     return Trainer(
         config,
         World(0, 1, device),

@@ -57,8 +57,9 @@ def check_compiler(device: str) -> None:
     try:
         COMPILER(lambda x: x + 1)(torch.ones(2, device=device))
     except Exception as error:  # of Triton, of the C++ compiler, of an old GPU
+        reason = first_line(getattr(error, "inner_exception", error))
         needs = "Triton and a C compiler" if device == "cuda" else "a C++ compiler"
         raise UserError(
             f"compile=true: does not work on this machine, where torch needs {needs} for "
-            f"{device} ({first_line(error)}); allowed is false"
+            f"{device} ({reason}); allowed is false"
         ) from error

@@ -44,6 +44,17 @@ def test_a_step_trains_and_steps_mix_every_sample():
     assert (plain.step, mixing.step) == (1, 1)
 
 
+def test_compiled_variants_leave_the_shared_model_alone():
+    configs = variant_configs("cct_2_3x2", "float32", compiled=True)
+    assert {name for name, config in configs.items() if config.compile} == {
+        "plain, compiled",
+        "HTM and VTM, compiled",
+    }
+    shared = bare_trainer(configs["plain"], CPU).module.model
+    compiled = bare_trainer(configs["plain, compiled"], CPU, shared).module.model
+    assert "forward" in vars(compiled.blocks[0]) and "forward" not in vars(shared.blocks[0])
+
+
 def test_the_trainer_of_a_benchmark_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     step_of(bare_trainer(step_config("cct_2_3x2", ["vtm"], "float32"), CPU), 2)()
