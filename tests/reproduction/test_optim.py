@@ -1,16 +1,21 @@
-"""Learning rates over a run, and what decays."""
+"""Learning rates over a run, what decays, and optimisers whose state comes from elsewhere."""
 
 import math
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 
+from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.compose import compose
 from reproduction.config import Recipe
 from reproduction.parse import parse
-from reproduction.training.optim import build_optimizer, build_schedule
+from reproduction.training.optim import build_optimizer, build_schedule, load_optimizer
 from tests.conftest import CLASSES, small_vit
 from tokenmixup import attach
+
+OPTIMIZERS = ["adamw", "sgd"]
 
 
 def recipe_of(*overrides: str) -> Recipe:
@@ -57,3 +62,84 @@ def test_sgd_is_plain_momentum():
     assert isinstance(optimizer, torch.optim.SGD)
     group = optimizer.param_groups[0]
     assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, False, 0.015)
+
+
+def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
+    told = [f"recipe.optimizer={optimizer}", f"recipe.lr={lr}", "recipe.warmup_epochs=0"]
+    config = step_config("cct_2_3x2", ["htm", "vtm"], "float32", "model.embed_dim=16", *told)
+    trainer = bare_trainer(config, torch.device("cpu"))
+    for group in trainer.optimizer.param_groups:
+        assert group["fused"]
+        group["fused"] = fused
+    images, losses = torch.randn(8, 3, 32, 32), []
+    for trainer.step in range(10):
+        loss, _ = trainer._step(images, torch.arange(8), 8)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 0.003), ("sgd", 0.1)])
+def test_the_fused_optimiser_gives_the_losses_of_the_plain_one(optimizer: str, lr: float):
+    found, expected = (ten_losses(optimizer, lr, fused) for fused in (True, False))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found[-1] < found[0] - 0.01
+
+
+def convolution(optimizer: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    return module, build_optimizer(module, recipe_of(f"recipe.optimizer={optimizer}"))
+
+
+def update(module: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    module(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_saved_by_other_kernels_in_other_strides_goes_on_fused(optimizer: str):
+    module, before = convolution(optimizer)
+    for group in before.param_groups:
+        group["fused"] = None
+    update(module, before, seed=1)
+    state = deepcopy(before.state_dict())
+    state["state"] = {  # as it was before parameters lay with channels last
+        number: {name: value.contiguous() for name, value in kept.items()}
+        for number, kept in state["state"].items()
+    }
+    again, after = convolution(optimizer)
+    again.load_state_dict(module.state_dict())
+    load_optimizer(after, state)
+    assert all(group["fused"] for group in after.param_groups)
+    update(module, before, seed=2)
+    update(again, after, seed=2)
+    for ours, theirs in zip(again.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_scaler_skips_a_step_without_asking_the_device(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+):
+    module, built = convolution(optimizer)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(module(torch.full((1, 3, 8, 8), torch.inf)).mean()).backward()
+
+    def asked(*args: Any) -> None:
+        raise AssertionError("a wait")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", asked)
+        scaler.step(built)
+        scaler.update()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert scaler.get_scale() == 2.0**15
+    built.zero_grad()
+    scaler.scale(module(torch.ones(1, 3, 8, 8)).mean()).backward()
+    scaler.step(built)
+    scaler.update()
+    for name, value in module.state_dict().items():
+        assert value.isfinite().all() and not torch.equal(value, before[name])

@@ -25,7 +25,7 @@ from reproduction.training.distributed import World
 from reproduction.training.evaluate import Evaluation, autocast, evaluate
 from reproduction.training.loggers import Logger, NoLog
 from reproduction.training.metrics import BatchMetrics
-from reproduction.training.optim import build_optimizer, build_schedule
+from reproduction.training.optim import build_optimizer, build_schedule, load_optimizer
 from reproduction.training.progress import ProgressDisplay
 from reproduction.training.stopping import Stop, handling
 from tokenmixup import Output, TokenMixup, training_loss
@@ -83,7 +83,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Goes to the step after which last.pt was written."""
         self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         for name in (*COUNTERS, *CLOCKS):
             setattr(self, name, state[name])

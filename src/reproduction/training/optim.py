@@ -1,25 +1,42 @@
 """Optimiser and learning-rate schedule, both timm's."""
 
+from typing import Any
+
+import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from reproduction.config import Recipe
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """AdamW or SGD with momentum (without Nesterov); vectors, biases and the like do not decay."""
-    lr, weight_decay = recipe.lr, recipe.weight_decay
+    """AdamW or SGD with momentum (without Nesterov); vectors, biases and the like do not decay.
+
+    Both are torch's fused ones, which take one pass over each parameter, and with a scaler leave
+    the skipping of a step to the device.
+    """
+    settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "fused": True}
     if recipe.optimizer == "adamw":
-        return create_optimizer_v2(model, opt="adamw", lr=lr, weight_decay=weight_decay)
-    return create_optimizer_v2(
-        model,
-        opt="momentum",  # timm's "sgd" is Nesterov's
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=recipe.momentum,
-    )
+        return create_optimizer_v2(model, opt="adamw", **settings)
+    # timm's "sgd" is Nesterov's
+    return create_optimizer_v2(model, opt="momentum", momentum=recipe.momentum, **settings)
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Goes on from a saved state, but by the kernels that `optimizer` was built with.
+
+    A state names those it was saved by. Fused kernels walk through memory, whatever the strides:
+    what is kept of a parameter gets its strides, which a file from elsewhere need not have.
+    """
+    kernels = {key: optimizer.defaults[key] for key in ("fused", "foreach")}
+    groups = [{**group, **kernels} for group in state["param_groups"]]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                kept[name] = torch.empty_like(parameter).copy_(value)
 
 
 def build_schedule(optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int) -> "Schedule":
