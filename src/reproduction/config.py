@@ -201,6 +201,7 @@ class Recipe:
     epochs: Count
     max_steps: Count | None
     batch_size: Count
+    grad_accum_steps: Count = 1
     optimizer: Literal["adamw", "sgd"]
     lr: Positive
     min_lr: Amount

@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from reproduction.config import Config
+from reproduction.config import Config, Recipe
 from reproduction.errors import UserError, first_line
 from reproduction.ranks import is_first_rank
 
@@ -26,6 +27,10 @@ NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "logger"),
     *("dataset.workers", "dataset.memory_mib"),
 )
+# What came later has a default in the schema: with it, a run is what it was without the key.
+LATER = {
+    f"recipe.{f.name}": f.default for f in dataclasses.fields(Recipe) if f.default is not MISSING
+}
 LOCK = ".lock"
 
 
@@ -44,6 +49,7 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in flatten(config)
         if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
+        and not (key in LATER and value == LATER[key])
     }
 
 
@@ -98,7 +104,8 @@ class RunFolder:
             )
         if self._is_barely_begun():
             return
-        ours, theirs = identity(dataclasses.asdict(config)), identity(self.read_config())
+        both = dataclasses.asdict(config), self.read_config()
+        ours, theirs = (LATER | identity(one) for one in both)
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         if differing:
             pairs = ", ".join(f"{k}={ours.get(k)} (there {theirs.get(k)})" for k in differing)

@@ -26,6 +26,15 @@ MISTYPED = {
     "recipe.lr=-1e-3": ["recipe.lr=-0.001", "greater than 0"],
     "recipe.lr=nan": ["recipe.lr=nan", "finite"],
     "recipe.batch_size=0": ["recipe.batch_size=0", "greater than or equal to 1"],
+    "recipe.grad_accum_steps=0": ["recipe.grad_accum_steps=0", "greater than or equal to 1"],
+    "recipe.grad_accum_steps=6 dataset.limit=55 recipe.batch_size=10 devices=2": [
+        "recipe.grad_accum_steps=6",
+        "leave 4 images to a rank, allowed is 1..4",
+    ],
+    "model=resnet18 augmentation=[] recipe.batch_size=6 recipe.grad_accum_steps=4": [
+        "recipe.batch_size=6",
+        "one image",
+    ],
     "recipe.batch_size=64 devices=3": ["recipe.batch_size=64", "devices=3"],
     "devices=0": ["devices=0", "greater than or equal to 1"],
     "device=tpu": ["device=tpu", "'auto', 'cpu' or 'cuda'"],

@@ -136,10 +136,10 @@ def test_the_trainers_own_steps_are_measured_with_every_sample_mixed(tmp_path, m
     whole, seen = Trainer._step, []
 
     def step(self: Trainer, images: Any, targets: Any, global_size: int) -> Any:
-        loss, output = whole(self, images, targets, global_size)
-        seen.append((len(images), global_size, int(output.stats["mixed_samples"]), self.step))
+        (part,) = parts = whole(self, images, targets, global_size)
+        seen.append((len(images), global_size, int(part.output.stats["mixed_samples"]), self.step))
         assert self.module.training
-        return loss, output
+        return parts
 
     monkeypatch.setattr(Trainer, "_step", step)
     found = measure_speed(config_of(*SMALL), "cpu")
@@ -162,6 +162,10 @@ def test_a_cpu_gets_as_many_images_as_make_a_step_of_two_seconds(monkeypatch):
     assert measure_speed(config_of(*SMALL), "cpu").batch_size == 6  # the recipe's
     assert measure_speed(config_of(*SMALL), "cpu", 10).batch_size == 10
     assert measure_speed(config_of(*SMALL), "cpu", 10).training == 10 / 0.5
+    in_parts = config_of(*SMALL, "recipe.batch_size=64", "recipe.grad_accum_steps=3")
+    assert measure_speed(in_parts, "cpu").batch_size == 12
+    with pytest.raises(UserError, match=r"--batch-size=2: recipe.grad_accum_steps=3"):
+        measure_speed(in_parts, "cpu", 2)
 
 
 def texts(table: Table) -> list[str]:

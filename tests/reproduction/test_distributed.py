@@ -58,12 +58,12 @@ def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict
     return folder.read_metrics()
 
 
-def test_two_ranks_equal_one_process(tmp_path: Path):
+def test_two_ranks_equal_one_process_also_in_micro_batches(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     for name, command, more in [
         ("one", [sys.executable], []),
         ("two", [sys.executable], ["devices=2"]),
-        ("torchrun", torchrun, []),
+        ("torchrun", torchrun, ["recipe.grad_accum_steps=3"]),  # of shares of 4 and 5 images
     ]:
         ended = run(tmp_path, command, f"name={name}", *PLAIN, *more)
         assert ended.returncode == 0, ended.stderr

@@ -68,13 +68,13 @@ def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
     told = [f"recipe.optimizer={optimizer}", f"recipe.lr={lr}", "recipe.warmup_epochs=0"]
     config = step_config("cct_2_3x2", ["htm", "vtm"], "float32", "model.embed_dim=16", *told)
     trainer = bare_trainer(config, torch.device("cpu"))
-    for group in trainer.optimizer.param_groups:
+    for group in trainer.update.optimizer.param_groups:
         assert group["fused"]
         group["fused"] = fused
     images, losses = torch.randn(8, 3, 32, 32), []
     for trainer.step in range(10):
-        loss, _ = trainer._step(images, torch.arange(8), 8)
-        losses.append(loss.item())
+        (part,) = trainer._step(images, torch.arange(8), 8)
+        losses.append(part.loss.item())
     return losses
 
 

@@ -66,10 +66,10 @@ def counted() -> Iterator[Counter[str]]:
         yield questions.asked
 
 
-def trainer_on(device: str, stack: list[str], precision: str = "float32") -> Trainer:
-    config = step_config("cct_2_3x2", stack, precision)
+def trainer_on(device: str, stack: list[str], *told: str, precision: str = "float32") -> Trainer:
+    config = step_config("cct_2_3x2", stack, precision, *told)
     trainer = bare_trainer(config, torch.device(device))
-    for group in trainer.optimizer.param_groups:
+    for group in trainer.update.optimizer.param_groups:
         group["fused"] = device != "meta"  # which no fused kernel knows
     return trainer
 
@@ -87,6 +87,13 @@ def test_htm_copies_to_the_host_once_a_step_and_nothing_else_waits(stack: list[s
         for _ in range(2):
             step(trainer)
     assert asked == ({"copy": 2} if "htm" in stack else {})
+
+
+def test_accumulating_copies_once_for_each_micro_batch():
+    trainer = trainer_on("meta", ["htm", "vtm"], "recipe.grad_accum_steps=3")
+    with counted() as asked:
+        step(trainer)
+    assert asked == {"copy": 3}
 
 
 @pytest.mark.parametrize(

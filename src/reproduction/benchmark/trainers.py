@@ -61,7 +61,7 @@ def oracle_trainer(config: Config, device: torch.device) -> Trainer:
     """The same, but training by the oracle, in the memory format of a new model."""
     trainer = bare_trainer(config, device)
     trainer.module.to(memory_format=torch.contiguous_format)
-    trainer.parallel = Oracle(trainer.module)
+    trainer.update.parallel = Oracle(trainer.module)
     return trainer
 
 
@@ -79,8 +79,8 @@ def step_of(trainer: Trainer, batch_size: int) -> Callable[[], Output]:
     targets = torch.arange(batch_size, device=device) % len(trainer.classes)
 
     def step() -> Output:
-        _, output = trainer._step(images, targets, batch_size)
+        (part,) = trainer._step(images, targets, batch_size)
         trainer.step += 1
-        return output
+        return part.output
 
     return step

@@ -4,13 +4,11 @@ import math
 import time
 from itertools import islice, takewhile
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from reproduction.config import Config
@@ -22,13 +20,14 @@ from reproduction.models.compiling import compile_blocks
 from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
-from reproduction.training.evaluate import Evaluation, autocast, evaluate
+from reproduction.training.evaluate import Evaluation, evaluate
 from reproduction.training.loggers import Logger, NoLog
 from reproduction.training.metrics import BatchMetrics
-from reproduction.training.optim import build_optimizer, build_schedule, load_optimizer
+from reproduction.training.optim import build_schedule
 from reproduction.training.progress import ProgressDisplay
 from reproduction.training.stopping import Stop, handling
-from tokenmixup import Output, TokenMixup, training_loss
+from reproduction.training.update import Part, Update
+from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
 # What a checkpoint keeps besides parameters and optimiser; metrics_size is in bytes.
@@ -61,14 +60,8 @@ class Trainer:
         self.train_loader, self.eval_loader = train_loader, eval_loader
         if config.compile:
             compile_blocks(module)
-        self.parallel: nn.Module = module
-        if world.size > 1:
-            devices = [world.device] if world.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(module, device_ids=devices)
-        self.optimizer = build_optimizer(module, recipe)
-        self.schedule = build_schedule(self.optimizer, recipe, len(batches))
-        uses_scaler = recipe.precision == "float16"
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_scaler)
+        self.update = Update(module, recipe, world)
+        self.schedule = build_schedule(self.update.optimizer, recipe, len(batches))
         self.metrics = BatchMetrics(world)
         self.total_steps = recipe.epochs * len(batches)
         if recipe.max_steps is not None:
@@ -83,8 +76,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Goes to the step after which last.pt was written."""
         self.module.load_state_dict(state["module"])
-        load_optimizer(self.optimizer, state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        self.update.load_state_dict(state)
         for name in (*COUNTERS, *CLOCKS):
             setattr(self, name, state[name])
 
@@ -134,10 +126,10 @@ class Trainer:
         for images, targets in islice(self.train_loader, self.total_steps - self.step):
             batch = self.step - begin
             lr = self.schedule.set(self.epoch, batch)
-            loss, output = self._step(images, targets, self.batches.global_size(batch))
+            parts = self._step(images, targets, self.batches.global_size(batch))
             self.step += 1
             self.images += self.batches.global_size(batch)
-            self.metrics.add(self.step, self.epoch + 1, lr, loss, output)
+            self.metrics.add(self.step, self.epoch + 1, lr, parts)
             display.advance()
             if self.step % self.recipe.log_every == 0:
                 self._flush()
@@ -145,30 +137,18 @@ class Trainer:
                 break
         self._flush()
 
-    def _step(self, images: Tensor, targets: Tensor, global_size: int) -> tuple[Tensor, Output]:
-        """One batch: mix inputs, forward with TokenMixup, loss, backward, update."""
+    def _step(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
+        """One batch: mix inputs, then update; returns a part for each micro-batch."""
         device = self.world.device
         images = images.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
         key = (self.config.seed, self.step, self.world.rank)
         images, soft_targets = mix_inputs(self.input_mixer, images, targets, *key)
         _seed_torch(*key)
-        htm = self.module.htm
         try:
-            with autocast(device, self.recipe.precision):
-                output = cast(Output, self.parallel(images, soft_targets))
-            loss = training_loss(output, htm.score_loss_weight if htm is not None else 0.0)
+            return self.update(images, soft_targets, global_size)
         except FloatingPointError as error:
             raise RuntimeError(f"step {self.step + 1}: {error}") from error
-        share = len(images) * self.world.size / global_size  # 1 but for uneven shares
-        self.scaler.scale(loss * share).backward()
-        if self.recipe.clip_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self.module.parameters(), self.recipe.clip_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return loss, output
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; RuntimeError at the first loss that is not finite."""
@@ -217,8 +197,7 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {
             "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            **self.update.state_dict(),
             "classes": self.classes,
             **{name: getattr(self, name) for name in (*COUNTERS, *CLOCKS)},
         }

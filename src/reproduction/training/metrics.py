@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from reproduction.training.distributed import World
+from reproduction.training.update import Part
 from tokenmixup import Output
 
 
@@ -24,22 +25,26 @@ class BatchMetrics:
         """Leaves out of images/s what was not training."""
         self.start = time.perf_counter()
 
-    def add(self, step: int, epoch: int, lr: float, loss: Tensor, output: Output) -> None:
-        """Keeps a batch; nothing is copied to the host."""
-        n = len(output.logits)
-        stats, score_loss = output.stats, output.score_loss
-        self.has_score = score_loss is not None
+    def add(self, step: int, epoch: int, lr: float, parts: list[Part]) -> None:
+        """Keeps a batch of one micro-batch or more; nothing is copied to the host."""
+        self.has_score = parts[0].output.score_loss is not None
+        self.rows.append(torch.stack([self._sums(*part) for part in parts]).sum(dim=0))
+        self.known.append({"step": step, "epoch": epoch, "lr": lr})
+
+    @staticmethod
+    def _sums(loss: Tensor, output: Output) -> Tensor:
+        """A row: images, loss, mixed samples and tokens, ScoreNet's loss, difficulty."""
+        n, stats, score_loss = len(output.logits), output.stats, output.score_loss
         zero = torch.zeros((), device=loss.device)
         row = [
             torch.full((), float(n), device=loss.device),
-            loss.detach() * n,
+            loss * n,
             stats["mixed_samples"],
             stats["mixed_tokens"] * stats["mixed_samples"],
             zero if score_loss is None else score_loss.detach() * n,
             stats.get("difficulty", zero) * n,
         ]
-        self.rows.append(torch.stack([value.double() for value in row]))
-        self.known.append({"step": step, "epoch": epoch, "lr": lr})
+        return torch.stack([value.double() for value in row])
 
     def fetch(self) -> list[dict[str, Any]]:
         """One line per kept batch, summed over ranks, and starts anew."""

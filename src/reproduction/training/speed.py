@@ -33,6 +33,9 @@ def measure_speed(config: Config, device: str, batch_size: int | None = None) ->
     of it as makes a step of two seconds. Raises UserError if it exceeds the GPU's memory.
     """
     world = World(0, 1, torch.device(device))
+    least = config.recipe.grad_accum_steps
+    if batch_size is not None and batch_size < least:
+        raise UserError(f"--batch-size={batch_size}: recipe.grad_accum_steps={least} needs as many")
     trainer = _build_trainer(as_measured(config), world, sizes_of(config).classes)
     size = batch_size or (config.recipe.batch_size if device == "cuda" else _cpu_batch(trainer))
     try:
@@ -62,9 +65,10 @@ def _build_trainer(config: Config, world: World, classes: int) -> Trainer:
 
 def _cpu_batch(trainer: Trainer) -> int:
     """So many images that a step takes STEP_SECONDS; at most those of the recipe."""
-    step, _ = _work(trainer, FEW_IMAGES)
+    few = max(FEW_IMAGES, trainer.recipe.grad_accum_steps)
+    step, _ = _work(trainer, few)
     seconds = min(_seconds(step, 1, trainer.world.device) for _ in range(2))
-    return max(FEW_IMAGES, min(trainer.recipe.batch_size, int(FEW_IMAGES * STEP_SECONDS / seconds)))
+    return max(few, min(trainer.recipe.batch_size, int(few * STEP_SECONDS / seconds)))
 
 
 def _measure(trainer: Trainer, batch_size: int) -> Speed:

@@ -70,8 +70,20 @@ def preflight(config: Config, here: bool = True) -> None:
     check_tokens(module, config.model)
     if config.model.weights is not None:
         start_weights(config.model.weights, module.model)
-    if batches.global_size(len(batches) - 1) // config.devices == 1:
-        _try_single_image(module.model.train(), config)
+    fewest = batches.global_size(len(batches) - 1) // config.devices
+    _check_micro_batches(fewest, module.model, config)
+
+
+def _check_micro_batches(images: int, model: nn.Module, config: Config) -> None:
+    """Raises UserError if a rank cannot cut its smallest share, of so many images."""
+    count = config.recipe.grad_accum_steps
+    if images < count:
+        raise UserError(
+            f"recipe.grad_accum_steps={count}: some batches leave {images} images to a rank, "
+            f"allowed is 1..{images}"
+        )
+    if images // count == 1:
+        _try_single_image(model.train(), config)
 
 
 def _try_single_image(model: nn.Module, config: Config) -> None:
@@ -81,8 +93,8 @@ def _try_single_image(model: nn.Module, config: Config) -> None:
         model(torch.zeros(1, 3, size, size, device="meta"))
     except ValueError as error:
         raise UserError(
-            f"recipe.batch_size={config.recipe.batch_size}: some batches leave one image to a "
-            f"rank, which {config.model.name} cannot train on ({first_line(error)})"
+            f"recipe.batch_size={config.recipe.batch_size}: some passes get one image, "
+            f"which {config.model.name} cannot train on ({first_line(error)})"
         ) from error
 
 

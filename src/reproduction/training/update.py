@@ -1,0 +1,86 @@
+"""One update of the parameters by a rank's share of a batch, in micro-batches."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from reproduction.config import Recipe
+from reproduction.training.distributed import World
+from reproduction.training.evaluate import autocast
+from reproduction.training.optim import build_optimizer, load_optimizer
+from tokenmixup import Output, TokenMixup, training_loss
+
+
+class Part(NamedTuple):
+    """What came of a micro-batch: its mean loss and what the model returned."""
+
+    loss: Tensor
+    output: Output
+
+
+class Update:
+    """Forward with TokenMixup, loss, backward, and a step of the optimiser by all ranks.
+
+    What the steps leave behind, besides the parameters of `module`, is its state.
+    """
+
+    def __init__(self, module: TokenMixup, recipe: Recipe, world: World):
+        self.module, self.recipe, self.world = module, recipe, world
+        self.parallel: nn.Module = module
+        if world.size > 1:
+            devices = [world.device] if world.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(module, device_ids=devices)
+        self.optimizer = build_optimizer(module, recipe)
+        uses_scaler = recipe.precision == "float16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_scaler)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_optimizer(self.optimizer, state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def __call__(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
+        """Updates by the mean loss of `global_size` images, of which these are this rank's.
+
+        `images`: `b 3 h w`, `targets`: `b c` probabilities. They are cut into `grad_accum_steps`
+        consecutive micro-batches, whose sizes differ by one at most; pairs are matched within each.
+        """
+        count = self.recipe.grad_accum_steps
+        assert len(images) >= count, "preflight refuses such batches"
+        parts = []
+        cut = zip(images.tensor_split(count), targets.tensor_split(count), strict=True)
+        for number, (some, their_targets) in enumerate(cut, start=1):
+            share = len(some) * self.world.size / global_size  # DDP takes the mean over ranks
+            with self._local_gradients() if number < count else nullcontext():
+                parts.append(self._accumulate(some, their_targets, share))
+        self._step()
+        return parts
+
+    def _local_gradients(self) -> AbstractContextManager[None]:
+        """Leaves the sum over ranks to the last micro-batch."""
+        is_shared = isinstance(self.parallel, DistributedDataParallel)
+        return cast(Any, self.parallel).no_sync() if is_shared else nullcontext()
+
+    def _accumulate(self, images: Tensor, targets: Tensor, share: float) -> Part:
+        """Adds the gradients of a micro-batch, by its share of the update."""
+        htm = self.module.htm
+        with autocast(self.world.device, self.recipe.precision):
+            output = cast(Output, self.parallel(images, targets))
+        loss = training_loss(output, htm.score_loss_weight if htm is not None else 0.0)
+        self.scaler.scale(loss * share).backward()
+        return Part(loss.detach(), output)
+
+    def _step(self) -> None:
+        """Clips the gradients, steps, and forgets them."""
+        if self.recipe.clip_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.module.parameters(), self.recipe.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()

@@ -1,0 +1,100 @@
+"""Updates in micro-batches: the same as whole ones, but for what pairs see of each other."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reproduction.benchmark.trainers import bare_trainer, step_config
+from reproduction.training.distributed import World
+from reproduction.training.loop import Trainer
+from reproduction.training.metrics import BatchMetrics
+from reproduction.training.update import Part, Update
+
+CPU = torch.device("cpu")
+PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.warmup_epochs=0"]
+SGD = [*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1"]  # Adam's steps take the sign of noise
+
+
+def trainer_of(stack: list[str], count: int, *told: str) -> Trainer:
+    steps = f"recipe.grad_accum_steps={count}"
+    return bare_trainer(step_config("cct_2_3x2", stack, "float32", steps, *told), CPU)
+
+
+def images_of(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10
+
+
+def line_of(parts: list[Part]) -> dict[str, float]:
+    metrics = BatchMetrics(World(0, 1, CPU))
+    metrics.add(1, 1, 0.1, parts)
+    (line,) = metrics.fetch()
+    return line
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("stack", [[], ["vtm"]], ids=str)
+def test_updates_in_micro_batches_equal_whole_ones(stack: list[str], count: int):
+    """Of 7 images, so that sizes differ."""
+    whole, cut = trainer_of(stack, 1, *SGD), trainer_of(stack, count, *SGD)
+    for _ in range(3):
+        ours, theirs = (line_of(x._step(*images_of(7), 7)) for x in (cut, whole))
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    for ours, theirs in zip(cut.module.parameters(), whole.module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_pairs_are_matched_within_a_micro_batch():
+    mixed = [
+        line_of(trainer_of(["htm"], count, *PLAIN)._step(*images_of(6), 6)) for count in (1, 2, 6)
+    ]
+    assert [line["mixed_samples"] for line in mixed] == [6, 6, 6]
+    assert mixed[0]["mixed_tokens"] > 1 and mixed[1]["mixed_tokens"] > 1
+    assert mixed[2]["mixed_tokens"] == 0  # nobody else is there
+
+
+def test_metrics_of_an_update_are_those_of_all_its_images():
+    parts = trainer_of(["htm"], 2, *PLAIN)._step(*images_of(5), 5)
+    assert [len(part.output.logits) for part in parts] == [3, 2]
+    line = line_of(parts)
+
+    def mean(values: list[Tensor | None]) -> float:
+        large, small = values
+        assert large is not None and small is not None
+        assert float(large.detach()) != float(small.detach())
+        return (3 * float(large.detach()) + 2 * float(small.detach())) / 5
+
+    stats = [part.output.stats for part in parts]
+    assert line["loss"] == pytest.approx(mean([part.loss for part in parts]), abs=1e-6)
+    assert line["score_loss"] == pytest.approx(mean([part.output.score_loss for part in parts]))
+    assert line["difficulty"] == pytest.approx(mean([of["difficulty"] for of in stats]))
+    assert line["mixed_samples"] == 5
+    assert line["mixed_tokens"] == pytest.approx(mean([of["mixed_tokens"] for of in stats]))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ranks_sum_their_gradients_once_an_update(alone: None):
+    trainer = trainer_of([], 3, *PLAIN)
+    update = Update(trainer.module, trainer.recipe, World(0, 2, CPU))
+    sums = []
+
+    def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sums.append(bucket.is_last())
+        done = torch.futures.Future[Tensor]()
+        done.set_result(bucket.buffer())
+        return done
+
+    update.parallel.register_comm_hook(None, count)
+    for _ in range(2):
+        update(images_of(6)[0], torch.eye(10)[:6], 12)
+    assert sums.count(True) == 2
