@@ -1,4 +1,4 @@
-"""The typed schema of the configuration. Values and defaults live in conf/."""
+"""The typed schema. Values and defaults live in conf/; here only those of keys that came later."""
 
 import dataclasses
 from pathlib import Path
@@ -212,6 +212,7 @@ class Recipe:
     weight_decay: Amount
     momentum: Rate
     clip_grad_norm: Positive | None
+    ema_decay: Rate | None = None
     label_smoothing: Rate
     precision: Literal["float32", "bf16", "float16"]
     log_every: Count

@@ -26,6 +26,7 @@ MISTYPED = {
     "recipe.lr=-1e-3": ["recipe.lr=-0.001", "greater than 0"],
     "recipe.lr=nan": ["recipe.lr=nan", "finite"],
     "recipe.batch_size=0": ["recipe.batch_size=0", "greater than or equal to 1"],
+    "recipe.ema_decay=1": ["recipe.ema_decay=1", "less than 1"],
     "recipe.grad_accum_steps=0": ["recipe.grad_accum_steps=0", "greater than or equal to 1"],
     "recipe.grad_accum_steps=6 dataset.limit=55 recipe.batch_size=10 devices=2": [
         "recipe.grad_accum_steps=6",

@@ -195,6 +195,7 @@ def test_what_changes_no_result_changes_no_identity(override: str):
         "devices=2",
         "recipe.lr=0.5",
         "recipe.grad_accum_steps=2",
+        "recipe.ema_decay=0.9",
         "dataset.limit=100",
         "augmentation.htm.tau=1.0",
         "augmentation=[htm]",
@@ -210,6 +211,7 @@ def test_a_key_that_came_later_leaves_runs_without_it_what_they_were(tmp_path: P
     config, other = config_of(*told), config_of(*told, "recipe.grad_accum_steps=2")
     before = dataclasses.asdict(config)
     assert before["recipe"].pop("grad_accum_steps") == 1
+    assert before["recipe"].pop("ema_decay") is None
     assert hash_of(before) == run_hash(config) != run_hash(other)
     assert parse(before) == config
     folder = RunFolder.of(config)

@@ -21,7 +21,7 @@ from reproduction.models.names import State, from_jax, in_our_names
 
 # Where a dictionary keeps its parameters, if not on top: our runs, timm's and others' training
 # scripts. Averaged weights go first, as with timm's own loader.
-KEPT_UNDER = ("module", "state_dict_ema", "model_ema", "state_dict", "model")
+KEPT_UNDER = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 HEAD = ("head.weight", "head.bias")
 
 

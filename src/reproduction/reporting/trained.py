@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 def load_trained(config: Config, last_checkpoint: Path, device: str = "cpu") -> Trained:
-    """A run's module, without manifold mixup: whole images are looked at.
+    """A run's module as it trained, without manifold mixup: whole images are looked at.
 
     `device`: as a run's own setting, where `auto` is a GPU if there is one. UserError if the
     checkpoint or the data cannot be read.

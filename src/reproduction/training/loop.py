@@ -173,8 +173,9 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """Evaluates, writes the epoch's line and the best weights."""
-        self.world.share_buffers(self.module)  # what is evaluated is what the first rank saves
-        result = evaluate(self.module, self.eval_loader, self.world, self.recipe.precision)
+        model = self.update.evaluated
+        self.world.share_buffers(model)  # what is evaluated is what the first rank saves
+        result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
         if not math.isfinite(result["eval_loss"]):
             raise RuntimeError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         self.epoch += 1
@@ -185,7 +186,7 @@ class Trainer:
             self.folder.append_metrics([line])
             self.logger.log(line)
             if is_best:
-                save_plain(self.folder.best_path, self.module.model.state_dict(), self.classes)
+                save_plain(self.folder.best_path, model.state_dict(), self.classes)
 
     def _save(self) -> None:
         """Writes everything needed to go on from this step."""

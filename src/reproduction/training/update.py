@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -30,6 +31,9 @@ class Update:
 
     def __init__(self, module: TokenMixup, recipe: Recipe, world: World):
         self.module, self.recipe, self.world = module, recipe, world
+        self.average: ModelEmaV3 | None = None
+        if recipe.ema_decay is not None:
+            self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
         self.parallel: nn.Module = module
         if world.size > 1:
             devices = [world.device] if world.device.type == "cuda" else None
@@ -38,12 +42,23 @@ class Update:
         uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_scaler)
 
+    @property
+    def evaluated(self) -> nn.Module:
+        """The plain model whose weights are the result: the average, if there is one."""
+        return self.module.model if self.average is None else self.average.module
+
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "model_ema": None if self.average is None else self.average.module.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            self.average.module.load_state_dict(state["model_ema"])
 
     def __call__(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
         """Updates by the mean loss of `global_size` images, of which these are this rank's.
@@ -77,10 +92,12 @@ class Update:
         return Part(loss.detach(), output)
 
     def _step(self) -> None:
-        """Clips the gradients, steps, and forgets them."""
+        """Clips the gradients, steps, forgets them, and averages."""
         if self.recipe.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.module.parameters(), self.recipe.clip_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(self.module.model)
