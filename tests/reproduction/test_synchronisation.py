@@ -89,8 +89,13 @@ def test_htm_copies_to_the_host_once_a_step_and_nothing_else_waits(stack: list[s
     assert asked == ({"copy": 2} if "htm" in stack else {})
 
 
-def test_accumulating_copies_once_for_each_micro_batch():
-    trainer = trainer_on("meta", ["htm", "vtm"], "recipe.grad_accum_steps=3")
+def test_accumulating_copies_once_for_each_micro_batch_and_averaging_never():
+    told = ("recipe.grad_accum_steps=3", "recipe.ema_decay=0.9")
+    average = trainer_on("cpu", [], *told).update.average  # timm makes a generator, meta has none
+    assert average is not None
+    average.module.to("meta")
+    trainer = trainer_on("meta", ["htm", "vtm"], told[0])
+    trainer.update.average = average
     with counted() as asked:
         step(trainer)
     assert asked == {"copy": 3}
