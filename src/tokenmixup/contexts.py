@@ -1,7 +1,8 @@
 """Contexts in which a stock module behaves differently for the length of one forward pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Every operation in the precision of its arguments. A meta device knows no autocast."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tokenmixup.contexts import without_autocast
+
 
 def sequence_pool(tokens: Tensor, score: nn.Linear) -> Tensor:
     """Softmax(score(X))^T X: `b t d` -> `b d`; `score` maps d to 1. In the tokens' own precision.
@@ -23,7 +25,7 @@ def sequence_pool(tokens: Tensor, score: nn.Linear) -> Tensor:
 class _SequencePool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             share = F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).softmax(dim=1)  # b t 1
             pooled = torch.einsum("bto,btd->bd", share, x)
         ctx.save_for_backward(x, weight, share, pooled)
@@ -33,7 +35,7 @@ class _SequencePool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, share, pooled = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             towards = torch.einsum("btd,bd->bt", x, grad) - (grad * pooled).sum(dim=1, keepdim=True)
             of_score = share * towards[..., None]  # b t 1, through the softmax
             both = torch.cat([share, of_score], dim=2)
