@@ -19,7 +19,7 @@ def appetite(report: Report) -> dict[str, Any]:
 
     None where a step is not measured, as a GPU's in the report of a CPU.
     """
-    (pipeline,) = report["sections"]["pipeline"]["groups"]
+    (pipeline,) = report["sections"]["pipeline"]
     rows: dict[str, Row] = {}
     for images, model in FEEDS.items():
         loaded = pipeline["rows"][images]["images_per_second"]
@@ -32,7 +32,7 @@ def appetite(report: Report) -> dict[str, Any]:
 
 def _steps(report: Report, model: str) -> Iterator[tuple[str, float | None]]:
     """(what, images/s) of the model's plain steps on this device, and of a GPU if it is none."""
-    groups: list[Mapping[str, Any]] = report["sections"].get("steps", {"groups": []})["groups"]
+    groups: list[Mapping[str, Any]] = report["sections"].get("steps", [])
     device = report["machine"]["device"]
     found = [group for group in groups if group["title"].startswith(f"training step: {model},")]
     for group in found:

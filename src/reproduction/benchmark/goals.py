@@ -1,5 +1,6 @@
 """What a fast TokenMixup has to show, beside what was measured. Imports no torch."""
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 from reproduction.benchmark.records import Report
@@ -45,8 +46,7 @@ GOALS = (
 
 def figure_of(goal: Goal, report: Report) -> float | None:
     """The measured figure; None if it is not measured."""
-    groups = [group for section in report["sections"].values() for group in section["groups"]]
-    for group in groups:
+    for group in chain.from_iterable(report["sections"].values()):
         if group["title"] == goal.title:
             found: Any = group["rows"][goal.row][goal.column] if goal.row else group["exponents"]
             return found["median"] if goal.row else found[goal.column]

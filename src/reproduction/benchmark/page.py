@@ -44,16 +44,16 @@ def markdown(report: Report) -> str:
         "Medians, with quartiles in brackets.",
         _goals(report),
     ]
-    for name, section in report["sections"].items():
-        parts += [f"### {name}", _measured(section["measured"])]
-        parts += [_group(group) for group in section["groups"]]
+    for name, groups in report["sections"].items():
+        parts += [f"### {name}"]
+        parts += [f"{_group(group)}\n\n{_measured(group['measured'])}" for group in groups]
         parts += [_group(appetite(report))] if name == "pipeline" else []
     return "\n\n".join(parts) + "\n"
 
 
 def _measured(how: Mapping[str, Any]) -> str:
     before, after = how["load_average"]
-    text = f"{how['pairs']} rounds, load average {before:.1f} before and {after:.1f} after"
+    text = f"{how['rounds']} rounds, load average {before:.1f} before and {after:.1f} after"
     return f"{text}, revision {str(how['git_revision'])[:12]}." + (
         " A quick try, not a measurement." if how["quick"] else ""
     )

@@ -1,6 +1,7 @@
 """The picture of benchmark.json: ratios of the training steps, detectors, growth."""
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ WIDE = 4  # ratios that differ more are drawn on a logarithmic scale
 
 def draw_benchmark(path: Path, report: Report) -> None:
     """One panel for each of what there is; writes a .png and a .pdf."""
-    groups = [group for section in report["sections"].values() for group in section["groups"]]
+    groups = [*chain.from_iterable(report["sections"].values())]
     panels = [
         *(group for group in groups if any("ratio" in row for row in group["rows"].values())),
         *(group for group in groups if "exponents" in group),

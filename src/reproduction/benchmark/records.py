@@ -1,6 +1,6 @@
 """benchmark.json: what was measured, on what, and what got slower since. Imports no torch.
 
-{"machine": {...}, "sections": {name: {"measured": {...}, "groups": [{"title", "about", "rows"}]}}}
+{"machine": {...}, "sections": {name: [{"title", "about", "rows", "measured": {...}}]}}, by groups.
 Rows are keyed by name and hold `ms` and mostly `ratio`, each with median, low and high.
 """
 
@@ -14,6 +14,7 @@ from reproduction.runs import write_text
 
 FILE = "benchmark.json"
 Report = dict[str, Any]
+Group = dict[str, Any]
 Key = tuple[str, str, str]  # title of a group, row, column
 
 
@@ -28,13 +29,15 @@ def read_report(path: Path) -> Report:
     return report
 
 
-def add_section(path: Path, machine: dict[str, Any], name: str, section: dict[str, Any]) -> Report:
-    """Puts a section into the file; keeps the others if they are of the same machine."""
+def add_groups(path: Path, machine: dict[str, Any], section: str, groups: list[Group]) -> Report:
+    """Puts groups into the file; keeps those of other titles if they are of the same machine."""
     report: Report = {"machine": machine, "sections": {}}
     if path.exists():
         earlier = read_report(path)
         report = earlier if earlier["machine"] == machine else report
-    report["sections"][name] = section
+    new = {group["title"]: group for group in groups}
+    kept = {group["title"]: group for group in report["sections"].get(section, [])}
+    report["sections"][section] = [*(kept | new).values()]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(report, indent=2) + "\n")
     return report
@@ -42,8 +45,8 @@ def add_section(path: Path, machine: dict[str, Any], name: str, section: dict[st
 
 def spreads(report: Report) -> Iterator[tuple[Key, dict[str, float]]]:
     """Every time and ratio."""
-    for section in report["sections"].values():
-        for group in section["groups"]:
+    for groups in report["sections"].values():
+        for group in groups:
             for name, row in group["rows"].items():
                 for column in ("ms", "ratio"):
                     if column in row:

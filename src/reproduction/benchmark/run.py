@@ -16,7 +16,7 @@ from reproduction.benchmark.page import check_page, markdown, put_on_page
 from reproduction.benchmark.parts import measure_detectors, measure_parts
 from reproduction.benchmark.picture import draw_benchmark
 from reproduction.benchmark.pipeline import measure_pipeline
-from reproduction.benchmark.records import FILE, Report, add_section, read_report, slower
+from reproduction.benchmark.records import FILE, Group, Report, add_groups, read_report, slower
 from reproduction.benchmark.scope import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
 from reproduction.benchmark.startup import measure_startup
 from reproduction.benchmark.steps import measure_oracle, measure_steps
@@ -37,6 +37,7 @@ MEASURES: Mapping[str, Measure] = {
     "pipeline": measure_pipeline,
     "startup": measure_startup,
 }
+FEWER = ("pipeline", "startup")  # rounds: what is timed there takes long, or varies little
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class Request:
 
 
 def run_benchmark(request: Request) -> tuple[Path, list[str]]:
-    """(folder that was written, what got slower); each section is kept as soon as it is done.
+    """(folder that was written, what got slower); each section is written as soon as it is done.
 
     Raises UserError before anything is measured.
     """
@@ -76,7 +77,7 @@ def run_benchmark(request: Request) -> tuple[Path, list[str]]:
     for name in request.sections:
         print(f"measuring {name}", flush=True)
         measured["sections"][name] = _section(name, scope, device, request.quick)
-        report = add_section(folder / FILE, machine, name, measured["sections"][name])
+        report = add_groups(folder / FILE, machine, name, measured["sections"][name])
     _show(folder, report, request.page)
     return folder, [] if earlier is None else slower(earlier, measured)
 
@@ -92,17 +93,18 @@ def _scope(request: Request, device: str) -> Scope:
     return scope
 
 
-def _section(name: str, scope: Scope, device: str, quick: bool) -> dict[str, Any]:
+def _section(name: str, scope: Scope, device: str, quick: bool) -> list[Group]:
+    """The groups, and how they were measured."""
     start, before = time.perf_counter(), os.getloadavg()[0]
     groups = MEASURES[name](scope, torch.device(device))
     measured = {
-        "pairs": scope.pairs,
+        "rounds": scope.starts if name in FEWER else scope.pairs,
         "quick": quick,
         "load_average": [round(load, 2) for load in (before, os.getloadavg()[0])],
         "seconds": round(time.perf_counter() - start, 1),
         "git_revision": git_revision(),
     }
-    return {"measured": measured, "groups": groups}
+    return [{**group, "measured": measured} for group in groups]
 
 
 def _machine(device: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:
         {"title": f"training step: {title}", "rows": {"plain": {"images_per_second": speed}}}
         for title, speed in steps.items()
     ]
-    sections: dict[str, Any] = {"pipeline": {"groups": [{"rows": loads}]}}
+    sections: dict[str, Any] = {"pipeline": [{"rows": loads}]}
     if steps:
-        sections["steps"] = {"groups": groups}
+        sections["steps"] = groups
     return {"machine": {"device": device}, "sections": sections}
 
 

@@ -9,7 +9,7 @@ import pytest
 from reproduction.benchmark.goals import GOALS, figure_of, is_met
 from reproduction.benchmark.page import BEGIN, END, check_page, markdown, put_on_page
 from reproduction.benchmark.picture import draw_benchmark
-from reproduction.benchmark.records import add_section, read_report, slower
+from reproduction.benchmark.records import add_groups, read_report, slower
 from reproduction.errors import UserError
 
 MACHINE: dict[str, Any] = {
@@ -24,7 +24,10 @@ def spread(median: float) -> dict[str, float]:
     return {"median": median, "low": median * 0.99, "high": median * 1.01}
 
 
-def section(ratio: float, ms: float = 1234.5) -> dict[str, Any]:
+TITLE = "training step: cct_7_3x1, batch of 16"
+
+
+def section(ratio: float, ms: float = 1234.5, title: str = TITLE) -> list[dict[str, Any]]:
     rows = {
         "plain": {"ms": spread(ms), "ratio": spread(1)},
         "plain, again": {"ms": spread(ms), "ratio": spread(1.002)},
@@ -32,30 +35,34 @@ def section(ratio: float, ms: float = 1234.5) -> dict[str, Any]:
         "VTM": {"ms": spread(ms), "ratio": spread(1)},
     }
     measured = {
-        "pairs": 40,
+        "rounds": 40,
         "quick": False,
         "load_average": [0.5, 2.25],
         "seconds": 3,
         "git_revision": "0123456789abcdef",
     }
-    group = {"title": "training step: cct_7_3x1, batch of 16", "about": "float32", "rows": rows}
-    return {"measured": measured, "groups": [group]}
+    return [{"title": title, "about": "float32", "rows": rows, "measured": measured}]
 
 
 def report(ratio: float, ms: float = 1234.5) -> dict[str, Any]:
     return {"machine": MACHINE, "sections": {"steps": section(ratio, ms)}}
 
 
-def test_sections_of_the_same_machine_are_kept(tmp_path: Path):
+def test_groups_of_the_same_machine_are_kept(tmp_path: Path):
     path = tmp_path / "benchmark" / "benchmark.json"
-    add_section(path, MACHINE, "steps", section(1.1))
-    add_section(path, MACHINE, "oracle", section(1.2))
+    add_groups(path, MACHINE, "steps", section(1.1))
+    add_groups(path, MACHINE, "oracle", section(1.2))
     assert list(read_report(path)["sections"]) == ["steps", "oracle"]
-    add_section(path, {**MACHINE, "threads": 8}, "steps", section(1.3))
+    add_groups(path, MACHINE, "steps", section(1.3, title="another size"))
+    add_groups(path, MACHINE, "steps", section(1.4))
+    first, second = read_report(path)["sections"]["steps"]
+    assert (first["title"], second["title"]) == (TITLE, "another size")
+    assert first["rows"]["HTM"]["ratio"]["median"] == 1.4
+    add_groups(path, {**MACHINE, "threads": 8}, "steps", section(1.3))
     assert list(read_report(path)["sections"]) == ["steps"]
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"sections": {"steps": []}}'])
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"sections": {"steps": [1]}}'])
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str | None):
     path = tmp_path / "old.json"
     if content is not None:
@@ -120,7 +127,7 @@ def test_the_picture_shows_each_group(tmp_path: Path, drawn_texts: dict[str, lis
     }
     exponents = {"time": 1.0, "memory": 2.0, "time of the assignment": 3.0}
     growth = {"title": "growth", "about": "", "rows": rows, "exponents": exponents}
-    whole["sections"]["gain"] = {**section(1), "groups": [growth]}
+    whole["sections"]["gain"] = [growth]
     draw_benchmark(tmp_path / "picture.png", json.loads(json.dumps(whole)))
     texts = drawn_texts["picture"]
     assert {"1.04", "HTM", "plain, again", "memory [MiB], exponent 2.00", "samples"} <= set(texts)
