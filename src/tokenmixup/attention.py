@@ -6,7 +6,7 @@ fused `qkv` projection or `q_proj`, `k_proj`, `v_proj`; optionally `q_bias`, `k_
 talking heads. Letters: b batch, h heads, n tokens with prefix, m memory, d width, e head width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,11 @@ class Positions(NamedTuple):
 
     rope: Tensor | None = None  # b|1 h|1 n 2e: sines, then cosines, of every token's angle
     bias: Tensor | None = None  # b|1 h|1 n|1 n, added to the scaled scores, query x key
+
+    def of(self, first: int, number: int) -> "Positions":
+        """Those of a block of samples."""
+        rope, bias = (x if x is None or len(x) == 1 else x[first : first + number] for x in self)
+        return Positions(rope, bias)
 
     def of_memory(self, index: Tensor) -> "Positions":
         """Those of tokens and a memory: its keys stand at `index` (`b m`, places in `n`)."""
@@ -135,28 +140,36 @@ def attention_map(
 
 
 def attention_received(
-    attn: Any, x: Tensor, first_row_only: bool = False, where: Positions | None = None
+    attn: Any,
+    norm: nn.Module,
+    tokens: Tensor,
+    first_row_only: bool = False,
+    where: Positions | None = None,
 ) -> Tensor:
-    """The mean of attention_map over heads and queries, `b m`.
+    """The mean of the map on `norm(tokens)` over heads and queries: `b n d` -> `b m`, float32.
 
     A CPU computes it by blocks of a head and some samples, which stay in its cache; a GPU at once.
     """
+    size, where = len(tokens), where or Positions()
+    if tokens.device.type == "cpu":
+        rows = 1 if first_row_only else tokens.shape[1]
+        size = max(1, CACHED_SCORES * torch.get_num_threads() // (rows * tokens.shape[1]))
+    return torch.cat(
+        [
+            _received(attn, norm(tokens[i : i + size]), first_row_only, where.of(i, size))
+            for i in range(0, len(tokens), size)
+        ]
+    )
+
+
+def _received(attn: Any, x: Tensor, first_row_only: bool, where: Positions) -> Tensor:
     parts = _queries_and_keys(attn, x, first_row_only, where)
     if x.device.type != "cpu" or getattr(attn, "proj_l", None) is not None:
         return _softmax(attn, *parts).mean(dim=(1, 2))
     q, k, bias = parts
-    present = [q, k] if bias is None else [q, k, bias.expand(*q.shape[:2], -1, -1)]
-    size = max(1, CACHED_SCORES * torch.get_num_threads() // (q.shape[2] * k.shape[2]))
-    received = [
-        torch.stack([_softmax(attn, *head).mean(dim=(1, 2)) for head in _zip(samples, 1, dim=1)])
-        for samples in _zip(present, size, dim=0)
-    ]  # each h b m
-    return torch.cat(received, dim=1).mean(dim=0)
-
-
-def _zip(tensors: Iterable[Tensor], size: int, dim: int) -> Iterator[tuple[Tensor, ...]]:
-    """Splits all alike."""
-    return zip(*(x.split(size, dim) for x in tensors), strict=True)
+    present = [q, k] if bias is None else [q, k, bias.expand(-1, q.shape[1], -1, -1)]
+    by_head = zip(*(part.split(1, dim=1) for part in present), strict=True)
+    return torch.stack([_softmax(attn, *head).mean(dim=(1, 2)) for head in by_head]).mean(dim=0)
 
 
 def _queries_and_keys(

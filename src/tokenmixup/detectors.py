@@ -34,9 +34,10 @@ class BlockInput:
         """Saliency by the map that the block computes on these tokens, `b t`; computed once."""
         if self.saliency is None:
             block = self.blocks[self.index]
-            with no_grad_uncached(self.tokens.device.type):
-                received = _of_block(
-                    attention_received, block, self.tokens, self.given, self.class_token
+            with no_grad_uncached(self.tokens.device.type), evaluating(block.attn):
+                where = positions(block.attn, self.tokens.shape[1], self.given)
+                received = attention_received(
+                    block.attn, block.norm1, self.tokens, self.class_token, where
                 )
             self.saliency = received[:, self.num_prefix_tokens :]
         return self.saliency
@@ -66,24 +67,17 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     tokens, maps = entry.tokens, []
     with no_grad_uncached(tokens.device.type):
         for block in entry.blocks[entry.index : entry.index + steps]:
-            maps.append(_of_block(attention_map, block, tokens, entry.given))
+            maps.append(_map(block, tokens, entry.given))
             tokens = _run(block, tokens, entry.given)
         last = entry.blocks[entry.index + steps]
-        maps.append(_of_block(attention_map, last, tokens, entry.given, entry.class_token))
+        maps.append(_map(last, tokens, entry.given, entry.class_token))
     return rollout_saliency(maps, entry.num_prefix_tokens, entry.class_token)
 
 
-def _of_block(
-    compute: Callable[..., Tensor],
-    block: Any,
-    tokens: Tensor,
-    given: dict[str, Any],
-    first_row_only: bool = False,
-) -> Tensor:
-    """`compute` of the map of a block."""
+def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
     with evaluating(block.attn):  # relative positions may come from an MLP with dropout
         where = positions(block.attn, tokens.shape[1], given)
-        return compute(block.attn, block.norm1(tokens), first_row_only, where)
+        return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
 
 
 def _run(block: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:

@@ -323,7 +323,7 @@ def test_attention_received_is_the_mean_of_the_map_however_it_is_cut(
     attn, tokens = Attention(32, num_heads=4), torch.randn(3, 6, 32)
     where = None if of_bias is None else Positions(None, torch.randn(*of_bias, 6))
     expected = attention_map(attn, tokens, first_row_only, where).mean(dim=(1, 2))
-    received = attention_received(attn, tokens, first_row_only, where)
+    received = attention_received(attn, nn.Identity(), tokens, first_row_only, where)
     torch.testing.assert_close(received, expected)
     torch.testing.assert_close(received.sum(dim=1), torch.ones(3))
 
