@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import positions
+from tokenmixup.attention import attend, positions, project
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.detectors import BlockInput, detector_of
 from tokenmixup.horizontal import HTM, HorizontalMix
@@ -170,11 +170,20 @@ class TokenMixup(nn.Module):
                 hook = partial(self._enter_block, state, index)
                 handle = model.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
-            if self.vtm is not None:
-                block = model.blocks[self.vtm.layer]
-                attend = partial(_attend_to_memory, block, state)
-                stack.enter_context(replaced_forward(block.attn, attend))
+            for index, stand_in in self.replaced_attention().items():
+                block = model.blocks[index]
+                forward = partial(stand_in, self, state, block)
+                stack.enter_context(replaced_forward(block.attn, forward))
             yield
+
+    def replaced_attention(self) -> dict[int, Callable[..., Tensor]]:
+        """Blocks whose attention VTM stands in for in a training pass, and by what."""
+        if self.vtm is None:
+            return {}
+        mixed = None if self.htm is None else self.htm.layer  # whose saliency HTM tells
+        kind = type(self)
+        sources = {i: kind._attend_and_remember for i in range(self.vtm.layer) if i != mixed}
+        return {**sources, self.vtm.layer: kind._attend_to_memory}
 
     def _enter_block(
         self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
@@ -221,11 +230,29 @@ class TokenMixup(nn.Module):
         entry.tokens, state.targets, entry.saliency = arranged
 
     def _remember(self, state: Pass, entry: BlockInput) -> None:
-        """VTM keeps the salient tokens of this block."""
+        """VTM keeps the salient tokens of this block, now or once its attention has told them."""
+        if entry.saliency is None:
+            state.source = entry
+            return
         vtm = cast(VTM, self.vtm)
-        places = self._place(entry.own_saliency(), vtm.kappa, entry.num_prefix_tokens)
+        places = self._place(entry.saliency, vtm.kappa, entry.num_prefix_tokens)
         state.memory.append(take_tokens(entry.tokens, places))
         state.places.append(places)
+
+    def _attend_and_remember(self, state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+        """Stands in for a source's attention: its queries and keys tell the saliency as well."""
+        where, entry = positions(block.attn, tokens.shape[1], given), cast(BlockInput, state.source)
+        q, k, v = project(block.attn, tokens, "qkv", where.rope)
+        entry.saliency = entry.saliency_by(q, k)
+        self._remember(state, entry)
+        return attend(block.attn, tokens, q, k, v, where.bias)
+
+    def _attend_to_memory(self, state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+        """Stands in for the VTM block's attention; `tokens` are layer-normed already."""
+        where = positions(block.attn, tokens.shape[1], given)
+        where = where.of_memory(torch.cat(state.places, dim=1))
+        memory = block.norm1(torch.cat(state.memory, dim=1))
+        return vertical_attention(block.attn, tokens, memory, where)
 
 
 def _build_scorenet(model: Any, htm: HTM, num_classes: int) -> ScoreNet:
@@ -235,11 +262,3 @@ def _build_scorenet(model: Any, htm: HTM, num_classes: int) -> ScoreNet:
     if pooling == "class_token" and not has_class_token(model):
         raise ValueError("htm.pooling='class_token': the model has no class token")
     return ScoreNet(model.embed_dim, num_classes, pooling, htm.stop_gradient)
-
-
-def _attend_to_memory(block: Any, state: Pass, tokens: Tensor, **given: Any) -> Tensor:
-    """Stands in for the VTM block's attention; `tokens` are layer-normed already."""
-    where = positions(block.attn, tokens.shape[1], given)
-    where = where.of_memory(torch.cat(state.places, dim=1))
-    memory = block.norm1(torch.cat(state.memory, dim=1))
-    return vertical_attention(block.attn, tokens, memory, where)

@@ -146,30 +146,47 @@ def attention_received(
     first_row_only: bool = False,
     where: Positions | None = None,
 ) -> Tensor:
-    """The mean of the map on `norm(tokens)` over heads and queries: `b n d` -> `b m`, float32.
+    """What each token receives by the map on `norm(tokens)`, see `received`: `b n d` -> `b n`.
 
-    A CPU computes it by blocks of a head and some samples, which stay in its cache; a GPU at once.
+    On a CPU projected by the same blocks of samples.
     """
-    size, where = len(tokens), where or Positions()
+    rows, size, where = tokens.shape[1], len(tokens), where or Positions()
     if tokens.device.type == "cpu":
-        rows = 1 if first_row_only else tokens.shape[1]
-        size = max(1, CACHED_SCORES * torch.get_num_threads() // (rows * tokens.shape[1]))
+        size = _cached_samples(1 if first_row_only else rows, rows)
     return torch.cat(
         [
-            _received(attn, norm(tokens[i : i + size]), first_row_only, where.of(i, size))
+            received(
+                attn,
+                *_queries_and_keys(
+                    attn, norm(tokens[i : i + size]), first_row_only, where.of(i, size)
+                ),
+            )
             for i in range(0, len(tokens), size)
         ]
     )
 
 
-def _received(attn: Any, x: Tensor, first_row_only: bool, where: Positions) -> Tensor:
-    parts = _queries_and_keys(attn, x, first_row_only, where)
-    if x.device.type != "cpu" or getattr(attn, "proj_l", None) is not None:
-        return _softmax(attn, *parts).mean(dim=(1, 2))
-    q, k, bias = parts
-    present = [q, k] if bias is None else [q, k, bias.expand(-1, q.shape[1], -1, -1)]
-    by_head = zip(*(part.split(1, dim=1) for part in present), strict=True)
+def received(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """What each key receives: the mean of the map over heads and queries, `b m` in float32.
+
+    `q`, `k`: `b h n e`, `b h m e`. A CPU computes it by blocks of a head and some samples, which
+    stay in its cache; a GPU at once.
+    """
+    if q.device.type != "cpu" or getattr(attn, "proj_l", None) is not None:
+        return _softmax(attn, q, k, bias).mean(dim=(1, 2))
+    present = [q, k] if bias is None else [q, k, bias.expand(*q.shape[:2], -1, -1)]
+    blocks = zip(*(x.split(_cached_samples(q.shape[2], k.shape[2])) for x in present), strict=True)
+    return torch.cat([_mean_over_heads(attn, *block) for block in blocks])
+
+
+def _mean_over_heads(attn: Any, *block: Tensor) -> Tensor:
+    by_head = zip(*(x.split(1, dim=1) for x in block), strict=True)
     return torch.stack([_softmax(attn, *head).mean(dim=(1, 2)) for head in by_head]).mean(dim=0)
+
+
+def _cached_samples(queries: int, keys: int) -> int:
+    """So many maps of one head stay in the caches."""
+    return max(1, CACHED_SCORES * torch.get_num_threads() // (queries * keys))
 
 
 def _queries_and_keys(

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import attention_map, attention_received, positions
+from tokenmixup.attention import (
+    Positions,
+    attention_map,
+    attention_received,
+    positions,
+    received,
+)
 from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
 from tokenmixup.horizontal import HTM
 from tokenmixup.saliency import gradient_saliency, rollout_saliency
@@ -34,13 +41,25 @@ class BlockInput:
         """Saliency by the map that the block computes on these tokens, `b t`; computed once."""
         if self.saliency is None:
             block = self.blocks[self.index]
-            with no_grad_uncached(self.tokens.device.type), evaluating(block.attn):
-                where = positions(block.attn, self.tokens.shape[1], self.given)
-                received = attention_received(
-                    block.attn, block.norm1, self.tokens, self.class_token, where
+            with no_grad_uncached(self.tokens.device.type):
+                shares = attention_received(
+                    block.attn, block.norm1, self.tokens, self.class_token, self._positions()
                 )
-            self.saliency = received[:, self.num_prefix_tokens :]
+            self.saliency = shares[:, self.num_prefix_tokens :]
         return self.saliency
+
+    @torch.no_grad()
+    def saliency_by(self, q: Tensor, k: Tensor) -> Tensor:
+        """The same by the block's own projections, `b h n e`."""
+        bias, rows = self._positions().bias, 1 if self.class_token else None
+        bias = None if bias is None else bias[:, :, :rows]
+        shares = received(self.blocks[self.index].attn, q[:, :, :rows], k, bias)
+        return shares[:, self.num_prefix_tokens :]
+
+    def _positions(self) -> Positions:
+        attn = self.blocks[self.index].attn
+        with evaluating(attn):  # relative positions may come from an MLP with dropout
+            return positions(attn, self.tokens.shape[1], self.given)
 
 
 Detector = Callable[[BlockInput], Tensor]

@@ -28,6 +28,7 @@ class Pass:
     is_easy: Tensor | None = None  # b bool
     mix: HorizontalMix | None = None
     memory: list[Tensor] = field(default_factory=list)  # b kappa d of each source block
+    source: Any = None  # the input of the block whose attention is to tell the saliency
     places: list[Tensor] = field(default_factory=list)  # b kappa, where they stood in n
 
 

@@ -33,11 +33,11 @@ def compile_blocks(module: TokenMixup) -> None:
 
 
 def _unchanged_parts(module: TokenMixup) -> Iterator[nn.Module]:
-    """All blocks, but only the MLP of the one whose attention VTM replaces."""
+    """All blocks, but only the MLP of those whose attention VTM replaces."""
     model: Any = module.model
+    replaced = module.replaced_attention()
     for index, block in enumerate(model.blocks):
-        is_replaced = module.vtm is not None and index == module.vtm.layer
-        yield block.mlp if is_replaced else block
+        yield block.mlp if index in replaced else block
 
 
 def _compiled_in_training(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
