@@ -8,6 +8,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+REDUCED_FROM = 0.75  # share of receivers from which reducing columns is faster
+
 
 @torch.no_grad()
 def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
@@ -39,4 +41,18 @@ def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:
         raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")
     if not np.isfinite(gain).all():
         raise FloatingPointError("the saliency gain is not finite: the attention has diverged")
-    return torch.from_numpy(linear_sum_assignment(gain, maximize=True)[1].astype(np.int64))
+    if receivers >= REDUCED_FROM * donors:
+        gain = _columns_reduced(gain)
+    donor = linear_sum_assignment(gain, maximize=True)[1][:receivers]
+    return torch.from_numpy(donor.astype(np.int64))
+
+
+def _columns_reduced(gain: np.ndarray) -> np.ndarray:
+    """An assignment with the same solution, `b b`, which the solver finds about twice as fast.
+
+    Receivers without any gain are added, so that every donor is taken: what a donor's best gain is
+    then adds the same to every solution, and the solver can start without it.
+    """
+    square = np.zeros((gain.shape[1],) * 2)
+    square[: len(gain)] = gain
+    return square - square.max(axis=0)
