@@ -11,14 +11,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import attend, positions, project
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.detectors import BlockInput, detector_of
 from tokenmixup.horizontal import HTM, HorizontalMix
 from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
+from tokenmixup.memory import Memory
 from tokenmixup.output import Output
 from tokenmixup.passes import Pass, note_patches, output_of
 from tokenmixup.saliency import input_gradient
@@ -28,10 +27,10 @@ from tokenmixup.structure import (
     check_rollout,
     declared_prefix,
     has_class_token,
-    pools_class_token,
+    scorenet_pooling,
 )
 from tokenmixup.variants import rules_of
-from tokenmixup.vertical import VTM, places_of, take_tokens, vertical_attention
+from tokenmixup.vertical import VTM, places_of
 
 Settings = TypeVar("Settings")
 Step = Callable[["TokenMixup", Pass, BlockInput], None]
@@ -88,12 +87,12 @@ class TokenMixup(nn.Module):
         self.scorenet: ScoreNet | None = None
         for key, layer in self._layers():
             check_layer(model, key, layer)
-        if vtm is not None:
-            self._place = places_of(vtm)
-            if vtm.class_token_offset == "published" and not has_class_token(model):
-                raise ValueError("vtm.class_token_offset='published': there is no class token")
+        is_offset = vtm is not None and vtm.class_token_offset == "published"
+        if is_offset and not has_class_token(model):
+            raise ValueError("vtm.class_token_offset='published': there is no class token")
         if htm is not None:
-            self.scorenet = _build_scorenet(model, htm, num_classes)
+            width, pooling = cast(Any, model).embed_dim, scorenet_pooling(model, htm.pooling)
+            self.scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
             self._rules, self._detect = rules_of(htm), detector_of(htm)
             check_rollout(model, htm.layer, htm.rollout_steps)
         self._has_class_token = has_class_token(model)
@@ -154,6 +153,8 @@ class TokenMixup(nn.Module):
                 state.pixels = input_gradient(self.model, images, targets)
         if self.manifold_mixup is not None:
             state.manifold = draw_manifold_mix(self.manifold_mixup, images)
+        if self.vtm is not None:
+            state.memory = Memory(self.vtm.kappa, places_of(self.vtm))
         return state
 
     @contextmanager
@@ -171,8 +172,7 @@ class TokenMixup(nn.Module):
                 handle = model.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             for index, stand_in in self.replaced_attention().items():
-                block = model.blocks[index]
-                forward = partial(stand_in, self, state, block)
+                forward = partial(stand_in, state.memory, block := model.blocks[index])
                 stack.enter_context(replaced_forward(block.attn, forward))
             yield
 
@@ -181,9 +181,11 @@ class TokenMixup(nn.Module):
         if self.vtm is None:
             return {}
         mixed = None if self.htm is None else self.htm.layer  # whose saliency HTM tells
-        kind = type(self)
-        sources = {i: kind._attend_and_remember for i in range(self.vtm.layer) if i != mixed}
-        return {**sources, self.vtm.layer: kind._attend_to_memory}
+        sources = [index for index in range(self.vtm.layer) if index != mixed]
+        return {
+            **dict.fromkeys(sources, Memory.attend_and_remember),
+            self.vtm.layer: Memory.attend_to,
+        }
 
     def _enter_block(
         self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
@@ -230,35 +232,5 @@ class TokenMixup(nn.Module):
         entry.tokens, state.targets, entry.saliency = arranged
 
     def _remember(self, state: Pass, entry: BlockInput) -> None:
-        """VTM keeps the salient tokens of this block, now or once its attention has told them."""
-        if entry.saliency is None:
-            state.source = entry
-            return
-        vtm = cast(VTM, self.vtm)
-        places = self._place(entry.saliency, vtm.kappa, entry.num_prefix_tokens)
-        state.memory.append(take_tokens(entry.tokens, places))
-        state.places.append(places)
-
-    def _attend_and_remember(self, state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-        """Stands in for a source's attention: its queries and keys tell the saliency as well."""
-        where, entry = positions(block.attn, tokens.shape[1], given), cast(BlockInput, state.source)
-        q, k, v = project(block.attn, tokens, "qkv", where.rope)
-        entry.saliency = entry.saliency_by(q, k)
-        self._remember(state, entry)
-        return attend(block.attn, tokens, q, k, v, where.bias)
-
-    def _attend_to_memory(self, state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-        """Stands in for the VTM block's attention; `tokens` are layer-normed already."""
-        where = positions(block.attn, tokens.shape[1], given)
-        where = where.of_memory(torch.cat(state.places, dim=1))
-        memory = block.norm1(torch.cat(state.memory, dim=1))
-        return vertical_attention(block.attn, tokens, memory, where)
-
-
-def _build_scorenet(model: Any, htm: HTM, num_classes: int) -> ScoreNet:
-    pooling = htm.pooling
-    if pooling == "auto":
-        pooling = "class_token" if pools_class_token(model) else "attention"
-    if pooling == "class_token" and not has_class_token(model):
-        raise ValueError("htm.pooling='class_token': the model has no class token")
-    return ScoreNet(model.embed_dim, num_classes, pooling, htm.stop_gradient)
+        """VTM keeps the salient tokens of this block."""
+        cast(Memory, state.memory).remember(entry)

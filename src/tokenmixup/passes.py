@@ -3,7 +3,7 @@
 Letters: b batch, n tokens with prefix, d width, c classes, h w image.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenmixup.horizontal import HorizontalMix
 from tokenmixup.manifold import ManifoldMix
+from tokenmixup.memory import Memory
 from tokenmixup.output import Output
 
 
@@ -27,9 +28,7 @@ class Pass:
     difficulty: Tensor | None = None  # b
     is_easy: Tensor | None = None  # b bool
     mix: HorizontalMix | None = None
-    memory: list[Tensor] = field(default_factory=list)  # b kappa d of each source block
-    source: Any = None  # the input of the block whose attention is to tell the saliency
-    places: list[Tensor] = field(default_factory=list)  # b kappa, where they stood in n
+    memory: Memory | None = None
 
 
 def note_patches(state: Pass, embedding: Any, args: tuple[Any, ...], out: Any) -> None:

@@ -4,9 +4,11 @@ A served model runs a plain sequence `blocks` over one token axis; each block at
 its input by an attention whose terms are all known here, and an MLP follows.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
+
+from tokenmixup.scorenet import Pooling
 
 # (module, class). Another class may add terms that would be silently lost.
 ATTENTIONS = {
@@ -101,10 +103,18 @@ def check_rollout(model: Any, layer: int, steps: int) -> None:
         )
 
 
-def pools_class_token(model: Any) -> bool:
-    """Whether the blocks hold a class token and the head reads it."""
-    pools = getattr(model, "global_pool", None) == "token"
-    return pools and has_class_token(model) and declared_prefix(model) > 0
+def scorenet_pooling(model: Any, asked: str) -> Pooling:
+    """The pooling of ScoreNet; `auto`: the class token where blocks hold one and the head reads it.
+
+    Raises ValueError for a class token that is not there.
+    """
+    if asked == "auto":
+        pools = getattr(model, "global_pool", None) == "token"
+        pools = pools and has_class_token(model) and declared_prefix(model) > 0
+        return "class_token" if pools else "attention"
+    if asked == "class_token" and not has_class_token(model):
+        raise ValueError("htm.pooling='class_token': the model has no class token")
+    return cast(Pooling, asked)
 
 
 def declared_prefix(model: Any) -> int:

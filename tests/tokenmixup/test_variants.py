@@ -252,7 +252,12 @@ def owners(order: str, rho: float) -> tuple[HorizontalMix, Tensor, list[Tensor],
         module.model(images)
     assert state.mix is not None and state.is_easy is not None
     assert 0 < state.is_easy.sum() < 6
-    return state.mix, seen[0], [tokens[..., 0] for tokens in state.memory], state.places
+    return (
+        state.mix,
+        seen[0],
+        [tokens[..., 0] for tokens in state.memory.tokens],
+        state.memory.places,
+    )
 
 
 def test_memory_belongs_to_the_sample_that_reads_it():
@@ -284,7 +289,7 @@ def test_the_class_token_is_selected_by_the_published_offset_only(rule: str):
         state = module._begin(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
         with torch.no_grad(), module._mixing(state):
             module.model(images)
-        found.append(torch.cat(state.places, dim=1))
+        found.append(torch.cat(state.memory.places, dim=1))
     places = torch.cat(found)
     if rule == "paper":
         assert places.min() == 1 and places.max() == 16
