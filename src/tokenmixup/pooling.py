@@ -36,8 +36,8 @@ class _SequencePool(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, share, pooled = ctx.saved_tensors
         with without_autocast(x.device.type):
-            towards = torch.einsum("btd,bd->bt", x, grad) - (grad * pooled).sum(dim=1, keepdim=True)
-            of_score = share * towards[..., None]  # b t 1, through the softmax
+            towards = grad[:, None] @ x.mT - (grad * pooled).sum(dim=1)[:, None, None]  # b 1 t
+            of_score = share * towards.mT  # b t 1, through the softmax
             both = torch.cat([share, of_score], dim=2)
             of_x = both @ torch.stack([grad, weight.to(x.dtype).expand_as(grad)], dim=1)
             of_weight = of_score.view(1, -1) @ x.flatten(0, 1)
