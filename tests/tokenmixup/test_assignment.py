@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from scipy.optimize import linear_sum_assignment
 
 from tokenmixup import gain_matrix, optimal_assignment
 
@@ -56,6 +57,15 @@ def test_optimal_assignment_equals_brute_force(gain: np.ndarray):
     assert len(set(donor.tolist())) == k
     best = max(sum(gain[i, p[i]] for i in range(k)) for p in permutations(range(b), k))
     assert gain[np.arange(k), donor].sum() == pytest.approx(best, abs=1e-5)
+
+
+@pytest.mark.parametrize("receivers", [30, 38, 39, 40])
+def test_optimal_assignment_gains_as_much_as_the_solver_alone(receivers: int):
+    gain = np.random.default_rng(0).random((receivers, 40), dtype=np.float32)
+    donors = optimal_assignment(gain).numpy()
+    assert len(set(donors)) == receivers
+    best = gain[linear_sum_assignment(gain, maximize=True)].sum()
+    assert gain[np.arange(receivers), donors].sum() == pytest.approx(best)
 
 
 def test_optimal_assignment_of_nobody_is_empty():
