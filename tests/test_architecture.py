@@ -19,6 +19,7 @@ ALLOWED = {
     "reproduction/models": [
         "reproduction.models",
         "reproduction.config",
+        "reproduction.model_config",
         "reproduction.errors",
         "tokenmixup",
     ],
@@ -30,6 +31,7 @@ ALLOWED = {
         "reproduction.cells",
         "reproduction.scales",
         "reproduction.config",
+        "reproduction.model_config",
         "reproduction.errors",
         "reproduction.parse",
         "reproduction.models",
@@ -97,6 +99,7 @@ def test_modules_that_check_a_configuration_do_not_import_torch():
         "slurm.py",
         "config.py",
         "fields.py",
+        "model_config.py",
         "parse.py",
         "checks.py",
         "errors.py",

@@ -3,20 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.config import (
-    CCT,
-    HTM,
-    VTM,
-    AnyModel,
-    Augmentation,
-    Config,
-    Dataset,
-    Library,
-    Recipe,
-    Transforms,
-    ViT,
-)
+from reproduction.config import HTM, VTM, Augmentation, Config, Dataset, Recipe, Transforms
 from reproduction.data.folders import IMAGE_FOLDERS, missing_data
+from reproduction.model_config import CCT, AnyModel, Library, ViT
 
 
 def problems(config: Config, needs_data: bool = True) -> Iterator[str]:

@@ -2,18 +2,18 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from reproduction.fields import (
+    FORBID,
     Amount,
     AutoAugment,
     Channels,
     Count,
     Flag,
-    FolderName,
     Gain,
     Positive,
     Range,
@@ -24,94 +24,9 @@ from reproduction.fields import (
     Threshold,
     Whole,
 )
+from reproduction.model_config import AnyModel
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-FORBID = ConfigDict(extra="forbid")
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class Model:
-    """What every model has."""
-
-    name: FolderName
-    image_size: Count
-    weights: str | None
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class Transformer(Model):
-    """A plain sequence of blocks, which HTM and VTM can serve; their default layers."""
-
-    depth: Count
-    drop: Rate
-    attn_drop: Rate
-    drop_path: Rate
-    htm_layer: Whole
-    vtm_layer: Whole
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class CCT(Transformer):
-    """A compact transformer (Hassani et al., 2021): CCT with `conv_layers`, CVT with `patch_size`.
-
-    ViT-Lite is CVT with a class token.
-    """
-
-    family: Literal["cct"]
-    embed_dim: Count
-    num_heads: Count
-    mlp_ratio: Positive
-    conv_layers: Count | None
-    patch_size: Count | None
-    positional_embedding: Literal["learnable", "sine"]
-    pooling: Literal["sequence", "class_token"]
-
-    @property
-    def tokens(self) -> int:
-        """Spatial tokens: patches, or every conv layer is followed by a pooling of stride 2."""
-        if self.patch_size is not None:
-            return (self.image_size // self.patch_size) ** 2
-        size = self.image_size
-        for _ in range(self.conv_layers or 0):
-            size = (size + 1) // 2
-        return size * size
-
-    @property
-    def has_class_token(self) -> bool:
-        return self.pooling == "class_token"
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class ViT(Transformer):
-    """A vision transformer of timm's: `architecture` is its name there."""
-
-    family: Literal["vit"]
-    architecture: str
-    patch_size: Count
-    global_pool: Literal["token", "avg", "map"]
-    pretrained: str | None
-
-    @property
-    def tokens(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def has_class_token(self) -> bool:
-        return self.global_pool == "token"
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class Library(Model):
-    """Any other model of timm's or torchvision's: `architecture` is its name there."""
-
-    family: Literal["library"]
-    package: Literal["timm", "torchvision"]
-    architecture: str
-    options: dict[str, Any]
-    stem: Literal["imagenet", "cifar"]
-
-
-AnyModel = CCT | ViT | Library
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)

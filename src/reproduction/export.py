@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.compose import Composed
-from reproduction.config import AnyModel
 from reproduction.errors import UserError
 from reproduction.evaluation import chosen_weights
+from reproduction.model_config import AnyModel
 from reproduction.parse import parse_saved
 from reproduction.runs import check_writable
 

@@ -4,8 +4,9 @@ import math
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
+FORBID = ConfigDict(extra="forbid")  # of every settings class
 LONGEST_NAME = 200  # bytes; file systems take 255
 AUTO_AUGMENT = r"(rand(-(m|n|w|p|inc|mstd|mmax)[0-9.]+)+|original|originalr|v0|v0r|3a)"
 

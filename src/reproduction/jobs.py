@@ -32,7 +32,7 @@ def check_all(configs: list[Config], here: bool = True) -> None:
             f"name={path.name}: {points} points of the sweep are this one run, leave name out and "
             "sweep over what changes a result"
         )
-    from reproduction.training.train import preflight  # torch: only when all else is right
+    from reproduction.training.preflight import preflight  # torch: only when all else is right
 
     for folder, config in zip(folders, configs, strict=True):
         if not folder.is_finished():

@@ -10,10 +10,11 @@ import pytest
 
 from reproduction.cells import read_cells
 from reproduction.compose import compose
-from reproduction.config import Config, ViT
+from reproduction.config import Config
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.errors import UserError
+from reproduction.model_config import ViT
 from reproduction.parse import parse
 from reproduction.plan import PlannedRun, Settings, cell_config, cells_of, plan
 from reproduction.runs import RunFolder, find_runs, run_hash

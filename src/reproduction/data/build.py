@@ -16,11 +16,16 @@ from reproduction.data.loaders import (
 )
 from reproduction.data.memory import held
 from reproduction.data.mixup import InputMixer, build_input_mixer
-from reproduction.data.sources import ImageSource, Source
+from reproduction.data.sources import ImageSource, Source, load_source
 from reproduction.data.transforms import Transform, evaluation_transform, training_transform
 from reproduction.errors import UserError
 
 Statistics = tuple[list[float], list[float]]
+
+
+def build_source(dataset: Dataset) -> Source:
+    """Opens the data set, downloading CIFAR on first use; UserError where it cannot be had."""
+    return load_source(dataset.name, dataset.root, dataset.limit)
 
 
 def build_training_images(config: Config, source: Source) -> TrainingImages:

@@ -9,10 +9,11 @@ from timm.layers import Attention
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from reproduction.config import CCT as CCTConfig
-from reproduction.config import AnyModel, Augmentation
-from reproduction.config import ViT as ViTConfig
+from reproduction.config import Augmentation
 from reproduction.errors import UserError
+from reproduction.model_config import CCT as CCTConfig
+from reproduction.model_config import AnyModel
+from reproduction.model_config import ViT as ViTConfig
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model
 from reproduction.models.names import State

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
-from reproduction.data.build import build_evaluation_transform
+from reproduction.data.build import build_evaluation_transform, build_source
 from reproduction.data.mixup import build_input_mixer
-from reproduction.data.sources import Source, load_source
+from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
 from reproduction.models.weights import read_file
 from tokenmixup import TokenMixup
@@ -52,7 +52,7 @@ def load_trained(config: Config, last_checkpoint: Path, device: str = "cpu") -> 
     `device`: as a run's own setting, where `auto` is a GPU if there is one. UserError if the
     checkpoint or the data cannot be read.
     """
-    source = load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
+    source = build_source(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_start(config.model), stack, len(source.classes))
     module.load_state_dict(read_file(f"checkpoint={last_checkpoint}", last_checkpoint)["module"])

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from reproduction.config import AnyModel
 from reproduction.errors import UserError
+from reproduction.model_config import AnyModel
 from reproduction.models.build import build_model, without_start
 from reproduction.models.names import State
 from reproduction.models.weights import fitting, read_file, read_weights

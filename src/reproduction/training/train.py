@@ -9,93 +9,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from reproduction.config import Config, ViT
+from reproduction.config import Config
 from reproduction.data.build import (
     build_evaluation_loader,
     build_mixer,
-    build_training_images,
+    build_source,
     build_training_loader,
     statistics_warning,
 )
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.sources import Source, load_source
-from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError, first_line
+from reproduction.data.sources import Source
+from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError
 from reproduction.hardware import hardware_name, joined
 from reproduction.locking import hold
+from reproduction.model_config import ViT
 from reproduction.models.build import (
     build_module,
-    check_tokens,
     count_macs,
     count_parameters,
     place,
     pretrained_statistics,
-    start_weights,
     without_start,
 )
-from reproduction.models.compiling import check_compiler
 from reproduction.ranks import is_first_rank
 from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
+from reproduction.training.preflight import preflight
 from reproduction.training.stopping import handling, pass_on, stop_at_once
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
-
-
-def preflight(config: Config, here: bool = True) -> None:
-    """Raises UserError for what keeps a run from starting; downloads its data, writes no more.
-
-    Devices are only looked for if the run will be on this machine.
-    """
-    if not is_first_rank():
-        return
-    if here:
-        device = resolve_device(config.device, config.devices)
-        if config.compile:
-            check_compiler(device)
-    source = _load(config)
-    try:
-        build_training_images(config, source)[(0, 0)]
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"the first training image: {first_line(error)}") from error
-    batches = TrainingBatches(
-        len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices
-    )
-    with torch.device("meta"):
-        module = build_module(without_start(config.model), config.augmentation, len(source.classes))
-    check_tokens(module, config.model)
-    if config.model.weights is not None:
-        start_weights(config.model.weights, module.model)
-    fewest = batches.global_size(len(batches) - 1) // config.devices
-    _check_micro_batches(fewest, module.model, config)
-
-
-def _check_micro_batches(images: int, model: nn.Module, config: Config) -> None:
-    """Raises UserError if a rank cannot cut its smallest share, of so many images."""
-    count = config.recipe.grad_accum_steps
-    if images < count:
-        raise UserError(
-            f"recipe.grad_accum_steps={count}: some batches leave {images} images to a rank, "
-            f"allowed is 1..{images}"
-        )
-    if images // count == 1:
-        _try_single_image(model.train(), config)
-
-
-def _try_single_image(model: nn.Module, config: Config) -> None:
-    """Raises UserError where batch normalisation would find one value to normalise."""
-    size = config.model.image_size
-    try:
-        model(torch.zeros(1, 3, size, size, device="meta"))
-    except ValueError as error:
-        raise UserError(
-            f"recipe.batch_size={config.recipe.batch_size}: some passes get one image, "
-            f"which {config.model.name} cannot train on ({first_line(error)})"
-        ) from error
 
 
 def run_training(config: Config) -> dict[str, Any]:
@@ -137,7 +83,7 @@ def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     with join_world(resolve_device(config.device, config.devices)) as world:
-        source = _load(config)  # the first rank has downloaded before it joined
+        source = build_source(config.dataset)  # the first rank has downloaded before it joined
         trainer = build_trainer(config, world, source)
         facts = _facts(config, trainer) if world.is_main else {}
         logger = _open_logger(config, world)
@@ -195,10 +141,6 @@ def _open_logger(config: Config, world: World) -> Logger:
     if error is not None:
         raise error
     return logger
-
-
-def _load(config: Config) -> Source:
-    return load_source(config.dataset.name, config.dataset.root, config.dataset.limit)
 
 
 def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:

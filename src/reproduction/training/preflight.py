@@ -1,0 +1,65 @@
+"""What keeps a run from starting, found before anything is written."""
+
+import torch
+from torch import nn
+
+from reproduction.config import Config
+from reproduction.data.build import build_source, build_training_images
+from reproduction.data.loaders import TrainingBatches
+from reproduction.errors import UserError, first_line
+from reproduction.models.build import build_module, check_tokens, start_weights, without_start
+from reproduction.models.compiling import check_compiler
+from reproduction.ranks import is_first_rank
+from reproduction.training.distributed import resolve_device
+
+
+def preflight(config: Config, here: bool = True) -> None:
+    """Raises UserError for what keeps a run from starting; downloads its data, writes no more.
+
+    Devices are only looked for if the run will be on this machine.
+    """
+    if not is_first_rank():
+        return
+    if here:
+        device = resolve_device(config.device, config.devices)
+        if config.compile:
+            check_compiler(device)
+    source = build_source(config.dataset)
+    try:
+        build_training_images(config, source)[(0, 0)]
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(f"the first training image: {first_line(error)}") from error
+    batches = TrainingBatches(
+        len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices
+    )
+    with torch.device("meta"):
+        module = build_module(without_start(config.model), config.augmentation, len(source.classes))
+    check_tokens(module, config.model)
+    if config.model.weights is not None:
+        start_weights(config.model.weights, module.model)
+    fewest = batches.global_size(len(batches) - 1) // config.devices
+    _check_micro_batches(fewest, module.model, config)
+
+
+def _check_micro_batches(images: int, model: nn.Module, config: Config) -> None:
+    """Raises UserError if a rank cannot cut its smallest share, of so many images."""
+    count = config.recipe.grad_accum_steps
+    if images < count:
+        raise UserError(
+            f"recipe.grad_accum_steps={count}: some batches leave {images} images to a rank, "
+            f"allowed is 1..{images}"
+        )
+    if images // count == 1:
+        _try_single_image(model.train(), config)
+
+
+def _try_single_image(model: nn.Module, config: Config) -> None:
+    """Raises UserError where batch normalisation would find one value to normalise."""
+    size = config.model.image_size
+    try:
+        model(torch.zeros(1, 3, size, size, device="meta"))
+    except ValueError as error:
+        raise UserError(
+            f"recipe.batch_size={config.recipe.batch_size}: some passes get one image, "
+            f"which {config.model.name} cannot train on ({first_line(error)})"
+        ) from error
