@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format check-models report clean status \
+.PHONY: help setup quickstart test test-lowest lint format lock audit check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
   reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost bench
 
@@ -12,13 +12,24 @@ help:  ## list the targets
 
 setup: .venv/installed  ## make .venv with the requirements and this package
 
-.venv/installed: requirements.txt pyproject.toml
+# exactly what was tested, by digest; ANTLR's runtime is the one package without a wheel
+LOCKED = install --quiet --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement
+THIS = install --quiet --no-deps --no-build-isolation --editable .
+
+.venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --requirement requirements.txt --editable .
+	$(BIN)/pip $(LOCKED) requirements.lock
+	$(BIN)/pip $(THIS)
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt requirements-cluster.txt .venv/installed
-	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+.venv/installed-dev: requirements-dev.lock .venv/installed
+	$(BIN)/pip $(LOCKED) requirements-dev.lock
+	touch $@
+
+# uv resolves, pip-audit looks packages up: they work on requirement files and have no place in .venv
+.venv-tools/installed:
+	$(PYTHON) -m venv .venv-tools
+	.venv-tools/bin/pip install --quiet 'uv>=0.5,<1' 'pip-audit>=2.7,<3'
 	touch $@
 
 quickstart: .venv/installed  ## train and evaluate on real handwritten digits, HTM and VTM on: about 2 minutes
@@ -26,6 +37,12 @@ quickstart: .venv/installed  ## train and evaluate on real handwritten digits, H
 
 test: .venv/installed-dev  ## run all tests, on up to 4 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-lowest: .venv-tools/installed  ## run all tests with the lowest versions that the requirements allow
+	$(PYTHON) -m venv .venv-lowest
+	.venv-tools/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
+	  --requirement requirements-dev.txt --editable .
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest
 
 # The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder
 # DEVICES=1 OUTPUTS=outputs DRY_RUN=1 LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ...";
@@ -89,6 +106,16 @@ format: .venv/installed-dev  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+COMPILE = .venv-tools/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+  --custom-compile-command "make lock" --upgrade
+
+lock: .venv-tools/installed  ## lock the newest packages that the requirements allow, for all platforms
+	$(COMPILE) requirements.txt --output-file requirements.lock
+	$(COMPILE) requirements-dev.txt --constraint requirements.lock --output-file requirements-dev.lock
+
+audit: .venv-tools/installed  ## look the locked packages up among known vulnerabilities; asks pypi.org
+	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
+
 bench: .venv/installed  ## measure steps, detectors, gain matrix, pipeline and start-up; SECTIONS= PAIRS= COMPARE=
 	$(BIN)/python scripts/benchmark.py $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
@@ -100,4 +127,4 @@ report: .venv/installed  ## write the tables, sweeps and figures with our result
 	$(BIN)/python scripts/report.py $(SAME)
 
 clean:  ## remove .venv and caches, keep outputs/
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tools .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -98,7 +98,7 @@ def render(study: str, runs: list[PlannedRun], resources: Resources, folder: Pat
     }
     written = [f"--{key}={shlex.quote(str(x))}" for key, x in options.items() if x is not None]
     device = "device=cpu" if resources.no_gpu else "device=cuda"
-    environment = Environment(
+    environment = Environment(  # noqa: S701 - a script for bash, whose values are quoted above
         loader=PackageLoader("reproduction", "."),
         undefined=StrictUndefined,
         trim_blocks=True,

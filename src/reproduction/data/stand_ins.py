@@ -104,7 +104,10 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _write_digests(folder: Path) -> None:
-    digests = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    digests = {
+        path.name: hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+        for path in folder.iterdir()
+    }
     (folder / DIGESTS).write_text(yaml.safe_dump(digests))
 
 
