@@ -13,7 +13,7 @@ def main(settings: Evaluation) -> None:
     if not is_first_rank():
         return
     print(
-        f"{settings.checkpoint}: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, "
+        f"{result['checkpoint']}: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, "
         f"loss {result['eval_loss']:.4f} on {result['images']} images of {result['dataset']}"
     )
     print(f"written to {path}")

@@ -26,7 +26,7 @@ def main() -> None:
         check_writable(path, str(path))
         from reproduction.reporting.saliency_maps import draw_figure3
 
-        entropies = draw_figure3(path, config, folder.last_path, args.images)
+        entropies = draw_figure3(path, config, folder, args.images)
     except UserError as error:
         parser.exit(2, f"draw_saliency.py: {error}\n")
     for name, nats in entropies.items():

@@ -10,7 +10,7 @@ def main(settings: Export) -> None:
     from reproduction.training.checkpoint import export
 
     if is_first_rank():
-        export(settings.model, settings.checkpoint, settings.output)
+        export(settings.model, settings.checkpoints, settings.output)
         print(f"written to {settings.output}")
 
 

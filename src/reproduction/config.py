@@ -135,6 +135,15 @@ class Recipe:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
+class Checkpoint:
+    """When a run is saved besides the ends of its epochs, and how many of its last states stay."""
+
+    every_minutes: Positive | None = 10.0
+    every_steps: Count | None = None
+    keep: Count = 2
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class NoLogger:
     name: Literal["none"]
 
@@ -162,4 +171,5 @@ class Config:
     dataset: Dataset
     augmentation: Augmentation
     recipe: Recipe
+    checkpoint: Checkpoint = Checkpoint()  # which older runs did not save
     logger: Annotated[NoLogger | Wandb, Field(discriminator="name")]

@@ -14,7 +14,8 @@ from typing import Any
 from reproduction.config import Config
 from reproduction.data.folders import Sizes, data_sizes
 from reproduction.errors import UserError, first_line
-from reproduction.runs import run_hash, write_text
+from reproduction.runs import run_hash
+from reproduction.storage import write_text
 
 FILE = "cost.json"
 FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass

@@ -9,6 +9,7 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.parse import parse, parse_saved
 from reproduction.runs import RunFolder, check_writable
+from reproduction.storage import versions
 
 Keys = tuple[str, ...]
 
@@ -18,31 +19,32 @@ OF_A_FILE = ("checkpoint", "device", "devices", "model", "dataset", "recipe", "o
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checkpoint, the configuration it is evaluated by, and where the result goes."""
+    """Checkpoints, of which the first readable one counts, their configuration, and the result."""
 
     config: Config
-    checkpoint: Path
+    checkpoints: list[Path]
     result: Path
 
 
 def resolve(composed: Composed) -> Evaluation:
     """The checked settings of one evaluation; UserError names what does not belong to it."""
     raw = dict(composed.raw)
-    file, saved = chosen_weights(composed, raw, OF_A_RUN, OF_A_FILE)
+    files, saved = chosen_weights(composed, raw, OF_A_RUN, OF_A_FILE)
+    file = files[0]
     if saved is not None:
         config = parse_saved(_overridden(saved, raw, composed))
-        return Evaluation(config, file, file.parents[1] / f"evaluation-{file.stem}.json")
+        return Evaluation(config, files, file.parents[1] / f"evaluation-{file.stem}.json")
     config = parse(raw)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
     result = Path(config.output_root, "evaluations", name)
     check_writable(result, f"output_root={config.output_root}")
-    return Evaluation(config, file, result)
+    return Evaluation(config, files, result)
 
 
 def chosen_weights(
     composed: Composed, raw: dict[str, Any], of_a_run: Keys, of_a_file: Keys
-) -> tuple[Path, dict[str, Any] | None]:
-    """(the file of weights, its run's own configuration if it was chosen as one of a run).
+) -> tuple[list[Path], dict[str, Any] | None]:
+    """(files of weights, of which the first readable one counts; their run's own configuration).
 
     Takes run, weights and checkpoint out of `raw`. Raises UserError for what was typed besides the
     keys and groups that belong to a run, or to a file.
@@ -61,13 +63,13 @@ def chosen_weights(
     if checkpoint is not None:
         if not Path(str(checkpoint)).is_file():
             raise UserError(f"checkpoint={checkpoint}: there is no such file")
-        return Path(str(checkpoint)), None
+        return [Path(str(checkpoint))], None
     folder = RunFolder(str(run))
     saved = folder.read_config()
     path = folder.best_path if weights == "best" else folder.last_path
-    if not path.is_file():
-        raise UserError(f"run={run}: holds no {path.name} yet, no epoch has been finished")
-    return path, saved
+    if not (found := versions(path)):
+        raise UserError(f"run={run}: holds no {path.name} yet")
+    return found, saved
 
 
 def _refuse_others(composed: Composed, allowed: Keys) -> None:

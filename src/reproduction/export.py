@@ -18,10 +18,10 @@ OF_A_FILE = ("checkpoint", "model", "output")
 
 @dataclass(frozen=True)
 class Export:
-    """A checkpoint, the model it belongs to, and where the plain model goes."""
+    """Checkpoints, of which the first readable one counts, their model, and where it goes."""
 
     model: AnyModel
-    checkpoint: Path
+    checkpoints: list[Path]
     output: Path
 
 
@@ -29,10 +29,10 @@ def resolve(composed: Composed) -> Export:
     """The checked settings of one export; UserError names what does not belong to it."""
     raw = dict(composed.raw)
     output = _new_file(raw.pop("output", None))
-    checkpoint, saved = chosen_weights(composed, raw, OF_A_RUN, OF_A_FILE)
+    checkpoints, saved = chosen_weights(composed, raw, OF_A_RUN, OF_A_FILE)
     if saved is not None:  # its images may be elsewhere and are not needed
         raw = {**saved, "dataset": raw["dataset"]}
-    return Export(parse_saved(raw).model, checkpoint, output)
+    return Export(parse_saved(raw).model, checkpoints, output)
 
 
 def _new_file(output: Any) -> Path:

@@ -30,7 +30,8 @@ from reproduction.models.build import build_module, place
 from reproduction.plan import Settings, cell_config
 from reproduction.reporting.latency import FILE
 from reproduction.reporting.trained import block_inputs
-from reproduction.runs import check_writable, write_text
+from reproduction.runs import check_writable
+from reproduction.storage import write_text
 from reproduction.training.distributed import resolve_device
 from reproduction.training.evaluate import autocast
 from tokenmixup import HorizontalMix, TokenMixup

@@ -152,7 +152,7 @@ def train_apart(run: PlannedRun, children: Children, logs: Path | None = None) -
 def _begin(run: PlannedRun) -> None:
     """Says what begins; RunLocked if another process has the run."""
     _refuse_held(run)
-    begun = run.folder.last_path.exists()
+    begun = bool(run.folder.checkpoints())
     print(f"{'going on with' if begun else 'starting'} {run.name}", flush=True)
 
 

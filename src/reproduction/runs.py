@@ -4,7 +4,7 @@ config.yaml       resolved configuration
 metrics.jsonl     one line per training batch and one per evaluated epoch
 summary.json      the result and its status: running, finished, interrupted or failed
 .lock             held by the process that trains, see locking.py
-checkpoints/      last.pt to go on from, best.safetensors for evaluation
+checkpoints/      last.pt to go on from and those before it, best.safetensors for evaluation
 """
 
 import dataclasses
@@ -21,10 +21,11 @@ import yaml
 from reproduction.config import Config, Recipe
 from reproduction.errors import UserError, first_line
 from reproduction.ranks import is_first_rank
+from reproduction.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = (
-    *("name", "output_root", "resume", "device", "compile", "logger"),
+    *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
     *("dataset.workers", "dataset.memory_mib"),
 )
 # What came later has a default in the schema: with it, a run is what it was without the key.
@@ -113,8 +114,8 @@ class RunFolder:
 
     def _is_barely_begun(self) -> bool:
         """Whether a run was killed here before it could write its configuration."""
-        ours = {"checkpoints", "wandb", "summary.json", ".summary.json.tmp", ".config.yaml.tmp"}
-        ours.add(LOCK)
+        ours = {"checkpoints", "wandb", "summary.json", LOCK}
+        ours |= {entry.name for entry in self.path.glob(TEMPORARIES)}
         return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= ours
 
     def create(self, config: Config) -> None:
@@ -162,17 +163,45 @@ class RunFolder:
         if not self.metrics_path.exists():
             return [], []
         try:
-            lines = [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+            whole, _, _ = self.metrics_path.read_text().rpartition("\n")  # the last may be cut
+            lines = [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
             raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
     def append_metrics(self, lines: list[dict[str, Any]]) -> None:
-        with self.metrics_path.open("a") as file:
-            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        """Writes all of the lines or none."""
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        size = self.metrics_size()
+        try:
+            with self.metrics_path.open("a") as file:
+                file.write(text)
+        except BaseException:  # such as a full disk
+            self.trim_metrics(size)
+            raise
 
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def sync_metrics(self) -> int:
+        """The size of what is on the disk for certain: all that was written."""
+        if self.metrics_path.exists():
+            sync(self.metrics_path)
+        return self.metrics_size()
+
+    def checkpoints(self) -> list[Path]:
+        """Where to go on from, newest first; empty before the first."""
+        return versions(self.last_path)
+
+    def go_on_from(self, checkpoint: Path | None) -> None:
+        """Makes it the newest one, in place of damaged ones, and removes what a kill left."""
+        for folder in (self.path, self.last_path.parent):
+            clear_leftovers(folder)
+        found = self.checkpoints()
+        if checkpoint is not None and checkpoint != self.last_path:
+            os.replace(checkpoint, self.last_path)
+            for damaged in found[1 : found.index(checkpoint)]:
+                damaged.unlink()
 
     def trim_metrics(self, size: int) -> None:
         """Drops what was written after a checkpoint that recorded `size` bytes."""
@@ -202,10 +231,3 @@ def check_writable(path: Path, setting: str) -> None:
     place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError(f"{setting}: {place} is no writable folder")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from reproduction.errors import UserError
 from reproduction.locking import is_held
 from reproduction.plan import PlannedRun, Settings
+from reproduction.storage import write_text
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 GRACE_SECONDS = 120  # between SLURM's warning and the time limit
@@ -133,7 +134,7 @@ def submit(study: str, runs: list[PlannedRun], settings: Settings, resources: Re
     if script is None:
         return NOTHING_LEFT
     path = _folder(settings) / f"{study}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.sbatch"
-    path.write_text(script)
+    write_text(path, script)
     ended = subprocess.run(
         ["sbatch", "--parsable", str(path)], stdout=subprocess.PIPE, text=True, check=False
     )

@@ -84,7 +84,7 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     def note(picture: Figure, path: Path, **settings: Any) -> None:
         save(picture, path, **settings)
         texts = (text.get_text() for text in picture.findobj(Text) if text.get_visible())
-        found[path.stem] = [text for text in texts if text]
+        found[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.*.tmp
 
     monkeypatch.setattr(Figure, "savefig", note)
     return found

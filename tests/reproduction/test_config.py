@@ -182,6 +182,7 @@ def test_experiments_have_the_published_settings(cell: str):
         "compile=true",
         "logger=wandb",
         "dataset.workers=3",
+        "checkpoint.every_steps=3",
     ],
 )
 def test_what_changes_no_result_changes_no_identity(override: str):
@@ -212,6 +213,7 @@ def test_a_key_that_came_later_leaves_runs_without_it_what_they_were(tmp_path: P
     before = dataclasses.asdict(config)
     assert before["recipe"].pop("grad_accum_steps") == 1
     assert before["recipe"].pop("ema_decay") is None
+    assert before.pop("checkpoint") == {"every_minutes": 10.0, "every_steps": None, "keep": 2}
     assert hash_of(before) == run_hash(config) != run_hash(other)
     assert parse(before) == config
     folder = RunFolder.of(config)

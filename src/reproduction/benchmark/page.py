@@ -8,7 +8,7 @@ from reproduction.benchmark.appetite import appetite
 from reproduction.benchmark.goals import GOALS, figure_of, is_met
 from reproduction.benchmark.records import Report
 from reproduction.errors import UserError
-from reproduction.runs import write_text
+from reproduction.storage import write_text
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 

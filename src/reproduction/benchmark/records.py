@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.errors import UserError, first_line
-from reproduction.runs import write_text
+from reproduction.storage import write_text
 
 FILE = "benchmark.json"
 Report = dict[str, Any]

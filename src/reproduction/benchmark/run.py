@@ -22,7 +22,8 @@ from reproduction.benchmark.startup import measure_startup
 from reproduction.benchmark.steps import measure_oracle, measure_steps
 from reproduction.errors import UserError
 from reproduction.hardware import hardware_name
-from reproduction.runs import check_writable, write_text
+from reproduction.runs import check_writable
+from reproduction.storage import write_text
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 

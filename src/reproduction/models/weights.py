@@ -5,6 +5,7 @@ A file is known by its content, never by its name, and reading it executes nothi
 
 import argparse
 import json
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +17,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from reproduction.digest import KEY, verify
 from reproduction.errors import UserError, first_line
 from reproduction.models.names import State, from_jax, in_our_names
+from reproduction.ranks import is_first_rank
 
 # Where a dictionary keeps its parameters, if not on top: our runs, timm's and others' training
 # scripts. Averaged weights go first, as with timm's own loader.
 KEPT_UNDER = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 HEAD = ("head.weight", "head.bias")
+MOST_UNPACKED = 100  # times the size of its archive: weights hardly shrink, bombs do
+
+Newest = tuple[Path, Any]
+Check = Callable[[Path, Any], None]
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,17 @@ def read_weights(key: str, path: Path) -> Weights:
     .npz of the original ViT. Raises UserError for a file that is missing, broken or none of these.
     """
     origin = f"{key}={path}"
-    content = read_file(origin, path)
+    return weights_of(origin, read_file(origin, path))
+
+
+def weights_of(origin: str, content: Any) -> Weights:
+    """The same of what read_file has read."""
     try:
         if isinstance(content, dict) and any(isinstance(x, np.ndarray) for x in content.values()):
             return Weights(origin, from_jax(content), None)
         state, classes = _parameters(content)
         return Weights(origin, in_our_names(state), classes)
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{origin}: {error}") from error
 
 
@@ -85,19 +96,54 @@ def fitting(weights: Weights, model: nn.Module, keep_head: bool = False) -> Stat
     return state
 
 
+def fitting_module(origin: str, content: Any, module: nn.Module) -> State:
+    """The same of a training state that read_file has read, and of all of `module`."""
+    state = content.get("module") if isinstance(content, dict) else None
+    if not (isinstance(state, dict) and all(_is_parameter(*item) for item in state.items())):
+        raise UserError(f"{origin}: holds no training state")
+    return fitting(Weights(origin, state, None), module)
+
+
 def read_file(origin: str, path: Path) -> Any:
     """What a file holds: tensors on the CPU, arrays (.npz) and plain values.
 
     safetensors come as `module`, and `classes` if their metadata tells them. UserError begins with
     `origin` and says that the file is missing or not readable.
     """
-    if not path.is_file():
-        raise UserError(f"{origin}: there is no such file")
     try:
-        return _reader(path)(path)
+        if not path.is_file():
+            raise UserError(f"{origin}: there is no such file")
+        has_digest = verify(path)
+        content = _reader(path)(path)
+        if not has_digest and isinstance(content, dict) and content.get(KEY) is True:
+            raise ValueError("damaged, its digest is missing")
+    except UserError:
+        raise
     except Exception as error:  # torch, safetensors, numpy and zipfile raise many kinds
         reason, _, _ = first_line(error).partition(". ")  # torch's second one is dangerous advice
         raise UserError(f"{origin}: not readable: {reason}") from error
+    return content
+
+
+def read_newest(key: str, paths: list[Path], check: Check = lambda path, content: None) -> Newest:
+    """The first of a run's checkpoints that is readable, and what it holds.
+
+    `check` raises UserError for what is no use either. Says on stderr what could not be read;
+    UserError if that is all of them.
+    """
+    refused: list[UserError] = []
+    for path in paths:
+        try:
+            content = read_file(f"{key}={path}", path)
+            check(path, content)
+        except UserError as error:
+            refused.append(error)
+            continue
+        for reason in refused if is_first_rank() else []:
+            print(f"warning: {reason}; going back to {path.name}", file=sys.stderr)
+        return path, content
+    others = "".join(f", nor is {path.name} of use" for path in paths[1:])
+    raise UserError(f"{refused[0]}{others}")
 
 
 def _reader(path: Path) -> Callable[[Path], Any]:
@@ -107,6 +153,9 @@ def _reader(path: Path) -> Callable[[Path], Any]:
             return _read_safetensors
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+            if unpacked > MOST_UNPACKED * path.stat().st_size:
+                raise ValueError(f"unpacks to {unpacked} bytes, from {path.stat().st_size}")
             if any(name.endswith(".npy") for name in archive.namelist()):
                 return _read_npz
     return _read_torch
@@ -115,8 +164,8 @@ def _reader(path: Path) -> Callable[[Path], Any]:
 def _read_safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        classes = (file.metadata() or {}).get("classes", "null")
-    return {"module": state, "classes": json.loads(classes)}
+        told = file.metadata() or {}
+    return {"module": state, "classes": json.loads(told.get("classes", "null")), KEY: KEY in told}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -145,8 +194,12 @@ def _parameters(content: Any) -> tuple[State, list[str] | None]:
 
 
 def _is_parameter(name: Any, value: Any) -> bool:
-    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-    return isinstance(name, str) and is_dense
+    """Whether it is a name and a plain tensor that has as many values as it tells."""
+    if not (isinstance(name, str) and isinstance(value, Tensor)):
+        return False
+    if value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return False
+    return value.nbytes <= value.untyped_storage().nbytes()
 
 
 def _has_other_classes(state: State, wanted: State) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, takewhile
+from itertools import groupby, islice, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -30,7 +30,8 @@ class Epoch(NamedTuple):
 def read_epochs(path: Path) -> list[Epoch]:
     """The epochs of a run with HTM; UserError if `path` cannot be read or holds none."""
     with _reading(path), path.open("rb") as file:
-        found = [_means(lines) for _, lines in groupby(_batches(file), _epoch)]
+        whole = (line for line in file if line.endswith(b"\n"))
+        found = [_means(lines) for _, lines in groupby(_batches(whole), _epoch)]
     if not found:
         raise UserError(f"{path.name}: holds no batches")
     return found
@@ -39,7 +40,7 @@ def read_epochs(path: Path) -> list[Epoch]:
 def last_epoch(path: Path) -> Epoch:
     """The last one of them, without reading the others."""
     with _reading(path):
-        batches = _batches(lines_backwards(path))
+        batches = _batches(islice(lines_backwards(path), 1, None))  # what follows the last line
         last = next(batches, None)
         if last is not None:
             same = takewhile(lambda line: line["epoch"] == last["epoch"], batches)

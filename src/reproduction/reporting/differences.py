@@ -138,7 +138,7 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
     """Batches of augmented training images of a finished run, without input mixup."""
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
-    trained = load_trained(config, folder.last_path)
+    trained = load_trained(config, folder)
     images = build_training_images(config, trained.source)
     order = np.random.default_rng(config.seed).permutation(len(trained.source.train)).tolist()
     size = config.recipe.batch_size

@@ -10,7 +10,7 @@ import torch
 
 from reproduction.reporting.figures import BLUE, ORANGE, figure
 from reproduction.reporting.trained import Sample, Trained, block_inputs
-from reproduction.runs import write_text
+from reproduction.storage import write_text
 from tokenmixup.scorenet import difficulty
 
 AT_ONCE = 64

@@ -12,8 +12,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from reproduction.reporting.curves import Line, running_mean
+from reproduction.storage import replacing
 
 # Okabe and Ito's colour-blind safe palette
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -44,10 +46,15 @@ def figure(path: Path, *sizes: Any, mark: str | None = None, **settings: Any) ->
             fig.suptitle(mark, x=0.99, ha="right", color=VERMILION, weight="bold", fontsize=10)
         try:
             yield axes
-            fig.savefig(path, dpi=DPI)
-            fig.savefig(path.with_suffix(".pdf"), dpi=DPI, metadata={"CreationDate": None})
+            _save(fig, path)
+            _save(fig, path.with_suffix(".pdf"), metadata={"CreationDate": None})
         finally:
             plt.close(fig)
+
+
+def _save(fig: Figure, path: Path, **settings: Any) -> None:
+    with replacing(path) as temporary:
+        fig.savefig(temporary, format=path.suffix[1:], dpi=DPI, **settings)
 
 
 def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
@@ -102,7 +109,8 @@ def copy_picture(source: Path, target: Path, mark: str | None) -> None:
     """Copies a picture and its .pdf; with a mark, which is written over it, as an image."""
     if mark is None:
         for suffix in (".png", ".pdf"):
-            shutil.copyfile(source.with_suffix(suffix), target.with_suffix(suffix))
+            with replacing(target.with_suffix(suffix)) as temporary:
+                shutil.copyfile(source.with_suffix(suffix), temporary)
         return
     image = plt.imread(source)
     size = (image.shape[1] / DPI, image.shape[0] / DPI + 0.3)

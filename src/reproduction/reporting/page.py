@@ -15,7 +15,7 @@ from reproduction.reporting.folder import Run
 from reproduction.reporting.pictures import Picture
 from reproduction.reporting.render import FORMATS
 from reproduction.reporting.tables import Table
-from reproduction.runs import write_text
+from reproduction.storage import write_text
 
 TEMPLATE, PAGE = "page.html.jinja", "index.html"
 

@@ -11,7 +11,8 @@ from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_pairs
 from reproduction.reporting.saliency_maps import draw_saliency_maps
 from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
-from reproduction.runs import RunFolder, write_text
+from reproduction.runs import RunFolder
+from reproduction.storage import write_text
 
 MANY = 512  # images whose difficulty is looked at
 CAPTIONS = {
@@ -66,7 +67,7 @@ def _draw(folder: RunFolder) -> list[str]:
 def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
     """The same of the trained model; what it cannot give does not fail a finished run."""
     try:
-        trained = load_trained(config, folder.last_path, config.device)
+        trained = load_trained(config, folder, config.device)
         sample = some_images(trained, affordable(trained, MANY))
     except (UserError, RuntimeError) as error:
         yield f"No pictures of the trained model: {_reason(error)}."

@@ -24,7 +24,8 @@ from reproduction.reporting.trained import (
     load_trained,
     some_images,
 )
-from reproduction.runs import write_text
+from reproduction.runs import RunFolder
+from reproduction.storage import write_text
 from tokenmixup.detectors import by_gradient, by_rollout
 from tokenmixup.saliency import input_gradient
 from tokenmixup.structure import check_rollout
@@ -64,16 +65,16 @@ def entropy(saliency: Tensor) -> float:
 
 
 def draw_figure3(
-    path: Path, config: Config, last_checkpoint: Path, count: int | None
+    path: Path, config: Config, folder: RunFolder, count: int | None
 ) -> dict[str, float]:
     """draw_saliency_maps of a run over `count` images; UserError if it cannot be done."""
     if config.augmentation.htm is None:
-        raise UserError(f"{last_checkpoint}: the run was trained without htm")
-    trained = load_trained(config, last_checkpoint, config.device)
+        raise UserError(f"{folder.path}: the run was trained without htm")
+    trained = load_trained(config, folder, config.device)
     try:
         return draw_saliency_maps(path, trained, some_images(trained, count or batch_size(trained)))
     except ValueError as error:
-        raise UserError(f"{last_checkpoint}: {error}") from error
+        raise UserError(f"{folder.path}: {error}") from error
 
 
 def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:

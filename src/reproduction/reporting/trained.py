@@ -4,7 +4,6 @@ Letters: b batch, n tokens with prefix, c classes, d width, h w image.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,8 @@ from reproduction.data.build import build_evaluation_transform, build_source
 from reproduction.data.mixup import build_input_mixer
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
-from reproduction.models.weights import read_file
+from reproduction.models.weights import fitting_module, read_newest
+from reproduction.runs import RunFolder
 from tokenmixup import TokenMixup
 from tokenmixup.detectors import BlockInput
 from tokenmixup.structure import declared_prefix, has_class_token
@@ -46,16 +46,17 @@ class Sample(NamedTuple):
         return Sample(*(part[:count] for part in self))
 
 
-def load_trained(config: Config, last_checkpoint: Path, device: str = "cpu") -> Trained:
-    """A run's module as it trained, without manifold mixup: whole images are looked at.
+def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trained:
+    """A run's module as it trained last, without manifold mixup: whole images are looked at.
 
     `device`: as a run's own setting, where `auto` is a GPU if there is one. UserError if the
-    checkpoint or the data cannot be read.
+    checkpoints or the data cannot be read.
     """
     source = build_source(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_start(config.model), stack, len(source.classes))
-    module.load_state_dict(read_file(f"checkpoint={last_checkpoint}", last_checkpoint)["module"])
+    path, state = read_newest("checkpoint", folder.checkpoints() or [folder.last_path])
+    module.load_state_dict(fitting_module(f"checkpoint={path}", state, module))
     module.model.eval()
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     return Trained(config, module.to(place), source, place)

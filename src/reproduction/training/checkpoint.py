@@ -1,7 +1,6 @@
 """Checkpoints: last.pt to go on from, best.safetensors for evaluation."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,59 +8,82 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from reproduction.digest import BLANK, KEY, fill_in, seal_archive
 from reproduction.errors import UserError
 from reproduction.model_config import AnyModel
 from reproduction.models.build import build_model, without_start
 from reproduction.models.names import State
-from reproduction.models.weights import fitting, read_file, read_weights
+from reproduction.models.weights import Newest, fitting, read_file, read_newest, weights_of
+from reproduction.runs import RunFolder
+from reproduction.storage import replacing
 
 STATE_KEYS = {"module", "optimizer", "scaler", "step", "epoch", "totals", "history", "metrics_size"}
 
 
-def save_last(path: Path, state: dict[str, Any]) -> None:
-    """Writes the whole training state, or nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+def save_last(path: Path, state: dict[str, Any], keep: int = 1) -> None:
+    """Writes the whole training state, or nothing; the newest `keep` of them stay."""
+    with replacing(path, keep) as temporary:
+        with temporary.open("wb") as file:  # of a path torch hides why it could not be written
+            torch.save({**state, KEY: True}, file)
+        seal_archive(temporary)
 
 
-def load_last(path: Path) -> dict[str, Any]:
-    """The training state that save_last wrote; UserError if it is none."""
-    state = read_file(f"checkpoint={path}", path)
-    if not isinstance(state, dict) or not set(state) >= STATE_KEYS:
-        raise UserError(f"checkpoint={path}: holds no training state")
-    return state
+def load_last(folder: RunFolder, run: str) -> Newest | None:
+    """The newest training state that can be read, of the run with this hash; None before the first.
+
+    UserError if there are some, but none is of use.
+    """
+
+    def check(path: Path, state: Any) -> None:
+        if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
+            raise UserError(f"checkpoint={path}: holds no training state")
+        if state.get("run", run) != run:
+            raise UserError(f"checkpoint={path}: is of another run")
+        if folder.metrics_size() < state["metrics_size"]:
+            raise UserError(f"{folder.metrics_path}: is shorter than when {path.name} was written")
+
+    paths = folder.checkpoints()
+    if not paths:
+        return None
+    path, state = read_newest("checkpoint", paths, check)
+    if "best" not in state:  # of an earlier version, which had them in their own file alone
+        best, has_best = folder.best_path, folder.best_path.is_file()
+        state["best"] = read_file(f"checkpoint={best}", best)["module"] if has_best else None
+    return path, state
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
     """Writes a plain model's parameters, with its classes where known, or nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    state = {name: value.contiguous() for name, value in state.items()}
-    save_file(state, temporary, metadata={"format": "pt", "classes": json.dumps(classes)})
-    os.replace(temporary, path)
+    told = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK}
+    with replacing(path) as temporary:
+        save_file({k: v.contiguous() for k, v in state.items()}, temporary, metadata=told)
+        fill_in(temporary)
 
 
-def load_plain(path: Path, model: nn.Module, classes: list[str]) -> None:
-    """Loads a plain model from a file of any known kind.
+def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
+    """Loads a plain model from the first file that is readable, of any known kind, and names it.
 
-    Raises UserError if the file is missing, not readable, does not fit the model, or tells other
-    classes than `classes`.
+    Raises UserError if none is, if it does not fit the model, or tells other classes than
+    `classes`.
     """
-    weights = read_weights("checkpoint", path)
+    path, content = read_newest("checkpoint", paths)
+    weights = weights_of(f"checkpoint={path}", content)
     if weights.classes is not None and weights.classes != classes:
         raise UserError(
             f"checkpoint={path}: was trained on the classes {_shortened(weights.classes)}, the "
             f"data set has {_shortened(classes)}"
         )
     model.load_state_dict(fitting(weights, model))
+    return path
 
 
-def export(config: AnyModel, checkpoint: Path, output: Path) -> None:
-    """Writes what save_plain writes, of a file of any known kind.
+def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:
+    """Writes what save_plain writes, of the first file that is readable, of any known kind.
 
-    Raises UserError if the file is not readable or does not fit the model.
+    Raises UserError if none is, or if it does not fit the model.
     """
-    weights = read_weights("checkpoint", checkpoint)
+    path, content = read_newest("checkpoint", checkpoints)
+    weights = weights_of(f"checkpoint={path}", content)
     with torch.device("meta"):
         model = build_model(without_start(config), weights.num_classes)
     output.parent.mkdir(parents=True, exist_ok=True)

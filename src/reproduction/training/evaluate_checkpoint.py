@@ -9,7 +9,7 @@ from reproduction.data.sources import load_source
 from reproduction.evaluation import Evaluation
 from reproduction.models.build import build_model, place, without_start
 from reproduction.ranks import is_first_rank
-from reproduction.runs import write_text
+from reproduction.storage import write_text
 from reproduction.training.checkpoint import load_plain
 from reproduction.training.distributed import join_world, launch, resolve_device
 from reproduction.training.evaluate import evaluate
@@ -30,7 +30,7 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
     with join_world(resolve_device(config.device, config.devices)) as world:
         source = load_source(config.dataset.name, config.dataset.root, limit=None)
         model = build_model(without_start(config.model), len(source.classes))
-        load_plain(settings.checkpoint, model, source.classes)
+        checkpoint = load_plain(settings.checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
         result = evaluate(place(model, world.device), loader, world, config.recipe.precision)
@@ -38,5 +38,5 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
             **result,
             "images": len(source.held_out),
             "dataset": config.dataset.name,
-            "checkpoint": str(settings.checkpoint),
+            "checkpoint": str(checkpoint),
         }

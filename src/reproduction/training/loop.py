@@ -3,6 +3,7 @@
 import math
 import time
 from itertools import islice, takewhile
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,9 +16,11 @@ from reproduction.config import Config
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose
-from reproduction.errors import Stopped
+from reproduction.errors import Stopped, UserError, first_line
 from reproduction.models.compiling import compile_blocks
-from reproduction.runs import RunFolder
+from reproduction.models.names import State
+from reproduction.models.weights import fitting_module
+from reproduction.runs import RunFolder, run_hash
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import Evaluation, evaluate
@@ -25,14 +28,14 @@ from reproduction.training.loggers import Logger, NoLog
 from reproduction.training.metrics import BatchMetrics
 from reproduction.training.optim import build_schedule
 from reproduction.training.progress import ProgressDisplay
-from reproduction.training.stopping import Stop, handling
+from reproduction.training.stopping import Agreement, handling
 from reproduction.training.update import Part, Update
 from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
 # What a checkpoint keeps besides parameters and optimiser; metrics_size is in bytes.
 COUNTERS = ("step", "epoch", "images", "metrics_size", "totals", "history")
-CLOCKS = ("seconds", "train_seconds")
+CLOCKS = ("seconds", "train_seconds")  # of all work, and of that on batches
 TOTALS = ("batches", "loss", "mixed", "tokens")  # of the epoch so far
 
 
@@ -69,16 +72,24 @@ class Trainer:
         self.epochs = math.ceil(self.total_steps / len(batches))
         self.step = self.epoch = self.images = self.metrics_size = 0
         self.seconds = self.train_seconds = 0.0
+        self.ticked = time.perf_counter()
         self.totals = dict.fromkeys(TOTALS, 0.0)
         self.history: list[Evaluation] = []
-        self.stop = Stop(world)
+        self.best: State | None = None  # weights of the best epoch
+        self.checkpoint: Path | None = None  # from which it goes on
+        self.agreement = Agreement(world, config.checkpoint)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes to the step after which last.pt was written."""
-        self.module.load_state_dict(state["module"])
-        self.update.load_state_dict(state)
-        for name in (*COUNTERS, *CLOCKS):
-            setattr(self, name, state[name])
+    def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Goes to the step after which the checkpoint was written; UserError if it does not fit."""
+        self.checkpoint, self.best = checkpoint, state["best"]
+        self.module.load_state_dict(fitting_module(f"checkpoint={checkpoint}", state, self.module))
+        try:
+            self.update.load_state_dict(state)
+            for name in (*COUNTERS, *CLOCKS):
+                setattr(self, name, state[name])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = first_line(error)
+            raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
 
     def fit(self, logger: Logger) -> dict[str, Any]:
         """Trains to the end and returns what summary.json tells about it.
@@ -87,37 +98,48 @@ class Trainer:
         """
         self.logger = logger
         if self.world.is_main:
-            self.folder.trim_metrics(self.metrics_size)
+            self._leave_what_belongs_here()
         display = ProgressDisplay(self.total_steps, self.step, self.world.is_main)
         try:
-            with handling(self.stop.ask):
+            with handling(self.agreement.ask):
                 while self.epoch < self.epochs:
                     self._train_epoch(display)
-                    if self.stop.is_due():
-                        raise Stopped(self.stop.agreed)
+                    self.agreement.renew(self.step)
+                    if self.agreement.to_stop:
+                        raise Stopped(self.agreement.to_stop)
         finally:
             display.close()
         return self._result()
 
+    def _leave_what_belongs_here(self) -> None:
+        """Takes out of the folder what came after the checkpoint from which it goes on."""
+        self.folder.trim_metrics(self.metrics_size)
+        self.folder.go_on_from(self.checkpoint)
+        if self.best is not None:
+            save_plain(self.folder.best_path, self.best, self.classes)
+        else:
+            self.folder.best_path.unlink(missing_ok=True)
+
     def _train_epoch(self, display: ProgressDisplay) -> None:
         """Trains what is left of an epoch, or until the run is to stop, and saves."""
-        start = time.perf_counter()
         self.module.train()
-        self.metrics.restart_clock()
+        self._restart_clocks()
         try:
             self._train_batches(display)
         except BaseException:
             if self.world.size == 1:  # other ranks may be gone, and with them their sums
                 self._write(self.metrics.fetch())
             raise
-        self.train_seconds += time.perf_counter() - start
-        if not self.stop.agreed:
+        self._tick(*CLOCKS)
+        has_ended = not self.agreement.to_stop
+        if has_ended:
             self._end_epoch()
-        self.seconds += time.perf_counter() - start
-        if not self.stop.agreed:
+            self._tick("seconds")
             display.line(self._describe())
             self.totals = dict.fromkeys(TOTALS, 0.0)
         self._save()
+        if has_ended and self._is_best() and self.best is not None:
+            save_plain(self.folder.best_path, self.best, self.classes)
 
     def _train_batches(self, display: ProgressDisplay) -> None:
         """Trains on the batches of an epoch from the next step on."""
@@ -133,8 +155,14 @@ class Trainer:
             display.advance()
             if self.step % self.recipe.log_every == 0:
                 self._flush()
-            if self.stop.is_due():
+            self.agreement.renew(self.step)
+            if self.agreement.to_stop:
                 break
+            if self.agreement.to_save:
+                self._flush()
+                self._tick(*CLOCKS)
+                self._save()
+                self._restart_clocks()
         self._flush()
 
     def _step(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
@@ -172,34 +200,53 @@ class Trainer:
         return len(good)
 
     def _end_epoch(self) -> None:
-        """Evaluates, writes the epoch's line and the best weights."""
+        """Evaluates, writes the epoch's line and keeps the best weights."""
         model = self.update.evaluated
         self.world.share_buffers(model)  # what is evaluated is what the first rank saves
         result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
         if not math.isfinite(result["eval_loss"]):
             raise RuntimeError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         self.epoch += 1
-        is_best = all(result["top1"] > other["top1"] for other in self.history)
         self.history.append(result)
         if self.world.is_main:
             line = {"epoch": self.epoch, **result}
             self.folder.append_metrics([line])
             self.logger.log(line)
-            if is_best:
-                save_plain(self.folder.best_path, model.state_dict(), self.classes)
+            if self._is_best():
+                self.best = {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
+
+    def _is_best(self) -> bool:
+        """Whether no earlier epoch was as good as the last one."""
+        *earlier, last = self.history
+        return all(last["top1"] > other["top1"] for other in earlier)
 
     def _save(self) -> None:
         """Writes everything needed to go on from this step."""
         if self.world.is_main:
-            self.metrics_size = self.folder.metrics_size()
-            save_last(self.folder.last_path, self._state())
+            self.metrics_size = self.folder.sync_metrics()
+            save_last(self.folder.last_path, self._state(), self.config.checkpoint.keep)
+        self.agreement.note_saved()
         self.world.barrier()
+
+    def _restart_clocks(self) -> None:
+        """Leaves out of all speeds what was not training."""
+        self._tick()
+        self.metrics.restart_clock()
+
+    def _tick(self, *clocks: str) -> None:
+        """Adds the time since it was called last to `clocks`."""
+        now = time.perf_counter()
+        for name in clocks:
+            setattr(self, name, getattr(self, name) + now - self.ticked)
+        self.ticked = now
 
     def _state(self) -> dict[str, Any]:
         return {
             "module": self.module.state_dict(),
             **self.update.state_dict(),
+            "best": self.best,
             "classes": self.classes,
+            "run": run_hash(self.config),
             **{name: getattr(self, name) for name in (*COUNTERS, *CLOCKS)},
         }
 

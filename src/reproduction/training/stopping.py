@@ -1,7 +1,8 @@
-"""Signals that end a run: after its step while it trains, so that it goes on exactly there."""
+"""When a run stops for a signal, and when it is saved: after a step, the same on all ranks."""
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,18 +11,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reproduction.config import Checkpoint
 from reproduction.errors import STOP_SIGNALS, Stopped
 from reproduction.training.distributed import World
 
 Handler = Callable[[int, FrameType | None], None]
 
 
-class Stop:
-    """The signal that this rank got, and the one for which all ranks stop; 0: none."""
+class Agreement:
+    """What all ranks do after a step: stop for the signal `to_stop` (0: none), write a checkpoint.
 
-    def __init__(self, world: World):
-        self.asked = self.agreed = 0
-        self.is_alone = world.size == 1
+    Any rank may ask to stop; the first one's clock tells when to save.
+    """
+
+    def __init__(self, world: World, settings: Checkpoint):
+        self.asked = self.to_stop = 0
+        self.to_save = False
+        self.settings = settings
+        self.is_main, self.is_alone = world.is_main, world.size == 1
+        self.note_saved()
         self.group: Any = None if self.is_alone else dist.new_group(backend="gloo")
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
@@ -31,22 +39,37 @@ class Stop:
             raise Stopped(signum)
         self.asked = self.asked or signum
 
-    def is_due(self) -> bool:
-        """Whether to stop now; every rank asks after each step, and all get the same answer.
+    def renew(self, step: int) -> None:
+        """Every rank calls it after each step, and all come to the same."""
+        if self.to_stop:
+            return
+        self.to_stop, is_late = self._own() if self.is_alone else self._earlier()
+        every = self.settings.every_steps
+        self.to_save = bool(is_late) or (every is not None and step % every == 0)
 
-        A rank's signal reaches the others a step later, so that none has to wait for it.
-        """
-        if self.is_alone:
-            self.agreed = self.asked
-        elif not self.agreed:
-            if self.pending is not None:
-                self.pending[1].wait()
-                self.agreed = int(self.pending[0])
-            signum = torch.tensor(self.asked)
-            work = dist.all_reduce(signum, dist.ReduceOp.MAX, self.group, async_op=True)
-            assert work is not None
-            self.pending = signum, work
-        return self.agreed != 0
+    def note_saved(self) -> None:
+        """Begins to count the minutes."""
+        self.saved_at = time.monotonic()
+
+    def _own(self) -> list[int]:
+        """This rank's signal, and whether it is time to save."""
+        minutes = self.settings.every_minutes
+        is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        return [self.asked, int(is_late and self.is_main)]
+
+    def _earlier(self) -> list[int]:
+        """The same of all ranks, as it was a step ago, so that none has to wait for another."""
+        answer = [0, 0]
+        if self.pending is not None:
+            self.pending[1].wait()
+            answer = self.pending[0].tolist()
+        if answer[1]:
+            self.note_saved()  # else it would be asked for once more
+        told = torch.tensor(self._own())
+        work = dist.all_reduce(told, dist.ReduceOp.MAX, self.group, async_op=True)
+        assert work is not None
+        self.pending = told, work
+        return answer
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from reproduction.models.build import (
     without_start,
 )
 from reproduction.ranks import is_first_rank
-from reproduction.runs import RunFolder
+from reproduction.runs import RunFolder, run_hash
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
 from reproduction.training.loggers import Logger, NoLog, build_logger
@@ -103,10 +103,8 @@ def train(config: Config) -> dict[str, Any]:
 def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     """Builds everything and goes back to the last checkpoint; writes nothing."""
     folder = RunFolder.of(config)
-    state = load_last(folder.last_path) if folder.last_path.exists() else None
-    if state is not None and folder.metrics_size() < state["metrics_size"]:
-        raise UserError(f"{folder.metrics_path}: is shorter than when the checkpoint was written")
-    model = config.model if state is None else without_start(config.model)
+    newest = load_last(folder, run_hash(config))
+    model = config.model if newest is None else without_start(config.model)
     torch.manual_seed(config.seed)
     module = build_module(model, config.augmentation, len(source.classes))
     batches = TrainingBatches(
@@ -124,8 +122,10 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         train_loader=build_training_loader(config, source, batches, pin),
         eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin),
     )
-    if state is not None:
-        trainer.restore(state)
+    if newest is not None:
+        trainer.restore(*newest)
+    if world.share(trainer.step) != trainer.step:
+        raise RuntimeError(f"rank {world.rank} has read another checkpoint than the first rank")
     return trainer
 
 

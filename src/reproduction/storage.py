@@ -1,0 +1,77 @@
+"""Files that are whole: what breaks off, or a disk that is full, leaves the old one as it was."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from uuid import uuid4
+
+TEMPORARIES = ".*.tmp"
+NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # what some network file systems answer
+
+
+@contextmanager
+def replacing(path: Path, keep: int = 1) -> Iterator[Path]:
+    """Gives a temporary name in the same folder; what is written there then becomes `path`.
+
+    It is on the disk before it takes its place. After an error it is gone and `path` untouched.
+    The `keep` - 1 files that were `path` before stay: see `versions`.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        sync(temporary)
+        _make_room(path, keep)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def versions(path: Path) -> list[Path]:
+    """`path` and what it has replaced, newest first: last.pt, last-1.pt, last-2.pt.
+
+    Of an older one `path` is told as well, though a kill may have left it without a file.
+    """
+    name = re.compile(rf"{re.escape(path.stem)}-([1-9]\d*){re.escape(path.suffix)}")
+    found = ((name.fullmatch(entry.name), entry) for entry in path.parent.glob(f"{path.stem}-*"))
+    older = sorted((int(match[1]), entry) for match, entry in found if match)
+    return [path, *(entry for _, entry in older)] if older or path.exists() else []
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Removes what killed processes left under temporary names."""
+    for temporary in folder.glob(TEMPORARIES):
+        temporary.unlink(missing_ok=True)
+
+
+def _make_room(path: Path, keep: int) -> None:
+    """Moves each version one further, and removes those that are too many."""
+    names = [path, *(path.with_stem(f"{path.stem}-{number}") for number in range(1, keep))]
+    for newer, older in reversed(list(pairwise(names))):
+        if newer.exists():
+            os.replace(newer, older)
+    for surplus in set(versions(path)) - set(names):
+        surplus.unlink()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in NO_SYNC_OF_FOLDERS):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,217 @@
+"""Runs that are killed, or whose checkpoints break: they end as if nothing had happened."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from reproduction.compose import compose
+from reproduction.config import Checkpoint
+from reproduction.errors import UserError
+from reproduction.jobs import resolve
+from reproduction.runs import RunFolder, hash_of
+from reproduction.training import checkpoint as checkpoints
+from reproduction.training import loop, stopping
+from reproduction.training.checkpoint import load_last
+from reproduction.training.distributed import World
+from reproduction.training.stopping import Agreement
+from reproduction.training.train import run_training
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_training import MIXED, assert_same_result
+
+# Of 2 epochs of 3 steps: written after steps 2, 3 (an epoch's end), 4, 6, and 6 when evaluated.
+SAVING = (*MIXED, *SMALL, "checkpoint.every_steps=2", "checkpoint.keep=3")
+KILLED = 9
+
+
+def train(root: Path, *more: str) -> RunFolder:
+    told = (f"output_root={root}", "name=mine", "resume=auto", *SAVING, *more)
+    run_training(resolve(compose("train", list(told))))
+    return RunFolder(root / "mine")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The undisturbed run."""
+    return train(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def left(whole: RunFolder, tmp_path: Path) -> RunFolder:
+    """The same as a kill leaves it after its last checkpoint."""
+    shutil.copytree(whole.path, tmp_path / "outputs" / "mine")
+    run = RunFolder(tmp_path / "outputs" / "mine")
+    run.write_summary(status="running")
+    return run
+
+
+def assert_undisturbed(run: RunFolder, whole: RunFolder) -> None:
+    assert_same_result(run, whole)
+    best, expected = load_file(run.best_path), load_file(whole.best_path)
+    assert best.keys() == expected.keys()
+    assert all(torch.equal(best[name], expected[name]) for name in best)
+    assert not list(run.path.rglob("*.tmp"))
+    assert run.read_summary()["status"] == "finished"
+
+
+def steps_of(run: RunFolder) -> list[int]:
+    return [torch.load(path, weights_only=True)["step"] for path in run.checkpoints()]
+
+
+def killed(function: Callable[[], Any]) -> None:
+    """Runs it in a process that is gone at once, as by SIGKILL, where it calls `die`."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        try:
+            function()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+
+
+def dying_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int) -> None:
+    """The process dies where it calls this function for the `call`-th time."""
+    whole, calls = getattr(module, name), iter(range(1, 10**6))
+    monkeypatch.setattr(
+        module, name, lambda *args: os._exit(KILLED) if next(calls) == call else whole(*args)
+    )
+
+
+def test_checkpoints_are_written_within_epochs_and_the_last_ones_stay(whole: RunFolder):
+    assert steps_of(whole) == [6, 6, 4]
+    epochs = [torch.load(path, weights_only=True)["epoch"] for path in whole.checkpoints()]
+    assert epochs == [2, 1, 1]
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+    whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, begun = RunFolder(tmp_path / "mine"), []
+    for module, name, call in (
+        (checkpoints, "seal_archive", 1),  # steps 1 and 2 are in metrics.jsonl, no checkpoint is
+        (os, "replace", 9),  # of step 4: those before have made room, and their place is empty
+        (loop, "save_plain", 2),  # the second epoch has ended, its weights are not yet the best
+    ):
+        with monkeypatch.context() as patch:
+            dying_at(patch, module, name, call)
+            killed(lambda: train(tmp_path))
+        with run.metrics_path.open("a") as file:
+            file.write('{"step": 5, "epo')  # cut short by the kill
+        begun.append([path.name for path in run.checkpoints()])
+        written = [line["step"] for line in run.read_metrics()[0]]
+        assert written == list(range(1, len(written) + 1))
+    assert begun == [
+        [],
+        ["last.pt", "last-1.pt", "last-2.pt"],
+        ["last.pt", "last-1.pt", "last-2.pt"],
+    ]
+    assert_undisturbed(train(tmp_path), whole)
+
+
+def test_a_run_goes_back_to_the_newest_checkpoint_that_is_whole_and_to_its_best_weights(
+    left: RunFolder, whole: RunFolder, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    *broken, good = left.checkpoints()
+    saved = torch.load(good, weights_only=True)
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "_step", lambda *args: 1 / 0)
+        ended = command("train", "name=mine", "resume=auto", *SAVING)
+    assert ended.status == 1
+    for name, line in zip(("last.pt", "last-1.pt"), ended.lines, strict=False):
+        assert line == (
+            f"warning: checkpoint=outputs/mine/checkpoints/{name}: not readable: ValueError: "
+            "damaged, these are not the bytes that were written; going back to last-2.pt"
+        )
+    assert left.checkpoints() == [left.last_path]
+    best = load_file(left.best_path)  # not those of the second epoch, which had been written
+    assert all(torch.equal(best[name], saved["best"][name]) for name in best)
+    evaluated = command("eval", "run=outputs/mine", "weights=best")
+    assert f"top-1 {saved['history'][0]['top1']:.2f} %" in evaluated.out
+    assert_undisturbed(train(left.path.parent), whole)
+
+
+def test_a_checkpoint_that_is_gone_is_said_and_the_one_before_evaluated(
+    left: RunFolder, command: Command
+):
+    left.last_path.unlink()
+    ended = command("eval", "run=outputs/mine")
+    assert ended.lines == [
+        "warning: checkpoint=outputs/mine/checkpoints/last.pt: there is no such file; going back "
+        "to last-1.pt"
+    ]
+    assert ended.out.startswith("outputs/mine/checkpoints/last-1.pt: top-1 ")
+
+
+def test_metrics_shorter_than_the_newest_checkpoint_go_with_the_one_before(
+    left: RunFolder, capsys: pytest.CaptureFixture[str]
+):
+    (_, before, _), run = left.checkpoints(), left.read_config()
+    left.trim_metrics(torch.load(before, weights_only=True)["metrics_size"])
+    newest = load_last(left, hash_of(run))
+    assert newest is not None and newest[0] == before
+    said = capsys.readouterr().err
+    assert "metrics.jsonl: is shorter than when last.pt was written; going back to last-1" in said
+
+
+def test_without_a_readable_checkpoint_nothing_changes(left: RunFolder, command: Command):
+    for path in left.checkpoints():
+        path.write_bytes(path.read_bytes()[:1000])
+    before = {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()}
+    ended = command("train", "name=mine", "resume=auto", *SAVING)
+    assert (ended.status, len(ended.lines)) == (2, 1)
+    assert "last.pt: not readable" in ended.err and "nor is last-2.pt" in ended.err
+    assert {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()} == before
+    assert (command("eval", "run=outputs/mine").status, len(ended.lines)) == (2, 1)
+
+
+def test_a_checkpoint_of_another_run_is_refused(whole: RunFolder):
+    assert load_last(whole, hash_of(whole.read_config())) is not None
+    with pytest.raises(UserError, match=r"last\.pt: is of another run"):
+        load_last(whole, "0" * 8)
+
+
+class Ranks:
+    """all_reduce of two ranks that call it in turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.told: list[torch.Tensor] = []
+        self.now = 0.0
+        monkeypatch.setattr(stopping.dist, "new_group", lambda backend: None)
+        monkeypatch.setattr(stopping.dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(stopping.time, "monotonic", lambda: self.now)
+
+    def all_reduce(self, told: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
+        self.told.append(told)
+        return self
+
+    def wait(self) -> None:
+        """At which all have told theirs."""
+        first = len(self.told) // 2 * 2 - 2
+        pair = self.told[first : first + 2]
+        most = torch.stack(pair).amax(dim=0)
+        for told in pair:
+            told.copy_(most)
+
+
+def test_ranks_save_after_the_same_steps_by_the_clock_of_the_first(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    settings = Checkpoint(every_minutes=1.0, every_steps=5)
+    both = [Agreement(World(rank, 2, torch.device("cpu")), settings) for rank in (0, 1)]
+    both[1].saved_at = -1000.0  # its own clock does not count
+    saved: list[list[int]] = [[], []]
+    for step in range(1, 11):
+        ranks.now = 21.0 * step
+        for rank, agreement in enumerate(both):
+            agreement.renew(step)
+            if agreement.to_save:
+                saved[rank].append(step)
+                agreement.note_saved()
+    assert saved[0] == saved[1] == [4, 5, 9, 10]  # a minute has passed at steps 3 and 8

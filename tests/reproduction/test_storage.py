@@ -1,0 +1,168 @@
+"""Files that are whole, and the digests that tell."""
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from reproduction.digest import KEY, verify
+from reproduction.errors import UserError
+from reproduction.models.weights import read_file
+from reproduction.storage import clear_leftovers, replacing, versions, write_text
+from reproduction.training.checkpoint import save_last, save_plain
+
+STATE = {"module": {"a": torch.arange(3.0)}, "step": 7}
+
+
+def write_state(path: Path) -> None:
+    save_last(path, STATE)
+
+
+def write_plain(path: Path) -> None:
+    save_plain(path, STATE["module"], ["cat", '"tokenmixup.sha256":"'])
+
+
+WRITERS = pytest.mark.parametrize("write", [write_state, write_plain])
+
+
+@contextmanager
+def full_disk(free: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path):
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "file").exists()))
+    write_text(tmp_path / "file", "new")
+    assert synced == [False, True]  # its bytes, then its name
+
+
+@WRITERS
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, write):
+    path = tmp_path / "file"
+    write(path)
+    before = path.read_bytes()
+    with full_disk(100), pytest.raises(Exception, match=r"File too large|Errno 27"):
+        write(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_only_when_bytes_are_synced_leaves_the_versions(tmp_path, monkeypatch):
+    path = tmp_path / "last.pt"
+    for text in ("first", "second"):
+        with replacing(path, keep=2) as temporary:
+            temporary.write_text(text)
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(OSError, match="no space"), replacing(path, keep=2) as temporary:
+        temporary.write_text("third")
+    assert [version.read_text() for version in versions(path)] == ["second", "first"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_newest_versions_stay(tmp_path: Path):
+    path = tmp_path / "last.pt"
+    assert versions(path) == []
+    write_text(tmp_path / "last-x.pt", "the user's")
+    for number, keep in enumerate((3, 3, 3, 3, 12, 2, 1)):
+        with replacing(path, keep) as temporary:
+            temporary.write_text(str(number))
+        expected = [str(n) for n in range(number, -1, -1)][: min(keep, 4)]
+        assert [version.read_text() for version in versions(path)] == expected
+    assert {entry.name for entry in tmp_path.iterdir()} == {"last.pt", "last-x.pt"}
+
+
+def test_versions_are_ordered_by_number_and_begin_with_the_newest(tmp_path: Path):
+    path = tmp_path / "last.pt"
+    for number in (10, 9, 2):
+        write_text(tmp_path / f"last-{number}.pt", "")
+    names = ["last.pt", "last-2.pt", "last-9.pt", "last-10.pt"]
+    assert [version.name for version in versions(path)] == names
+
+
+def test_leftovers_are_temporaries_alone(tmp_path: Path):
+    for name in (".last.pt.1234abcd.tmp", ".lock", "last.pt", "x.tmp"):
+        write_text(tmp_path / name, "")
+    clear_leftovers(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {".lock", "last.pt", "x.tmp"}
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    return one == other
+
+
+def test_the_usual_programs_read_what_has_a_digest(tmp_path: Path):
+    write_state(tmp_path / "last.pt")
+    write_plain(tmp_path / "best.safetensors")
+    assert verify(tmp_path / "last.pt") and verify(tmp_path / "best.safetensors")
+    assert same(torch.load(tmp_path / "last.pt", weights_only=True), STATE | {KEY: True})
+    assert same(load_file(tmp_path / "best.safetensors"), STATE["module"])
+
+
+@WRITERS
+def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, write: Callable):
+    path = tmp_path / "file"
+    write(path)
+    original, content = path.read_bytes(), read_file("checkpoint", path)
+    unnoticed = 0
+    for place in {*range(0, len(original), 11), *range(len(original) - 100, len(original))}:
+        flipped = bytearray(original)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            assert not verify(path)
+        except ValueError:
+            continue
+        unnoticed += 1  # in the mark of the digest itself, which is not known as one any more
+        try:
+            found = read_file("checkpoint", path)
+        except UserError as error:
+            assert "\n" not in str(error)
+        else:
+            assert same({**found, KEY: True}, {**content, KEY: True})
+    assert unnoticed < 100
+
+
+@WRITERS
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, write: Callable):
+    path = tmp_path / "file"
+    write(path)
+    original = path.read_bytes()
+    for size in range(0, len(original), 13):
+        path.write_bytes(original[:size])
+        with pytest.raises(UserError, match=r"^checkpoint: not readable: [^\n]+$"):
+            read_file("checkpoint", path)
+
+
+def test_a_digest_belongs_to_its_bytes(tmp_path: Path):
+    write_state(tmp_path / "last.pt")
+    data = (tmp_path / "last.pt").read_bytes()
+    for harmed in (data + b"x", data[:-1] + b"x", data.replace(b"step", b"stop", 1)):
+        (tmp_path / "last.pt").write_bytes(harmed)
+        with pytest.raises(UserError, match="not readable: ValueError: damaged, "):
+            read_file("checkpoint", tmp_path / "last.pt")
