@@ -397,7 +397,7 @@ class Intruder:
 def test_reading_executes_nothing(tmp_path, inside):
     made, path = tmp_path / "made", tmp_path / "x.pth"
     torch.save({"state_dict": cct_state(), "args": inside(Intruder(made))}, path)
-    with pytest.raises(UserError, match=r"not readable: UnpicklingError: [^.\n]*$"):
+    with pytest.raises(UserError, match=r"not readable: it names \w+\.mkdir, which is no weight"):
         read_weights("checkpoint", path)
     assert not made.exists()
     torch.load(path, weights_only=False)

@@ -5,10 +5,13 @@ A file is known by its content, never by its name, and reading it executes nothi
 
 import argparse
 import json
+import re
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from reproduction.ranks import is_first_rank
 KEPT_UNDER = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 HEAD = ("head.weight", "head.bias")
 MOST_UNPACKED = 100  # times the size of its archive: weights hardly shrink, bombs do
+BYTEARRAY = b"bytearray"
 
 Newest = tuple[Path, Any]
 Check = Callable[[Path, Any], None]
@@ -120,8 +124,7 @@ def read_file(origin: str, path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # torch, safetensors, numpy and zipfile raise many kinds
-        reason, _, _ = first_line(error).partition(". ")  # torch's second one is dangerous advice
-        raise UserError(f"{origin}: not readable: {reason}") from error
+        raise UserError(f"{origin}: not readable: {_reason(error)}") from error
     return content
 
 
@@ -144,6 +147,13 @@ def read_newest(key: str, paths: list[Path], check: Check = lambda path, content
         return path, content
     others = "".join(f", nor is {path.name} of use" for path in paths[1:])
     raise UserError(f"{refused[0]}{others}")
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, without torch's advice, which is dangerous."""
+    if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+        return f"it names {found[1]}, which is no weight and could execute anything"
+    return first_line(error).partition(". ")[0]
 
 
 def _reader(path: Path) -> Callable[[Path], Any]:
@@ -175,8 +185,22 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def _read_torch(path: Path) -> Any:
     """Refuses any pickled object but the settings of timm's script and of the published files."""
-    with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+    if _mentions_bytearray(path):  # which torch would make, of any size
+        raise ValueError("holds a bytearray")
+    safe = torch.serialization.safe_globals([argparse.Namespace])
+    quiet = warnings.catch_warnings(action="ignore")  # of other versions of pickle
+    with path.open("rb") as file, safe, quiet:
         return torch.load(file, map_location="cpu", weights_only=True)  # of a path it sees the name
+
+
+def _mentions_bytearray(path: Path) -> bool:
+    """Whether a pickle in the file does, which has to name it in full."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            return content.find(BYTEARRAY) >= 0
+    with zipfile.ZipFile(path) as archive:
+        pickles = [name for name in archive.namelist() if name.lower().endswith(".pkl")]
+        return any(BYTEARRAY in archive.read(name) for name in pickles)
 
 
 def _parameters(content: Any) -> tuple[State, list[str] | None]:
