@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 KEY = "tokenmixup.sha256"
+WRITER = {"written_by": "tokenmixup"}  # tells of a digest too, should KEY itself be damaged
 BLANK = "0" * 64  # hexadecimal digits
 BEFORE, AFTER = f'"{KEY}":"'.encode(), b'"'  # as JSON has them
 LONGEST_HEADER = 100_000_000  # bytes, as safetensors allow

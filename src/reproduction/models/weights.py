@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from reproduction.digest import KEY, verify
+from reproduction.digest import KEY, WRITER, verify
 from reproduction.errors import UserError, first_line
 from reproduction.models.names import State, from_jax, in_our_names
 from reproduction.ranks import is_first_rank
@@ -151,7 +151,7 @@ def read_newest(key: str, paths: list[Path], check: Check = lambda path, content
 
 def _reason(error: Exception) -> str:
     """What an error says, without torch's advice, which is dangerous."""
-    if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+    if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
         return f"it names {found[1]}, which is no weight and could execute anything"
     return first_line(error).partition(". ")[0]
 
@@ -175,7 +175,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         told = file.metadata() or {}
-    return {"module": state, "classes": json.loads(told.get("classes", "null")), KEY: KEY in told}
+    is_ours = KEY in told or told.items() >= WRITER.items()
+    return {"module": state, "classes": json.loads(told.get("classes", "null")), KEY: is_ours}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

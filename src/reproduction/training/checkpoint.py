@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from reproduction.digest import BLANK, KEY, fill_in, seal_archive
+from reproduction.digest import BLANK, KEY, WRITER, fill_in, seal_archive
 from reproduction.errors import UserError
 from reproduction.model_config import AnyModel
 from reproduction.models.build import build_model, without_start
@@ -54,7 +54,7 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
 
 def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
     """Writes a plain model's parameters, with its classes where known, or nothing."""
-    told = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK}
+    told = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK, **WRITER}
     with replacing(path) as temporary:
         save_file({k: v.contiguous() for k, v in state.items()}, temporary, metadata=told)
         fill_in(temporary)
