@@ -6,6 +6,7 @@ from pathlib import Path
 from reproduction.config import HTM, VTM, Augmentation, Config, Dataset, Recipe, Transforms
 from reproduction.data.folders import IMAGE_FOLDERS, missing_data
 from reproduction.model_config import CCT, AnyModel, Library, ViT
+from reproduction.ranks import launched_ranks
 
 
 def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
@@ -20,6 +21,7 @@ def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
             "compiled, of cct or vit; allowed is false"
         )
     yield from _recipe_problems(config.recipe, config.devices)
+    yield from _restart_problems(config)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)
     yield from _dataset_problems(config.dataset, needs_data)
@@ -102,6 +104,16 @@ def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
         yield (
             f"recipe.warmup_epochs={recipe.warmup_epochs}: warm-up and cooldown "
             f"({recipe.cooldown_epochs}) must fit into recipe.epochs={recipe.epochs}"
+        )
+
+
+def _restart_problems(config: Config) -> Iterator[str]:
+    if config.restarts and launched_ranks() is not None:
+        yield f"restarts={config.restarts}: torchrun does it, --max-restarts={config.restarts}"
+    elif config.restarts and config.devices == 1:
+        yield (
+            f"restarts={config.restarts}: with devices=1 no other process is there to do it, "
+            "allowed is 0"
         )
 
 

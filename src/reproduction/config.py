@@ -163,6 +163,7 @@ class Config:
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
     devices: Count
+    restarts: Whole = 0
     compile: Flag = False  # which older runs did not save
     resume: Literal["never", "auto"]
     name: RunName | None

@@ -18,6 +18,10 @@ class RunFailed(Exception):
     """Status 1 and its one line; the folder says `failed` and the cause has been printed."""
 
 
+class RankFailed(RunFailed):
+    """A rank has raised an error, which it has printed, or was killed."""
+
+
 class Stopped(KeyboardInterrupt):
     """A signal has asked the run to end."""
 

@@ -3,14 +3,18 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from reproduction.errors import RunLocked, UserError
-from reproduction.ranks import is_first_rank
+from reproduction.ranks import is_first_rank, launcher, restarts
 from reproduction.runs import LOCK, RunFolder
+
+PATIENCE = 0.5  # seconds: others may look at a lock, or a process may be about to end
+PATIENCE_OF_RESTARTED = 60.0  # the first rank before this one may be about to be killed
 
 
 @contextmanager
@@ -37,8 +41,8 @@ def hold(folder: RunFolder) -> Iterator[None]:
 def is_held(folder: RunFolder) -> bool:
     """Whether another process trains this run; not to be asked by the one that holds it."""
     try:
-        with (folder.path / LOCK).open("r+") as file:
-            return not _try_lock(file)
+        with (folder.path / LOCK).open() as file:
+            return not _try_lock(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
 
@@ -46,24 +50,45 @@ def is_held(folder: RunFolder) -> bool:
 def _lock(folder: RunFolder) -> IO[str]:
     """The locked file, which is the one that others find too."""
     path = folder.path / LOCK
+    patience = PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE
+    deadline = time.monotonic() + patience
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("a+")
-        except FileNotFoundError:  # another process has just taken the folder away
+        file = _open(path)
+        if file is None:
             continue
-        if not _try_lock(file):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
+        if _try_lock(file, fcntl.LOCK_EX):
+            with suppress(FileNotFoundError):
+                if _is_current(file, path):
+                    return _signed(file)
             file.close()
-            raise RunLocked(f"name={folder.path.name}: {holder} is training {folder.path}")
-        with suppress(FileNotFoundError):
-            if _is_current(file, path):
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
-                file.flush()
-                return file
+            continue
+        file.seek(0)
+        holder = file.readline().strip() or "another process"
         file.close()
+        if time.monotonic() > deadline:
+            raise RunLocked(f"name={folder.path.name}: {holder} is training {folder.path}")
+        time.sleep(0.02)
+
+
+def _open(path: Path) -> IO[str] | None:
+    """The lock's file, made if need be; None if another process is taking its folder away."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except (FileNotFoundError, FileExistsError):
+        if os.path.lexists(path.parent) and not path.parent.is_dir():
+            raise
+        return None
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be written to ({error.strerror})") from error
+
+
+def _signed(file: IO[str]) -> IO[str]:
+    """The file with a line that tells who holds it, and one by which `launcher` finds its own."""
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n{launcher()}\n")
+    file.flush()
+    return file
 
 
 def _is_current(file: IO[str], path: Path) -> bool:
@@ -71,10 +96,10 @@ def _is_current(file: IO[str], path: Path) -> bool:
     return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _try_lock(file: IO[str], kind: int) -> bool:
     """Whether the file could be locked; UserError where the file system has no locks."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except OSError as error:

@@ -33,11 +33,11 @@ def parse_types(raw: dict[str, Any]) -> Config:
 
 
 def parse_saved(raw: dict[str, Any]) -> Config:
-    """A run's own configuration, to look at its weights: those it started from are not needed."""
+    """A run's own configuration, to look at its weights: how it came to them does not matter."""
     model = raw.get("model")
     if isinstance(model, dict):
         model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}
-    return parse({**raw, "model": model})
+    return parse({**raw, "model": model, "restarts": 0})
 
 
 def _describe(error: Any, raw: dict[str, Any]) -> str:

@@ -12,3 +12,18 @@ def launched_ranks() -> int | None:
     """How many ranks torchrun, or our own launcher, has started; None outside of it."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ
     return int(os.environ["WORLD_SIZE"]) if is_launched else None
+
+
+def restarts() -> tuple[int, int]:
+    """How often all ranks have been started again, and how often they may be."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    done, allowed = (int(os.environ.get(name, "0")) for name in names)
+    return done, allowed
+
+
+def launcher() -> str:
+    """What ranks that are started again have in common with those before them."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run != "none" and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return run  # of several machines, whose first rank may move
+    return f"{run} by process {os.getppid()}"

@@ -20,12 +20,12 @@ import yaml
 
 from reproduction.config import Config, Recipe
 from reproduction.errors import UserError, first_line
-from reproduction.ranks import is_first_rank
+from reproduction.ranks import is_first_rank, launcher, restarts
 from reproduction.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = (
-    *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
+    *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
     *("dataset.workers", "dataset.memory_mib"),
 )
 # What came later has a default in the schema: with it, a run is what it was without the key.
@@ -98,7 +98,7 @@ class RunFolder:
         if not os.path.lexists(self.path):
             check_writable(self.path, f"output_root={config.output_root}")
             return
-        if config.resume == "never":
+        if config.resume == "never" and not self._is_going_on():
             raise UserError(
                 f"name={config.name}: {self.path} exists; go on with resume=auto or choose "
                 "another name=..."
@@ -111,6 +111,11 @@ class RunFolder:
         if differing:
             pairs = ", ".join(f"{k}={ours.get(k)} (there {theirs.get(k)})" for k in differing)
             raise UserError(f"name={config.name}: {self.path} holds a run with other {pairs}")
+
+    def _is_going_on(self) -> bool:
+        """Whether these ranks have been started again, and had this run before."""
+        lock = self.path / LOCK
+        return restarts()[0] > 0 and lock.exists() and launcher() in lock.read_text().splitlines()
 
     def _is_barely_begun(self) -> bool:
         """Whether a run was killed here before it could write its configuration."""

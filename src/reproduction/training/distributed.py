@@ -1,27 +1,41 @@
 """One process or many: torchrun's ranks, or ranks that we start ourselves."""
 
 import logging
+import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reproduction.errors import STOP_SIGNALS, Stopped, UserError
+from reproduction.errors import STOP_SIGNALS, RankFailed, Stopped, UserError, first_line
 from reproduction.hardware import usable_cores
-from reproduction.ranks import launched_ranks
+from reproduction.ranks import launched_ranks, restarts
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 Settings = TypeVar("Settings")
 Result = TypeVar("Result")
 Shared = TypeVar("Shared")
 
+GLOO = "gloo/transport"  # in what gloo says of a peer; NCCL raises a DistError
+SECONDS_FOR_PEERS = 2
+TOLD_BY_US = (  # loggers of what one line of ours says
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.multiprocessing.spawn",
+)
 SIGNALLED = 128  # what a shell adds to a signal's number
 SIGNALLING: dict[str, Any] = {  # settings of the launcher that older versions of torch lack
     "signals_to_handle": ",".join(signum.name for signum in STOP_SIGNALS),
@@ -98,18 +112,39 @@ def join_world(device: str) -> Iterator[World]:
     place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    with _leaving_blame_to_peers():
+        store, rank, size = next(iter(dist.rendezvous("env://")))
+        # torchrun keeps its store when it starts ranks again, and with it addresses of dead ones
+        store = dist.PrefixStore(f"start_{restarts()[0]}", store)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        try:
+            yield World(rank, size, place)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _leaving_blame_to_peers() -> Iterator[None]:
+    """A rank that finds another gone raises RankFailed, once the launcher has seen that one."""
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), place)
-    finally:
-        dist.destroy_process_group()
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and GLOO not in str(error):
+            raise
+        with suppress(Stopped):
+            time.sleep(SECONDS_FOR_PEERS)  # the launcher ends this rank sooner
+        raise RankFailed(f"another rank is gone ({first_line(error)})") from error
 
 
-def launch(function: Callable[[Settings], Result], settings: Settings, devices: int) -> Result:
+def launch(
+    function: Callable[[Settings], Result], settings: Settings, devices: int, max_restarts: int = 0
+) -> Result:
     """Runs `function(settings)` here, or on `devices` ranks of torch's elastic launcher.
 
-    Returns rank 0's result. UserError and Stopped of ranks are raised as such; another error is
-    printed by its rank and raised as RuntimeError.
+    If a rank fails or is killed, all are started again, `max_restarts` times at most. Returns
+    rank 0's result. UserError and Stopped of ranks are raised as such; another error is printed by
+    its rank and raised as RankFailed.
     """
     if devices == 1 or launched_ranks() is not None:
         return function(settings)
@@ -118,8 +153,8 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // devices)))
-    for name in ("agent.server.api", "multiprocessing.api"):  # one line of ours says it
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    for name in TOLD_BY_US:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -127,7 +162,7 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=max_restarts,
         start_method="spawn",
         **{key: value for key, value in SIGNALLING.items() if hasattr(LaunchConfig, key)},
     )
@@ -139,22 +174,39 @@ def launch(function: Callable[[Settings], Result], settings: Settings, devices: 
         rank, failure = error.get_first_failure()
         if failure.exitcode - SIGNALLED in STOP_SIGNALS:
             raise Stopped(failure.exitcode - SIGNALLED) from None
-        told = failure.message
-        reason = str(told["message"] if isinstance(told, dict) else told).splitlines()[-1]
-        raise RuntimeError(f"rank {rank}: {reason}") from None
+        raise RankFailed(f"rank {rank}: {_how(failure)}") from None
     if isinstance(result, UserError):
         raise result
     return result
 
 
+def _how(failure: "ProcessFailure") -> str:
+    """How a rank ended, in one line."""
+    if failure.exitcode < 0:
+        return f"killed by {failure.signal_name()}"
+    told = failure.message
+    return str(told["message"] if isinstance(told, dict) else told).splitlines()[-1]
+
+
 def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Result | UserError:
     """Runs in a rank: a UserError, which all ranks share, is handed back; others are printed."""
+    Thread(target=_end_with_launcher, daemon=True).start()
     try:
         return function(settings)
     except UserError as error:
         return error
     except Stopped as stopped:  # nobody may be there to take a result
         sys.exit(SIGNALLED + stopped.signum)
+    except RankFailed:  # another one, which has said why
+        raise
     except Exception:
         traceback.print_exc()
         raise
+
+
+def _end_with_launcher() -> None:
+    """A launcher that is gone holds the run's folder no longer, so that nothing may write there."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)

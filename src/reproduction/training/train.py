@@ -20,7 +20,7 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
-from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError
+from reproduction.errors import RankFailed, RunFailed, RunInterrupted, Stopped, UserError
 from reproduction.hardware import hardware_name, joined
 from reproduction.locking import hold
 from reproduction.model_config import ViT
@@ -32,7 +32,7 @@ from reproduction.models.build import (
     pretrained_statistics,
     without_start,
 )
-from reproduction.ranks import is_first_rank
+from reproduction.ranks import is_first_rank, restarts
 from reproduction.runs import RunFolder, run_hash
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
@@ -56,7 +56,9 @@ def run_training(config: Config) -> dict[str, Any]:
         return folder.read_summary()
     try:
         with hold(folder):
-            if folder.is_finished():  # by another process, just now
+            if folder.config_path.exists():
+                folder.check(config)  # by another process, just now
+            if folder.is_finished():
                 return folder.read_summary()
             with handling(stop_at_once):
                 return _train_to_an_end(config, folder)
@@ -70,14 +72,24 @@ def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
     """Trains, and writes into the folder how it ended."""
     try:
         preflight(config)
-        return launch(train, config, config.devices)
+        return launch(train, config, config.devices, config.restarts)
     except UserError:
         raise
+    except RankFailed as error:
+        raise _failed(folder, str(error)) from error
     except KeyboardInterrupt as interrupt:
         raise RunInterrupted(_leave(folder, "interrupted", "interrupted")) from interrupt
     except Exception as error:
         traceback.print_exc()
-        raise RunFailed(_leave(folder, "failed", _reason(error))) from error
+        raise _failed(folder, _reason(error)) from error
+
+
+def _failed(folder: RunFolder, reason: str) -> RunFailed:
+    """Written into the folder, unless torchrun starts the ranks again and the run goes on."""
+    done, allowed = restarts()
+    if done < allowed:
+        return RunFailed(f"{reason}; all ranks start again")
+    return RunFailed(_leave(folder, "failed", reason))
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -85,6 +97,8 @@ def train(config: Config) -> dict[str, Any]:
     with join_world(resolve_device(config.device, config.devices)) as world:
         source = build_source(config.dataset)  # the first rank has downloaded before it joined
         trainer = build_trainer(config, world, source)
+        if world.is_main:
+            _tell_restart(trainer.step)
         facts = _facts(config, trainer) if world.is_main else {}
         logger = _open_logger(config, world)
         status = "failed"
@@ -127,6 +141,13 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     if world.share(trainer.step) != trainer.step:
         raise RuntimeError(f"rank {world.rank} has read another checkpoint than the first rank")
     return trainer
+
+
+def _tell_restart(step: int) -> None:
+    """Says so where a rank has died, and where the others and its successor go on."""
+    done, allowed = restarts()
+    if done > 0:
+        print(f"restart {done} of {allowed}: all ranks go on after step {step}", file=sys.stderr)
 
 
 def _open_logger(config: Config, world: World) -> Logger:
