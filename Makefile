@@ -5,7 +5,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-lowest lint format lock audit check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost bench
+  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost bench chaos
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -119,6 +119,10 @@ audit: .venv-tools/installed  ## look the locked packages up among known vulnera
 bench: .venv/installed  ## measure steps, detectors, gain matrix, pipeline and start-up; SECTIONS= PAIRS= COMPARE=
 	$(BIN)/python scripts/benchmark.py $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+
+chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS= RANK_KILLS= MINUTES=
+	$(BIN)/python scripts/chaos.py $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
 	$(BIN)/python scripts/check_models.py

@@ -9,7 +9,7 @@ from reproduction.model_config import CCT, AnyModel, Library, ViT
 from reproduction.ranks import launched_ranks
 
 
-def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
+def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:
     """What is wrong between fields, one line each: key, value and what is allowed."""
     if isinstance(config.model, CCT | ViT):
         yield from _mixing_problems(config.model, config.augmentation)
@@ -20,8 +20,9 @@ def problems(config: Config, needs_data: bool = True) -> Iterator[str]:
             f"compile=true: {config.model.name} is of model.family=library, but blocks are what is "
             "compiled, of cct or vit; allowed is false"
         )
-    yield from _recipe_problems(config.recipe, config.devices)
-    yield from _restart_problems(config)
+    if trains:
+        yield from _recipe_problems(config.recipe, config.devices)
+        yield from _restart_problems(config)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)
     yield from _dataset_problems(config.dataset, needs_data)

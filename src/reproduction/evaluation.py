@@ -34,7 +34,7 @@ def resolve(composed: Composed) -> Evaluation:
     if saved is not None:
         config = parse_saved(_overridden(saved, raw, composed))
         return Evaluation(config, files, file.parents[1] / f"evaluation-{file.stem}.json")
-    config = parse(raw)
+    config = parse(raw, trains=False)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
     result = Path(config.output_root, "evaluations", name)
     check_writable(result, f"output_root={config.output_root}")

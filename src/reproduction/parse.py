@@ -13,13 +13,14 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 
 
-def parse(raw: dict[str, Any], needs_data: bool = True) -> Config:
+def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> Config:
     """The typed configuration; UserError names each bad key, its value and what is allowed.
 
-    Without `needs_data` the images may be missing, as for a plan.
+    Without `needs_data` the images may be missing, as for a plan; without `trains` the global batch
+    need not divide over the ranks, as for an evaluation.
     """
     config = parse_types(raw)
-    if found := list(problems(config, needs_data)):
+    if found := list(problems(config, needs_data, trains)):
         raise UserError("; ".join(found))
     return config
 
@@ -37,7 +38,7 @@ def parse_saved(raw: dict[str, Any]) -> Config:
     model = raw.get("model")
     if isinstance(model, dict):
         model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}
-    return parse({**raw, "model": model, "restarts": 0})
+    return parse({**raw, "model": model}, trains=False)
 
 
 def _describe(error: Any, raw: dict[str, Any]) -> str:

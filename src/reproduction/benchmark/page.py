@@ -91,23 +91,23 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def check_page(path: Path) -> None:
+def check_page(path: Path, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """UserError unless the page has a place for the tables."""
-    _around(path)
+    _around(path, *marks)
 
 
-def put_on_page(path: Path, text: str) -> None:
+def put_on_page(path: Path, text: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """Replaces what stands between the two marker comments of a page."""
-    before, after = _around(path)
-    write_text(path, f"{before}{BEGIN}\n{text}{END}{after}")
+    before, after = _around(path, *marks)
+    write_text(path, f"{before}{marks[0]}\n{text}{marks[1]}{after}")
 
 
-def _around(path: Path) -> tuple[str, str]:
+def _around(path: Path, begin: str, end: str) -> tuple[str, str]:
     try:
-        before, begin, rest = path.read_text().partition(BEGIN)
+        before, has_begin, rest = path.read_text().partition(begin)
     except OSError as error:
         raise UserError(f"page={path}: {error.strerror}") from error
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise UserError(f"page={path}: has no {BEGIN} and {END}")
+    _, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        raise UserError(f"page={path}: has no {begin} and {end}")
     return before, after

@@ -1,1 +1,3 @@
-"""Harm that is done on purpose, and what must come of it."""
+"""Harm that is done on purpose by `make chaos`, and what becomes of it."""
+
+PARTS = ("kills", "ranks", "settings", "disk", "evaluation", "lock")

@@ -72,7 +72,7 @@ def build_evaluation_loader(
     return evaluation_loader(
         EvaluationImages(held_out, build_evaluation_transform(config)),
         num_images=len(source.held_out),
-        batch_size=config.recipe.batch_size // ranks,
+        batch_size=max(1, config.recipe.batch_size // ranks),
         workers=config.dataset.workers,
         pin_memory=pin,
         rank=rank,
