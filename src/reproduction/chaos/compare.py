@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from reproduction.runs import RunFolder, flatten
+from reproduction.errors import UserError
+from reproduction.runs import RunFolder, flatten, hash_of
 from reproduction.training.checkpoint import load_last
 
 # What tells how fast a run was; metrics_size counts the digits of that.
@@ -19,12 +20,20 @@ def differences(one: RunFolder, other: RunFolder) -> list[str]:
 
 
 def _of_checkpoints(one: RunFolder, other: RunFolder) -> Iterator[str]:
-    ours, theirs = (dict(_leaves(load_last(run.last_path))) for run in (one, other))
+    ours, theirs = (dict(_leaves(last_state(run))) for run in (one, other))
     for key in sorted(ours.keys() | theirs.keys()):
         if key.rpartition(".")[2] not in TIMES and not _is_same(ours.get(key), theirs.get(key)):
             yield f"{one.path.name}: checkpoint: {key}"
     if one.best_path.read_bytes() != other.best_path.read_bytes():
         yield f"{one.path.name}: {one.best_path.name}"
+
+
+def last_state(run: RunFolder) -> dict[str, Any]:
+    """The newest training state; UserError if there is none that can be read."""
+    found = load_last(run, hash_of(run.read_config()))
+    if found is None:
+        raise UserError(f"{run.path}: holds no checkpoint")
+    return found[1]
 
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from reproduction.chaos.compare import differences
+from reproduction.chaos.compare import differences, last_state
 from reproduction.chaos.runs import PATIENCE, Outcome, Place, often, wait_for_step
 from reproduction.errors import UserError
-from reproduction.training.checkpoint import load_last
 
 FULL_AFTER = 20  # steps
 
@@ -93,6 +92,6 @@ def _left(place: Place, name: str, status: int, said: list[str]) -> Iterator[str
     if status != 1 or len(said) != 1:
         yield f"full disk: status {status}, {len(said)} lines: {said[-1:]}"
     try:
-        load_last(place.folder(name).last_path)
+        last_state(place.folder(name))
     except UserError as error:
         yield f"full disk: {error}"
