@@ -1,13 +1,35 @@
 """Where metrics go besides metrics.jsonl: nowhere, or to wandb."""
 
 import dataclasses
+import os
+import re
 import shutil
-from typing import Any, Protocol
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from reproduction.config import Config, Wandb
-from reproduction.errors import UserError
+from reproduction.errors import UserError, first_line
 from reproduction.runs import RunFolder
+
+Mode = Literal["online", "offline", "disabled"]
+
+INIT_SECONDS = 30.0  # that a start waits for the service
+FINISH_SECONDS = 30.0  # that an end waits for what is still to be sent
+REFUSED = re.compile(r"returned error 4\d\d")  # the service's answer: credentials, permission
+# What wandb records of its own accord: the console, the machine, the code, the command line.
+UNASKED: dict[str, Any] = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "save_code": False,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
 
 
 class Logger(Protocol):
@@ -24,33 +46,21 @@ class NoLog:
 
 
 class WandbLog:
-    """One wandb run per job; summary.json keeps its id, so that a resumed run goes on in it."""
+    """One wandb run per job; summary.json keeps its id, so that a resumed run goes on in it.
+
+    A service that cannot be reached costs a warning: the run is then recorded offline. Nor does
+    anything that breaks in wandb later on end a training, whose lines are in metrics.jsonl.
+    """
 
     def __init__(self, config: Config, logger: Wandb, folder: RunFolder):
-        import wandb
-
-        run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
-        is_new = not folder.path.exists()
+        self.run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
+        self.place = folder.path / "wandb"
+        self.broken: list[str] = []
         folder.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self.run = wandb.init(
-                id=run_id,
-                resume="allow",
-                name=config.name,
-                project=logger.project,
-                entity=logger.entity,
-                mode=logger.mode,
-                dir=str(folder.path),
-                config=dataclasses.asdict(config),
-            )
-        except wandb.errors.Error as error:  # no credentials, no connection, no permission
-            if is_new:
-                shutil.rmtree(folder.path)
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"logger.mode={logger.mode}: {reason} (or choose offline or disabled)"
-            ) from error
-        folder.write_summary(wandb_id=run_id)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        self.run = self._open(config, logger)
+        self.recorded = Path(self.run.dir).parent
+        folder.write_summary(wandb_id=self.run_id)
         self.run.define_metric("step")
         self.run.define_metric("epoch")
         for name in ("top1", "top5", "eval_loss"):
@@ -58,15 +68,103 @@ class WandbLog:
         for name in ("loss", "lr", "mixed_*", "score_loss", "difficulty", "images_per_second"):
             self.run.define_metric(name, step_metric="step")
 
+    def _open(self, config: Config, logger: Wandb) -> Any:
+        """The run as configured, or offline; UserError where the service refuses it."""
+        import wandb
+
+        before = {*self.place.glob("*")}
+        try:
+            run = self._init(config, logger, logger.mode)
+        except Exception as error:
+            self._forget(before)
+            unreachable = isinstance(error, wandb.errors.CommError) and not (
+                isinstance(error, wandb.errors.AuthenticationError) or REFUSED.search(str(error))
+            )
+            if logger.mode != "online" or not unreachable:
+                reason = " ".join(str(error).split()) or first_line(error)
+                raise UserError(
+                    f"logger.mode={logger.mode}: {reason} (or choose offline or disabled)"
+                ) from error
+            reason = str(error).strip().splitlines()[-1]
+            _warn(f"wandb cannot be reached, the run is recorded offline ({reason})")
+            run = self._init(config, logger, "offline")
+        if run.url:
+            print(f"wandb: {run.url}")
+        return run
+
+    def _init(self, config: Config, logger: Wandb, mode: Mode) -> Any:
+        import wandb
+
+        settings = wandb.Settings(
+            silent=True,
+            init_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+            **UNASKED,
+        )
+        wandb.setup(settings=settings)  # what logs in asks these
+        return wandb.init(
+            id=self.run_id,
+            resume="allow",
+            name=config.name,
+            project=logger.project,
+            entity=logger.entity,
+            mode=mode,
+            dir=str(self.place.parent),
+            config=dataclasses.asdict(config),
+            settings=settings,
+        )
+
+    def _forget(self, before: set[Path]) -> None:
+        """Removes what a run that did not begin has left, and ends wandb's process."""
+        _teardown()
+        for path in {*self.place.glob("*")} - before:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        with suppress(OSError):  # earlier jobs' runs, or none
+            self.place.rmdir()
+
     def log(self, line: dict[str, Any]) -> None:
-        self.run.log({key: value for key, value in line.items() if value is not None})
+        try:
+            self.run.log({key: value for key, value in line.items() if value is not None})
+        except Exception as error:  # its process has died: the training goes on
+            self.broken.append(first_line(error))
 
     def close(self, status: str) -> None:
-        self.run.finish(exit_code=0 if status == "finished" else 1)
+        """Never raises; a run that is not uploaded yet says how it can be."""
+        try:
+            self.run.finish(exit_code=0 if status == "finished" else 1)
+            if self.run.url is None:
+                print(f"wandb: recorded offline, to upload it: wandb sync {self.recorded}")
+        except TimeoutError:
+            _warn(
+                f"wandb took not all within {FINISH_SECONDS:.0f} s, to upload the rest: "
+                f"wandb sync --include-online {self.recorded}"
+            )
+        except Exception as error:
+            self.broken.append(first_line(error))
+        _teardown()
+        if self.broken:
+            lost = len(self.broken)
+            _warn(f"wandb failed {lost} times ({self.broken[0]}), all lines are in metrics.jsonl")
 
 
 def build_logger(config: Config, folder: RunFolder, is_main: bool) -> Logger:
     """The configured logger on the first rank."""
-    if is_main and isinstance(config.logger, Wandb):
+    if is_main and isinstance(config.logger, Wandb) and config.logger.mode != "disabled":
         return WandbLog(config, config.logger, folder)
     return NoLog()
+
+
+def _teardown() -> None:
+    """Ends wandb's process, which may be gone: at exit it would be said in many lines."""
+    import wandb
+
+    with suppress(Exception):
+        wandb.teardown()
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)

@@ -1,0 +1,169 @@
+"""wandb beside a training: reached or not, in the middle of it, and what it is told."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reproduction.compose import compose
+from reproduction.jobs import resolve
+from reproduction.runs import RunFolder
+from reproduction.training import loggers
+from reproduction.training.loop import Trainer
+from reproduction.training.train import run_training
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_training import assert_same_result, interrupt_at
+from tests.reproduction.wandb_service import serving
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+SHORT = [*SMALL, "recipe.max_steps=4", "recipe.log_every=1"]
+ONLINE = ["name=mine", "logger=wandb", "logger.mode=online", *SHORT]
+OFFLINE = ["name=mine", "logger=wandb", "logger.mode=offline", *SHORT]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials of nobody, for a service of nobody's, waited for by seconds."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(loggers, "INIT_SECONDS", 1.0)
+    monkeypatch.setattr(loggers, "FINISH_SECONDS", 1.0)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The same run without wandb."""
+    root = tmp_path_factory.mktemp("plain")
+    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *SHORT])))
+    return RunFolder(root / "whole")
+
+
+def mine(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "outputs/mine")
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Any) -> None:
+    whole = Trainer._step
+
+    def eventful_step(self: Trainer, *args: Any) -> Any:
+        if self.step == step:
+            happens()
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", eventful_step)
+
+
+def uploaded(monkeypatch: pytest.MonkeyPatch, said: str) -> list[dict[str, Any]]:
+    """The lines that come to a service by the command that a run has told."""
+    _, _, told = said.partition(": wandb sync ")
+    command = [sys.executable, "-m", "wandb", "sync", *told.splitlines()[0].split()]
+    with serving() as service:
+        monkeypatch.setenv("WANDB_BASE_URL", service.url)
+        subprocess.run(command, check=True, capture_output=True)
+    return service.lines
+
+
+def assert_all_lines(lines: list[dict[str, Any]], run: RunFolder) -> None:
+    steps, epochs = run.read_metrics()
+    told = [{k: v for k, v in line.items() if not k.startswith("_")} for line in lines]
+    theirs = [{k: v for k, v in line.items() if v is not None} for line in steps]
+    assert sorted((x for x in told if "step" in x), key=lambda x: x["step"]) == theirs
+    assert [x for x in told if "step" not in x] == epochs
+
+
+def test_a_service_that_takes_all_gets_every_line_and_nothing_else(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
+):
+    with serving() as service:
+        monkeypatch.setenv("WANDB_BASE_URL", service.url)
+        ended = command("train", *ONLINE)
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.startswith(f"wandb: {service.url}/somebody/tokenmixup/runs/")
+    assert_all_lines(service.lines, mine(tmp_path))
+    assert_same_result(mine(tmp_path), plain)
+    said = "\n".join(service.said)
+    assert "otel" not in said and "system." not in said and "output.log" not in said
+
+
+def test_a_service_out_of_reach_costs_a_warning_and_the_run_is_recorded_offline(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
+):
+    ended = command("train", *ONLINE)
+    assert ended.status == 0, ended.err
+    assert len(ended.lines) == 1
+    assert ended.lines[0].startswith("warning: wandb cannot be reached, the run is recorded off")
+    assert "connection refused" in ended.lines[0]
+    assert_same_result(mine(tmp_path), plain)
+    assert_all_lines(uploaded(monkeypatch, ended.out), mine(tmp_path))
+
+
+def test_a_service_lost_on_the_way_costs_a_warning_and_the_record_is_complete(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
+):
+    with serving() as service:
+        monkeypatch.setenv("WANDB_BASE_URL", service.url)
+        at_step(monkeypatch, 2, service.stop)
+        ended = command("train", *ONLINE)
+    assert ended.status == 0, ended.err
+    assert len(ended.lines) == 1
+    assert ended.lines[0].startswith("warning: wandb took not all within 1 s")
+    assert_same_result(mine(tmp_path), plain)
+    assert_all_lines(uploaded(monkeypatch, ended.err), mine(tmp_path))
+
+
+def test_what_the_service_refuses_is_refused(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with serving(status=403) as service:
+        monkeypatch.setenv("WANDB_BASE_URL", service.url)
+        ended = command("train", *ONLINE, "logger.entity=them")
+    assert (ended.status, len(ended.lines)) == (2, 1)
+    assert ended.err.startswith("train.py: logger.mode=online: ")
+    assert "403" in ended.err and "not for you" in ended.err
+    assert not mine(tmp_path).path.exists()
+
+
+def test_a_wandb_that_dies_ends_no_training_and_is_said_once(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
+):
+    def kill() -> None:
+        for task in Path("/proc/self/task").iterdir():
+            for child in (task / "children").read_text().split():
+                if "wandb-core" in Path(f"/proc/{child}/cmdline").read_text():
+                    os.kill(int(child), signal.SIGKILL)
+
+    at_step(monkeypatch, 2, kill)
+    ended = command("train", *OFFLINE)
+    assert ended.status == 0, ended.err
+    assert len(ended.lines) == 1
+    assert ended.lines[0].startswith("warning: wandb failed ")
+    assert_same_result(mine(tmp_path), plain)
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_no_secret_is_written(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    secrets = {"WANDB_API_KEY": KEY, "HF_TOKEN": "hf_do_not_tell", "MY_PASSWORD": "open_sesame"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    remote = "https://me:ghp_do_not_tell@example.org/me/mine.git"
+    for told in (["init", "--quiet"], ["remote", "add", "origin", remote]):
+        subprocess.run(["git", *told], cwd=tmp_path, check=True)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3, KeyboardInterrupt())
+        assert command("train", *OFFLINE).status == 130
+    known = mine(tmp_path).read_summary()["wandb_id"]
+    assert command("train", *OFFLINE, "resume=auto").status == 0
+    assert mine(tmp_path).read_summary()["wandb_id"] == known
+    recorded = [path.name for path in mine(tmp_path).path.glob("wandb/offline-run-*")]
+    assert len(recorded) == 2 and all(name.endswith(f"-{known}") for name in recorded)
+    files = [path for path in mine(tmp_path).path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    for path in files:
+        written = path.read_bytes()
+        for secret in (*secrets.values(), "ghp_do_not_tell", "example.org"):
+            assert secret.encode() not in written, path

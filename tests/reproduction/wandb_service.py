@@ -1,0 +1,86 @@
+"""A stand-in for the service of wandb: it says yes to everything, and keeps the lines."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BUCKET = {
+    "id": "run",
+    "displayName": "run",
+    "historyLineCount": 0,
+    "project": {"id": "p", "name": "tokenmixup", "entity": {"id": "e", "name": "somebody"}},
+}
+
+
+class Service(ThreadingHTTPServer):
+    """Listens on a free port; `status` is what it answers to a run that begins."""
+
+    def __init__(self, status: int = 200):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.status = status
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.said: list[str] = []
+        self.lines: list[dict[str, Any]] = []
+
+    def stop(self) -> None:
+        """From now on connections are refused."""
+        self.shutdown()
+        self.server_close()
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Service
+    protocol_version = "HTTP/1.0"  # no connection outlives its answer
+
+    def log_message(self, *args: Any) -> None:
+        """Says nothing."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.said.append(f"{self.path} {body.decode(errors='replace')}")
+        if self.path.endswith("/file_stream"):
+            sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+            self.server.lines += [json.loads(line) for line in sent.get("content", [])]
+        asked = json.loads(body) if self.path == "/graphql" else {}
+        query = asked.get("query", "")
+        refuses = self.server.status != 200 and "bucket" in query.lower()
+        self._send(self.server.status if refuses else 200, self._data(query, asked))
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.said.append(f"{self.path} {body.decode(errors='replace')}")
+        self._send(200, {})
+
+    def _data(self, query: str, asked: dict[str, Any]) -> dict[str, Any]:
+        if "upsertBucket" in query:
+            bucket = {**BUCKET, "name": asked["variables"]["name"]}
+            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        if "createRunFiles" in query:
+            files = [
+                {"name": name, "uploadUrl": f"{self.server.url}/{name}"}
+                for name in asked["variables"]["files"]
+            ]
+            return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
+        return {"viewer": {"id": "v", "entity": "somebody", "username": "somebody", "flags": "{}"}}
+
+    def _send(self, status: int, data: dict[str, Any]) -> None:
+        answer = {"data": data, "errors": [{"message": "not for you"}] if status != 200 else []}
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def serving(status: int = 200) -> Iterator[Service]:
+    service = Service(status)
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    try:
+        yield service
+    finally:
+        service.stop()
