@@ -130,6 +130,7 @@ class Recipe:
     ema_decay: Rate | None = None
     label_smoothing: Rate
     precision: Literal["float32", "bf16", "float16"]
+    non_finite: Literal["fail", "skip"] = "fail"
     log_every: Count
     transforms: Transforms
 

@@ -15,7 +15,11 @@ class RunLocked(UserError):
 
 
 class RunFailed(Exception):
-    """Status 1 and its one line; the folder says `failed` and the cause has been printed."""
+    """Status 1 and its one line; the folder says `failed`, and what is not plain is printed."""
+
+
+class PlainError(RuntimeError):
+    """Ends a run by a cause that its one line tells whole: nobody needs a traceback."""
 
 
 class RankFailed(RunFailed):

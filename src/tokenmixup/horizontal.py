@@ -19,6 +19,7 @@ Detector = Literal["attention", "gradient", "random"]
 Ablation = Literal["none", "scorenet", "assignment", "tokens", "labels"]
 MaskRule = Literal["paper", "published"]
 Order = Literal["in_place", "published"]
+NonFinite = Literal["fail", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class HTM:
     none). `pooling` of ScoreNet: auto = the class token where the blocks hold one and the model
     pools it, else attention. `detector`: what tells the saliency (Table 3), by attention over
     `rollout_steps` further blocks. `ablate`: the part that is left out (Table 4). `mask_rule`,
-    `order`: what the published code does otherwise, see `tokenmixup.variants`.
+    `order`: what the published code does otherwise, see `tokenmixup.variants`. `non_finite`: a
+    batch whose gains are not finite raises FloatingPointError, or nothing is mixed in it.
     """
 
     layer: int
@@ -44,6 +46,7 @@ class HTM:
     ablate: Ablation = "none"
     mask_rule: MaskRule = "paper"
     order: Order = "in_place"
+    non_finite: NonFinite = "fail"
 
     def __post_init__(self) -> None:
         if type(self.layer) is not int or self.layer < 0:
@@ -62,8 +65,8 @@ class HTM:
             raise ValueError(
                 f"htm.score_loss_weight={self.score_loss_weight}: must be >= 0 and finite"
             )
-        choices = (Pooling, Detector, Ablation, MaskRule, Order)
-        names = ("pooling", "detector", "ablate", "mask_rule", "order")
+        choices = (Pooling, Detector, Ablation, MaskRule, Order, NonFinite)
+        names = ("pooling", "detector", "ablate", "mask_rule", "order", "non_finite")
         for name, choice in zip(names, choices, strict=True):
             if (value := getattr(self, name)) not in (allowed := get_args(choice)):
                 raise ValueError(f"htm.{name}={value!r}: must be one of {', '.join(allowed)}")
@@ -87,16 +90,20 @@ class HorizontalMix(NamedTuple):
 
 
 @torch.no_grad()
-def optimal_donors(saliency: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+def optimal_donors(
+    saliency: Tensor, is_easy: Tensor, rho: float, non_finite: NonFinite = "fail"
+) -> Tensor:
     """The donor of every sample by optimal assignment (Eq. 6 and 7), itself where it is hard.
 
-    `saliency`: `b t`, `is_easy`: `b` bool. Returns `b` int64.
+    `saliency`: `b t`, `is_easy`: `b` bool. Returns `b` int64. Where a gain is not finite, raises
+    FloatingPointError or, with `skip`, gives every sample itself.
     """
     gain = gain_matrix(saliency, rho)  # b b
     on_host = _copy_to_host(torch.cat([gain, is_easy[:, None].to(gain.dtype)], dim=1))
     easy = on_host[:, -1].bool()
-    donor = torch.arange(len(gain))
-    donor[easy] = optimal_assignment(on_host[easy, :-1])
+    donor, offered = torch.arange(len(gain)), on_host[easy, :-1]
+    if non_finite == "fail" or offered.isfinite().all():
+        donor[easy] = optimal_assignment(offered)
     return donor.to(gain.device, non_blocking=True)
 
 

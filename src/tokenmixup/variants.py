@@ -43,12 +43,17 @@ def rules_of(htm: HTM) -> Rules:
     choose: Choice = gaining_tokens if htm.mask_rule == "paper" else gaining_over_the_first
     if htm.detector == "random" or htm.ablate == "tokens":  # one and the same: 83.05 % in both
         choose = partial(random_tokens, choose)
+    pair: Callable[[Tensor, Tensor, float], Tensor] = partial(
+        optimal_donors, non_finite=htm.non_finite
+    )
+    if htm.ablate == "assignment":
+        pair = random_donors
     return Rules(
         find_easy=all_samples if htm.ablate == "scorenet" else partial(easier_than, htm.tau),
         mix=partial(
             mix_horizontal,
             rho=htm.rho,
-            pair=random_donors if htm.ablate == "assignment" else optimal_donors,
+            pair=pair,
             choose=choose,
             weigh=count_ratio if htm.ablate == "labels" else saliency_ratio,
         ),

@@ -1,7 +1,7 @@
 """Command lines run in this process, and runs small enough for tests."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,15 @@ def command(
         return Ended(int(end.value.code or 0), out, err)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def unevaluated() -> Iterator[None]:
+    """Epochs end without a look at the held-out images, which takes as long as training here."""
+    with pytest.MonkeyPatch.context() as patch:
+        told = {"top1": 10.0, "top5": 50.0, "eval_loss": 2.5}
+        patch.setattr("reproduction.training.loop.evaluate", lambda *args: told)
+        yield
 
 
 @pytest.fixture

@@ -101,6 +101,14 @@ def test_accumulating_copies_once_for_each_micro_batch_and_averaging_never():
     assert asked == {"copy": 3}
 
 
+def test_leaving_out_what_is_not_finite_asks_no_more():
+    trainer = trainer_on("meta", ["htm"], "recipe.non_finite=skip")
+    trainer.update.optimizer.step = lambda: None  # only fused kernels are told what to leave out
+    with counted() as asked:
+        step(trainer)
+    assert asked == {"copy": 1}
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -40,7 +40,7 @@ def bare_trainer(config: Config, device: torch.device, shared: nn.Module | None 
     nothing: Any = []
     classes = TRAINED_AS[config.model.name][2]
     torch.manual_seed(config.seed)
-    module = build_module(config.model, config.augmentation, classes)
+    module = build_module(config.model, config.augmentation, classes, config.recipe.non_finite)
     sharpen(module.model)
     if shared is not None:
         module.model = deepcopy(shared) if config.compile else shared

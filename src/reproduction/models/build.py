@@ -21,6 +21,7 @@ from reproduction.models.vit import build_vit
 from reproduction.models.weights import fitting, read_weights
 from tokenmixup import TokenMixup, attach
 from tokenmixup.contexts import evaluating
+from tokenmixup.horizontal import NonFinite
 from tokenmixup.structure import declared_prefix
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -56,14 +57,21 @@ def start_weights(path: str, model: nn.Module) -> State:
     return fitting(read_weights("model.weights", Path(path)), model, keep_head=True)
 
 
-def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
-    """The model with what the stack mixes inside it attached; UserError if it cannot be."""
+def build_module(
+    config: AnyModel, stack: Augmentation, num_classes: int, non_finite: NonFinite = "fail"
+) -> TokenMixup:
+    """The model with what the stack mixes inside it attached; UserError if it cannot be.
+
+    `non_finite`: of HTM, see `tokenmixup.HTM`.
+    """
     model = build_model(config, num_classes)
     settings = {
         name: dataclasses.asdict(chosen)
         for name in ("htm", "vtm", "manifold_mixup")
         if (chosen := getattr(stack, name)) is not None
     }
+    if "htm" in settings:
+        settings["htm"]["non_finite"] = non_finite
     try:
         return attach(model, num_classes, **settings)
     except ValueError as error:

@@ -82,8 +82,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _batches(lines: Iterable[bytes]) -> Iterator[Line]:
-    """The lines of batches, without those of whole epochs."""
-    return (row for line in lines if line.strip() and "step" in (row := json.loads(line)))
+    """The lines of batches that were learned from, without those of whole epochs."""
+    rows = (json.loads(line) for line in lines if line.strip())
+    return (row for row in rows if "step" in row and not row.get("skipped"))
 
 
 def _epoch(line: Line) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,14 +16,16 @@ from reproduction.config import Config
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose
-from reproduction.errors import Stopped, UserError, first_line
+from reproduction.errors import PlainError, Stopped, UserError, first_line
 from reproduction.models.compiling import compile_blocks
 from reproduction.models.names import State
 from reproduction.models.weights import fitting_module
 from reproduction.runs import RunFolder, run_hash
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
+from reproduction.training.endings import explaining_memory
 from reproduction.training.evaluate import Evaluation, evaluate
+from reproduction.training.finite import NonFinite, not_finite
 from reproduction.training.loggers import Logger, NoLog
 from reproduction.training.metrics import BatchMetrics
 from reproduction.training.optim import build_schedule
@@ -66,6 +68,7 @@ class Trainer:
         self.update = Update(module, recipe, world)
         self.schedule = build_schedule(self.update.optimizer, recipe, len(batches))
         self.metrics = BatchMetrics(world)
+        self.non_finite = NonFinite(self.update.skips)
         self.total_steps = recipe.epochs * len(batches)
         if recipe.max_steps is not None:
             self.total_steps = min(self.total_steps, recipe.max_steps)
@@ -87,6 +90,8 @@ class Trainer:
             self.update.load_state_dict(state)
             for name in (*COUNTERS, *CLOCKS):
                 setattr(self, name, state[name])
+            if "non_finite" in state:  # which older runs did not save
+                self.non_finite.load_state_dict(state["non_finite"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
@@ -151,7 +156,7 @@ class Trainer:
             parts = self._step(images, targets, self.batches.global_size(batch))
             self.step += 1
             self.images += self.batches.global_size(batch)
-            self.metrics.add(self.step, self.epoch + 1, lr, parts)
+            self.metrics.add(self.step, self.epoch + 1, lr, parts, self.update.not_finite)
             display.advance()
             if self.step % self.recipe.log_every == 0:
                 self._flush()
@@ -174,38 +179,38 @@ class Trainer:
         images, soft_targets = mix_inputs(self.input_mixer, images, targets, *key)
         _seed_torch(*key)
         try:
-            return self.update(images, soft_targets, global_size)
+            with explaining_memory(f"step {self.step + 1}", self.recipe):
+                return self.update(images, soft_targets, global_size)
         except FloatingPointError as error:
-            raise RuntimeError(f"step {self.step + 1}: {error}") from error
+            raise not_finite(self.step + 1, str(error)) from error
 
     def _flush(self) -> None:
-        """Fetches and writes the metrics; RuntimeError at the first loss that is not finite."""
+        """Fetches and writes the metrics; PlainError at an update that is not finite."""
         lines = self.metrics.fetch()
-        written = self._write(lines)
-        if written < len(lines):
-            bad = lines[written]
-            raise RuntimeError(f"step {bad['step']}: the loss is {bad['loss']}")
+        self._write(lines)
+        self.non_finite.check(lines)
+        lines = [line for line in lines if not line["skipped"]]
         self.totals["batches"] += len(lines)
         self.totals["loss"] += sum(line["loss"] for line in lines)
         self.totals["mixed"] += sum(line["mixed_samples"] for line in lines)
         self.totals["tokens"] += sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
 
-    def _write(self, lines: list[dict[str, Any]]) -> int:
-        """Writes the lines before the first loss that is not finite, and returns their number."""
-        good = list(takewhile(lambda line: math.isfinite(line["loss"]), lines))
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        """Writes the lines, up to an update that ends the run."""
         if self.world.is_main:
+            good = self.non_finite.writable(lines)
             self.folder.append_metrics(good)
             for line in good:
                 self.logger.log(line)
-        return len(good)
 
     def _end_epoch(self) -> None:
         """Evaluates, writes the epoch's line and keeps the best weights."""
         model = self.update.evaluated
         self.world.share_buffers(model)  # what is evaluated is what the first rank saves
-        result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
+        with explaining_memory(f"evaluation after step {self.step}", self.recipe):
+            result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
         if not math.isfinite(result["eval_loss"]):
-            raise RuntimeError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
+            raise PlainError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         self.epoch += 1
         self.history.append(result)
         if self.world.is_main:
@@ -247,15 +252,16 @@ class Trainer:
             "best": self.best,
             "classes": self.classes,
             "run": run_hash(self.config),
+            "non_finite": self.non_finite.state_dict(),
             **{name: getattr(self, name) for name in (*COUNTERS, *CLOCKS)},
         }
 
     def _describe(self) -> str:
         batches, loss, mixed, tokens = (self.totals[name] for name in TOTALS)
         text = f"epoch {self.epoch:>{len(str(self.epochs))}}/{self.epochs}"
-        text += f"  loss {loss / batches:.3f}"
+        text += f"  loss {loss / max(batches, 1):.3f}"
         if self.module.htm is not None:
-            text += f"  mixed {mixed / batches:.1f} samples a batch"
+            text += f"  mixed {mixed / max(batches, 1):.1f} samples a batch"
             text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
         return f"{text}  top-1 {self.history[-1]['top1']:.2f} %  [{self.seconds:.0f} s]"
 
@@ -272,6 +278,7 @@ class Trainer:
             "steps": self.step,
             "seconds": round(self.seconds, 1),
             "images_per_second": round(self.images / self.train_seconds, 1),
+            **({"skipped_steps": self.non_finite.skipped} if self.update.skips else {}),
         }
 
 

@@ -1,5 +1,6 @@
 """Metrics of every batch, kept on the device and fetched together."""
 
+import math
 import time
 from typing import Any
 
@@ -25,10 +26,14 @@ class BatchMetrics:
         """Leaves out of images/s what was not training."""
         self.start = time.perf_counter()
 
-    def add(self, step: int, epoch: int, lr: float, parts: list[Part]) -> None:
+    def add(
+        self, step: int, epoch: int, lr: float, parts: list[Part], not_finite: Tensor | None = None
+    ) -> None:
         """Keeps a batch of one micro-batch or more; nothing is copied to the host."""
         self.has_score = parts[0].output.score_loss is not None
-        self.rows.append(torch.stack([self._sums(*part) for part in parts]).sum(dim=0))
+        sums = torch.stack([self._sums(*part) for part in parts]).sum(dim=0)
+        flag = torch.zeros_like(sums[0]) if not_finite is None else not_finite.double()
+        self.rows.append(torch.cat([sums, flag[None]]))
         self.known.append({"step": step, "epoch": epoch, "lr": lr})
 
     @staticmethod
@@ -47,7 +52,10 @@ class BatchMetrics:
         return torch.stack([value.double() for value in row])
 
     def fetch(self) -> list[dict[str, Any]]:
-        """One line per kept batch, summed over ranks, and starts anew."""
+        """One line per kept batch, summed over ranks, and starts anew.
+
+        `skipped` is 1 where loss or gradient is not finite.
+        """
         if not self.rows:
             return []
         table = self.world.sum(torch.stack(self.rows)).tolist()
@@ -62,7 +70,7 @@ class BatchMetrics:
         return lines
 
     def _line(self, known: dict[str, Any], row: list[float], speed: float) -> dict[str, Any]:
-        n, loss, mixed, tokens, score_loss, difficulty = row
+        n, loss, mixed, tokens, score_loss, difficulty, flag = row
         return {
             "step": known["step"],
             "epoch": known["epoch"],
@@ -73,4 +81,5 @@ class BatchMetrics:
             "mixed_tokens": tokens / mixed if mixed else 0.0,
             "score_loss": score_loss / n if self.has_score else None,
             "difficulty": difficulty / n if self.has_score else None,
+            "skipped": int(flag > 0 or not math.isfinite(loss)),
         }

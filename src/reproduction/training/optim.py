@@ -21,7 +21,11 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     if recipe.optimizer == "adamw":
         return create_optimizer_v2(model, opt="adamw", **settings)
     # timm's "sgd" is Nesterov's
-    return create_optimizer_v2(model, opt="momentum", momentum=recipe.momentum, **settings)
+    optimizer = create_optimizer_v2(model, opt="momentum", momentum=recipe.momentum, **settings)
+    if recipe.momentum > 0:  # the kernel leaves them uninitialised if a scaler skips the first step
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

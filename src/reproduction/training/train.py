@@ -3,7 +3,6 @@
 import platform
 import subprocess
 import sys
-import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from reproduction.ranks import is_first_rank, restarts
 from reproduction.runs import RunFolder, run_hash
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
+from reproduction.training.endings import leave, leave_failed
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
 from reproduction.training.preflight import preflight
@@ -66,6 +66,8 @@ def run_training(config: Config) -> dict[str, Any]:
         if isinstance(interrupted.__cause__, Stopped):
             pass_on(interrupted.__cause__.signum)
         raise
+    except OSError as error:  # of the lock: nothing has happened
+        raise UserError(f"{error.filename or folder.path}: {error.strerror}") from error
 
 
 def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
@@ -78,18 +80,9 @@ def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
     except RankFailed as error:
         raise _failed(folder, str(error)) from error
     except KeyboardInterrupt as interrupt:
-        raise RunInterrupted(_leave(folder, "interrupted", "interrupted")) from interrupt
+        raise RunInterrupted(leave(folder, "interrupted", "interrupted")) from interrupt
     except Exception as error:
-        traceback.print_exc()
-        raise _failed(folder, _reason(error)) from error
-
-
-def _failed(folder: RunFolder, reason: str) -> RunFailed:
-    """Written into the folder, unless torchrun starts the ranks again and the run goes on."""
-    done, allowed = restarts()
-    if done < allowed:
-        return RunFailed(f"{reason}; all ranks start again")
-    return RunFailed(_leave(folder, "failed", reason))
+        raise RunFailed(leave_failed(folder, error)) from error
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -120,7 +113,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     newest = load_last(folder, run_hash(config))
     model = config.model if newest is None else without_start(config.model)
     torch.manual_seed(config.seed)
-    module = build_module(model, config.augmentation, len(source.classes))
+    module = build_module(model, config.augmentation, len(source.classes), config.recipe.non_finite)
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
@@ -196,21 +189,3 @@ def git_revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
-
-
-def _leave(folder: RunFolder, status: str, reason: str) -> str:
-    """Writes how a run ended, if it had begun, and says how to go on."""
-    if not folder.config_path.exists():
-        return reason
-    if is_first_rank():
-        folder.write_summary(status=status, error=reason)
-    how = "repeat the command with resume=auto to go on"
-    return f"{reason}; {folder.path} is kept as {status}, {how}"
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, in one line; of a loader's worker its own words."""
-    text = str(error).strip()
-    if "Original Traceback" in text:
-        return text.splitlines()[-1]
-    return f"{type(error).__name__}: {' '.join(text.split())}"

@@ -7,7 +7,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from reproduction.config import Recipe
 from reproduction.training.distributed import World
@@ -26,7 +26,9 @@ class Part(NamedTuple):
 class Update:
     """Forward with TokenMixup, loss, backward, and a step of the optimiser by all ranks.
 
-    What the steps leave behind, besides the parameters of `module`, is its state.
+    What the steps leave behind, besides the parameters of `module`, is its state. With
+    `recipe.non_finite=skip` a step whose loss or gradient is not finite leaves all as it was, on
+    all ranks; `not_finite` tells of the last step, on the device: 1 if so, else 0.
     """
 
     def __init__(self, module: TokenMixup, recipe: Recipe, world: World):
@@ -39,8 +41,10 @@ class Update:
             devices = [world.device] if world.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(module, device_ids=devices)
         self.optimizer = build_optimizer(module, recipe)
-        uses_scaler = recipe.precision == "float16"
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_scaler)
+        self.uses_scaler = recipe.precision == "float16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
+        self.skips = recipe.non_finite == "skip"
+        self.not_finite = torch.zeros((), device=world.device)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -68,14 +72,23 @@ class Update:
         """
         count = self.recipe.grad_accum_steps
         assert len(images) >= count, "preflight refuses such batches"
+        before = [value.clone() for value in self._followers()] if self.skips else []
         parts = []
         cut = zip(images.tensor_split(count), targets.tensor_split(count), strict=True)
         for number, (some, their_targets) in enumerate(cut, start=1):
             share = len(some) * self.world.size / global_size  # DDP takes the mean over ranks
             with self._local_gradients() if number < count else nullcontext():
                 parts.append(self._accumulate(some, their_targets, share))
-        self._step()
+        self._step(parts)
+        if self.skips:
+            for value, old in zip(self._followers(), before, strict=True):
+                value.copy_(torch.where(self.not_finite > 0, old, value))
         return parts
+
+    def _followers(self) -> list[Tensor]:
+        """What an update changes besides parameters and the optimiser's state."""
+        average = {} if self.average is None else self.average.module.state_dict()
+        return [*self.module.buffers(), *average.values()]
 
     def _local_gradients(self) -> AbstractContextManager[None]:
         """Leaves the sum over ranks to the last micro-batch."""
@@ -91,11 +104,25 @@ class Update:
         self.scaler.scale(loss * share).backward()
         return Part(loss.detach(), output)
 
-    def _step(self) -> None:
-        """Clips the gradients, steps, forgets them, and averages."""
+    def _clipped(self) -> list[Tensor]:
+        """Clips the gradients. Their norm, but with a scaler, which skips those that overflow."""
+        norm: Tensor | None = None
         if self.recipe.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self.module.parameters(), self.recipe.clip_grad_norm)
+            norm = clip_grad_norm_(self.module.parameters(), self.recipe.clip_grad_norm)
+        if self.uses_scaler:
+            return []
+        if norm is None:
+            norm = get_total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
+        return [norm]
+
+    def _step(self, parts: list[Part]) -> None:
+        """Clips the gradients, steps, forgets them, and averages."""
+        values = [*self._clipped(), *(part.loss for part in parts)]
+        self.not_finite = (~torch.stack(values).isfinite()).any().float()
+        if self.skips:
+            self.world.sum(self.not_finite).clamp_(max=1)
+            setattr(self.optimizer, "found_inf", self.not_finite)  # as a scaler tells the kernels
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

@@ -1,0 +1,89 @@
+"""How a run ends that does not finish: its one line, and what its folder tells of it."""
+
+import errno
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from reproduction.config import Recipe
+from reproduction.errors import PlainError, UserError
+from reproduction.ranks import is_first_rank
+from reproduction.runs import RunFolder
+
+OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
+OF_PATHS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # plain in the run's folder
+OF_LIBRARIES = re.compile(r"\(os error (\d+)\)")  # as safetensors says it
+HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+
+def leave_failed(folder: RunFolder, error: Exception) -> str:
+    """Writes that a run has failed and says by what; prints the traceback of what is not plain."""
+    reason = _plain_reason(folder, error)
+    if reason is None:
+        traceback.print_exc()
+        reason = _reason(error)
+    return leave(folder, "failed", reason)
+
+
+def leave(folder: RunFolder, status: str, reason: str) -> str:
+    """Writes how a run ended, if it had begun, and says how to go on; raises nothing."""
+    if not folder.config_path.exists():
+        return reason
+    kept = f"{folder.path} is kept as {status}"
+    if is_first_rank():
+        try:
+            folder.write_summary(status=status, error=reason)
+        except (OSError, UserError):  # the disk is full, say: reports know it by its lock
+            kept = f"{folder.path} is kept as it is"
+    return f"{reason}; {kept}, repeat the command with resume=auto to go on"
+
+
+@contextmanager
+def explaining_memory(what: str, recipe: Recipe) -> Iterator[None]:
+    """Turns a lack of memory into a PlainError that names what to lower."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not (is_gpu or isinstance(error, MemoryError) or HOST_MEMORY in str(error)):
+            raise
+        place = "the GPU's memory" if is_gpu else "this machine's memory"
+        raise PlainError(
+            f"{what} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
+            f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
+        ) from error
+
+
+def _plain_reason(folder: RunFolder, error: BaseException) -> str | None:
+    """The whole cause in one line; None if it is not as plain as that."""
+    if isinstance(error, PlainError):
+        return str(error)
+    cause: BaseException | None = error
+    while cause is not None:
+        if (number := _number_of(cause)) is not None:
+            where = Path(getattr(cause, "filename", None) or folder.path)
+            if number in OF_DISKS or (number in OF_PATHS and folder.path in where.parents):
+                return f"{where}: {os.strerror(number)}"
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _number_of(error: BaseException) -> int | None:
+    """Of the operating system's error that this is, or that a library tells in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = OF_LIBRARIES.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line; of a loader's worker its own words."""
+    text = str(error).strip()
+    if "Original Traceback" in text:
+        return text.splitlines()[-1]
+    return f"{type(error).__name__}: {' '.join(text.split())}"

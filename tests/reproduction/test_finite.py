@@ -1,0 +1,182 @@
+"""NaN and infinity wherever they come from: an error that names the step, or a step left out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reproduction.benchmark.trainers import bare_trainer, step_config
+from reproduction.compose import compose
+from reproduction.errors import PlainError
+from reproduction.parse import parse
+from reproduction.training import finite
+from reproduction.training.distributed import World
+from reproduction.training.finite import NonFinite
+from reproduction.training.loop import Trainer
+from reproduction.training.update import Update
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_average import small_model
+from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
+from tokenmixup import attention, horizontal
+
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
+CPU = torch.device("cpu")
+SKIP = "recipe.non_finite=skip"
+Poison = Callable[[pytest.MonkeyPatch, Trainer], None]
+
+
+def trainer_of(*told: str) -> Trainer:
+    small = ["model.embed_dim=16", "recipe.warmup_epochs=0", *told]
+    return bare_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "float32", *small), CPU)
+
+
+def step(trainer: Trainer, images: Tensor | None = None) -> None:
+    """A step and what is told of it."""
+    if images is None:
+        images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    parts = trainer._step(images, torch.arange(6), 6)
+    trainer.metrics.add(trainer.step + 1, 1, 0.1, parts, trainer.update.not_finite)
+
+
+def outputs(module: nn.Module, value: float) -> Callable[[], None]:
+    """Lets a module return `value` until the function is called that is returned."""
+    return module.register_forward_hook(lambda m, args, out: torch.full_like(out, value)).remove
+
+
+def of_attention(value: float) -> Poison:
+    def poison(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
+        whole = attention._softmax
+        patch.setattr(attention, "_softmax", lambda *args: whole(*args).fill_(value))
+
+    return poison
+
+
+def of_gains(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
+    patch.setattr(horizontal, "gain_matrix", lambda s, rho: torch.full((6, 6), torch.nan))
+
+
+@pytest.mark.parametrize("poison", [of_attention(torch.nan), of_attention(torch.inf), of_gains])
+def test_gains_that_are_not_finite_never_reach_the_assignment(
+    monkeypatch: pytest.MonkeyPatch, poison: Poison
+):
+    """Skipping, HTM mixes nothing; the update is made, since loss and gradient are finite."""
+
+    def solve(*args: Any, **given: Any) -> None:
+        raise AssertionError("it sees them")
+
+    strict, lenient = trainer_of(), trainer_of(SKIP)
+    poison(monkeypatch, strict)
+    monkeypatch.setattr("tokenmixup.assignment.linear_sum_assignment", solve)
+    with pytest.raises(PlainError, match="step 1: the saliency gain is not finite"):
+        step(strict)
+    step(lenient)
+    (line,) = lenient.metrics.fetch()
+    assert (line["mixed_tokens"], line["skipped"]) == (0, 0)
+
+
+def broken(what: str, trainer: Trainer) -> Callable[[], None]:
+    """Breaks a part of the model until the function is called that is returned."""
+    module: Any = trainer.module
+    if what == "difficulty":
+        return outputs(module.scorenet.head, torch.nan)
+    if what == "logits":
+        return outputs(module.model.head, torch.inf)
+    gradient = module.model.head.weight.register_hook(lambda grad: grad * torch.inf)
+    return gradient.remove
+
+
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+@pytest.mark.parametrize("what", ["difficulty", "logits", "gradient"])
+def test_what_is_not_finite_is_named_with_its_step(what: str, clip: str):
+    trainer = trainer_of(f"recipe.clip_grad_norm={clip}")
+    step(trainer)
+    broken(what, trainer)
+    trainer.step += 1
+    step(trainer)
+    lines = trainer.metrics.fetch()
+    assert [line["step"] for line in trainer.non_finite.writable(lines)] == [1]
+    named = "the gradient is not finite" if what == "gradient" else "the loss is nan"
+    with pytest.raises(PlainError, match=f"step 2: {named}; try .* recipe.non_finite=skip"):
+        trainer.non_finite.check(lines)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("what", ["difficulty", "logits", "gradient", "images"])
+def test_a_skipped_update_leaves_nothing_behind(what: str, optimizer: str):
+    """Also as the first step, when the optimiser has no state."""
+    told = (SKIP, f"recipe.optimizer={optimizer}", "recipe.clip_grad_norm=1.0")
+    trainer, undisturbed = trainer_of(*told), trainer_of(*told)
+    for _ in range(2):
+        if what == "images":
+            step(trainer, torch.full((6, 3, 32, 32), torch.nan))
+        else:
+            mend = broken(what, trainer)
+            step(trainer)
+            mend()
+        step(trainer)
+        step(undisturbed)
+    for ours, theirs in zip(
+        trainer.module.parameters(), undisturbed.module.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert [line["skipped"] for line in trainer.metrics.fetch()] == [1, 0, 1, 0]
+
+
+def test_what_is_not_finite_on_another_rank_is_left_out_here_too(monkeypatch: pytest.MonkeyPatch):
+    trainer = trainer_of(SKIP)
+    before = [parameter.clone() for parameter in trainer.module.parameters()]
+    monkeypatch.setattr(World, "sum", lambda self, flag: flag.add_(1))
+    step(trainer)
+    for now, old in zip(trainer.module.parameters(), before, strict=True):
+        assert torch.equal(now, old)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_skipped_update_leaves_average_and_running_statistics(precision: str):
+    told = [SKIP, "recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
+    module = small_model()
+    update = Update(module, parse(compose("train", told).raw).recipe, World(0, 1, CPU))
+    held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
+    before = {name: value.clone() for name, value in held.items()}
+    for value, skipped in ((torch.nan, 1), (1.0, 0)):
+        update(torch.randn(6, 3, 8, 8) * value, torch.eye(10)[:6], 6)
+        assert float(update.not_finite) == skipped
+        same = [torch.equal(held[name], before[name]) for name in held]
+        assert all(same) if skipped else not any(same)
+
+
+def test_skipped_steps_are_counted_and_a_run_goes_on_exactly(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    args = (SKIP, *MIXED, *SMALL)
+    whole = Trainer._step
+
+    def sometimes_broken(self: Trainer, images: Tensor, *args: Any) -> Any:
+        return whole(self, images * torch.nan if self.step in (1, 4) else images, *args)
+
+    monkeypatch.setattr(Trainer, "_step", sometimes_broken)
+    assert command("train", "name=whole", *args).status == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, KeyboardInterrupt())
+        assert command("train", "name=mine", *args).status == 130
+    assert command("train", "name=mine", *args, "resume=auto").status == 0
+    assert_same_result(folder(tmp_path), folder(tmp_path, "whole"))
+    steps, _ = folder(tmp_path).read_metrics()
+    assert [line["skipped"] for line in steps] == [0, 1, 0, 0, 1, 0]
+    assert [line["loss"] is None for line in steps] == [False, True, False, False, True, False]
+    assert folder(tmp_path).read_summary()["skipped_steps"] == 2
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(finite, "MOST_IN_A_ROW", 2)
+    bad, good = {"step": 7, "loss": torch.nan, "skipped": 1}, {"loss": 1.0, "skipped": 0}
+    followed = NonFinite(skips=True)
+    followed.check([bad, bad, good, bad])
+    followed.load_state_dict(followed.state_dict())
+    followed.check([bad])
+    with pytest.raises(PlainError, match="step 7: more than 2 updates in a row were left out"):
+        followed.check([bad])
