@@ -17,11 +17,13 @@ from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import assert_same_result, interrupt_at
-from tests.reproduction.wandb_service import serving
+from tests.reproduction.wandb_service import Service, serving
+
+pytestmark = pytest.mark.usefixtures("unevaluated")
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-SHORT = [*SMALL, "recipe.max_steps=4", "recipe.log_every=1"]
-ONLINE = ["name=mine", "logger=wandb", "logger.mode=online", *SHORT]
+SHORT = [*SMALL, "recipe.epochs=1", "recipe.log_every=1"]
+ONLINE = ["logger=wandb", "logger.mode=online", *SHORT]
 OFFLINE = ["name=mine", "logger=wandb", "logger.mode=offline", *SHORT]
 
 
@@ -35,15 +37,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def plain(tmp_path_factory: pytest.TempPathFactory, unevaluated: None) -> RunFolder:
     """The same run without wandb."""
     root = tmp_path_factory.mktemp("plain")
     run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *SHORT])))
     return RunFolder(root / "whole")
 
 
-def mine(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "outputs/mine")
+def run_of(tmp_path: Path, name: str = "mine") -> RunFolder:
+    return RunFolder(tmp_path / "outputs" / name)
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Any) -> None:
@@ -57,21 +59,12 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Any) -> None:
     monkeypatch.setattr(Trainer, "_step", eventful_step)
 
 
-def uploaded(monkeypatch: pytest.MonkeyPatch, said: str) -> list[dict[str, Any]]:
-    """The lines that come to a service by the command that a run has told."""
-    _, _, told = said.partition(": wandb sync ")
-    command = [sys.executable, "-m", "wandb", "sync", *told.splitlines()[0].split()]
-    with serving() as service:
-        monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        subprocess.run(command, check=True, capture_output=True)
-    return service.lines
-
-
-def assert_all_lines(lines: list[dict[str, Any]], run: RunFolder) -> None:
+def assert_all_lines(service: Service, run: RunFolder) -> None:
+    lines = service.lines[run.read_summary()["wandb_id"]]
     steps, epochs = run.read_metrics()
     told = [{k: v for k, v in line.items() if not k.startswith("_")} for line in lines]
     theirs = [{k: v for k, v in line.items() if v is not None} for line in steps]
-    assert sorted((x for x in told if "step" in x), key=lambda x: x["step"]) == theirs
+    assert [x for x in told if "step" in x] == theirs
     assert [x for x in told if "step" not in x] == epochs
 
 
@@ -80,39 +73,39 @@ def test_a_service_that_takes_all_gets_every_line_and_nothing_else(
 ):
     with serving() as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        ended = command("train", *ONLINE)
+        ended = command("train", *ONLINE, "name=mine")
     assert (ended.status, ended.err) == (0, "")
     assert ended.out.startswith(f"wandb: {service.url}/somebody/tokenmixup/runs/")
-    assert_all_lines(service.lines, mine(tmp_path))
-    assert_same_result(mine(tmp_path), plain)
+    assert_all_lines(service, run_of(tmp_path))
+    assert_same_result(run_of(tmp_path), plain)
     said = "\n".join(service.said)
     assert "otel" not in said and "system." not in said and "output.log" not in said
 
 
-def test_a_service_out_of_reach_costs_a_warning_and_the_run_is_recorded_offline(
+def test_a_service_out_of_reach_costs_a_warning_and_the_record_is_complete(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
 ):
-    ended = command("train", *ONLINE)
-    assert ended.status == 0, ended.err
-    assert len(ended.lines) == 1
-    assert ended.lines[0].startswith("warning: wandb cannot be reached, the run is recorded off")
-    assert "connection refused" in ended.lines[0]
-    assert_same_result(mine(tmp_path), plain)
-    assert_all_lines(uploaded(monkeypatch, ended.out), mine(tmp_path))
-
-
-def test_a_service_lost_on_the_way_costs_a_warning_and_the_record_is_complete(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
-):
+    """From the start on, and from the middle of training on."""
+    never = command("train", *ONLINE, "name=never")
     with serving() as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        at_step(monkeypatch, 2, service.stop)
-        ended = command("train", *ONLINE)
-    assert ended.status == 0, ended.err
-    assert len(ended.lines) == 1
-    assert ended.lines[0].startswith("warning: wandb took not all within 1 s")
-    assert_same_result(mine(tmp_path), plain)
-    assert_all_lines(uploaded(monkeypatch, ended.err), mine(tmp_path))
+        at_step(monkeypatch, 1, service.stop)
+        lost = command("train", *ONLINE, "name=lost")
+    for ended, warning in (
+        (never, "warning: wandb cannot be reached, the run is recorded offline ("),
+        (lost, "warning: wandb took not all within 1 s"),
+    ):
+        assert (ended.status, len(ended.lines)) == (0, 1), ended.err
+        assert ended.lines[0].startswith(warning)
+    assert "connection refused" in never.err
+    told = f"{never.out}\n{lost.err}".split(": wandb sync ")[1:]
+    places = [part for command in told for part in command.splitlines()[0].split()]
+    with serving() as service:
+        monkeypatch.setenv("WANDB_BASE_URL", service.url)
+        subprocess.run([sys.executable, "-m", "wandb", "sync", *places], check=True)
+    for name in ("never", "lost"):
+        assert_same_result(run_of(tmp_path, name), plain)
+        assert_all_lines(service, run_of(tmp_path, name))
 
 
 def test_what_the_service_refuses_is_refused(
@@ -120,11 +113,11 @@ def test_what_the_service_refuses_is_refused(
 ):
     with serving(status=403) as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        ended = command("train", *ONLINE, "logger.entity=them")
+        ended = command("train", *ONLINE, "name=mine", "logger.entity=them")
     assert (ended.status, len(ended.lines)) == (2, 1)
     assert ended.err.startswith("train.py: logger.mode=online: ")
     assert "403" in ended.err and "not for you" in ended.err
-    assert not mine(tmp_path).path.exists()
+    assert not run_of(tmp_path).path.exists()
 
 
 def test_a_wandb_that_dies_ends_no_training_and_is_said_once(
@@ -136,12 +129,12 @@ def test_a_wandb_that_dies_ends_no_training_and_is_said_once(
                 if "wandb-core" in Path(f"/proc/{child}/cmdline").read_text():
                     os.kill(int(child), signal.SIGKILL)
 
-    at_step(monkeypatch, 2, kill)
+    at_step(monkeypatch, 1, kill)
     ended = command("train", *OFFLINE)
     assert ended.status == 0, ended.err
     assert len(ended.lines) == 1
     assert ended.lines[0].startswith("warning: wandb failed ")
-    assert_same_result(mine(tmp_path), plain)
+    assert_same_result(run_of(tmp_path), plain)
 
 
 def test_a_resumed_run_goes_on_in_its_wandb_run_and_no_secret_is_written(
@@ -154,14 +147,14 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_no_secret_is_written(
     for told in (["init", "--quiet"], ["remote", "add", "origin", remote]):
         subprocess.run(["git", *told], cwd=tmp_path, check=True)
     with monkeypatch.context() as patch:
-        interrupt_at(patch, 3, KeyboardInterrupt())
+        interrupt_at(patch, 2, KeyboardInterrupt())
         assert command("train", *OFFLINE).status == 130
-    known = mine(tmp_path).read_summary()["wandb_id"]
+    known = run_of(tmp_path).read_summary()["wandb_id"]
     assert command("train", *OFFLINE, "resume=auto").status == 0
-    assert mine(tmp_path).read_summary()["wandb_id"] == known
-    recorded = [path.name for path in mine(tmp_path).path.glob("wandb/offline-run-*")]
+    assert run_of(tmp_path).read_summary()["wandb_id"] == known
+    recorded = [path.name for path in run_of(tmp_path).path.glob("wandb/offline-run-*")]
     assert len(recorded) == 2 and all(name.endswith(f"-{known}") for name in recorded)
-    files = [path for path in mine(tmp_path).path.rglob("*") if path.is_file()]
+    files = [path for path in run_of(tmp_path).path.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
     for path in files:
         written = path.read_bytes()

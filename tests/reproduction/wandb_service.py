@@ -23,7 +23,7 @@ class Service(ThreadingHTTPServer):
         self.status = status
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.said: list[str] = []
-        self.lines: list[dict[str, Any]] = []
+        self.lines: dict[str, list[dict[str, Any]]] = {}  # of each run, by its id
 
     def stop(self) -> None:
         """From now on connections are refused."""
@@ -43,7 +43,8 @@ class Answer(BaseHTTPRequestHandler):
         self.server.said.append(f"{self.path} {body.decode(errors='replace')}")
         if self.path.endswith("/file_stream"):
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
-            self.server.lines += [json.loads(line) for line in sent.get("content", [])]
+            lines = self.server.lines.setdefault(self.path.split("/")[-2], [])
+            lines += [json.loads(line) for line in sent.get("content", [])]
         asked = json.loads(body) if self.path == "/graphql" else {}
         query = asked.get("query", "")
         refuses = self.server.status != 200 and "bucket" in query.lower()

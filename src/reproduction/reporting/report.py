@@ -1,5 +1,6 @@
 """The report of one run: report.md and its pictures, beside the figures they are made from."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,20 +41,26 @@ CAPTIONS = {
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     """Draws the pictures, writes report.md and says where; a finished report stays."""
     report = folder.report_path
-    if not report.exists():
-        write_text(report, _page(folder, summary, _draw(folder)))
+    try:
+        if not report.exists():
+            write_text(report, _page(folder, summary, _draw(folder)))
+    except OSError as error:  # the run is finished all the same
+        reason = f"{error.filename or folder.path}: {error.strerror}"
+        print(f"warning: no report ({reason}); resume=auto writes it", file=sys.stderr)
     print(
         f"{folder.path.name}: top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} "
         f"%, median of the last 10 epochs {summary['top1_median10']:.2f} %) after "
         f"{summary['epochs']} epochs in {summary['seconds']:.0f} s"
     )
-    print(f"report and pictures: {report}")
+    if report.exists():
+        print(f"report and pictures: {report}")
 
 
 def _draw(folder: RunFolder) -> list[str]:
     """Draws what the run has; Markdown of the pictures, or of why one is not there."""
     config = parse_saved(folder.read_config())
     steps, epochs = folder.read_metrics()
+    steps = [line for line in steps if not line.get("skipped")]
     if not steps or not epochs:
         return []  # lost, though the run is finished
     draw_accuracy(folder.path / "accuracy.png", steps, epochs)

@@ -1,0 +1,179 @@
+"""Runs that a disk, a memory or a number stops: one line, a folder that goes on, no traceback."""
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reproduction.compose import compose
+from reproduction.jobs import resolve
+from reproduction.reporting import report
+from reproduction.runs import RunFolder
+from reproduction.training import loop, train
+from reproduction.training.loop import Trainer
+from reproduction.training.train import run_training
+from reproduction.training.update import Update
+from tests.reproduction.conftest import SMALL, Command, Ended
+from tests.reproduction.test_training import assert_same_result, folder
+
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
+TINY = [*SMALL, "recipe.log_every=1", "augmentation=[mixup,htm]"]
+MINE = ["name=mine", *TINY]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, unevaluated: None) -> RunFolder:
+    root = tmp_path_factory.mktemp("undisturbed")
+    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *TINY])))
+    return RunFolder(root / "whole")
+
+
+def assert_plain(ended: Ended, *parts: str) -> None:
+    """Ended by a failure of the run, in one line."""
+    assert (ended.status, len(ended.lines)) == (1, 1), ended.err
+    assert ended.err.startswith("train.py: ")
+    for part in parts:
+        assert part in ended.err
+
+
+def failing(whole: Callable[..., Any], error: BaseException, call: int) -> Callable[..., Any]:
+    """A function that works but for one call, counted from 1."""
+    calls = iter(range(1, 10**6))
+
+    def sometimes(*args: Any, **given: Any) -> Any:
+        if next(calls) == call:
+            raise error
+        return whole(*args, **given)
+
+    return sometimes
+
+
+def file_error(number: int, path: Path | None = None) -> OSError:
+    return OSError(number, os.strerror(number), path and str(path))
+
+
+GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+HOST = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to")
+LOWER = ["recipe.batch_size=20", "recipe.grad_accum_steps=1", "recipe.precision"]
+FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [  # in which call of what, and its line
+    (RunFolder, "append_metrics", 2, file_error(errno.ENOSPC), ["No space left on device"]),
+    (loop, "save_plain", 1, file_error(errno.EROFS), ["Read-only file system"]),
+    (loop, "save_last", 1, file_error(errno.EIO), ["Input/output error"]),
+    (loop, "evaluate", 1, GPU, ["evaluation after step ", "the GPU's memory", *LOWER]),
+    (Update, "__call__", 1, GPU, ["step ", "the GPU's memory", *LOWER]),
+    (Update, "__call__", 1, HOST, ["step ", "this machine's memory", *LOWER]),
+    (RunFolder, "write_summary", 2, file_error(errno.EDQUOT), ["Disk quota exceeded"]),
+]
+
+
+def test_what_stops_a_run_is_told_in_one_line_and_it_goes_on_exactly(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder
+):
+    for place, name, call, error, parts in FAULTS:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, failing(getattr(place, name), error, call))
+            ended = command("train", *MINE, "resume=auto")
+        assert_plain(ended, "outputs/mine", *parts, "is kept as failed", "resume=auto")
+        assert folder(tmp_path).read_summary()["status"] == "failed"
+    assert command("train", *MINE, "resume=auto").status == 0
+    assert_same_result(folder(tmp_path), undisturbed)
+
+
+def test_a_run_that_cannot_say_how_it_ended_ends_in_one_line(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*args: Any, **given: Any) -> None:
+        raise file_error(errno.ENOSPC)
+
+    def fill() -> None:
+        for name in ("append_metrics", "write_summary"):
+            monkeypatch.setattr(RunFolder, name, full)
+
+    at_step(monkeypatch, 4, fill)
+    assert_plain(command("train", *MINE), "No space left", "kept as it is", "resume=auto")
+    assert folder(tmp_path).read_summary()["status"] == "running"
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
+    whole = Trainer._step
+
+    def eventful_step(self: Trainer, *args: Any) -> Any:
+        if self.step == step:
+            happens()
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", eventful_step)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MiB at outputs/."""
+    place = tmp_path / "outputs"
+    place.mkdir()
+    told = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(told, check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_on_a_full_disk_the_last_checkpoint_is_whole_and_freed_space_is_enough(
+    command: Command, small_disk: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder
+):
+    def fill() -> None:
+        with (small_disk / "ballast").open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError:
+                pass
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, fill)
+        ended = command("train", *MINE)
+    assert_plain(ended, "outputs/mine", "No space left on device", "resume=auto")
+    mine = RunFolder(small_disk / "mine")
+    assert torch.load(mine.last_path, weights_only=True)["step"] == 3
+    (small_disk / "ballast").unlink()
+    assert command("train", *MINE, "resume=auto").status == 0
+    assert_same_result(mine, undisturbed)
+
+
+def test_a_folder_that_cannot_be_locked_is_refused(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lock = folder(tmp_path).path / ".lock"
+    monkeypatch.setattr(train, "hold", failing(train.hold, file_error(errno.EROFS, lock), 1))
+    ended = command("train", *MINE)
+    assert (ended.status, ended.lines) == (2, [f"train.py: {lock}: Read-only file system"])
+    assert not lock.exists()
+
+
+def test_a_folder_that_vanishes_while_it_trains_is_named(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    at_step(monkeypatch, 4, lambda: shutil.rmtree(folder(tmp_path).path))
+    ended = command("train", *MINE)
+    assert_plain(ended, "outputs/mine/metrics.jsonl: No such file or directory")
+    assert not folder(tmp_path).path.exists()
+
+
+def test_a_run_whose_report_finds_no_space_is_finished(
+    monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder, capsys: pytest.CaptureFixture[str]
+):
+    def full(folder: RunFolder) -> list[str]:
+        raise file_error(errno.ENOSPC)
+
+    monkeypatch.setattr(report, "_draw", full)
+    report.write_report(undisturbed, undisturbed.read_summary())
+    out, err = capsys.readouterr()
+    assert "whole: top-1" in out and "report and pictures" not in out
+    assert err.startswith("warning: no report (") and err.count("\n") == 1
+    assert "No space left on device" in err and not undisturbed.report_path.exists()
