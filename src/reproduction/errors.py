@@ -22,7 +22,7 @@ class PlainError(RuntimeError):
     """Ends a run by a cause that its one line tells whole: nobody needs a traceback."""
 
 
-class RankFailed(RunFailed):
+class RankFailed(PlainError):
     """A rank has raised an error, which it has printed, or was killed."""
 
 

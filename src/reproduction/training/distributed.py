@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reproduction.errors import STOP_SIGNALS, RankFailed, Stopped, UserError, first_line
+from reproduction.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError, first_line
 from reproduction.hardware import usable_cores
 from reproduction.ranks import launched_ranks, restarts
 
@@ -185,7 +185,8 @@ def _how(failure: "ProcessFailure") -> str:
     if failure.exitcode < 0:
         return f"killed by {failure.signal_name()}"
     told = failure.message
-    return str(told["message"] if isinstance(told, dict) else told).splitlines()[-1]
+    line = str(told["message"] if isinstance(told, dict) else told).splitlines()[-1]
+    return line.removeprefix(f"{PlainError.__name__}: ")
 
 
 def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Result | UserError:
@@ -197,7 +198,7 @@ def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Resu
         return error
     except Stopped as stopped:  # nobody may be there to take a result
         sys.exit(SIGNALLED + stopped.signum)
-    except RankFailed:  # another one, which has said why
+    except PlainError:  # one line tells it, or another rank has
         raise
     except Exception:
         traceback.print_exc()

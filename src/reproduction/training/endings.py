@@ -12,7 +12,7 @@ import torch
 
 from reproduction.config import Recipe
 from reproduction.errors import PlainError, UserError
-from reproduction.ranks import is_first_rank
+from reproduction.ranks import is_first_rank, restarts
 from reproduction.runs import RunFolder
 
 OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
@@ -22,11 +22,17 @@ HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def leave_failed(folder: RunFolder, error: Exception) -> str:
-    """Writes that a run has failed and says by what; prints the traceback of what is not plain."""
-    reason = _plain_reason(folder, error)
-    if reason is None:
+    """Writes that a run has failed and says by what; prints the traceback of what is not plain.
+
+    Where torchrun starts the ranks again the run goes on, and nothing is written.
+    """
+    reason = str(error)
+    if not isinstance(error, PlainError):
         traceback.print_exc()
         reason = _reason(error)
+    done, allowed = restarts()
+    if done < allowed:
+        return f"{reason}; all ranks start again"
     return leave(folder, "failed", reason)
 
 
@@ -59,10 +65,21 @@ def explaining_memory(what: str, recipe: Recipe) -> Iterator[None]:
         ) from error
 
 
-def _plain_reason(folder: RunFolder, error: BaseException) -> str | None:
-    """The whole cause in one line; None if it is not as plain as that."""
-    if isinstance(error, PlainError):
-        return str(error)
+@contextmanager
+def explaining_disk(folder: RunFolder) -> Iterator[None]:
+    """Turns what a disk or a lost run folder causes into a PlainError that names the path."""
+    try:
+        yield
+    except (PlainError, UserError):
+        raise
+    except Exception as error:
+        if reason := _reason_of_disk(folder, error):
+            raise PlainError(reason) from error
+        raise
+
+
+def _reason_of_disk(folder: RunFolder, error: BaseException) -> str | None:
+    """Path and reason, of the error or of one that caused it; None if no disk did."""
     cause: BaseException | None = error
     while cause is not None:
         if (number := _number_of(cause)) is not None:

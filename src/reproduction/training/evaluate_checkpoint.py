@@ -6,19 +6,27 @@ from typing import Any
 
 from reproduction.data.build import build_evaluation_loader
 from reproduction.data.sources import load_source
+from reproduction.errors import PlainError, RunFailed
 from reproduction.evaluation import Evaluation
 from reproduction.models.build import build_model, place, without_start
 from reproduction.ranks import is_first_rank
 from reproduction.storage import write_text
 from reproduction.training.checkpoint import load_plain
 from reproduction.training.distributed import join_world, launch, resolve_device
+from reproduction.training.endings import explaining_memory
 from reproduction.training.evaluate import evaluate
 
 
 def evaluate_checkpoint(settings: Evaluation) -> tuple[dict[str, Any], Path]:
-    """Evaluates on one rank or many; returns the result and the file it is written to."""
+    """Evaluates on one rank or many; returns the result and the file it is written to.
+
+    UserError for a checkpoint that does not fit, RunFailed if a rank died or memory is too small.
+    """
     resolve_device(settings.config.device, settings.config.devices)
-    result = launch(_evaluate, settings, settings.config.devices)
+    try:
+        result = launch(_evaluate, settings, settings.config.devices)
+    except PlainError as error:
+        raise RunFailed(str(error)) from error
     if is_first_rank():
         settings.result.parent.mkdir(parents=True, exist_ok=True)
         write_text(settings.result, json.dumps(result, indent=2) + "\n")
@@ -33,7 +41,8 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
         checkpoint = load_plain(settings.checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
-        result = evaluate(place(model, world.device), loader, world, config.recipe.precision)
+        with explaining_memory("evaluation", config.recipe):
+            result = evaluate(place(model, world.device), loader, world, config.recipe.precision)
         return {
             **result,
             "images": len(source.held_out),

@@ -19,7 +19,7 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
-from reproduction.errors import RankFailed, RunFailed, RunInterrupted, Stopped, UserError
+from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError
 from reproduction.hardware import hardware_name, joined
 from reproduction.locking import hold
 from reproduction.model_config import ViT
@@ -31,11 +31,11 @@ from reproduction.models.build import (
     pretrained_statistics,
     without_start,
 )
-from reproduction.ranks import is_first_rank, restarts
+from reproduction.ranks import restarts
 from reproduction.runs import RunFolder, run_hash
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
-from reproduction.training.endings import leave, leave_failed
+from reproduction.training.endings import explaining_disk, leave, leave_failed
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
 from reproduction.training.preflight import preflight
@@ -77,8 +77,6 @@ def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
         return launch(train, config, config.devices, config.restarts)
     except UserError:
         raise
-    except RankFailed as error:
-        raise _failed(folder, str(error)) from error
     except KeyboardInterrupt as interrupt:
         raise RunInterrupted(leave(folder, "interrupted", "interrupted")) from interrupt
     except Exception as error:
@@ -87,7 +85,8 @@ def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
 
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
-    with join_world(resolve_device(config.device, config.devices)) as world:
+    device = resolve_device(config.device, config.devices)
+    with join_world(device) as world, explaining_disk(RunFolder.of(config)):
         source = build_source(config.dataset)  # the first rank has downloaded before it joined
         trainer = build_trainer(config, world, source)
         if world.is_main:
