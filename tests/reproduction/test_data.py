@@ -1,22 +1,14 @@
 """Data sets, loaders and input mixing."""
 
-import hashlib
-import pickle
 import random
 import subprocess
 import sys
-import tarfile
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from timm.data.mixup import Mixup
-from torchvision.datasets import CIFAR10, CIFAR100
 
 from reproduction.compose import compose
 from reproduction.config import Config
@@ -54,89 +46,6 @@ def test_limit_keeps_classes_balanced():
     assert np.bincount(source.train.targets).tolist() == [15] * 10
     assert [source.train[i][1] for i in range(150)] == source.train.targets
     assert len(source.held_out) == 360
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
-    """A folder and the address under which it can be downloaded."""
-    folder = tmp_path / "server"
-    folder.mkdir()
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(folder))
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as http:
-        Thread(target=http.serve_forever, daemon=True).start()
-        yield folder, f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-
-
-def write_cifar(
-    server: tuple[Path, str], kind: type[CIFAR10], monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """An archive of the real layout with 4 images a file; the class is told to expect it."""
-    folder, address = server
-    rng = np.random.default_rng(0)
-    content = folder / kind.base_folder
-    content.mkdir(parents=True)
-    label = "fine_labels" if kind is CIFAR100 else "labels"
-    names = [name for name, _ in (*kind.train_list, *kind.test_list)]
-    for name in names:
-        data = rng.integers(0, 256, (4, 3072)).astype(np.uint8)
-        (content / name).write_bytes(pickle.dumps({"data": data, label: [0, 1, 2, 3]}))
-    classes = {kind.meta["key"]: [f"class {i}" for i in range(100 if kind is CIFAR100 else 10)]}
-    (content / kind.meta["filename"]).write_bytes(pickle.dumps(classes))
-    archive = folder / kind.filename
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(content, kind.base_folder)
-
-    def digest(path: Path) -> str:
-        return hashlib.md5(path.read_bytes()).hexdigest()
-
-    for listing in ("train_list", "test_list"):
-        entries = [[name, digest(content / name)] for name, _ in getattr(kind, listing)]
-        monkeypatch.setattr(kind, listing, entries)
-    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": digest(content / kind.meta["filename"])})
-    monkeypatch.setattr(kind, "url", f"{address}/{kind.filename}")
-    monkeypatch.setattr(kind, "tgz_md5", digest(archive))
-    return archive
-
-
-@pytest.mark.parametrize(("name", "kind"), [("cifar10", CIFAR10), ("cifar100", CIFAR100)])
-def test_cifar_is_downloaded_on_first_use_and_checked(server, tmp_path, monkeypatch, name, kind):
-    write_cifar(server, kind, monkeypatch)
-    root = tmp_path / "data"
-    root.mkdir()
-    (root / kind.filename).write_bytes(b"half a download")
-    source = load_source(name, str(root), None)
-    assert len(source.train) == 4 * len(kind.train_list)
-    assert len(source.held_out) == 4
-    assert len(source.classes) == (10 if name == "cifar10" else 100)
-    image, _ = source.train[3]
-    assert image.size == (32, 32)
-
-
-def test_cifar_says_what_to_put_where_when_the_download_fails(server, tmp_path, monkeypatch):
-    archive = write_cifar(server, CIFAR10, monkeypatch)
-    archive.unlink()
-    with pytest.raises(UserError) as refusal:
-        load_source("cifar10", str(tmp_path / "data"), None)
-    said = str(refusal.value)
-    assert said.startswith("dataset.root=") and "\n" not in said
-    put = f"put {CIFAR10.url} (MD5 {CIFAR10.tgz_md5}, not unpacked) into {tmp_path / 'data'}"
-    assert said.endswith(put) and CIFAR10.url.endswith(CIFAR10.filename)
-
-
-def test_cifar_refuses_an_archive_with_another_digest(server, tmp_path, monkeypatch):
-    archive = write_cifar(server, CIFAR10, monkeypatch)
-    archive.write_bytes(archive.read_bytes()[:-1])
-    with pytest.raises(UserError, match="corrupted"):
-        load_source("cifar10", str(tmp_path / "data"), None)
 
 
 @pytest.mark.parametrize("held_out", ["val", "test"])

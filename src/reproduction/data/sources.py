@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -12,8 +11,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 from reproduction.data.folders import split_folders
-from reproduction.data.stand_ins import own_digests
-from reproduction.errors import UserError, first_line
+from reproduction.errors import UserError
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
@@ -102,35 +100,10 @@ def _digits(name: str, root: str | None) -> Source:
 
 
 def _cifar(name: str, root: str | None) -> Source:
-    from torchvision import datasets
+    from reproduction.data.cifar import read_cifar  # torchvision takes a second to import
 
-    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    digests = own_digests(Path(str(root), kind.base_folder))
-    if digests is not None:
-        kind = _with_digests(kind, digests)
-    try:
-        train = kind(root, train=True, download=digests is None)
-        held_out = kind(root, train=False)
-    except (OSError, RuntimeError) as error:
-        if digests is not None:
-            reason = f"its stand-in images are broken ({first_line(error)}), remove the folder"
-            raise UserError(f"dataset.root={root}: {reason}") from error
-        raise UserError(
-            f"dataset.root={root}: {name} is not there and could not be downloaded "
-            f"({first_line(error)}); put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into "
-            f"{Path(str(root)).absolute()}"
-        ) from error
-    return Source(train, held_out, list(train.classes))
-
-
-def _with_digests(kind: Any, digests: dict[str, str]) -> Any:
-    """torchvision's class, which checks the digests of stand-ins instead of the published ones."""
-    lists = {
-        key: [[file, digests.get(file, "")] for file, _ in getattr(kind, key)]
-        for key in ("train_list", "test_list")
-    }
-    meta = {**kind.meta, "md5": digests.get(kind.meta["filename"], "")}
-    return type(kind.__name__, (kind,), {**lists, "meta": meta})
+    train, held_out, classes = read_cifar(name, str(root))
+    return Source(ArrayImages(*train), ArrayImages(*held_out), classes)
 
 
 def _folders(name: str, root: str | None) -> Source:

@@ -12,6 +12,7 @@ import yaml
 from PIL import Image
 
 from reproduction.data.folders import IMAGENET_CLASSES
+from reproduction.errors import first_line
 
 DIGESTS = "stand_ins.yaml"  # file -> MD5, where CIFAR has published ones
 NOISE = 60  # of 256 grey levels; the rest of a pixel tells the class
@@ -40,9 +41,20 @@ def make_stand_ins(name: str, root: Path) -> None:
 
 
 def own_digests(folder: Path) -> dict[str, str] | None:
-    """The MD5 of each file in a CIFAR folder of stand-ins; None for the real data set."""
+    """The MD5 of each file in a CIFAR folder of stand-ins; None for the real data set.
+
+    OSError or ValueError if they cannot be read.
+    """
     path = folder / DIGESTS
-    return yaml.safe_load(path.read_text()) if path.is_file() else None
+    if not os.path.lexists(path):
+        return None
+    try:
+        digests = yaml.safe_load(path.read_text()) if path.is_file() else None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path}: {first_line(error)}") from error
+    if not isinstance(digests, dict):
+        raise ValueError(f"{path}: holds no digests")
+    return digests
 
 
 def _cifar10(root: Path) -> None:
