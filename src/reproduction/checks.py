@@ -132,6 +132,11 @@ def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
             f"dataset.memory_mib={dataset.memory_mib}: {dataset.name} is held in memory anyway, "
             "allowed is null"
         )
+    if dataset.skips and dataset.name not in IMAGE_FOLDERS:
+        yield (
+            f"dataset.broken_images=skip: {dataset.name} is no folder of image files, allowed is "
+            "refuse"
+        )
     if needs_data and (problem := missing_data(dataset.name, dataset.root)):
         yield problem
 

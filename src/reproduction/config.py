@@ -40,6 +40,11 @@ class Dataset:
     limit: Count | None
     workers: Whole
     memory_mib: Whole | None = None  # of folders alone; earlier runs say nothing of it
+    broken_images: Literal["refuse", "skip"] = "refuse"
+
+    @property
+    def skips(self) -> bool:
+        return self.broken_images == "skip"
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from reproduction.config import Config, Recipe
+from reproduction.config import Config, Dataset, Recipe
 from reproduction.errors import UserError, first_line
 from reproduction.ranks import is_first_rank, launcher, restarts
 from reproduction.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
@@ -30,7 +30,10 @@ NOT_IDENTITY = (
 )
 # What came later has a default in the schema: with it, a run is what it was without the key.
 LATER = {
-    f"recipe.{f.name}": f.default for f in dataclasses.fields(Recipe) if f.default is not MISSING
+    f"{group}.{f.name}": f.default
+    for group, settings in {"recipe": Recipe, "dataset": Dataset}.items()
+    for f in dataclasses.fields(settings)
+    if f.default is not MISSING
 }
 LOCK = ".lock"
 

@@ -12,6 +12,7 @@ from timm.data.mixup import Mixup
 
 from reproduction.compose import compose
 from reproduction.config import Config
+from reproduction.data.broken import BrokenImages
 from reproduction.data.build import (
     build_evaluation_loader,
     build_training_images,
@@ -138,8 +139,9 @@ def test_loading_leaves_the_global_generators_alone(workers: int):
 
 def test_a_process_ends_although_something_still_holds_its_workers():
     code = """
-from reproduction.data.loaders import evaluation_loader
-held = iter(evaluation_loader([0] * 9, num_images=9, batch_size=2, workers=1, pin_memory=False))
+from reproduction.data.loaders import EvaluationImages, evaluation_loader
+images = EvaluationImages([(0, 0)] * 9, lambda image: image)
+held = iter(evaluation_loader(images, num_images=9, batch_size=2, workers=1, pin_memory=False))
 next(held)
 raise RuntimeError
 """
@@ -245,7 +247,10 @@ def test_statistics_of_digits_are_those_of_the_images():
 def test_evaluation_shows_every_image_once_to_one_rank(ranks):
     source = load_source("digits", None, None)
     config = config_of(f"recipe.batch_size={7 * ranks}")
-    loaders = [build_evaluation_loader(config, source, r, ranks, False) for r in range(ranks)]
+    loaders = [
+        build_evaluation_loader(config, source, r, ranks, False, BrokenImages(0))
+        for r in range(ranks)
+    ]
     seen = [index for loader in loaders for index in loader.sampler]
     assert sorted(seen) == list(range(360))
     assert sum(len(targets) for loader in loaders for _, targets in loader) == 360

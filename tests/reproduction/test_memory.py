@@ -12,6 +12,7 @@ from PIL import Image
 from reproduction.compose import compose
 from reproduction.config import Config
 from reproduction.data import memory
+from reproduction.data.broken import BrokenImages
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.memory import held
@@ -48,8 +49,8 @@ def config_of(root: Path, *overrides: str) -> Config:
 def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> list[torch.Tensor]:
     """Two epochs of training, one of held-out images; `meanwhile` comes before the first batch."""
     batches = TrainingBatches(len(source.train), 5, config.seed)
-    loader = build_training_loader(config, source, batches, pin=False)
-    evaluation = build_evaluation_loader(config, source, 0, 1, pin=False)
+    loader = build_training_loader(config, source, batches, False, BrokenImages(0))
+    evaluation = build_evaluation_loader(config, source, 0, 1, False, BrokenImages(0))
     meanwhile()
     found = []
     for epoch in range(2):

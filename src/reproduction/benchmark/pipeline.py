@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import default_collate
-from torchvision.datasets import ImageFolder
 
 from reproduction.benchmark.appetite import FEEDS, FILES, PHOTOS, SMALL
 from reproduction.benchmark.scope import Scope
@@ -19,7 +18,7 @@ from reproduction.benchmark.trainers import step_config
 from reproduction.data.build import build_training_images
 from reproduction.data.loaders import TrainingImages
 from reproduction.data.memory import held
-from reproduction.data.sources import ArrayImages, ImageSource, Source, load_image
+from reproduction.data.sources import ArrayImages, FileImages, ImageSource, Source
 
 PHOTO = (375, 500)  # rows and columns, usual ones of ImageNet
 MIB_OF_PHOTOS = 8  # enough to hold them all
@@ -64,13 +63,13 @@ def small_images() -> ImageSource:
 
 def photos(folder: Path) -> ImageSource:
     """A folder of made-up photos: smooth colours under fine noise, some 100 kB each."""
-    (folder / "class").mkdir()
     rng = np.random.default_rng(0)
-    for number in range(8):
+    paths = [str(folder / f"{number}.jpg") for number in range(8)]
+    for path in paths:
         rows, columns = PHOTO
         coarse = rng.integers(0, 256, (rows // GRAIN, columns // GRAIN, 3), dtype=np.uint8)
         smooth = Image.fromarray(coarse).resize((columns, rows), Image.Resampling.BICUBIC)
         noisy = np.asarray(smooth) + rng.normal(0, 6, (rows, columns, 3))
         image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-        image.save(folder / "class" / f"{number}.jpg", quality=90)
-    return ImageFolder(str(folder), loader=load_image)
+        image.save(path, quality=90)
+    return FileImages([(path, 0) for path in paths])

@@ -11,6 +11,7 @@ from reproduction.benchmark.oracle import Oracle
 from reproduction.benchmark.scope import TRAINED_AS
 from reproduction.cli import compose
 from reproduction.config import Config
+from reproduction.data.broken import BrokenImages
 from reproduction.data.build import build_mixer
 from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import build_module, place
@@ -54,6 +55,7 @@ def bare_trainer(config: Config, device: torch.device, shared: nn.Module | None 
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=nothing,
         eval_loader=nothing,
+        broken=BrokenImages(0),
     )
 
 

@@ -1,12 +1,13 @@
 """From the configuration to loaders."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
 
 import yaml
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
+from reproduction.data.broken import BrokenImages
 from reproduction.data.loaders import (
     EvaluationImages,
     TrainingBatches,
@@ -21,6 +22,7 @@ from reproduction.data.transforms import Transform, evaluation_transform, traini
 from reproduction.errors import UserError
 
 Statistics = tuple[list[float], list[float]]
+Loader = Iterable[list[Tensor]]  # images, classes
 
 
 def build_source(dataset: Dataset) -> Source:
@@ -42,7 +44,7 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
     except (ValueError, AssertionError, NotImplementedError) as error:  # timm's, of policies
         policy = settings["auto_augment"]
         raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
-    return TrainingImages(source.train, transform, config.seed)
+    return TrainingImages(source.train, transform, config.seed, config.dataset.skips)
 
 
 def build_evaluation_transform(config: Config) -> Transform:
@@ -56,21 +58,22 @@ def build_evaluation_transform(config: Config) -> Transform:
 
 
 def build_training_loader(
-    config: Config, source: Source, batches: TrainingBatches, pin: bool
-) -> DataLoader[Any]:
+    config: Config, source: Source, batches: TrainingBatches, pin: bool, broken: BrokenImages
+) -> Loader:
     """Loads this rank's batches; decodes a small folder now."""
     in_memory = dataclasses.replace(source, train=_held(config.dataset, source.train))
     images = build_training_images(config, in_memory)
-    return training_loader(images, batches, config.dataset.workers, pin)
+    loader = training_loader(images, batches, config.dataset.workers, pin)
+    return broken.leave_out(loader, first=0) if config.dataset.skips else loader
 
 
 def build_evaluation_loader(
-    config: Config, source: Source, rank: int, ranks: int, pin: bool
-) -> DataLoader[Any]:
+    config: Config, source: Source, rank: int, ranks: int, pin: bool, broken: BrokenImages
+) -> Loader:
     """Loads this rank's share of the held-out images; decodes a small folder now."""
     held_out = _held(config.dataset, source.held_out)
-    return evaluation_loader(
-        EvaluationImages(held_out, build_evaluation_transform(config)),
+    loader = evaluation_loader(
+        EvaluationImages(held_out, build_evaluation_transform(config), config.dataset.skips),
         num_images=len(source.held_out),
         batch_size=max(1, config.recipe.batch_size // ranks),
         workers=config.dataset.workers,
@@ -78,6 +81,13 @@ def build_evaluation_loader(
         rank=rank,
         ranks=ranks,
     )
+    return broken.leave_out(loader, first=len(source.train)) if config.dataset.skips else loader
+
+
+def build_broken_images(config: Config, source: Source) -> BrokenImages:
+    """Counts those of both halves of a data set, if they are skipped."""
+    images = len(source.train) + len(source.held_out)
+    return BrokenImages(images if config.dataset.skips else 0)
 
 
 def _held(dataset: Dataset, images: ImageSource) -> ImageSource:
@@ -85,7 +95,7 @@ def _held(dataset: Dataset, images: ImageSource) -> ImageSource:
     if not dataset.memory_mib:
         return images
     try:
-        return held(images, dataset.memory_mib, threads=max(1, dataset.workers))
+        return held(images, dataset.memory_mib, max(1, dataset.workers), dataset.skips)
     except RuntimeError as error:
         raise UserError(str(error)) from error
 

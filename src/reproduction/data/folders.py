@@ -8,6 +8,7 @@ from reproduction.errors import UserError
 
 IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # data sets that are folders of image files
 EVALUATION_FOLDERS = ("val", "test")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IMAGENET_CLASSES = 1000
 
 
@@ -38,8 +39,14 @@ def data_sizes(name: str, root: str | None) -> Sizes:
         raise UserError(problem)
     folders = split_folders(str(root))
     assert folders is not None
-    train, held_out = (sum(len(files) for *_, files in os.walk(folder)) for folder in folders)
-    return Sizes(train, held_out, len(class_names(folders[0])))
+    classes = class_names(folders[0])
+    try:
+        train, held_out = (
+            sum(len(image_files(folder / name)) for name in classes) for folder in folders
+        )
+    except OSError as error:
+        raise UserError(f"dataset.root={root}: {error}") from error
+    return Sizes(train, held_out, len(classes))
 
 
 def missing_data(name: str, root: str | None) -> str | None:
@@ -50,7 +57,10 @@ def missing_data(name: str, root: str | None) -> str | None:
         return f"dataset.root=null: {name} needs a folder, set dataset.root"
     if name in ("cifar10", "cifar100"):
         return None  # downloaded on first use
-    problem = _folder_problem(name, root)
+    try:
+        problem = _folder_problem(name, root)
+    except OSError as error:
+        problem = str(error)
     return None if problem is None else f"dataset.root={root}: {problem}"
 
 
@@ -65,6 +75,8 @@ def _folder_problem(name: str, root: str) -> str | None:
             f"{folders[0].name}/ and {folders[1].name}/ must hold the same classes, {odd[0]!r} "
             "is in one of them only"
         )
+    if odd := [label for label in sorted(train) if not is_text(label)]:
+        return f"{folders[0].name}/ must hold classes with names in UTF-8, {odd[0]!r} is none"
     if name == "imagenet1k" and len(train) != IMAGENET_CLASSES:
         return (
             f"imagenet1k needs {IMAGENET_CLASSES} classes, found {len(train)}; for other folders "
@@ -84,7 +96,42 @@ def split_folders(root: str) -> tuple[Path, Path] | None:
 
 
 def class_names(folder: Path) -> list[str]:
-    """The sub-folders in alphabetical order: class i is name i."""
+    """The sub-folders in alphabetical order: class i is name i. OSError if it is not readable."""
     if not folder.is_dir():
         return []
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    return sorted(entry.name for entry in os.scandir(folder) if os.path.isdir(entry))
+
+
+def image_files(folder: Path) -> list[str]:
+    """The files that are named like images in a folder and below it, in torchvision's order.
+
+    Links are followed. OSError if a folder is not readable, or found twice, as through a link that
+    leads up: its images would count as often, or for ever.
+    """
+    found, seen, waiting = [], set(), [str(folder)]
+    while waiting:
+        here = waiting.pop()
+        status = os.stat(here)
+        if (status.st_dev, status.st_ino) in seen:
+            raise OSError(f"{here} leads to a folder of images that is in this class already")
+        seen.add((status.st_dev, status.st_ino))
+        for entry in os.scandir(here):
+            if _is_folder(entry):
+                waiting.append(entry.path)
+            elif entry.name.lower().endswith(EXTENSIONS):
+                found.append((here, entry.name))
+    return [os.path.join(*place) for place in sorted(found)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Without a look at the disk for most; a link that leads nowhere is none."""
+    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
+
+
+def is_text(name: str) -> bool:
+    """Whether a name on disk is UTF-8: Python stands in for its other bytes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -11,39 +11,44 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from reproduction.data.broken import Broken, collate_readable, loaded
 from reproduction.data.seeding import Purpose, generators_kept, seed_generators
 from reproduction.data.sources import ImageSource
 from reproduction.data.transforms import Transform
 from reproduction.errors import STOP_SIGNALS, UserError
 
+Item = tuple[Tensor, int] | Broken
 
-class TrainingImages(Dataset[tuple[Tensor, int]]):
+
+class TrainingImages(Dataset[Item]):
     """Augmented images; the augmentation is a function of (seed, epoch, index)."""
 
-    def __init__(self, source: ImageSource, transform: Transform, seed: int):
-        self.source, self.transform, self.seed = source, transform, seed
+    def __init__(self, source: ImageSource, transform: Transform, seed: int, skips: bool = False):
+        self.source, self.transform, self.seed, self.skips = source, transform, seed, skips
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+    def __getitem__(self, key: tuple[int, int]) -> Item:
         return self.__getitems__([key])[0]
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[tuple[Tensor, int]]:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Item]:
         """A batch at once, as a DataLoader asks for it: generators are kept once, not by image."""
         with generators_kept():
             return [self._augmented(*key) for key in keys]
 
-    def _augmented(self, epoch: int, index: int) -> tuple[Tensor, int]:
-        image, target = self.source[index]
+    def _augmented(self, epoch: int, index: int) -> Item:
+        item = loaded(self.source, index, self.skips)
+        if isinstance(item, Broken):
+            return item
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
-        return self.transform(image), target
+        return self.transform(item[0]), item[1]
 
 
-class EvaluationImages(Dataset[tuple[Tensor, int]]):
-    def __init__(self, source: ImageSource, transform: Transform):
-        self.source, self.transform = source, transform
+class EvaluationImages(Dataset[Item]):
+    def __init__(self, source: ImageSource, transform: Transform, skips: bool = False):
+        self.source, self.transform, self.skips = source, transform, skips
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, target = self.source[index]
-        return self.transform(image), target
+    def __getitem__(self, index: int) -> Item:
+        item = loaded(self.source, index, self.skips)
+        return item if isinstance(item, Broken) else (self.transform(item[0]), item[1])
 
 
 class TrainingBatches(Sampler[list[tuple[int, int]]]):
@@ -85,7 +90,7 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 
 def training_loader(
     images: TrainingImages, batches: TrainingBatches, workers: int, pin_memory: bool
-) -> DataLoader[tuple[Tensor, int]]:
+) -> DataLoader[Item]:
     """Loads this rank's shares, from where `batches` starts."""
     return DataLoader(
         images,
@@ -94,6 +99,7 @@ def training_loader(
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_parent,
+        collate_fn=collate_readable if images.skips else None,
         generator=torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
     )
 
@@ -106,7 +112,7 @@ def evaluation_loader(
     pin_memory: bool,
     rank: int = 0,
     ranks: int = 1,
-) -> DataLoader[tuple[Tensor, int]]:
+) -> DataLoader[Item]:
     """Every image exactly once over all ranks, without padding."""
     return DataLoader(
         images,
@@ -116,6 +122,7 @@ def evaluation_loader(
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_parent,
+        collate_fn=collate_readable if images.skips else None,
         generator=torch.Generator(),
     )
 

@@ -1,23 +1,24 @@
 """The five data sets as pairs of (PIL image, class index) with the published split."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 from PIL import Image
 from torch.utils.data import Subset
 
-from reproduction.data.folders import split_folders
+from reproduction.data.folders import EXTENSIONS, class_names, image_files, split_folders
+from reproduction.data.images import load_image
 from reproduction.errors import UserError
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 
 
 class ImageSource(Protocol):
-    """Images by index; `targets` are their classes, known without decoding anything."""
+    """Images by index, RuntimeError names a broken one; `targets` are known without decoding."""
 
     targets: list[int]
 
@@ -46,6 +47,20 @@ class ArrayImages:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         image = Image.fromarray(self.images[index])  # a copy: what is held stays as it is
         return image if image.mode == "RGB" else image.convert("RGB"), self.targets[index]
+
+
+class FileImages:
+    """Images that are read from their files, each when it is asked for."""
+
+    def __init__(self, samples: list[tuple[str, int]]):
+        self.samples, self.targets = samples, [target for _, target in samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        path, target = self.samples[index]
+        return load_image(path), target
 
 
 def load_source(name: str, root: str | None, limit: int | None) -> Source:
@@ -107,38 +122,25 @@ def _cifar(name: str, root: str | None) -> Source:
 
 
 def _folders(name: str, root: str | None) -> Source:
-    from torchvision.datasets import ImageFolder
-
     folders = split_folders(str(root))
     assert folders is not None, "the configuration has checked the folders"
+    classes = class_names(folders[0])
     try:
-        train, held_out = (ImageFolder(folder, loader=load_image) for folder in folders)
-    except FileNotFoundError as error:
-        raise UserError(f"dataset.root={root}: {' '.join(str(error).split())}") from error
-    return Source(cast(ImageSource, train), cast(ImageSource, held_out), train.classes)
+        train, held_out = (FileImages(_samples(folder, classes)) for folder in folders)
+    except OSError as error:
+        raise UserError(f"dataset.root={root}: {error}") from error
+    return Source(train, held_out, classes)
 
 
-def load_image(path: str) -> Image.Image:
-    """An RGB image; RuntimeError names a file that is broken or has more than 8 bits a channel."""
-    with _opened(path) as image:
-        return image.convert("RGB")
-
-
-def image_size(path: str) -> tuple[int, int]:
-    """Width and height by the header; RuntimeError as above."""
-    with _opened(path) as image:
-        return image.size
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[Image.Image]:
-    try:
-        with Image.open(path) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"{image.mode} pixels, convert them to 8 bits a channel")
-            yield image
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RuntimeError(f"{path}: no readable image: {error}") from error
+def _samples(folder: Path, classes: list[str]) -> list[tuple[str, int]]:
+    """Every file with its class; OSError as of image_files, or names a class without images."""
+    samples = []
+    for label, name in enumerate(classes):
+        files = image_files(folder / name)
+        if not files:
+            raise FileNotFoundError(f"{folder / name} holds no images ({', '.join(EXTENSIONS)})")
+        samples += [(file, label) for file in files]
+    return samples
 
 
 _LOADERS: dict[str, Callable[[str, str | None], Source]] = {

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from reproduction.config import Config
+from reproduction.data.broken import collate_readable
 from reproduction.data.build import build_training_images
 from reproduction.errors import UserError
 from reproduction.reporting.trained import block_inputs, load_trained
@@ -144,7 +144,8 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
     size = config.recipe.batch_size
     return [
         _batch(
-            trained.module, default_collate([images[(0, i)] for i in order[start : start + size]])
+            trained.module,
+            collate_readable([images[(0, i)] for i in order[start : start + size]])[0],
         )
         for start in range(0, min(len(order), BATCHES * size) - size + 1, size)
     ]

@@ -108,6 +108,7 @@ def _page(folder: RunFolder, summary: dict[str, Any], shown: list[str]) -> str:
         "top-1, median of the last 10 epochs": f"{summary['top1_median10']:.2f} %",
         "top-5, last epoch": f"{summary['top5_last']:.2f} %",
         "epochs / batches": f"{summary['epochs']} / {summary['steps']}",
+        "broken images, left out": summary.get("broken_images", 0),
         "parameters": f"{summary['parameters']:,}",
         "MACs of one image": f"{summary['macs']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",

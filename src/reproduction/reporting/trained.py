@@ -4,6 +4,7 @@ Letters: b batch, n tokens with prefix, c classes, d width, h w image.
 """
 
 import dataclasses
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
+from reproduction.data.broken import Broken, loaded
 from reproduction.data.build import build_evaluation_transform, build_source
 from reproduction.data.mixup import build_input_mixer
 from reproduction.data.sources import Source
@@ -82,9 +84,10 @@ def some_images(trained: Trained, count: int) -> Sample:
     """`count` training images drawn by the run's seed, or all; fewer are the first of more."""
     config, source = trained.config, trained.source
     transform = build_evaluation_transform(config)
-    order = np.random.default_rng(config.seed).permutation(len(source.train))[:count]
-    items = (source.train[int(index)] for index in order)
-    images, classes = default_collate([(transform(image), target) for image, target in items])
+    order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
+    items = (loaded(source.train, index, config.dataset.skips) for index in order)
+    readable = islice((item for item in items if not isinstance(item, Broken)), count)
+    images, classes = default_collate([(transform(image), target) for image, target in readable])
     smooth = build_input_mixer(
         num_classes=len(source.classes),
         label_smoothing=config.recipe.label_smoothing,

@@ -36,11 +36,15 @@ def evaluate(
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     for batch in loader:
         images, targets = (x.to(world.device, non_blocking=True) for x in batch)
+        if not len(images):  # all of them are broken, and skipped
+            continue
         with autocast(world.device, precision):
             logits = model(images)
         totals += _count(logits.float(), targets)
     model.train(was_training)
     images_seen, top1, top5, loss = world.sum(totals).tolist()
+    if not images_seen:
+        raise RuntimeError("none of the held-out images is readable")
     return {
         "top1": 100 * top1 / images_seen,
         "top5": 100 * top5 / images_seen,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from reproduction.data.build import build_evaluation_loader
+from reproduction.data.build import build_broken_images, build_evaluation_loader
 from reproduction.data.sources import load_source
 from reproduction.errors import PlainError, RunFailed
 from reproduction.evaluation import Evaluation
@@ -40,12 +40,14 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
         model = build_model(without_start(config.model), len(source.classes))
         checkpoint = load_plain(settings.checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
-        loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
+        broken = build_broken_images(config, source)
+        loader = build_evaluation_loader(config, source, world.rank, world.size, pin, broken)
         with explaining_memory("evaluation", config.recipe):
             result = evaluate(place(model, world.device), loader, world, config.recipe.precision)
+        broken.agree(world)
         return {
             **result,
-            "images": len(source.held_out),
+            "images": len(source.held_out) - len(broken.known),
             "dataset": config.dataset.name,
             "checkpoint": str(checkpoint),
         }

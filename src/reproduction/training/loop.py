@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from reproduction.config import Config
+from reproduction.data.broken import BrokenImages
+from reproduction.data.build import Loader
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose
@@ -54,15 +55,16 @@ class Trainer:
         classes: list[str],
         input_mixer: InputMixer,
         batches: TrainingBatches,
-        train_loader: DataLoader[Any],
-        eval_loader: DataLoader[Any],
+        train_loader: Loader,
+        eval_loader: Loader,
+        broken: BrokenImages,
     ):
         recipe = config.recipe
         self.config, self.recipe, self.world = config, recipe, world
         self.folder, self.classes = folder, classes
         self.logger: Logger = NoLog()
         self.module, self.input_mixer, self.batches = module, input_mixer, batches
-        self.train_loader, self.eval_loader = train_loader, eval_loader
+        self.train_loader, self.eval_loader, self.broken = train_loader, eval_loader, broken
         if config.compile:
             compile_blocks(module)
         self.update = Update(module, recipe, world)
@@ -92,6 +94,7 @@ class Trainer:
                 setattr(self, name, state[name])
             if "non_finite" in state:  # which older runs did not save
                 self.non_finite.load_state_dict(state["non_finite"])
+            self.broken.known = set(state.get("broken_images", []))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
@@ -172,7 +175,12 @@ class Trainer:
 
     def _step(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
         """One batch: mix inputs, then update; returns a part for each micro-batch."""
-        device = self.world.device
+        device, least = self.world.device, self.recipe.grad_accum_steps
+        if len(images) < least:  # the others are broken, and skipped
+            raise RuntimeError(
+                f"step {self.step + 1}: {len(images)} of this share's images are readable, "
+                f"recipe.grad_accum_steps={least} needs {least} or more"
+            )
         images = images.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
         key = (self.config.seed, self.step, self.world.rank)
@@ -186,6 +194,7 @@ class Trainer:
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; PlainError at an update that is not finite."""
+        self.broken.agree(self.world)
         lines = self.metrics.fetch()
         self._write(lines)
         self.non_finite.check(lines)
@@ -209,6 +218,7 @@ class Trainer:
         self.world.share_buffers(model)  # what is evaluated is what the first rank saves
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
+        self.broken.agree(self.world)
         if not math.isfinite(result["eval_loss"]):
             raise PlainError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         self.epoch += 1
@@ -253,6 +263,7 @@ class Trainer:
             "classes": self.classes,
             "run": run_hash(self.config),
             "non_finite": self.non_finite.state_dict(),
+            "broken_images": sorted(self.broken.known),
             **{name: getattr(self, name) for name in (*COUNTERS, *CLOCKS)},
         }
 
@@ -276,6 +287,7 @@ class Trainer:
             "top5_best": max(top5),
             "epochs": self.epoch,
             "steps": self.step,
+            "broken_images": len(self.broken.known),
             "seconds": round(self.seconds, 1),
             "images_per_second": round(self.images / self.train_seconds, 1),
             **({"skipped_steps": self.non_finite.skipped} if self.update.skips else {}),

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from reproduction.config import Config
+from reproduction.data.broken import Broken
 from reproduction.data.build import build_source, build_training_images
 from reproduction.data.loaders import TrainingBatches
 from reproduction.errors import UserError, first_line
@@ -25,8 +26,10 @@ def preflight(config: Config, here: bool = True) -> None:
         if config.compile:
             check_compiler(device)
     source = build_source(config.dataset)
+    images = build_training_images(config, source)
     try:
-        build_training_images(config, source)[(0, 0)]
+        if all(isinstance(images[(0, index)], Broken) for index in range(len(source.train))):
+            raise UserError(f"dataset.root={config.dataset.root}: no training image is readable")
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(f"the first training image: {first_line(error)}") from error
     batches = TrainingBatches(

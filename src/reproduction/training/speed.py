@@ -10,6 +10,7 @@ import torch
 
 from reproduction.config import Config
 from reproduction.cost import Speed, as_measured, sizes_of
+from reproduction.data.broken import BrokenImages
 from reproduction.data.build import build_mixer
 from reproduction.data.loaders import TrainingBatches
 from reproduction.errors import UserError
@@ -60,6 +61,7 @@ def _build_trainer(config: Config, world: World, classes: int) -> Trainer:
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=nothing,
         eval_loader=nothing,
+        broken=BrokenImages(0),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from reproduction.config import Config
 from reproduction.data.build import (
+    build_broken_images,
     build_evaluation_loader,
     build_mixer,
     build_source,
@@ -116,6 +117,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
+    broken = build_broken_images(config, source)
     pin = world.device.type == "cuda"
     trainer = Trainer(
         config,
@@ -125,8 +127,9 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         classes=source.classes,
         input_mixer=build_mixer(config, len(source.classes)),
         batches=batches,
-        train_loader=build_training_loader(config, source, batches, pin),
-        eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin),
+        train_loader=build_training_loader(config, source, batches, pin, broken),
+        eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin, broken),
+        broken=broken,
     )
     if newest is not None:
         trainer.restore(*newest)

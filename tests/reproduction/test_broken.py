@@ -1,0 +1,150 @@
+"""Broken images that are left out, and what is left of their batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from reproduction.compose import compose
+from reproduction.config import Config
+from reproduction.data.broken import BrokenImages
+from reproduction.data.build import (
+    build_broken_images,
+    build_evaluation_loader,
+    build_training_images,
+    build_training_loader,
+)
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.sources import _open, load_source
+from reproduction.errors import UserError
+from reproduction.parse import parse
+from reproduction.runs import RunFolder, run_hash
+from reproduction.training.distributed import World
+from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.test_training import assert_same_result, interrupt_at
+
+BROKEN = ("train/cat/2.png", "train/dog/5.png", "train/dog/6.png", "val/dog/1.png")
+NUMBERS = {2, 13, 14, 16 + 5}  # among 2 x 8 training and 2 x 4 held-out images
+
+
+def write_broken(root: Path, broken: tuple[str, ...] = BROKEN) -> Path:
+    write_images(root, ["cat", "dog"], train=8, held_out=4)
+    for name in broken:
+        (root / name).write_bytes((root / name).read_bytes()[:200])
+    return root
+
+
+def config_of(root: Path, *overrides: str) -> Config:
+    told = ["dataset=image_folder", f"dataset.root={root}", "dataset.broken_images=skip"]
+    return parse(compose("train", [*told, "recipe.batch_size=5", *overrides]).raw)
+
+
+def epoch_of(config: Config, broken: BrokenImages, epoch: int) -> tuple[list[Any], list[Any]]:
+    """The batches of an epoch, and of the held-out images."""
+    source = load_source("image_folder", config.dataset.root, None)
+    batches = TrainingBatches(len(source.train), 5, config.seed)
+    batches.start_at(epoch, 0)
+    training = build_training_loader(config, source, batches, False, broken)
+    return list(training), list(build_evaluation_loader(config, source, 0, 1, False, broken))
+
+
+def readable_batches(config: Config, epoch: int) -> list[tuple[Tensor, Tensor]]:
+    """What is expected: the images of each batch, one by one, without the broken ones."""
+    source = load_source("image_folder", config.dataset.root, None)
+    images = build_training_images(config, source)
+    batches = TrainingBatches(len(source.train), 5, config.seed)
+    batches.start_at(epoch, 0)
+    kept = ([images[key] for key in batch if key[1] not in NUMBERS] for batch in batches)
+    return [(torch.stack([x for x, _ in k]), torch.tensor([y for _, y in k])) for k in kept]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize(("workers", "memory"), [(0, 0), (0, 64), (1, 0), (3, 64)])
+def test_broken_images_are_left_out_and_told_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], workers: int, memory: int
+):
+    root = write_broken(tmp_path / "images")
+    config = config_of(root, f"dataset.workers={workers}", f"dataset.memory_mib={memory}")
+    broken = build_broken_images(config, load_source("image_folder", str(root), None))
+    for epoch in (0, 1):
+        training, held_out = epoch_of(config, broken, epoch)
+        for ours, expected in zip(training, readable_batches(config, epoch), strict=True):
+            assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+        assert [targets.tolist() for _, targets in held_out] == [[0, 0, 0, 0, 1], [1, 1]]
+    assert broken.known == NUMBERS
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == len(BROKEN)
+    for name in BROKEN:
+        assert sum(f"warning: left out: {root / name}: no readable" in line for line in told) == 1
+
+
+def test_ranks_agree_on_what_is_broken():
+    ranks = [BrokenImages(5), BrokenImages(5)]
+    ranks[0].note(1, "a"), ranks[0].note(4, "b"), ranks[1].note(4, "b")
+    met: list[Tensor] = []
+
+    class Two(World):
+        def sum(self, values: Tensor) -> Tensor:
+            met.append(values)
+            return torch.stack(met).sum(dim=0)
+
+    for broken in (ranks[1], ranks[0]):
+        broken.agree(Two(0, 2, torch.device("cpu")))
+    assert ranks[0].known == {1, 4}
+
+
+def train(command: Command, root: Path, name: str, *overrides: str) -> Any:
+    small = [x for x in SMALL if "limit" not in x and "batch_size" not in x]
+    told = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
+    return command("train", f"name={name}", *told, *small, "recipe.batch_size=5", *overrides)
+
+
+def test_a_run_counts_what_it_leaves_out_also_where_it_was_interrupted(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root, skip = write_broken(tmp_path / "images"), "dataset.broken_images=skip"
+    refused = train(command, root, "refused")
+    assert refused.status == 2 and "no readable image" in refused.lines[-1]
+    whole = train(command, root, "whole", skip)
+    assert whole.status == 0 and whole.err.count("warning: left out: ") == len(BROKEN)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 6, KeyboardInterrupt())
+        assert train(command, root, "halves", skip).status == 130
+    later = train(command, root, "halves", skip, "resume=auto", "dataset.memory_mib=0")
+    assert later.status == 0 and later.err.count("warning: left out: ") == 0
+    runs = [RunFolder(tmp_path / "outputs" / name) for name in ("whole", "halves")]
+    assert_same_result(*runs)
+    assert [run.read_summary()["broken_images"] for run in runs] == [len(BROKEN)] * 2
+    evaluated = command("eval", f"run={runs[0].path}")
+    assert evaluated.status == 0 and evaluated.err.count("warning: left out: ") == 1
+    assert '"images": 7' in (runs[0].path / "evaluation-last.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("split", "spared", "status", "said"),
+    [
+        ("train", (), 2, "no training image is readable"),
+        ("train", ("cat/3", "dog/3"), 1, "0 of this share's images are readable"),
+        ("val", (), 1, "none of the held-out images is readable"),
+    ],
+)
+def test_where_too_few_images_are_left_a_run_ends_in_one_line(
+    command: Command, tmp_path: Path, split: str, spared: tuple[str, ...], status: int, said: str
+):
+    root = write_broken(tmp_path / "images", ())
+    for path in (root / split).rglob("*.png"):
+        if str(path.relative_to(root / split).with_suffix("")) not in spared:
+            path.write_bytes(b"")
+    ended = train(command, root, "mine", "dataset.broken_images=skip")
+    assert ended.status == status and said in ended.lines[-1]
+    _open.cache_clear()
+
+
+def test_skipping_is_for_folders_alone_and_belongs_to_the_identity(tmp_path: Path):
+    root = write_broken(tmp_path / "images")
+    skips, refuses = config_of(root), config_of(root, "dataset.broken_images=refuse")
+    assert run_hash(skips) != run_hash(refuses)
+    with pytest.raises(UserError, match=r"dataset\.broken_images=skip: digits is no folder"):
+        parse(compose("train", ["dataset.broken_images=skip"]).raw)
