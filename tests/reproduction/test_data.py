@@ -1,8 +1,11 @@
 """Data sets, loaders and input mixing."""
 
+import multiprocessing
+import os
 import random
-import subprocess
-import sys
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +21,22 @@ from reproduction.data.build import (
     build_training_images,
     statistics_warning,
 )
-from reproduction.data.loaders import TrainingBatches, training_loader
+from reproduction.data.loaders import (
+    EvaluationImages,
+    TrainingBatches,
+    evaluation_loader,
+    training_loader,
+)
 from reproduction.data.mixup import build_input_mixer, mix_inputs
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
 from reproduction.errors import UserError
 from reproduction.parse import parse
-from tests.reproduction.conftest import write_images
+from reproduction.runs import RunFolder
+from reproduction.training import evaluate
+from reproduction.training.loop import Trainer
+from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.test_training import assert_same_result
 
 
 def config_of(*overrides: str) -> Config:
@@ -137,17 +149,52 @@ def test_loading_leaves_the_global_generators_alone(workers: int):
     assert [before, draw()] == expected
 
 
+def hold_workers() -> None:
+    """Fails while a traceback holds a loader's iterator, as ranks that we start may do."""
+    images = EvaluationImages([(0, 0)] * 9, lambda image: image)
+    held = iter(evaluation_loader(images, num_images=9, batch_size=2, workers=1, pin_memory=False))
+    next(held)
+    raise RuntimeError
+
+
 def test_a_process_ends_although_something_still_holds_its_workers():
-    code = """
-from reproduction.data.loaders import EvaluationImages, evaluation_loader
-images = EvaluationImages([(0, 0)] * 9, lambda image: image)
-held = iter(evaluation_loader(images, num_images=9, batch_size=2, workers=1, pin_memory=False))
-next(held)
-raise RuntimeError
-"""
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert ended.returncode == 1 and ended.stderr.endswith(b"RuntimeError\n")
+    process = multiprocessing.get_context("spawn").Process(target=hold_workers)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+
+
+def test_a_worker_that_dies_ends_a_run_that_can_go_on(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    args = [*SMALL, "augmentation=[mixup,cutmix,htm,vtm]", "dataset.workers=1"]
+    assert command("train", "name=whole", *args).status == 0
+
+    def kill_in(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        """Kills the worker that started last when `name` is called for the second time."""
+        whole, calls = getattr(owner, name), iter(range(99))
+
+        def killing(*given: Any) -> Any:
+            if next(calls) == 1:
+                last = max(multiprocessing.active_children(), key=lambda child: child.pid or 0)
+                os.kill(last.pid or 0, signal.SIGKILL)
+                time.sleep(1)  # torch hears of it
+            return whole(*given)
+
+        patch.setattr(owner, name, killing)
+
+    for owner, name in ((Trainer, "_step"), (evaluate, "_count")):
+        with monkeypatch.context() as patch:
+            kill_in(patch, owner, name)
+            start = time.monotonic()
+            ended = command("train", "name=mine", "resume=auto", *args)
+        assert ended.status == 1 and time.monotonic() - start < 30
+        assert "is killed by signal: Killed: memory may have run out" in ended.lines[-1]
+        assert "try a lower dataset.workers" in ended.lines[-1]
+        run = RunFolder(tmp_path / "outputs/mine")
+        assert run.read_summary()["status"] == "failed"
+    assert command("train", "name=mine", "resume=auto", *args).status == 0
+    assert_same_result(RunFolder(tmp_path / "outputs/whole"), run)
 
 
 def test_an_augmented_image_is_the_same_alone_and_in_a_batch():

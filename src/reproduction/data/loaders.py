@@ -1,10 +1,10 @@
 """Batches that depend on seed and epoch alone, not on workers or the number of processes."""
 
-import atexit
 import math
 import multiprocessing
 import signal
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from reproduction.data.sources import ImageSource
 from reproduction.data.transforms import Transform
 from reproduction.errors import STOP_SIGNALS, UserError
 
+START = "fork"  # shares images in memory; ranks that we start ourselves would have another
 Item = tuple[Tensor, int] | Broken
 
 
@@ -96,6 +97,7 @@ def training_loader(
         images,
         batch_sampler=batches,
         num_workers=workers,
+        multiprocessing_context=START if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_parent,
@@ -119,11 +121,22 @@ def evaluation_loader(
         batch_size=batch_size,
         sampler=range(rank, num_images, ranks),
         num_workers=workers,
+        multiprocessing_context=START if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_parent,
         collate_fn=collate_readable if images.skips else None,
         generator=torch.Generator(),
+    )
+
+
+def worker_death(text: str) -> str | None:
+    """What an error of torch's says of a worker that died, and what to try; None of another."""
+    if "DataLoader worker (pid" not in text:
+        return None
+    return (
+        f"{text.rstrip('. ')}: memory may have run out, try a lower dataset.workers, "
+        "dataset.memory_mib or recipe.batch_size"
     )
 
 
@@ -133,7 +146,6 @@ def _leave_signals_to_parent(worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-@atexit.register
 def _end_workers() -> None:
     """Ends workers that something still holds, as an error's traceback does.
 
@@ -143,3 +155,6 @@ def _end_workers() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch complains of killed workers
         for worker in workers:
             worker.kill()
+
+
+Finalize(None, _end_workers, exitpriority=0)  # also where a process of multiprocessing's ends

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from reproduction.config import Recipe
+from reproduction.data.loaders import worker_death
 from reproduction.errors import PlainError, UserError
 from reproduction.ranks import is_first_rank, restarts
 from reproduction.runs import RunFolder
@@ -103,4 +104,5 @@ def _reason(error: Exception) -> str:
     text = str(error).strip()
     if "Original Traceback" in text:
         return text.splitlines()[-1]
-    return f"{type(error).__name__}: {' '.join(text.split())}"
+    line = " ".join(text.split())
+    return worker_death(line) or f"{type(error).__name__}: {line}"

@@ -1,0 +1,305 @@
+"""Folders of images in any state: they are read rightly or refused in one line; nothing hangs."""
+
+import io
+import os
+import signal
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from reproduction.compose import compose
+from reproduction.config import Config
+from reproduction.data.broken import BrokenImages
+from reproduction.data.build import build_evaluation_loader, build_training_loader
+from reproduction.data.folders import missing_data
+from reproduction.data.images import load_image
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.sources import load_source
+from reproduction.errors import UserError
+from reproduction.parse import parse
+from tests.reproduction.conftest import write_images
+
+NOISE = np.random.default_rng(0).integers(0, 256, (40, 32, 4), dtype=np.uint8)
+RGB = Image.fromarray(NOISE[..., :3])
+PATIENCE = 20  # seconds
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(PATIENCE)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def encoded(image: Image.Image, kind: str, **settings: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return file.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that says how large it is, and holds no more."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", size), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+PAGES = [RGB.convert("P"), RGB.rotate(90).convert("P")]
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6  # orientation
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+
+# what lies in train/cat/x.png -> what its one line says, None where it is an image
+CONTENTS: dict[str, tuple[bytes, str | None]] = {
+    "1-bit": (encoded(RGB.convert("1"), "PNG"), None),
+    "grey and alpha": (encoded(RGB.convert("LA"), "PNG"), None),
+    "palette with transparency": (encoded(PAGES[0], "PNG", transparency=3), None),
+    "palette with many": (encoded(PAGES[0], "PNG", transparency=bytes(range(256))), None),
+    "RGBA": (encoded(Image.fromarray(NOISE), "PNG"), None),
+    "CMYK": (encoded(RGB.convert("CMYK"), "JPEG"), None),
+    "rotated by EXIF": (encoded(RGB, "JPEG", exif=ROTATED.tobytes()), None),
+    "animated": (encoded(PAGES[0], "GIF", save_all=True, append_images=PAGES[1:]), None),
+    "many pages": (encoded(RGB, "TIFF", save_all=True, append_images=PAGES), None),
+    "several photos": (encoded(RGB, "MPO", save_all=True, append_images=[RGB]), None),
+    "16 bits": (encoded(Image.fromarray(NOISE[..., 0].astype(np.uint16)), "PNG"), "8 bits"),
+    "32 bits": (encoded(Image.fromarray(NOISE[..., 0].astype(np.int32)), "TIFF"), "8 bits"),
+    "floats": (encoded(Image.fromarray(NOISE[..., 0].astype(np.float32)), "TIFF"), "8 bits"),
+    "no bytes": (b"", "cannot identify"),
+    "text": (b"this is no image\n", "cannot identify"),
+    "a page": (b"<html><body>404</body></html>", "cannot identify"),
+    "a program for a printer": (EPS, "cannot identify"),
+    "a truncated PNG": (encoded(RGB, "PNG")[:900], "truncated"),
+    "a truncated JPEG": (encoded(RGB, "JPEG")[:700], "truncated"),
+    "a JPEG's header": (encoded(RGB, "JPEG")[:30], "no readable image"),
+    "60,000 x 60,000": (png_header(60_000, 60_000), "decompression bomb"),
+    "the largest PNG": (png_header(2**31 - 1, 2**31 - 1), "decompression bomb"),
+    "one row of a billion": (png_header(10**9, 1), "decompression bomb"),
+    "no rows": (png_header(8, 0), "no readable image"),
+}
+
+
+def _link(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def _folder(name: str) -> Callable[[Path], None]:
+    def make(root: Path) -> None:
+        for split in ("train", "val"):
+            (root / split / "cat").rename(root / split / name)
+
+    return make
+
+
+def _deep(root: Path) -> None:
+    deep = root / "train" / "cat" / "/".join("abcdefgh" * 20)
+    deep.mkdir(parents=True)
+    (root / "train" / "cat" / "x.png").rename(deep / "x.png")
+
+
+def _name(name: bytes) -> Callable[[Path], None]:
+    def make(root: Path) -> None:
+        here = root / "train" / "cat"
+        os.rename(here / "x.png", os.path.join(os.fsencode(here), name))
+
+    return make
+
+
+def _broken_name(root: Path) -> None:
+    name = os.path.join(os.fsencode(root / "train" / "cat"), b"two\nlines \xff.png")
+    (root / "train" / "cat" / "x.png").rename(os.fsdecode(name))
+    Path(os.fsdecode(name)).write_bytes(b"")
+
+
+def _x(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Puts something else into the place of train/cat/x.png."""
+
+    def change(root: Path) -> None:
+        (root / "train" / "cat" / "x.png").unlink()
+        make(root / "train" / "cat" / "x.png")
+
+    return change
+
+
+def _emptied(folder: str) -> Callable[[Path], None]:
+    def make(root: Path) -> None:
+        for path in (root / folder).iterdir():
+            path.unlink()
+
+    return make
+
+
+def _one_class(root: Path) -> None:
+    for split in ("train", "val"):
+        (root / split / "dog").rename(root / f"{split}-dog")
+
+
+# what is done to the folder -> what its one line says, None where it is read
+FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "nothing": (lambda root: None, None),
+    "a class without images": (_emptied("train/cat"), "cat holds no images"),
+    "a held-out class without images": (_emptied("val/dog"), "dog holds no images"),
+    "one class": (_one_class, None),
+    "a class on one side": (lambda r: (r / "val" / "dog").rename(r / "val" / "elk"), "'dog'"),
+    "no classes": (lambda r: (r / "val").rename(r / "valid"), "train/<class>/"),
+    "a file for the folder": (lambda r: (r / "val").rename(r / "x") and (r / "val").touch(), "val"),
+    "a file among the classes": (lambda r: (r / "train" / "notes.txt").touch(), None),
+    "an image among the classes": (lambda r: RGB.save(r / "train" / "x.png"), None),
+    "another file in a class": (lambda r: (r / "train" / "cat" / "notes.txt").touch(), None),
+    "nested folders": (_deep, None),
+    "a folder named like an image": (lambda r: (r / "train" / "cat" / "y.png").mkdir(), None),
+    "a pipe": (_x(os.mkfifo), "x.png: no readable image: there is no such file"),
+    "a link that leads nowhere": (_x(_link("gone.png")), "x.png: no readable image"),
+    "a link to itself": (_x(_link("x.png")), "x.png: no readable image"),
+    "a link to a device": (_x(_link("/dev/zero")), "x.png: no readable image"),
+    "a link to a folder above": (_x(_link("..")), "x.png/cat leads to a folder"),
+    "a link to an image": (_x(_link("../dog/0.png")), None),
+    "links to each other": (
+        lambda r: (_link("b")(r / "train" / "a"), _link("a")(r / "train" / "b")),
+        None,
+    ),
+    "a linked class": (
+        lambda r: ((r / "train" / "cat").rename(r / "cat"), _link("../cat")(r / "train" / "cat")),
+        None,
+    ),
+    "a folder twice in a class": (
+        lambda r: (_link("../dog")(r / "train" / "cat" / "a"), _link("a")(r / "train/cat/b")),
+        "leads to a folder of images that is in this class already",
+    ),
+    "a name of two lines": (_name(b"two\nlines.png"), None),
+    "a name of other bytes": (_name(b"\xff\xfe.png"), None),
+    "an emoji": (_name("\N{GRINNING FACE}.png".encode()), None),
+    "a leading dot": (_name(b".x.png"), None),
+    "spaces": (_name(b"  x y .png"), None),
+    "a long name": (_name(b"x" * 251 + b".png"), None),
+    "a broken file of an odd name": (_broken_name, r"two\nlines \udcff.png': no readable"),
+    "a class of two lines": (_folder("two\nlines"), None),
+    "a class with an emoji": (_folder("\N{GRINNING FACE}"), None),
+    "a class with a dot": (_folder(".cat"), None),
+    "a class with spaces": (_folder(" cat "), None),
+    "a class of other bytes": (_folder(os.fsdecode(b"\xff")), r"UTF-8, '\udcff' is none"),
+}
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=2, held_out=1, size=16)
+    (root / "train" / "cat" / "1.png").rename(root / "train" / "cat" / "x.png")
+    return root
+
+
+def tree(root: Path) -> list[tuple[str, object]]:
+    """All paths, with what they hold or lead to."""
+    return sorted(
+        (str(path), path.lstat().st_mode, path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in [root, *root.rglob("*")]
+    )
+
+
+@cache
+def base() -> Config:
+    return parse(compose("train", []).raw)
+
+
+def read(root: Path, memory: int = 0) -> None:
+    """Loads all images as a run does."""
+    if problem := missing_data("image_folder", str(root)):
+        raise UserError(problem)
+    dataset = replace(base().dataset, name="image_folder", root=str(root), memory_mib=memory)
+    config = replace(base(), dataset=dataset)
+    source = load_source("image_folder", str(root), None)
+    batches = TrainingBatches(len(source.train), 2, 0)
+    broken = BrokenImages(0)
+    assert len(list(build_training_loader(config, source, batches, False, broken))) >= 1
+    assert len(list(build_evaluation_loader(config, source, 0, 1, False, broken))) >= 1
+
+
+def check(root: Path, said: str | None) -> None:
+    """The folder is read, or refused in one line, with images in memory and without."""
+    before = tree(root)
+    for memory in (0, 64):
+        if said is None:
+            read(root, memory)
+            continue
+        with pytest.raises((UserError, RuntimeError)) as refusal:
+            read(root, memory)
+        assert said in str(refusal.value) and len(str(refusal.value).splitlines()) == 1
+    assert tree(root) == before
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_files_of_any_content_are_read_or_named(images: Path, kind: str):
+    content, said = CONTENTS[kind]
+    path = images / "train" / "cat" / "x.png"
+    path.write_bytes(content)
+    if said is None:
+        image = load_image(str(path))
+        assert image.mode == "RGB" and image.size == (32, 40)
+        return
+    check(images, said)
+    with pytest.raises(RuntimeError, match=f"{path}: no readable image: "):
+        load_image(str(path))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders_of_any_shape_are_read_or_refused(images: Path, kind: str):
+    change, said = FOLDERS[kind]
+    change(images)
+    check(images, said)
+
+
+@pytest.mark.parametrize("what", ["scandir", "open"])
+def test_what_may_not_be_read_is_named(images: Path, monkeypatch: pytest.MonkeyPatch, what: str):
+    """The owner of everything may read anything, so the system's answer is made up."""
+    whole = {"scandir": os.scandir, "open": Image.open}[what]
+    refused = images / "train" / "cat" if what == "scandir" else images / "train" / "cat" / "x.png"
+
+    def deny(path: object, **settings: object) -> object:
+        if str(path) == str(refused):
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path, **settings)
+
+    monkeypatch.setattr(os if what == "scandir" else Image, what, deny)
+    check(images, f"Permission denied: '{refused}'")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_mutated_files_are_images_or_named(tmp_path: Path):
+    """Bytes changed, cut out or cut off: whatever comes of it, a line names the file."""
+    rng = np.random.default_rng(0)
+    kinds = {"png": "PNG", "jpg": "JPEG", "tif": "TIFF", "bmp": "BMP", "webp": "WEBP", "ppm": "PPM"}
+    ended: Counter[str] = Counter()
+    for number in range(300):
+        suffix = list(kinds)[number % len(kinds)]
+        content = bytearray(encoded(RGB, kinds[suffix]))
+        for place in rng.choice([60, len(content)], 3):
+            content[rng.integers(place)] = rng.integers(256)
+        start, length = rng.integers(len(content)), rng.choice([0, 0, 1, 40])
+        del content[start : start + length]
+        path = tmp_path / f"{number}.{suffix}"
+        path.write_bytes(content[: rng.choice([len(content), len(content), len(content) // 2])])
+        try:
+            assert load_image(str(path)).mode == "RGB"
+            ended[f"{suffix} read"] += 1
+        except RuntimeError as error:
+            assert str(error).startswith(f"{path}: no readable image: ")
+            assert len(str(error).splitlines()) == 1
+            ended[f"{suffix} refused"] += 1
+    assert len(ended) >= 2 * len(kinds) - 2, ended
