@@ -18,7 +18,7 @@ from reproduction.data.build import (
     build_training_loader,
     statistics_warning,
 )
-from reproduction.data.loaders import TrainingBatches, worker_death
+from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError
 from reproduction.hardware import hardware_name, joined
