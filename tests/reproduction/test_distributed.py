@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from reproduction.data.loaders import evaluation_loader
 from reproduction.runs import RunFolder
+from reproduction.training.distributed import World, _how
+from reproduction.training.evaluate import evaluate
 from tests.reproduction.conftest import Command
 from tests.reproduction.test_training import assert_same_result
 
@@ -36,14 +40,39 @@ PLAIN = [
 
 MIXING = [
     *(x for x in PLAIN if not x.startswith(("augmentation", "recipe.epochs"))),
-    *("augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=1", "devices=2"),
+    *("augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=4", "devices=2"),
 ]
 
+# train.py, of which a rank is killed within a step: python dying.py RANK STEP ...
+DYING = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from reproduction.cli import run
+from reproduction.training.loop import Trainer
 
-def run(tmp_path: Path, command: list[str], *args: str) -> subprocess.CompletedProcess[str]:
+whole, (rank, last) = Trainer._step, sys.argv[1:3]
+
+def step(self, *args):
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", rank):
+        if self.step == int(last):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return whole(self, *args)
+
+Trainer._step = step
+if __name__ == "__main__":
+    del sys.argv[1:3]
+    run("train", train.resolve, train.check_all, train.main)
+"""
+
+
+def run(
+    tmp_path: Path, command: list[str], *args: str, script: str = str(ROOT / "train.py")
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    (tmp_path / "dying.py").write_text(DYING)
     return subprocess.run(  # noqa: PLW1510  # the tests look at the status
-        [*command, str(ROOT / "train.py"), *args],
+        [*command, script, *args],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -58,15 +87,20 @@ def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict
     return folder.read_metrics()
 
 
-def test_two_ranks_equal_one_process_also_in_micro_batches(tmp_path: Path):
+def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_of_one(
+    tmp_path: Path,
+):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    for name, command, more in [
-        ("one", [sys.executable], []),
-        ("two", [sys.executable], ["devices=2"]),
-        ("torchrun", torchrun, ["recipe.grad_accum_steps=3"]),  # of shares of 4 and 5 images
+    in_parts = "recipe.grad_accum_steps=3"  # of shares of 4 and 5 images
+    for name, command, more, script in [
+        ("one", [sys.executable], [], str(ROOT / "train.py")),
+        ("two", [sys.executable], ["devices=2"], str(ROOT / "train.py")),
+        ("torchrun", [*torchrun, "--max-restarts=1"], [in_parts], "dying.py"),
     ]:
-        ended = run(tmp_path, command, f"name={name}", *PLAIN, *more)
+        dies = ["0", "15"] if script == "dying.py" else []
+        ended = run(tmp_path, command, *dies, f"name={name}", *PLAIN, *more, script=script)
         assert ended.returncode == 0, ended.stderr
+        assert ("restart 1 of 1: all ranks go on after step 10" in ended.stderr) == bool(dies)
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
     one_steps, one_epochs = lines_of(tmp_path, "one")
     assert len(one_steps) == 20
@@ -81,14 +115,21 @@ def test_two_ranks_equal_one_process_also_in_micro_batches(tmp_path: Path):
     assert RunFolder(tmp_path / "outputs/torchrun").read_config()["devices"] == 2
 
 
-def test_two_ranks_mix_within_their_shares_and_count_together(tmp_path: Path):
-    ended = run(tmp_path, [sys.executable], "-m", "seed=0,1", *MIXING)
+@pytest.fixture(scope="module")
+def mixing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two ranks in one sweep, by seed."""
+    root = tmp_path_factory.mktemp("mixing")
+    ended = run(root, [sys.executable], "-m", "seed=0,1", *MIXING)
     assert ended.returncode == 0, ended.stderr
-    names = [path.name for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps"]
+    return root
+
+
+def test_two_ranks_mix_within_their_shares_and_count_together(mixing_runs: Path):
+    names = [path.name for path in (mixing_runs / "outputs").iterdir() if path.name != ".sweeps"]
     assert len(names) == 2
     for name in names:
-        steps, _ = lines_of(tmp_path, name)
-        assert sum(line["mixed_samples"] for line in steps) == 95
+        steps, _ = lines_of(mixing_runs, name)
+        assert sum(line["mixed_samples"] for line in steps) == 4 * 95
 
 
 def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path):
@@ -143,6 +184,7 @@ def test_what_only_ranks_find_out_is_refused_in_one_line_too(
     [
         (["devices=4"], "devices=4: torchrun has started 2 ranks"),
         (["-m", "seed=0,1"], "without torchrun"),
+        (["restarts=2"], "--max-restarts=2"),
     ],
 )
 def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, args, message):
@@ -160,27 +202,41 @@ def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, arg
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_stop_after_the_same_step_and_go_on_there(tmp_path: Path):
-    args = [*(x for x in MIXING if not x.startswith("recipe.epochs")), "recipe.epochs=3"]
-    args.append("checkpoint.every_minutes=0.001")  # by the first rank's clock
-    process = start(tmp_path, "name=mine", *args)
+def test_two_ranks_stop_after_the_same_step_and_go_on_there_whatever_becomes_of_one(
+    tmp_path: Path, mixing_runs: Path
+):
+    often = "checkpoint.every_minutes=0.001"  # by the first rank's clock
+    process = start(tmp_path, "name=mine", often, *MIXING)
     mine = RunFolder(tmp_path / "outputs/mine")
     wait_for(mine.last_path)
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 130, err
     assert len(err.splitlines()) == 1
-    assert torch.load(mine.last_path, weights_only=True)["step"] < 30
-    ended = run(tmp_path, [sys.executable], "name=mine", "resume=auto", *args)
+    assert torch.load(mine.last_path, weights_only=True)["step"] < 35
+    goes_on = ("1", "35", "name=mine", "resume=auto", "restarts=1", often)
+    ended = run(tmp_path, [sys.executable], *goes_on, *MIXING, script="dying.py")
     assert ended.returncode == 0, ended.stderr
-    assert run(tmp_path, [sys.executable], "name=whole", *args).returncode == 0
-    assert_same_result(mine, RunFolder(tmp_path / "outputs/whole"))
+    assert ended.stderr.startswith("restart 1 of 1: all ranks go on after step 3")
+    assert len(ended.stderr.splitlines()) == 1
+    (whole,) = (mixing_runs / "outputs").glob("*-s0-*")
+    assert_same_result(mine, RunFolder(whole))
+
+
+def test_a_killed_rank_is_named():
+    killed = ProcessFailure(local_rank=1, pid=7, exitcode=-9, error_file="none")
+    assert _how(killed) == "killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
-    "more", [["dataset.workers=2"], ["devices=2"]], ids=["one process", "two ranks"]
+    ("sign", "more"),
+    [
+        (signal.SIGINT, ["dataset.workers=2"]),
+        (signal.SIGINT, ["devices=2"]),
+        (signal.SIGTERM, ["devices=2", "restarts=1"]),
+    ],
+    ids=["SIGINT, one process", "SIGINT, two ranks", "SIGTERM, two ranks"],
 )
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_its_processes_leaves_a_run_that_can_go_on(
     tmp_path: Path, sign: signal.Signals, more: list[str]
 ):
@@ -195,6 +251,39 @@ def test_a_signal_to_all_its_processes_leaves_a_run_that_can_go_on(
     assert folder.read_summary()["status"] == "interrupted"
     steps, _ = folder.read_metrics()
     assert torch.load(folder.last_path, weights_only=True)["step"] == steps[-1]["step"]
+
+
+@pytest.mark.parametrize(("held_out", "ranks"), [(101, 1), (101, 2), (101, 3), (2, 3)])
+def test_every_image_is_evaluated_once_whatever_the_ranks(held_out: int, ranks: int):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(held_out, 3, 8, 8, generator=generator)
+    targets = torch.randint(0, 3, (held_out,), generator=generator)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 3))
+    data = cast(Any, list(zip(images, targets.tolist(), strict=True)))
+    together = Counted()
+    for rank in range(ranks):
+        world = Counted(rank, ranks, together.totals)
+        evaluate(
+            model, evaluation_loader(data, held_out, 7, 0, False, rank, ranks), world, "float32"
+        )
+    right = (model(images).argmax(dim=1) == targets).sum().item()
+    assert together.totals[:3].tolist() == [held_out, right, held_out]
+
+
+class Counted(World):
+    """A rank that adds its sums to `totals`, which ranks share."""
+
+    def __init__(self, rank: int = 0, size: int = 1, totals: torch.Tensor | None = None):
+        super().__init__(rank, size, torch.device("cpu"))
+        totals = torch.zeros(4, dtype=torch.float64) if totals is None else totals
+        object.__setattr__(self, "totals", totals)
+
+    totals: torch.Tensor
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self.totals += values
+        return torch.ones_like(values)
 
 
 def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from reproduction.chaos.compare import differences, last_state
-from reproduction.chaos.runs import PATIENCE, Outcome, Place, often, wait_for_step
+from reproduction.chaos.runs import PATIENCE, Outcome, Place, wait_for_step
 from reproduction.errors import UserError
 
 FULL_AFTER = 20  # steps
@@ -68,7 +68,7 @@ def small_disk(root: Path) -> Iterator[Disk]:
 
 def fill_disk(place: Place) -> Outcome:
     """Fills the disk under a run, looks at what is left, frees it and lets the run go on."""
-    args, name = (*often(3), "recipe.epochs=6"), "full"
+    args, name = ("checkpoint.every_steps=3", "recipe.epochs=6"), "full"
     whole = replace(place, root=place.root.with_name("disk-whole"))
     found = [f"whole: status {status}"] if (status := whole.run("whole", *args)) else []
     with small_disk(place.root) as disk:

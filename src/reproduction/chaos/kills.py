@@ -11,7 +11,7 @@ import numpy as np
 
 from reproduction.chaos.compare import differences
 from reproduction.chaos.notes import Notes
-from reproduction.chaos.runs import Outcome, Place, kill_group, often, wait_for_step
+from reproduction.chaos.runs import Outcome, Place, kill_group, wait_for_step
 
 # phase in which a kill is to come -> seconds within which it does
 SPANS = {"loading": 0.02, "step": 0.05, "log line": 0.002, "evaluation": 0.3, "checkpoint": 0.02}
@@ -34,7 +34,12 @@ def kill_runs(place: Place, kills: int, deadline: float, rng: np.random.Generato
     found: list[str] = []
     runs = 0
     while len(done) < kills and time.monotonic() < deadline:
-        args = (*often(3), "dataset.workers=2", f"seed={runs}", *VARIANTS[runs % len(VARIANTS)])
+        args = (
+            "checkpoint.every_steps=3",
+            "dataset.workers=2",
+            f"seed={runs}",
+            *VARIANTS[runs % len(VARIANTS)],
+        )
         most = min(KILLS_OF_A_RUN, kills - len(done))
         done += _killed(place, f"killed-{runs}", args, most, deadline, rng)
         found += _compared(place, f"killed-{runs}", f"whole-{runs}", args)
@@ -79,7 +84,7 @@ def _aim(
 
 def kill_ranks(place: Place, kills: int, deadline: float, rng: np.random.Generator) -> Outcome:
     """Kills single ranks of a run that torchrun starts again."""
-    args = (*often(3), "dataset.workers=1", "recipe.epochs=24")
+    args = ("checkpoint.every_steps=3", "dataset.workers=1", "recipe.epochs=16")
     done: list[Kill] = []
     launcher = (*TORCHRUN, f"--max-restarts={kills}")
     with place.started("ranks", *args, launcher=launcher) as process:

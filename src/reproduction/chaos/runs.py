@@ -1,6 +1,5 @@
 """Runs of seconds, as processes that can be killed."""
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.chaos.notes import Notes, notes_of
-from reproduction.config import Config
 from reproduction.runs import RunFolder
 
 SMALL = (
@@ -107,9 +105,3 @@ def wait_for_step(process: subprocess.Popen[bytes], notes: Notes, step: int, pha
             raise TimeoutError(f"step {step} does not come, the run is at {note}")
         time.sleep(0.0005)
     return False
-
-
-def often(steps: int) -> tuple[str, ...]:
-    """Checkpoints every so many steps, where there is such a key; by epoch else."""
-    has_key = "checkpoint" in {f.name for f in dataclasses.fields(Config)}
-    return (f"checkpoint.every_steps={steps}",) if has_key else ()

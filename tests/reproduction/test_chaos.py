@@ -1,0 +1,89 @@
+"""The comparison that `make chaos` rests on, and what it tells. Its kills: test_distributed.py."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from reproduction.chaos.compare import differences, last_state
+from reproduction.chaos.notes import Note, notes_of
+from reproduction.chaos.report import BEGIN, END, line, write_outcomes
+from reproduction.chaos.runs import Outcome
+from reproduction.compose import compose
+from reproduction.jobs import resolve
+from reproduction.runs import RunFolder
+from reproduction.training.checkpoint import save_last
+from reproduction.training.train import run_training
+from tests.reproduction.conftest import SMALL
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    root = tmp_path_factory.mktemp("chaos")
+    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *SMALL])))
+    return RunFolder(root / "whole")
+
+
+def change_lines(run: RunFolder, change: Callable[[list[str]], list[str]]) -> None:
+    lines = run.metrics_path.read_text().splitlines()
+    run.metrics_path.write_text("\n".join(change(lines)) + "\n")
+
+
+def flip_last_bit(run: RunFolder) -> None:
+    state = last_state(run)
+    state["module"]["model.head.bias"].view(torch.int32)[0] ^= 1
+    save_last(run.last_path, state)
+
+
+HARMS: dict[str, tuple[Callable[[RunFolder], object], str]] = {
+    "a bit": (flip_last_bit, "checkpoint: module.model.head.bias"),
+    "best": (lambda run: run.best_path.write_bytes(b"other"), "best.safetensors"),
+    "lost": (lambda run: change_lines(run, lambda x: x[1:]), "5 lines of batches for 6"),
+    "twice": (lambda run: change_lines(run, lambda x: [*x, x[-1]]), "3 lines of epochs for 2"),
+    "loss": (
+        lambda run: change_lines(run, lambda x: [x[0].replace('"loss": 2', '"loss": 3'), *x[1:]]),
+        "line of batches",
+    ),
+    "result": (lambda run: run.write_summary(top1_last=0.0), "summary"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_differences_are_found(tmp_path: Path, whole: RunFolder, harm: str):
+    mine = RunFolder(shutil.copytree(whole.path, tmp_path / "mine"))
+    apply, told = HARMS[harm]
+    apply(mine)
+    found = differences(mine, whole)
+    assert found and told in found[0]
+
+
+def test_speeds_make_no_difference(tmp_path: Path, whole: RunFolder):
+    mine = RunFolder(shutil.copytree(whole.path, tmp_path / "mine"))
+    mine.write_summary(seconds=1e6, images_per_second=0.1)
+    change_lines(
+        mine, lambda lines: [json.dumps(json.loads(x) | {"images_per_second": 1}) for x in lines]
+    )
+    assert differences(mine, whole) == []
+
+
+def test_notes_outlive_who_wrote_them(tmp_path: Path):
+    notes = notes_of(tmp_path / "run.notes", rank=1)
+    assert notes.read() == Note(0, 0, "start-up")
+    notes.write(7, phase="checkpoint")
+    notes.write(phase="loading")
+    step, _, phase = notes_of(tmp_path / "run.notes", rank=1).read()
+    assert (step, phase) == (7, "loading")
+
+
+def test_outcomes_are_told_in_a_line_a_file_and_on_a_page(tmp_path: Path):
+    outcome = Outcome("kills", {"kills": 3}, ["what differs"], [{"phase": "step", "kills": 3}], 2.0)
+    assert line(outcome) == "kills: kills 3; 1 differences; 2 s"
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\n")
+    write_outcomes(tmp_path, [outcome], "a machine", str(page))
+    assert json.loads((tmp_path / "chaos.json").read_text())["parts"][0]["counts"] == {"kills": 3}
+    assert "| kills | kills 3 | 1 | 2 |" in page.read_text()
+    assert "| step | 3 |" in (tmp_path / "chaos.md").read_text()

@@ -1,0 +1,92 @@
+"""Several processes and one run folder."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reproduction.chaos.locks import contend
+from reproduction.compose import compose
+from reproduction.errors import UserError
+from reproduction.jobs import resolve
+from reproduction.locking import hold
+from reproduction.runs import LOCK, RunFolder
+from tests.reproduction.conftest import SMALL, Command
+
+ONLOOKER = """
+import fcntl, sys, time
+with open(sys.argv[1]) as file:
+    fcntl.lockf(file, fcntl.LOCK_SH)
+    print(flush=True)
+    time.sleep(0.2)
+"""
+
+
+def test_of_processes_that_start_at_once_one_has_the_folder(tmp_path: Path):
+    outcome = contend(tmp_path, processes=2, rounds=40)
+    assert outcome.differences == []
+    assert outcome.counts["held"] >= 40
+
+
+def test_who_looks_at_a_lock_keeps_nobody_out(tmp_path: Path):
+    folder = RunFolder(tmp_path / "mine")
+    folder.path.mkdir()
+    (folder.path / LOCK).touch()
+    command = [sys.executable, "-c", ONLOOKER, str(folder.path / LOCK)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as onlooker:
+        assert onlooker.stdout is not None
+        onlooker.stdout.readline()
+        with hold(folder):
+            assert onlooker.wait() == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch):
+    def read_only(path: Path, mode: str) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "open", read_only)
+    with (
+        pytest.raises(UserError, match="mine: cannot be written to"),
+        hold(RunFolder(tmp_path / "mine")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_ranks_that_are_started_again_go_on_with_their_own_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
+):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    config = resolve(compose("train", ["name=mine", f"output_root={tmp_path}", *SMALL]))
+    folder = RunFolder.of(config)
+    with hold(folder):
+        folder.create(config)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    if is_own:
+        folder.check(config)
+        return
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "y")
+    with pytest.raises(UserError, match="resume=auto"):
+        folder.check(config)
+
+
+def test_a_run_that_began_while_this_one_started_is_looked_at_again(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = resolve(compose("train", ["name=mine", "seed=1", *SMALL]))
+
+    def found_by_another(folder: RunFolder) -> bool:
+        folder.create(other)
+        return False
+
+    monkeypatch.setattr(RunFolder, "is_finished", found_by_another)
+    ended = command("train", "name=mine", "resume=auto", *SMALL)
+    assert ended.status == 2
+    assert "holds a run with other seed=0 (there 1)" in ended.lines[-1]
+
+
+def test_restarts_need_ranks(command: Command):
+    ended = command("train", "restarts=2", *SMALL)
+    assert ended.status == 2
+    assert "restarts=2: with devices=1" in ended.lines[-1] and "allowed is 0" in ended.lines[-1]
