@@ -13,7 +13,7 @@ from PIL import Image
 from reproduction.chaos.runs import Outcome, Place
 from reproduction.compose import compose
 from reproduction.config import CONF_DIR
-from reproduction.data.build import build_evaluation_loader, build_source
+from reproduction.data.build import build_broken_images, build_evaluation_loader, build_source
 from reproduction.evaluation import resolve
 
 IMAGES = 10_007  # a prime
@@ -69,7 +69,11 @@ def _not_once(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
     """What the ranks' loaders do not load exactly once."""
     config = resolve(compose("eval", [*args, f"devices={ranks}"])).config
     source = build_source(config.dataset)
-    loaders = [build_evaluation_loader(config, source, rank, ranks, False) for rank in range(ranks)]
-    loaded = [index for loader in loaders for index in cast(range, loader.sampler)]
+    none = build_broken_images(config, source)
+    loaders = [
+        build_evaluation_loader(config, source, rank, ranks, pin=False, broken=none)
+        for rank in range(ranks)
+    ]
+    loaded = [index for loader in loaders for index in cast(Any, loader).sampler]
     if sorted(loaded) != list(range(images)):
         yield f"{images} images, {ranks} ranks: not each of them once"
