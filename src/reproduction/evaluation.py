@@ -9,7 +9,6 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.parse import parse, parse_saved
 from reproduction.runs import RunFolder, check_writable
-from reproduction.storage import versions
 
 Keys = tuple[str, ...]
 
@@ -67,7 +66,8 @@ def chosen_weights(
     folder = RunFolder(str(run))
     saved = folder.read_config()
     path = folder.best_path if weights == "best" else folder.last_path
-    if not (found := versions(path)):
+    found = [path] * path.is_file() if weights == "best" else folder.checkpoints()
+    if not found:
         raise UserError(f"run={run}: holds no {path.name} yet")
     return found, saved
 

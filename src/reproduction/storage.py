@@ -14,17 +14,18 @@ NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # what some network file sys
 
 
 @contextmanager
-def replacing(path: Path, keep: int = 1) -> Iterator[Path]:
+def replacing(path: Path, keep: int | None = None) -> Iterator[Path]:
     """Gives a temporary name in the same folder; what is written there then becomes `path`.
 
     It is on the disk before it takes its place. After an error it is gone and `path` untouched.
-    The `keep` - 1 files that were `path` before stay: see `versions`.
+    With `keep`, the newest so many `versions` of it stay.
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
     try:
         yield temporary
         sync(temporary)
-        _make_room(path, keep)
+        if keep is not None:
+            _make_room(path, keep)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

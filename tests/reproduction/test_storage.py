@@ -93,6 +93,13 @@ def test_the_newest_versions_stay(tmp_path: Path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"last.pt", "last-x.pt"}
 
 
+def test_files_of_similar_names_stay(tmp_path: Path):
+    for name in ("weights-1.txt", "weights.txt"):
+        write_text(tmp_path / name, name)
+    write_text(tmp_path / "weights.txt", "new")
+    assert (tmp_path / "weights-1.txt").read_text() == "weights-1.txt"
+
+
 def test_versions_are_ordered_by_number_and_begin_with_the_newest(tmp_path: Path):
     path = tmp_path / "last.pt"
     for number in (10, 9, 2):
