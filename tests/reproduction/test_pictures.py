@@ -149,7 +149,7 @@ def test_figure_4_without_a_distribution_says_so(tmp_path, configs, drawn_texts,
 
 def test_figure_4_leaves_out_a_run_without_metrics_and_names_it(tmp_path: Path, configs: Configs):
     write_htm(tmp_path, configs, 0)
-    (write_htm(tmp_path, configs, 1) / "metrics.jsonl").write_text("{")
+    (write_htm(tmp_path, configs, 1) / "metrics.jsonl").write_text("{\n")
     caption = draw(tmp_path, configs)["figure4"].caption
     assert "each seed (0)" in caption and "Without htm1: metrics.jsonl: not readable" in caption
     (tmp_path / "htm0" / "metrics.jsonl").unlink()
