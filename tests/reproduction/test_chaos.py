@@ -41,7 +41,6 @@ def flip_last_bit(run: RunFolder) -> None:
 HARMS: dict[str, tuple[Callable[[RunFolder], object], str]] = {
     "a bit": (flip_last_bit, "checkpoint: module.model.head.bias"),
     "best": (lambda run: run.best_path.write_bytes(b"other"), "best.safetensors"),
-    "lost": (lambda run: change_lines(run, lambda x: x[1:]), "5 lines of batches for 6"),
     "twice": (lambda run: change_lines(run, lambda x: [*x, x[-1]]), "3 lines of epochs for 2"),
     "loss": (
         lambda run: change_lines(run, lambda x: [x[0].replace('"loss": 2', '"loss": 3'), *x[1:]]),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from reproduction.errors import UserError
+from reproduction.models.weights import read_file
 from reproduction.runs import RunFolder, flatten, hash_of
 from reproduction.training.checkpoint import load_last
 
@@ -20,12 +21,15 @@ def differences(one: RunFolder, other: RunFolder) -> list[str]:
 
 
 def _of_checkpoints(one: RunFolder, other: RunFolder) -> Iterator[str]:
-    ours, theirs = (dict(_leaves(last_state(run))) for run in (one, other))
-    for key in sorted(ours.keys() | theirs.keys()):
-        if key.rpartition(".")[2] not in TIMES and not _is_same(ours.get(key), theirs.get(key)):
-            yield f"{one.path.name}: checkpoint: {key}"
-    if one.best_path.read_bytes() != other.best_path.read_bytes():
-        yield f"{one.path.name}: {one.best_path.name}"
+    for name, read in (("checkpoint", last_state), ("best.safetensors", _best)):
+        try:
+            ours, theirs = (dict(_leaves(read(run))) for run in (one, other))
+        except UserError as error:
+            yield f"{one.path.name}: {name}: {error}"
+            continue
+        for key in sorted(ours.keys() | theirs.keys()):
+            if key.rpartition(".")[2] not in TIMES and not _is_same(ours.get(key), theirs.get(key)):
+                yield f"{one.path.name}: {name}: {key}"
 
 
 def last_state(run: RunFolder) -> dict[str, Any]:
@@ -34,6 +38,10 @@ def last_state(run: RunFolder) -> dict[str, Any]:
     if found is None:
         raise UserError(f"{run.path}: holds no checkpoint")
     return found[1]
+
+
+def _best(run: RunFolder) -> Any:
+    return read_file(f"checkpoint={run.best_path}", run.best_path)
 
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
