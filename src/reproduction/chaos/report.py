@@ -8,7 +8,7 @@ from typing import Any
 
 from reproduction.benchmark.page import put_on_page
 from reproduction.chaos.runs import Outcome
-from reproduction.runs import write_text
+from reproduction.storage import write_text
 
 BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from reproduction.benchmark.page import check_page
 from reproduction.chaos.disk import fill_disk
+from reproduction.chaos.harm import harm_files
 from reproduction.chaos.kills import kill_ranks, kill_runs
 from reproduction.chaos.locks import contend
 from reproduction.chaos.report import BEGIN, END, line, write_outcomes
@@ -66,4 +67,5 @@ def _parts(request: Request, folder: Path) -> Mapping[str, Callable[[], Outcome]
         "disk": lambda: fill_disk(place("disk")),
         "evaluation": lambda: evaluate_in_shares(place("evaluation")),
         "lock": lambda: contend(place("lock").root, processes=4, rounds=500),
+        "files": lambda: harm_files(place("files"), request.seed),
     }
