@@ -146,7 +146,7 @@ class Trainer:
             display.line(self._describe())
             self.totals = dict.fromkeys(TOTALS, 0.0)
         self._save()
-        if has_ended and self._is_best() and self.best is not None:
+        if self.world.is_main and has_ended and self._is_best() and self.best is not None:
             save_plain(self.folder.best_path, self.best, self.classes)
 
     def _train_batches(self, display: ProgressDisplay) -> None:
