@@ -8,6 +8,8 @@ from reproduction.data.folders import IMAGE_FOLDERS, missing_data
 from reproduction.model_config import CCT, AnyModel, Library, ViT
 from reproduction.ranks import launched_ranks
 
+MOST_TOKENS = 2**14  # one attention map of so many takes 1 GiB
+
 
 def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:
     """What is wrong between fields, one line each: key, value and what is allowed."""
@@ -151,6 +153,11 @@ def _model_problems(model: AnyModel) -> Iterator[str]:
         return
     if model.patch_size is not None and model.image_size % model.patch_size:
         yield f"model.image_size={model.image_size}: must be a multiple of {model.patch_size}"
+    if model.tokens > MOST_TOKENS:
+        yield (
+            f"model.image_size={model.image_size}: gives {model.name} {model.tokens} tokens, "
+            f"allowed are {MOST_TOKENS}"
+        )
     if isinstance(model, CCT):
         yield from _cct_problems(model)
         return

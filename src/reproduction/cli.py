@@ -10,16 +10,24 @@ from typing import NoReturn, TypeVar
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from reproduction.compose import AUGMENTATIONS, Composed, compose, own_hydra, register_resolvers
+from reproduction.compose import (
+    Composed,
+    compose,
+    explained,
+    own_hydra,
+    read_overrides,
+    register_resolvers,
+)
 from reproduction.config import CONF_DIR
-from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line
+from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line, in_one_line
 from reproduction.launchers import (
     HERE,
     PARALLEL,
@@ -31,6 +39,11 @@ from reproduction.launchers import (
 from reproduction.ranks import is_first_rank, launched_ranks
 
 Settings = TypeVar("Settings")
+
+NOT_AVAILABLE = (  # of Hydra's options
+    *("config_name", "config_path", "config_dir", "package", "experimental_rerun"),
+    "shell_completion",
+)
 
 
 def run(
@@ -73,7 +86,7 @@ def _check(
     check_all: Callable[[list[Settings], bool], None],
 ) -> str:
     """Checks every point that is known; returns the launcher, an option of hydra/launcher."""
-    points = _points(sys.argv[1:])
+    points = _points(config_name, sys.argv[1:])
     if points is None:
         return HERE
     composed = [compose(config_name, point) for point in points]
@@ -96,7 +109,7 @@ def _job(
 
     def job(_: DictConfig) -> Exception | None:
         try:
-            composed = compose(config_name, list(HydraConfig.get().overrides.task))
+            composed = compose(config_name, _typed(HydraConfig.get()))
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)
             main(resolve(composed))
@@ -112,6 +125,13 @@ def _job(
         return None
 
     return job
+
+
+def _typed(hydra_config: HydraConf) -> list[str]:
+    """The overrides of a point, in which nothing is resolved yet."""
+    task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+    assert isinstance(task, list)
+    return [str(override) for override in task]
 
 
 def _gpus(launcher: str) -> list[str]:
@@ -147,18 +167,19 @@ def _launch(
     return [failure for failure in ended if failure is not None]
 
 
-def _points(argv: list[str]) -> list[list[str]] | None:
+def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
     """The overrides of every point; None where nothing runs or only Hydra knows the points."""
     parser = get_args_parser()
     setattr(parser, "error", _refuse_option)  # argparse would print its usage as well
     args = parser.parse_args(argv)
-    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
-        if args.multirun and not (args.help or args.hydra_help):
-            raise UserError("--multirun: goes without --cfg, --info and --shell-completion")
-        return None
-    for option in ("config_name", "config_path", "config_dir", "package", "experimental_rerun"):
-        if getattr(args, option, None) is not None:
+    for option in NOT_AVAILABLE:
+        if getattr(args, option, None):
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
+    if args.help or args.hydra_help or args.cfg or args.info:
+        if sum(bool(x) for x in (args.multirun, args.cfg, args.info)) > 1:
+            raise UserError("--multirun: must go without --cfg and --info, and they without it")
+        compose(config_name, args.overrides)
+        return None
     if args.multirun and launched_ranks() is not None:
         raise UserError(
             "--multirun: start sweeps as python train.py -m devices=N, without torchrun"
@@ -166,14 +187,14 @@ def _points(argv: list[str]) -> list[list[str]] | None:
     if args.resolve:
         raise UserError("--resolve: belongs to --cfg job")
     with own_hydra():
-        loader = GlobalHydra.instance().config_loader()
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(args.overrides)
+        parsed = read_overrides(args.overrides)
         values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
         _refuse_hydras_folders(values)
         sweeper = values.get("hydra/sweeper", "basic")
         if "hydra/launcher" in values:
             check_launcher(values["hydra/launcher"], sweeper, args.multirun)
         if not args.multirun:
+            _refuse_sweeps(parsed)
             return [args.overrides]
         if sweeper != "basic":
             return None  # each job is checked when the sweeper draws it
@@ -182,6 +203,15 @@ def _points(argv: list[str]) -> list[list[str]] | None:
     if not points:
         raise UserError(f"{' '.join(args.overrides)}: the sweep has no points")
     return points
+
+
+def _refuse_sweeps(parsed: Iterable[Override]) -> None:
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(
+                f"{override.input_line}: several values need --multirun (-m), a list needs "
+                "brackets: key=[a,b]"
+            )
 
 
 def _refuse_hydras_folders(keys: Iterable[str]) -> None:
@@ -197,28 +227,7 @@ def _refuse_option(message: str) -> NoReturn:
 
 def one_line(error: Exception) -> str:
     """What went wrong, in one line that names the key, the value and what is allowed."""
-    cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.partition("/")
-        if group == "hydra":
-            group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}={option}: there is no such option, allowed: {_options(group)}"
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read as key=value: {str(error).splitlines()[0]}"
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        parent, _, key = cause.full_key.rpartition(".")
-        if parent == "augmentation" and key in AUGMENTATIONS:
-            return f"{cause.full_key}: the stack does not name {key}, add it to augmentation=[...]"
-        keys = cause.parent_node.keys() if isinstance(cause.parent_node, DictConfig) else []
-        known = ", ".join(str(k) for k in keys if k != "hydra") or "none"
-        return f"{cause.full_key}: unknown key; keys of {parent or 'the configuration'}: {known}"
-    return " ".join(str(error).split())
-
-
-def _options(group: str) -> str:
-    folder = CONF_DIR / group
-    files = sorted(folder.rglob("*.yaml"))
-    return ", ".join(str(file.relative_to(folder).with_suffix("")) for file in files) or "none"
+    return in_one_line(explained(error))
 
 
 def _complain(line: str) -> None:

@@ -8,15 +8,19 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from reproduction.checks import unservable
 from reproduction.config import CONF_DIR
-from reproduction.errors import UserError
+from reproduction.errors import UserError, first_line
 from reproduction.hardware import usable_cores
 from reproduction.ranks import launched_ranks
 
+MERGING = "Error merging override"  # of Hydra's messages
 AUGMENTATIONS = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
 
 
@@ -33,31 +37,113 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     """Composes one point; UserError for settings of an augmentation outside the stack."""
     register_resolvers()
     with own_hydra():
-        try:
-            config = hydra.compose(config_name, overrides=overrides)
-        except (ValueError, TypeError) as error:  # Hydra's own checks of odd overrides
-            raise UserError(f"{' '.join(overrides)}: {error}") from error
-        defaults = (
-            GlobalHydra.instance()
-            .config_loader()
-            .compute_defaults_list(
-                config_name=config_name, overrides=overrides, run_mode=RunMode.RUN
-            )
-        )
-    chosen = [default.config_path or "" for default in defaults.defaults]
-    _refuse_unservable(config, chosen)
-    raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    assert isinstance(raw, dict)
-    values: dict[str, Any] = {str(key): value for key, value in raw.items()}
+        parsed = read_overrides(overrides)
+        _refuse_unknown_options(parsed)
+        config, chosen = _composed(config_name, overrides)
+    values = _resolved(config, chosen, overrides)
     values["devices"] = _devices(values.get("devices"))
     values["augmentation"] = _stack(values.get("augmentation"), chosen)
-    parsed = OverridesParser.create().parse_overrides(overrides)
     experiments = _names("experiment", chosen)
     return Composed(
         raw=values,
         overrides={o.key_or_group: str(o.input_line) for o in parsed},
         experiment=experiments[-1] if experiments else None,
     )
+
+
+def read_overrides(overrides: list[str]) -> list[Override]:
+    """What was typed, as Hydra reads it; UserError for what it cannot read."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parsed: list[Override] = []
+    for typed in overrides:
+        try:
+            parsed += parser.parse_overrides([typed])
+        except OverrideParseException as error:
+            raise UserError(f"{typed}: {_unreadable(error)}") from error
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+            raise UserError(f"{typed}: cannot be read: {first_line(error)}") from error
+    for override in parsed:
+        if not override.key_or_group:
+            raise UserError(f"{override.input_line}: must name a key, as in key=value")
+    return parsed
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    """What Hydra has against a function; of the rest it speaks in terms of its grammar."""
+    if error.__cause__ is not None:
+        return f"cannot be read as key=value: {' '.join(str(error.__cause__).split())}"
+    return "cannot be read as key=value, quote what is no plain word or number: key='...'"
+
+
+def options_of(group: str) -> list[str]:
+    """The files of a group of the configuration."""
+    folder = CONF_DIR / group
+    return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
+
+
+def _refuse_unknown_options(parsed: list[Override]) -> None:
+    """Hydra would merge a list of any group, follow paths out of it, and loop on an empty name."""
+    for override in parsed:
+        group, chosen = override.key_or_group, override.value()
+        known = [] if group.startswith("hydra") or override.is_delete() else options_of(group)
+        if not known or isinstance(chosen, dict) or (chosen is None and group == "experiment"):
+            continue
+        options = chosen if isinstance(chosen, list) and group == "augmentation" else [chosen]
+        for option in options:
+            if str(option) not in known:
+                typed = f"{group}={option}" if isinstance(option, str) else override.input_line
+                raise UserError(f"{typed}: there is no such option, allowed: {', '.join(known)}")
+        if len(set(options)) < len(options):
+            raise UserError(f"{override.input_line}: names an option twice, allowed is once")
+
+
+def _composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, list[str]]:
+    """The configuration, and the files that it was made from as group/option."""
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        config = hydra.compose(config_name, overrides=overrides)
+        defaults = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+    except (HydraException, OmegaConfBaseException):
+        raise
+    except Exception as error:  # Hydra checks little of odd overrides, so that anything may come
+        raise UserError(f"{' '.join(overrides)}: cannot be applied: {first_line(error)}") from error
+    return config, [default.config_path or "" for default in defaults.defaults]
+
+
+def _resolved(config: DictConfig, chosen: list[str], overrides: list[str]) -> dict[str, Any]:
+    """Plain values; UserError for an interpolation that leads nowhere."""
+    try:
+        _refuse_unservable(config, chosen)
+        raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        typed = [text for text in overrides if "${" in text or "???" in text]
+        key = " ".join(typed) or getattr(error, "full_key", None)
+        raise UserError(
+            f"{key}: cannot be resolved, must lead to a value: {first_line(error)}"
+        ) from error
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
+
+
+def explained(error: Exception) -> str:
+    """What Hydra has refused, by key, value and what is allowed; other errors as they are."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.partition("/")
+        if group == "hydra":
+            group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: there is no such option, allowed: {', '.join(options_of(group))}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        parent, _, key = cause.full_key.rpartition(".")
+        if parent == "augmentation" and key in AUGMENTATIONS:
+            return f"{cause.full_key}: the stack does not name {key}, add it to augmentation=[...]"
+        keys = cause.parent_node.keys() if isinstance(cause.parent_node, DictConfig) else []
+        known = ", ".join(str(k) for k in keys if k != "hydra") or "none"
+        return f"{cause.full_key}: unknown key; keys of {parent or 'the configuration'}: {known}"
+    if cause is not None and str(error).startswith(MERGING):
+        typed = str(error).removeprefix(MERGING).strip()
+        return f"{typed}: must be of the kind that stands there: {first_line(cause)}"
+    return str(error)
 
 
 @contextmanager

@@ -13,10 +13,15 @@ from reproduction.fields import (
     AutoAugment,
     Channels,
     Count,
+    Crop,
+    Few,
     Flag,
     Gain,
+    Images,
     Positive,
+    Processes,
     Range,
+    Ranks,
     Rate,
     RunName,
     Scales,
@@ -38,7 +43,7 @@ class Dataset:
     mean: Channels
     std: Scales
     limit: Count | None
-    workers: Whole
+    workers: Processes
     memory_mib: Whole | None = None  # of folders alone; earlier runs say nothing of it
     broken_images: Literal["refuse", "skip"] = "refuse"
 
@@ -110,8 +115,8 @@ class Transforms:
     auto_augment: AutoAugment | None
     erasing_prob: Share
     erasing_mode: Literal["const", "rand", "pixel"]
-    erasing_count: Count
-    eval_crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)]
+    erasing_count: Few
+    eval_crop_pct: Crop
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -120,7 +125,7 @@ class Recipe:
 
     epochs: Count
     max_steps: Count | None
-    batch_size: Count
+    batch_size: Images
     grad_accum_steps: Count = 1
     optimizer: Literal["adamw", "sgd"]
     lr: Positive
@@ -168,7 +173,7 @@ class Config:
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
-    devices: Count
+    devices: Ranks
     restarts: Whole = 0
     compile: Flag = False  # which older runs did not save
     resume: Literal["never", "auto"]

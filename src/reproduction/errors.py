@@ -4,9 +4,23 @@ import signal
 
 # What a terminal, a cluster that takes its machine back, and launchers send to end a run.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+LONGEST = 2000  # characters of a line
 
 
-class UserError(Exception):
+def in_one_line(text: str, longest: int = LONGEST) -> str:
+    """`text` in one line of bounded length; `?` for what cannot be printed."""
+    line = " ".join("".join(x if x.isprintable() or x.isspace() else "?" for x in text).split())
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
+
+
+class Told(Exception):
+    """Told in one line, whatever a value, a path or a library has put into it."""
+
+    def __init__(self, text: object = ""):
+        super().__init__(in_one_line(str(text)))
+
+
+class UserError(Told):
     """Status 2 and its one line: key, value and what is allowed. Nothing has happened."""
 
 
@@ -14,7 +28,7 @@ class RunLocked(UserError):
     """Another process is training this run."""
 
 
-class RunFailed(Exception):
+class RunFailed(Told):
     """Status 1 and its one line; the folder says `failed`, and what is not plain is printed."""
 
 

@@ -8,7 +8,10 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 FORBID = ConfigDict(extra="forbid")  # of every settings class
 LONGEST_NAME = 200  # bytes; file systems take 255
-AUTO_AUGMENT = r"(rand(-(m|n|w|p|inc|mstd|mmax)[0-9.]+)+|original|originalr|v0|v0r|3a)"
+AUTO_AUGMENT = (
+    r"(rand(-(n[0-9]{1,2}|(m|w|p|inc|mstd|mmax)[0-9.]{1,5}))+|original|originalr|v0|v0r|3a)"
+)
+HUGE = 10**9  # what counts nothing that costs memory or time stays below it
 
 
 def gain(value: float) -> float:
@@ -35,20 +38,29 @@ def auto_augment_policy(value: str) -> str:
     raise ValueError("must be one of timm's policies, such as rand-m9-mstd0.5-inc1, or null")
 
 
-Whole = Annotated[int, Field(strict=True, ge=0)]
-Count = Annotated[int, Field(strict=True, ge=1, le=10**9)]
-Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Whole = Annotated[int, Field(strict=True, ge=0, le=HUGE)]
+Count = Annotated[int, Field(strict=True, ge=1, le=HUGE)]
+# Bounds far above what trains, below what hangs or fills the memory before it fails.
+Pixels = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Blocks = Annotated[int, Field(strict=True, ge=1, le=512)]
+Width = Annotated[int, Field(strict=True, ge=1, le=2**16)]
+Images = Annotated[int, Field(strict=True, ge=1, le=10**6)]  # of a batch
+Processes = Annotated[int, Field(strict=True, ge=0, le=1024)]
+Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
+Few = Annotated[int, Field(strict=True, ge=1, le=16)]
+Amount = Annotated[float, Field(strict=True, ge=0, le=1e30, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, le=1e30, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
+Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
 Threshold = Annotated[float, Field(strict=True, ge=0)]  # inf is legal
 Gain = Annotated[float, Field(strict=True), AfterValidator(gain)]
 Flag = Annotated[bool, Field(strict=True)]
-Channels = Annotated[
-    list[Annotated[float, Field(strict=True, allow_inf_nan=False)]],
-    Field(min_length=3, max_length=3),
-]
-Scales = Annotated[list[Positive], Field(min_length=3, max_length=3)]
+Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # of values in 0..1
+Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
+Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
+Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 RunName = Annotated[str, BeforeValidator(number_as_text), AfterValidator(folder_name)]

@@ -4,7 +4,17 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from reproduction.fields import FORBID, Count, FolderName, Positive, Rate, Whole
+from reproduction.fields import (
+    FORBID,
+    Blocks,
+    Few,
+    FolderName,
+    Pixels,
+    Rate,
+    Ratio,
+    Whole,
+    Width,
+)
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -12,7 +22,7 @@ class Model:
     """What every model has."""
 
     name: FolderName
-    image_size: Count
+    image_size: Pixels
     weights: str | None
 
 
@@ -20,7 +30,7 @@ class Model:
 class Transformer(Model):
     """A plain sequence of blocks, which HTM and VTM can serve; their default layers."""
 
-    depth: Count
+    depth: Blocks
     drop: Rate
     attn_drop: Rate
     drop_path: Rate
@@ -36,11 +46,11 @@ class CCT(Transformer):
     """
 
     family: Literal["cct"]
-    embed_dim: Count
-    num_heads: Count
-    mlp_ratio: Positive
-    conv_layers: Count | None
-    patch_size: Count | None
+    embed_dim: Width
+    num_heads: Width
+    mlp_ratio: Ratio
+    conv_layers: Few | None
+    patch_size: Pixels | None
     positional_embedding: Literal["learnable", "sine"]
     pooling: Literal["sequence", "class_token"]
 
@@ -65,7 +75,7 @@ class ViT(Transformer):
 
     family: Literal["vit"]
     architecture: str
-    patch_size: Count
+    patch_size: Pixels
     global_pool: Literal["token", "avg", "map"]
     pretrained: str | None
 

@@ -10,7 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from reproduction.checks import problems
 from reproduction.config import Config
-from reproduction.errors import UserError
+from reproduction.errors import UserError, in_one_line
+
+LONGEST = 200  # characters of a value that are shown
 
 
 def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> Config:
@@ -55,7 +57,7 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
             continue  # the tag of a union, not a key
         path.append(str(part))
         parent, value = value, value[part] if _holds(value, part) else None
-    key = ".".join(path)
+    key, value = ".".join(path), in_one_line(str(value), LONGEST)
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = ", ".join(str(k) for k in parent if k != path[-1])
         return f"{key}={value}: unknown key; {'.'.join(path[:-1]) or 'known'} has {known}"
@@ -65,6 +67,7 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
         tag = error["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag}={error['ctx']['tag']}: must be {error['ctx']['expected_tags']}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
+    message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
     return f"{key}={value}: must {message}"
 
 

@@ -136,7 +136,11 @@ class RunFolder:
         """The resolved configuration; UserError if this is no run folder."""
         try:
             config = yaml.safe_load(self.config_path.read_text())
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{self.path} is no run folder: there is no config.yaml in it"
+            ) from error
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = first_line(error)
             raise UserError(f"{self.path} is no run folder: config.yaml: {reason}") from error
         if not isinstance(config, dict):
@@ -149,7 +153,7 @@ class RunFolder:
             return {}
         try:
             summary = json.loads(self.summary_path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{self.summary_path}: not readable: {first_line(error)}") from error
         if not isinstance(summary, dict):
             raise UserError(f"{self.summary_path}: holds no summary")

@@ -116,7 +116,7 @@ MISTYPED = {
     "dataset=imagenet1k": ["dataset.root=data/imagenet", "train/<class>/"],
     "dataset.root=data": ["dataset.root=data", "digits needs no folder"],
     "dataset.mean=0.5": ["dataset.mean=0.5", "list"],
-    "dataset.std=[0,1,1]": ["dataset.std.0=0", "greater than 0"],
+    "dataset.std=[0,1,1]": ["dataset.std.0=0", "greater than"],
     "dataset.limit=2000": ["dataset.limit=2000", "1437"],
     "logger.mode=offline": ["logger.mode", "unknown key"],
     "logger=wandb logger.mode=sometimes": ["logger.mode=sometimes", "'offline'"],

@@ -231,7 +231,7 @@ def test_identity_does_not_depend_on_how_a_value_is_written():
 
 
 def test_sweeps_may_glob_options():
-    points = cli._points(["-m", "model=glob(cct*)", "seed=0,1"])
+    points = cli._points("train", ["-m", "model=glob(cct*)", "seed=0,1"])
     assert points is not None
     assert [point[0] for point in points] == ["model=cct_2_3x2"] * 2 + ["model=cct_7_3x1"] * 2
 

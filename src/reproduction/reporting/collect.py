@@ -9,7 +9,7 @@ from typing import Any
 
 from reproduction.config import Config
 from reproduction.errors import UserError, first_line
-from reproduction.reporting.folder import Run, one_line, read_run
+from reproduction.reporting.folder import Run, read_run, short
 from reproduction.runs import identity
 
 REPORT = "report"
@@ -106,7 +106,7 @@ def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
                 raise UserError("its name cannot be printed")
             runs.append(read_run(folder))
         except UserError as error:
-            unused.append(Unused(one_line(name), str(error)))
+            unused.append(Unused(short(name), str(error)))
     return runs, unused
 
 
@@ -141,7 +141,7 @@ def _nearest(run: Run, wanted: Mapping[str, Mapping[str, Any]]) -> str:
     if name is None or len(keys) > MOST_KEYS:
         return reason
     pairs = (f"{key}={run.identity.get(key)} (there {wanted[name].get(key)})" for key in keys)
-    return one_line(f"{reason}: differs from {name} in {', '.join(pairs)}")
+    return short(f"{reason}: differs from {name} in {', '.join(pairs)}")
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.errors import UserError, first_line
+from reproduction.errors import UserError, first_line, in_one_line
 from reproduction.locking import is_held
 from reproduction.reporting.curves import lines_backwards
 from reproduction.runs import RunFolder, identity
@@ -48,11 +48,9 @@ def read_run(path: Path) -> Run:
     try:
         return _read(folder)
     except UserError as error:
-        raise UserError(
-            one_line(str(error).replace(f"{path}/", "").replace(f"{path} ", ""))
-        ) from None
+        raise UserError(short(str(error).replace(f"{path}/", "").replace(f"{path} ", ""))) from None
     except (OSError, RecursionError) as error:
-        raise UserError(f"not readable: {one_line(first_line(error))}") from error
+        raise UserError(f"not readable: {short(first_line(error))}") from error
 
 
 def _read(folder: RunFolder) -> Run:
@@ -63,7 +61,7 @@ def _read(folder: RunFolder) -> Run:
         raise UserError("is no run folder: config.yaml holds no seed")
     summary = folder.read_summary()
     written = folder.summary_path.stat().st_mtime if summary else 0.0
-    status = one_line(str(summary.get("status", "not begun")))
+    status = short(str(summary.get("status", "not begun")))
     if status == "running" and not is_held(folder):
         status = "interrupted"  # a killed run could not say so
     common: dict[str, Any] = {
@@ -78,7 +76,7 @@ def _read(folder: RunFolder) -> Run:
     return Run(
         **common,
         status=status + _progress(folder, found),
-        error=None if error is None else one_line(str(error)),
+        error=None if error is None else short(str(error)),
     )
 
 
@@ -101,10 +99,10 @@ def _result(summary: dict[str, Any], config: dict[str, Any]) -> Result:
         accuracy={key: value for key, value in accuracy.items() if value is not None},
         seconds=_number(summary, "seconds"),
         devices=_whole(summary, "devices"),
-        hardware=None if hardware is None else one_line(str(hardware)),
+        hardware=None if hardware is None else short(str(hardware)),
         parameters=_whole(summary, "parameters"),
         macs=_whole(summary, "macs"),
-        revision=None if revision is None else one_line(str(revision)),
+        revision=None if revision is None else short(str(revision)),
     )
 
 
@@ -129,11 +127,10 @@ def _progress(folder: RunFolder, found: Mapping[str, Any]) -> str:
             epoch = json.loads(line)["epoch"]
         except (ValueError, TypeError, KeyError):
             continue  # cut off, or no line of ours
-        return f", in epoch {one_line(str(epoch))} of {found.get('recipe.epochs')}"
+        return f", in epoch {short(str(epoch))} of {found.get('recipe.epochs')}"
     return ""
 
 
-def one_line(text: str) -> str:
-    """`text` in one line of bounded length; `?` for what cannot be printed."""
-    line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+def short(text: str) -> str:
+    """`text` in one line that fits into a report."""
+    return in_one_line(text, LONGEST)

@@ -8,10 +8,18 @@ from reproduction.data.broken import Broken
 from reproduction.data.build import build_source, build_training_images
 from reproduction.data.loaders import TrainingBatches
 from reproduction.errors import UserError, first_line
-from reproduction.models.build import build_module, check_tokens, start_weights, without_start
+from reproduction.models.build import (
+    build_module,
+    check_tokens,
+    count_parameters,
+    start_weights,
+    without_start,
+)
 from reproduction.models.compiling import check_compiler
 from reproduction.ranks import is_first_rank
 from reproduction.training.distributed import resolve_device
+
+MOST_PARAMETERS = 10**10
 
 
 def preflight(config: Config, here: bool = True) -> None:
@@ -37,11 +45,22 @@ def preflight(config: Config, here: bool = True) -> None:
     )
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, len(source.classes))
+    _check_size(module, config)
     check_tokens(module, config.model)
     if config.model.weights is not None:
         start_weights(config.model.weights, module.model)
     fewest = batches.global_size(len(batches) - 1) // config.devices
     _check_micro_batches(fewest, module.model, config)
+
+
+def _check_size(module: nn.Module, config: Config) -> None:
+    """Raises UserError for a model that no machine would hold, before it fills this one."""
+    parameters = count_parameters(module)
+    if parameters > MOST_PARAMETERS:
+        raise UserError(
+            f"model={config.model.name}: has {parameters:,} parameters with these settings, "
+            f"allowed are {MOST_PARAMETERS:,}"
+        )
 
 
 def _check_micro_batches(images: int, model: nn.Module, config: Config) -> None:
