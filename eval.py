@@ -3,6 +3,7 @@
 from reproduction.cli import run
 from reproduction.evaluation import Evaluation, resolve
 from reproduction.ranks import is_first_rank
+from reproduction.stdout import say
 
 
 def main(settings: Evaluation) -> None:
@@ -12,11 +13,11 @@ def main(settings: Evaluation) -> None:
     result, path = evaluate_checkpoint(settings)
     if not is_first_rank():
         return
-    print(
+    say(
         f"{result['checkpoint']}: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, "
         f"loss {result['eval_loss']:.4f} on {result['images']} images of {result['dataset']}"
     )
-    print(f"written to {path}")
+    say(f"written to {path}")
 
 
 if __name__ == "__main__":

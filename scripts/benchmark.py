@@ -7,7 +7,7 @@ from reproduction.errors import UserError
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     options.add_argument("--pairs", type=int, help="interleaved rounds (default: 40)")
     options.add_argument(

@@ -10,7 +10,7 @@ from reproduction.runs import RunFolder, check_writable
 
 def main() -> None:
     """Writes RUN/saliency.png, or PICTURE, with a .pdf and a .json; prints the entropies."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help="a .png")
     parser.add_argument("--images", metavar="N", type=int, help="to take entropies over")

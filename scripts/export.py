@@ -3,6 +3,7 @@
 from reproduction.cli import run
 from reproduction.export import Export, resolve
 from reproduction.ranks import is_first_rank
+from reproduction.stdout import say
 
 
 def main(settings: Export) -> None:
@@ -11,7 +12,7 @@ def main(settings: Export) -> None:
 
     if is_first_rank():
         export(settings.model, settings.checkpoints, settings.output)
-        print(f"written to {settings.output}")
+        say(f"written to {settings.output}")
 
 
 if __name__ == "__main__":

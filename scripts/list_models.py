@@ -8,7 +8,7 @@ from reproduction.models.survey import survey
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("pattern", nargs="?", default="", help="as in 'vit_*'; all by default")
     pattern = parser.parse_args().pattern
     names = timm.list_models(pattern)

@@ -27,7 +27,7 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders of runs with htm")
     try:
         table = columns(parser.parse_args().runs)

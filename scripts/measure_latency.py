@@ -9,7 +9,7 @@ from reproduction.plan import SCALES, Settings
 
 def main() -> None:
     """Writes latency.json beside the runs of the scale and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("--batch-size", type=int, help="default: that of the experiments, 128")
     parser.add_argument("--repeats", type=int, help="rounds (default: 20; smoke: 5)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

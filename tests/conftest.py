@@ -14,6 +14,7 @@ CLASSES = 5
 
 # Machines are shared: no deadline; and a failure must come again.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("project")
 
 

@@ -80,7 +80,7 @@ def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:
     elif htm.layer < model.depth <= htm.layer + htm.rollout_steps:
         yield (
             f"augmentation.htm.rollout_steps={htm.rollout_steps}: {model.name} has "
-            f"{model.depth - 1 - htm.layer} blocks after htm.layer={htm.layer}"
+            f"{model.depth - 1 - htm.layer} blocks after htm.layer={htm.layer}, allowed are no more"
         )
 
 
@@ -168,8 +168,8 @@ def _model_problems(model: AnyModel) -> Iterator[str]:
 def _cct_problems(model: CCT) -> Iterator[str]:
     if (model.conv_layers is None) == (model.patch_size is None):
         yield (
-            f"model.conv_layers={model.conv_layers}: set either it or model.patch_size="
-            f"{model.patch_size}, the other is null"
+            f"model.conv_layers={model.conv_layers}: either it or model.patch_size="
+            f"{model.patch_size} must be set, the other null"
         )
     if model.embed_dim % (2 * model.num_heads):
         yield (

@@ -37,6 +37,7 @@ from reproduction.launchers import (
     own_gpus,
 )
 from reproduction.ranks import is_first_rank, launched_ranks
+from reproduction.stdout import say
 
 Settings = TypeVar("Settings")
 
@@ -153,7 +154,7 @@ def _launch(
     with own_hydra(job_name=config_name), handling(stop_at_once):
         starter = GlobalHydra.instance().hydra
         assert starter is not None
-        print(f"hydra/launcher={launcher}: waiting for the runs", flush=True)
+        say(f"hydra/launcher={launcher}: waiting for the runs")
         try:
             batches = starter.multirun(config_name, job, overrides)
         except Exception as error:  # the launcher's own: no SLURM, a job that died without a word

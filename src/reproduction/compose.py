@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -16,10 +18,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from reproduction.checks import unservable
 from reproduction.config import CONF_DIR
-from reproduction.errors import UserError, first_line
+from reproduction.errors import UserError, first_line, in_one_line
 from reproduction.hardware import usable_cores
 from reproduction.ranks import launched_ranks
 
+SHOWN = 200  # characters of an argument that cannot be read
 MERGING = "Error merging override"  # of Hydra's messages
 AUGMENTATIONS = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
 
@@ -39,7 +42,7 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     with own_hydra():
         parsed = read_overrides(overrides)
         _refuse_unknown_options(parsed)
-        config, chosen = _composed(config_name, overrides)
+        config, chosen = _composed(config_name, overrides, parsed)
     values = _resolved(config, chosen, overrides)
     values["devices"] = _devices(values.get("devices"))
     values["augmentation"] = _stack(values.get("augmentation"), chosen)
@@ -59,9 +62,10 @@ def read_overrides(overrides: list[str]) -> list[Override]:
         try:
             parsed += parser.parse_overrides([typed])
         except OverrideParseException as error:
-            raise UserError(f"{typed}: {_unreadable(error)}") from error
+            raise UserError(f"{in_one_line(typed, SHOWN)}: {_unreadable(error)}") from error
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
-            raise UserError(f"{typed}: cannot be read: {first_line(error)}") from error
+            reason = first_line(error)
+            raise UserError(f"{in_one_line(typed, SHOWN)}: cannot be read: {reason}") from error
     for override in parsed:
         if not override.key_or_group:
             raise UserError(f"{override.input_line}: must name a key, as in key=value")
@@ -81,6 +85,10 @@ def options_of(group: str) -> list[str]:
     return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
 
 
+def _is_group(key: str) -> bool:
+    return key.startswith("hydra") or bool(options_of(key))
+
+
 def _refuse_unknown_options(parsed: list[Override]) -> None:
     """Hydra would merge a list of any group, follow paths out of it, and loop on an empty name."""
     for override in parsed:
@@ -97,17 +105,26 @@ def _refuse_unknown_options(parsed: list[Override]) -> None:
             raise UserError(f"{override.input_line}: names an option twice, allowed is once")
 
 
-def _composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, list[str]]:
+def _composed(
+    config_name: str, overrides: list[str], parsed: list[Override]
+) -> tuple[DictConfig, list[str]]:
     """The configuration, and the files that it was made from as group/option."""
-    loader = GlobalHydra.instance().config_loader()
     try:
         config = hydra.compose(config_name, overrides=overrides)
-        defaults = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+        groups = tuple(str(x.input_line) for x in parsed if _is_group(x.key_or_group))
+        return config, _files(CONF_DIR, config_name, groups)
     except (HydraException, OmegaConfBaseException):
         raise
     except Exception as error:  # Hydra checks little of odd overrides, so that anything may come
         raise UserError(f"{' '.join(overrides)}: cannot be applied: {first_line(error)}") from error
-    return config, [default.config_path or "" for default in defaults.defaults]
+
+
+@lru_cache(maxsize=256)
+def _files(conf_dir: Path, config_name: str, groups: tuple[str, ...]) -> list[str]:
+    """The files that options of groups lead to; what else is overridden changes none of them."""
+    loader = GlobalHydra.instance().config_loader()
+    defaults = loader.compute_defaults_list(config_name, list(groups), RunMode.RUN)
+    return [default.config_path or "" for default in defaults.defaults]
 
 
 def _resolved(config: DictConfig, chosen: list[str], overrides: list[str]) -> dict[str, Any]:
@@ -178,7 +195,9 @@ def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
         raise UserError(f"augmentation.{name}: the stack names it, so its settings must stay")
     for name in AUGMENTATIONS:
         if settings.get(name, {}) is None:
-            raise UserError(f"augmentation.{name}=None: leave it out of augmentation=[...] instead")
+            raise UserError(
+                f"augmentation.{name}=None: must not be null, leave it out of augmentation=[...]"
+            )
         if name in settings and name not in stack:
             raise UserError(
                 f"augmentation.{name}={settings[name]}: the stack augmentation=[{','.join(stack)}] "

@@ -32,7 +32,7 @@ class RunFailed(Told):
     """Status 1 and its one line; the folder says `failed`, and what is not plain is printed."""
 
 
-class PlainError(RuntimeError):
+class PlainError(Told):
     """Ends a run by a cause that its one line tells whole: nobody needs a traceback."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from reproduction.cells import read_cells
 from reproduction.compose import compose
 from reproduction.config import Config
+from reproduction.errors import UserError
 from reproduction.parse import parse
 from reproduction.plan import SWEEPS, Settings, point_configs
 from reproduction.reporting.collect import Collection, collect
@@ -26,6 +27,8 @@ def write_overview(settings: Settings) -> list[Path]:
 
     UserError if there are no runs to read or the report has no place.
     """
+    if not settings.root.is_dir():  # before a second of composing
+        raise UserError(f"outputs={settings.root}: there is no such folder of runs")
     configs = point_configs("all", settings)
     collection = collect(settings.root, configs)
     folder = report_folder(settings.root)

@@ -21,6 +21,7 @@ import yaml
 from reproduction.config import Config, Dataset, Recipe
 from reproduction.errors import UserError, first_line
 from reproduction.ranks import is_first_rank, launcher, restarts
+from reproduction.reading import parse_json, parse_yaml
 from reproduction.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
 # What does not change a result does not change a run's identity.
@@ -36,6 +37,8 @@ LATER = {
     if f.default is not MISSING
 }
 LOCK = ".lock"
+STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # of a line, as reports need
+EPOCH_KEYS = ("epoch", "top1", "eval_loss")
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,12 +138,12 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration; UserError if this is no run folder."""
         try:
-            config = yaml.safe_load(self.config_path.read_text())
+            config = parse_yaml(self.config_path.read_text())
         except FileNotFoundError as error:
             raise UserError(
                 f"{self.path} is no run folder: there is no config.yaml in it"
             ) from error
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        except (OSError, ValueError) as error:
             reason = first_line(error)
             raise UserError(f"{self.path} is no run folder: config.yaml: {reason}") from error
         if not isinstance(config, dict):
@@ -152,8 +155,8 @@ class RunFolder:
         if not self.summary_path.exists():
             return {}
         try:
-            summary = json.loads(self.summary_path.read_text())
-        except (OSError, ValueError, RecursionError) as error:
+            summary = parse_json(self.summary_path.read_text())
+        except (OSError, ValueError) as error:
             raise UserError(f"{self.summary_path}: not readable: {first_line(error)}") from error
         if not isinstance(summary, dict):
             raise UserError(f"{self.summary_path}: holds no summary")
@@ -176,8 +179,10 @@ class RunFolder:
             return [], []
         try:
             whole, _, _ = self.metrics_path.read_text().rpartition("\n")  # the last may be cut
-            lines = [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
+            lines = [parse_json(line) for line in whole.splitlines()]
+            if not all(isinstance(line, dict) for line in lines):
+                raise ValueError("holds a line that is no mapping")
+        except (OSError, ValueError) as error:
             raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
@@ -215,10 +220,31 @@ class RunFolder:
             for damaged in found[1 : found.index(checkpoint)]:
                 damaged.unlink()
 
+    def check_metrics(self, size: int) -> None:
+        """Raises UserError unless the first `size` bytes are the lines that a checkpoint counts."""
+        try:
+            text = self.metrics_path.read_bytes()[:size] if size else b""
+            if len(text) < size:
+                raise ValueError("is shorter than when the checkpoint was written")
+            last = 0
+            for line in map(parse_json, text.splitlines()):
+                needed = STEP_KEYS if "step" in line else EPOCH_KEYS
+                if not (line.get("skipped") or _has_numbers(line, needed)):
+                    raise ValueError(f"holds no numbers: {line}")
+                if line.get("step", last + 1) <= last:
+                    raise ValueError(f"step {line['step']} comes after step {last}")
+                last = line.get("step", last)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
+
     def trim_metrics(self, size: int) -> None:
         """Drops what was written after a checkpoint that recorded `size` bytes."""
         if self.metrics_path.exists():
             os.truncate(self.metrics_path, size)
+
+
+def _has_numbers(line: dict[str, Any], keys: tuple[str, ...]) -> bool:
+    return all(type(line[key]) in (int, float) for key in keys)
 
 
 def find_runs(root: str | Path) -> dict[str, RunFolder]:
@@ -233,7 +259,11 @@ def find_runs(root: str | Path) -> dict[str, RunFolder]:
             key = hash_of(folder.read_config())
             if key not in found or (folder.is_finished() and not found[key].is_finished()):
                 found[key] = folder
-        except (UserError, TypeError):  # another's file, or a broken one: train.py names it
+        except (
+            UserError,
+            TypeError,
+            RecursionError,
+        ):  # another's file, or a broken one: train.py names it
             continue
     return found
 

@@ -1,6 +1,5 @@
 """How far planned runs are: read from their folders, shown as a table."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from reproduction.cost import FILE, hours_text, read_costs, run_hours, speed_key
+from reproduction.errors import UserError, first_line, in_one_line
 from reproduction.hardware import hardware_name
 from reproduction.locking import is_held
 from reproduction.plan import PlannedRun, Settings
+from reproduction.reading import parse_json
 from reproduction.runs import RunFolder, run_hash
 
 Status = Literal["finished", "running", "interrupted", "failed", "not started"]
@@ -35,24 +36,35 @@ class State:
 
 
 def read_state(folder: RunFolder) -> State:
-    """The state of one run; UserError if its summary is not readable."""
+    """The state of one run; UserError if its summary or its metrics are not readable."""
+    try:
+        return _read_state(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder.path}: not readable: {first_line(error)}") from error
+
+
+def _read_state(folder: RunFolder) -> State:
     summary = folder.read_summary()
     if folder.is_finished():
         return State(
             status="finished",
-            epochs=summary["epochs"],
-            top1=summary["top1_last"],
-            hours=summary["seconds"] / 3600,
+            epochs=int(summary["epochs"]),
+            top1=float(summary["top1_last"]),
+            hours=float(summary["seconds"]) / 3600,
         )
     last = _last_epoch(folder)
-    epochs, top1 = last.get("epoch", 0), last.get("top1")
+    epochs, top1 = (int(last["epoch"]), float(last["top1"])) if last else (0, None)
     if is_held(folder):
         return State(status="running", epochs=epochs, top1=top1)
     if summary.get("status") == "failed":
-        return State(status="failed", epochs=epochs, top1=top1, error=summary.get("error"))
+        return State(status="failed", epochs=epochs, top1=top1, error=_text(summary.get("error")))
     if not folder.config_path.exists():
         return State(status="not started")
     return State(status="interrupted", epochs=epochs, top1=top1)  # killed ones still say running
+
+
+def _text(error: Any) -> str | None:
+    return None if error is None else in_one_line(str(error))
 
 
 def _last_epoch(folder: RunFolder) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def _last_epoch(folder: RunFolder) -> dict[str, Any]:
             for line in file:  # of steps there may be a million
                 if '"top1"' in line and line.endswith("\n"):
                     last = line
-    return json.loads(last) if last else {}
+    return parse_json(last) if last else {}
 
 
 def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bool) -> Table:

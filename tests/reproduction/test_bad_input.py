@@ -1,6 +1,15 @@
 """What a user may mistype: one line that names it, status 2, no traceback, nothing on disk."""
 
+import io
+import os
+import pickle
+import runpy
+import shlex
+import sys
+from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,184 +24,125 @@ from reproduction.config import CONF_DIR
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.parse import parse
+from reproduction.runs import RunFolder
+from tests.reproduction.bad_input import TABLE, count_by_kind
 from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.mutations import snapshot
 
-# command line -> what its one line must contain
-MISTYPED = {
-    "recipe.epochs=0": ["recipe.epochs=0", "greater than or equal to 1"],
-    "recipe.epochs=ten": ["recipe.epochs=ten", "valid integer"],
-    "recipe.epochs=2.5": ["recipe.epochs=2.5", "valid integer"],
-    "recipe.lr=-1e-3": ["recipe.lr=-0.001", "greater than 0"],
-    "recipe.lr=nan": ["recipe.lr=nan", "finite"],
-    "recipe.batch_size=0": ["recipe.batch_size=0", "greater than or equal to 1"],
-    "recipe.ema_decay=1": ["recipe.ema_decay=1", "less than 1"],
-    "recipe.grad_accum_steps=0": ["recipe.grad_accum_steps=0", "greater than or equal to 1"],
-    "recipe.grad_accum_steps=6 dataset.limit=55 recipe.batch_size=10 devices=2": [
-        "recipe.grad_accum_steps=6",
-        "leave 4 images to a rank, allowed is 1..4",
-    ],
-    "model=resnet18 augmentation=[] recipe.batch_size=6 recipe.grad_accum_steps=4": [
-        "recipe.batch_size=6",
-        "one image",
-    ],
-    "recipe.batch_size=64 devices=3": ["recipe.batch_size=64", "devices=3"],
-    "devices=0": ["devices=0", "greater than or equal to 1"],
-    "device=tpu": ["device=tpu", "'auto', 'cpu' or 'cuda'"],
-    "seed=true": ["seed=True", "integer"],
-    "seed=-1": ["seed=-1", "greater than or equal to 0"],
-    "recipe.precision=fp16": ["recipe.precision=fp16", "'float16'"],
-    "recipe.warmup_epochs=99": ["recipe.warmup_epochs=99", "recipe.epochs="],
-    "recipe.lrr=1": ["recipe.lrr", "unknown key", "lr,"],
-    "+recipe.lrr=1": ["recipe.lrr=1", "unknown key", "lr,"],
-    "typo=1": ["typo", "unknown key", "recipe"],
-    "+typo=1": ["typo=1", "unknown key", "recipe"],
-    "model=cct7": ["model=cct7", "no such option", "cct_7_3x1"],
-    "augmentation=[mixup,cutout]": [
-        "augmentation=cutout",
-        "cutmix, htm, manifold_mixup, mixup, vtm",
-    ],
-    "augmentation.htm.detector=salient": ["augmentation.htm.detector=salient", "attention"],
-    "augmentation.htm.ablate=all": ["augmentation.htm.ablate=all", "labels"],
-    "augmentation.htm.mask_rule=own": ["augmentation.htm.mask_rule=own", "published"],
-    "augmentation.htm.order=front": ["augmentation.htm.order=front", "in_place"],
-    "augmentation.vtm.class_token_offset=published": ["pools no class token", "allowed is paper"],
-    "augmentation.htm.rollout_steps=-1": ["augmentation.htm.rollout_steps=-1"],
-    "augmentation.htm.rollout_steps=1": ["rollout_steps=1", "0 blocks after htm.layer=1"],
-    "augmentation.htm.layer=0 augmentation.htm.rollout_steps=1 augmentation.htm.detector=random": [
-        "augmentation.htm.rollout_steps=1",
-        "detector=random",
-    ],
-    "augmentation=[manifold_mixup]": ["manifold_mixup.layers=[0, 1, 2]", "has 0..1"],
-    "augmentation=[manifold_mixup] augmentation.manifold_mixup.layers=[]": ["layers=[]"],
-    "augmentation=[manifold_mixup] augmentation.manifold_mixup.layers=[1,1]": ["layers=[1, 1]"],
-    "augmentation=[manifold_mixup] augmentation.manifold_mixup.alpha=0": ["alpha=0"],
-    "experiment=table9": ["experiment=table9", "no such option"],
-    "augmentation.htm.tau=-0.5": ["augmentation.htm.tau=-0.5", "greater than or equal to 0"],
-    "augmentation.htm.tau=nan": ["augmentation.htm.tau=nan", "greater than or equal to 0"],
-    "augmentation.htm.rho=1.5": ["augmentation.htm.rho=1.5", "0..1", "inf"],
-    "augmentation.htm.rho=nan": ["augmentation.htm.rho=nan", "0..1"],
-    "augmentation.htm.layer=2": ["augmentation.htm.layer=2", "0..1"],
-    "augmentation.vtm.layer=0": ["augmentation.vtm.layer=0", "greater than or equal to 1"],
-    "augmentation.vtm.kappa=0": ["augmentation.vtm.kappa=0", "greater than or equal to 1"],
-    "augmentation.vtm.kappa=65": ["augmentation.vtm.kappa=65", "1..64"],
-    "augmentation.htm.pooling=class_token": ["pooling=class_token", "auto, attention or average"],
-    "augmentation=[mixup] augmentation.htm.tau=1": ["augmentation.htm", "does not name htm"],
-    "augmentation=[mixup] +augmentation.htm.tau=1": ["augmentation.htm", "does not name htm"],
-    "augmentation=[] augmentation.vtm.kappa=3": ["augmentation.vtm", "does not name vtm"],
-    "augmentation=[[htm]]": ["augmentation=[[htm]]"],
-    "augmentation.htm=null": ["augmentation.htm", "leave it out"],
-    "~augmentation.htm": ["augmentation.htm", "the stack names it"],
-    "--config-name=eval": ["--config-name", "not available"],
-    "-m recipe.batch_size=20,1 devices=2": ["recipe.batch_size=1", "devices=2"],
-    "-m dataset.limit=60,5000": ["dataset.limit=5000", "1437"],
-    "-m model=vit_tiny_patch16_224 model.depth=12,5": ["model.depth=5", "12 blocks"],
-    "model=vit_tiny_patch16_224 model.architecture=xcit_nano_12_p16_224": [
-        "model=vit_tiny_patch16_224",
-        "block 0 is XCABlock",
-    ],
-    "model=vit_tiny_patch16_224 model.architecture=resnet18": ["model.architecture=resnet18"],
-    "dataset.limit=3 devices=4": ["devices=4", "3 training images"],
-    "output_root=/dev/null": ["output_root=/dev/null", "writable"],
-    "recipe.transforms.scale=[2,3]": ["recipe.transforms.scale=[2.0, 3.0]"],
-    "recipe.transforms.scale=[1.0,0.5]": ["recipe.transforms.scale=[1.0, 0.5]"],
-    "recipe.transforms.auto_augment=rand-m9-mstd0.5.5": ["auto_augment=rand-m9-mstd0.5.5"],
-    "logger=wandb logger.mode=online": ["logger.mode=online", "offline"],
-    "recipe.lr": ["recipe.lr", "key=value"],
-    "recipe.lr=[1,2": ["recipe.lr=[1,2", "key=value"],
-    "=3": ["=3"],
-    "seed=0,1": ["seed=0,1", "--multirun"],
-    "--sweep": ["--sweep", "--help"],
-    "-m augmentation.htm.tau=0.5,1,-1": ["augmentation.htm.tau=-1"],
-    "-m name=x seed=0,1": ["name=x", "2 points"],
-    "-m --cfg job": ["--multirun", "without --cfg"],
-    "name=a/b": ["name=a/b", "plain folder name"],
-    "name=..": ["name=..", "leading dot"],
-    "model.name=../x": ["model.name=../x", "plain folder name"],
-    "hydra.run.dir=/tmp/x": ["hydra.run.dir", "launcher and sweeper"],
-    "-m seed=0,0": ["2 points of the sweep are this one run"],
-    "-m seed=glob(*)": ["seed=glob(*)", "no points"],
-    "dataset=image_folder": ["dataset.root=null", "image_folder"],
-    "dataset=image_folder dataset.root=nowhere": ["dataset.root=nowhere", "train/<class>/"],
-    "dataset=imagenet1k": ["dataset.root=data/imagenet", "train/<class>/"],
-    "dataset.root=data": ["dataset.root=data", "digits needs no folder"],
-    "dataset.mean=0.5": ["dataset.mean=0.5", "list"],
-    "dataset.std=[0,1,1]": ["dataset.std.0=0", "greater than"],
-    "dataset.limit=2000": ["dataset.limit=2000", "1437"],
-    "logger.mode=offline": ["logger.mode", "unknown key"],
-    "logger=wandb logger.mode=sometimes": ["logger.mode=sometimes", "'offline'"],
-    "recipe.transforms.auto_augment=rand": ["auto_augment=rand", "rand-m9-mstd0.5-inc1"],
-    "model=vit_tiny_patch16_224 model.image_size=225": ["model.image_size=225", "16"],
-    "model=vit_tiny_patch16_224 model.weights=no.pth": ["model.weights=no.pth", "no such file"],
-    "recipe.lr=${nope}": ["nope"],
-    "model=resnet18": ["augmentation=[htm,vtm]", "resnet18", "augmentation=[mixup,cutmix]"],
-    "model=resnet18 augmentation=[mixup,vtm] augmentation.vtm.layer=1": [
-        "augmentation=[mixup,vtm]"
-    ],
-    "experiment=table1/cifar100_htm model=wrn_40_4": ["[mixup,cutmix,htm]", "wrn_40_4"],
-    "-m model=cct_2_3x2,regnety_040": ["regnety_040"],
-    "model=resnet18 augmentation=[] compile=true": ["compile=true", "cct or vit"],
-    "compile=yes": ["compile=yes", "boolean"],
-    "model=resnet18 augmentation=[] model.htm_layer=2": ["model.htm_layer", "unknown key"],
-    "model=resnet18 augmentation=[] model.architecture=res": ["model.architecture=res", "timm"],
-    "model=resnet18 augmentation=[] +model.options.depth=3": ["model.options=", "'depth'"],
-    "model=resnet18 augmentation=[] +model.options.drop_rate=null": [
-        "model.options.drop_rate=null"
-    ],
-    "model=resnet18 augmentation=[] +model.options.pretrained=true": [
-        "model.options=",
-        "pretrained",
-    ],
-    "model=resnet18 augmentation=[] +model.options.features_only=true": [
-        "one logit for each class"
-    ],
-    "model=resnet18 augmentation=[] model.package=keras": ["model.package=keras", "'torchvision'"],
-    "model=mobilenetv2_200 augmentation=[] model.stem=cifar": ["model.stem=cifar", "imagenet"],
-    "model=densenet264 augmentation=[] model.image_size=8": ["model.image_size=8"],
-    "model=resnet18 augmentation=[] recipe.batch_size=1": ["recipe.batch_size=1", "one image"],
-    "model=cvt_6_4 model.image_size=30": ["model.image_size=30", "multiple of 4"],
-    "model.patch_size=4": ["model.conv_layers=2", "model.patch_size=4"],
-    "model.conv_layers=null": ["model.conv_layers=None"],
-    "~seed": ["seed", "no value"],
+ROOT = Path(__file__).parents[2]
+CLEAR = (  # what is allowed, or what is wrong with it
+    *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with", "go on with"),
+    *("give one", "quote", "expected", "required", "is not 1 or more", "not available", "unknown"),
+    *("does not", "cannot", "there is no", "there are", "no such", "is no ", "no value", "exists"),
+    *("not readable", "not measured", "unrecognized", "more than once", "with other", "holds no"),
+    *(
+        "has 12 blocks",
+        "has no points",
+        "refuses",
+        "name the folder",
+        "Did you mean",
+        "Could not",
+        "invalid",
+    ),
+)
+BROKEN = {  # config.yaml of a run folder
+    "brackets": "a: [1",
+    "list": "[1]",
+    "empty": "",
+    "alias": "a: &a 1\nb: *a\n",
+    "tag": "!!python/object/apply:os.mknod [executed]",
+    "twice": "seed: 0\nseed: 1\n",
+    "deep": "[" * 3000,
 }
 
 
-def assert_refused(ended, tmp_path: Path, parts: list[str], script: str = "train") -> None:
-    assert ended.status == 2, ended
-    assert len(ended.lines) == 1, ended.err
-    assert ended.err.startswith(f"{script}.py: ")
-    for part in parts:
-        assert part in ended.err
-    assert [path for path in tmp_path.rglob("*") if path != tmp_path / "outputs"] == []
+def write_files(folder: Path) -> None:
+    """What the command lines of the table name."""
+    (folder / "folder").mkdir()
+    (folder / "outputs").mkdir()
+    (folder / "file.txt").write_text("text")
+    (folder / "empty.pt").touch()
+    (folder / "zip.pt").write_bytes(b"PK")
+    (folder / "noise.pt").write_bytes(bytes(range(256)) * 8)
+    (folder / "evil.pt").write_bytes(pickle.dumps(Trap(), protocol=2))
+    (folder / "text.safetensors").write_text("text")
+    torch.save({"weight": torch.ones(2)}, folder / "other.pt")
+    write_images(folder / "images", ["cat", "dog"], train=1, held_out=1)
+    (folder / "images" / "val" / "dog").rename(folder / "images" / "val" / "dogs")
+    write_images(folder / "same", ["cat"], train=1, held_out=1)
+    config = compose("train", ["name=good", "output_root=runs"]).raw
+    saved = {name: yaml.safe_dump(config) for name in ("good", "none", "summary")}
+    for name, change in (("unknown", {"lrr": 1}), ("negative", {"lr": -1})):
+        saved[name] = yaml.safe_dump({**config, "recipe": {**config["recipe"], **change}})
+    recipe = {key: value for key, value in config["recipe"].items() if key != "lr"}
+    saved["missing"] = yaml.safe_dump({**config, "recipe": recipe})
+    for name, text in (saved | BROKEN).items():
+        run = RunFolder(folder / "runs" / name)
+        run.last_path.parent.mkdir(parents=True)
+        run.config_path.write_text(text)
+        if name != "none":
+            run.last_path.write_bytes((folder / "other.pt").read_bytes())
+    (folder / "runs" / "summary" / "summary.json").write_text('{"status":')
+    (folder / "runs" / "folder" / "config.yaml").mkdir(parents=True)
+    (folder / "runs" / "thesis").mkdir()
+    (folder / "runs" / "thesis" / "thesis.txt").write_text("not ours")
 
 
-@pytest.mark.parametrize("line", MISTYPED)
-def test_train_refuses_in_one_line(
-    command: Command, tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+class Trap:
+    """Makes a file where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mknod, ("executed",)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    write_files(folder)
+    return folder
+
+
+def run_here(arguments: list[str]) -> tuple[int, str]:
+    """The status of a command in this process, and what it says on stderr."""
+    script, *rest = arguments
+    err = io.StringIO()
+    with (
+        patch.object(sys, "argv", [script, *rest]),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as end,
+    ):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return int(end.value.code or 0), err.getvalue()
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_bad_input_is_refused_in_one_clear_line(
+    kind: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.chdir(files)
     monkeypatch.setenv("HOME", "/nonexistent")  # nobody's wandb credentials
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert_refused(command("train", *line.split()), tmp_path, MISTYPED[line])
+    for line, parts in TABLE[kind].items():
+        before = snapshot(files)
+        status, err = run_here(shlex.split(line))
+        assert status == 2, (line, err)
+        assert err.endswith("\n") and err[:-1].isprintable() and len(err) < 2100, (line, err)
+        assert err.startswith(f"{Path(shlex.split(line)[0]).name}: ")
+        assert any(word in err for word in CLEAR), (line, err)
+        assert [part for part in parts if part not in err] == [], (line, err)
+        assert snapshot(files) == before, line
+
+
+def test_the_table_holds_200_lines_of_40_kinds():
+    assert count_by_kind().splitlines()[-1].startswith("329 of 49 kinds")
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
 def test_train_refuses_a_gpu_that_is_not_there(command: Command, tmp_path: Path):
-    assert_refused(command("train", "device=cuda"), tmp_path, ["device=cuda", "cpu or auto"])
-
-
-@pytest.mark.parametrize(
-    ("line", "parts"),
-    [
-        ("", ["run=None", "checkpoint=None"]),
-        ("run=nowhere", ["nowhere", "config.yaml"]),
-        ("checkpoint=no.pt", ["checkpoint=no.pt", "no such file"]),
-        ("run=a checkpoint=b", ["run=a", "checkpoint=b"]),
-        ("run=nowhere weights=first", ["weights=first", "last or best"]),
-        ("run=nowhere recipe.lr=1", ["recipe.lr=1", "does not belong"]),
-        ("checkpoint=no.pt augmentation=[htm]", ["augmentation=[htm]", "does not belong"]),
-    ],
-)
-def test_eval_refuses_in_one_line(command: Command, tmp_path: Path, line: str, parts: list[str]):
-    assert_refused(command("eval", *line.split()), tmp_path, parts, "eval")
+    ended = command("train", "device=cuda")
+    assert (ended.status, len(ended.lines)) == (2, 1)
+    assert "device=cuda" in ended.err and "cpu or auto" in ended.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_experiment_file_cannot_turn_on_what_its_stack_does_not_name(

@@ -1,6 +1,5 @@
 """Curves over training: metrics.jsonl read as a stream, since a run has up to a million batches."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reproduction.errors import UserError, first_line
+from reproduction.reading import parse_json
 
 BLOCK = 2**16  # bytes that are read at a time from the end
 
@@ -31,7 +31,7 @@ def read_epochs(path: Path) -> list[Epoch]:
     """The epochs of a run with HTM; UserError if `path` cannot be read or holds none."""
     with _reading(path), path.open("rb") as file:
         whole = (line for line in file if line.endswith(b"\n"))
-        found = [_means(lines) for _, lines in groupby(_batches(whole), _epoch)]
+        found = [_means(lines) for _, lines in groupby(_in_order(_batches(whole)), _epoch)]
     if not found:
         raise UserError(f"{path.name}: holds no batches")
     return found
@@ -77,14 +77,24 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:  # without the path, which would tell the report's readers nothing
         raise UserError(f"{path.name}: not readable: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path.name}: not readable: {first_line(error)}") from error
 
 
 def _batches(lines: Iterable[bytes]) -> Iterator[Line]:
     """The lines of batches that were learned from, without those of whole epochs."""
-    rows = (json.loads(line) for line in lines if line.strip())
+    rows = (parse_json(line) for line in lines if line.strip())
     return (row for row in rows if "step" in row and not row.get("skipped"))
+
+
+def _in_order(batches: Iterable[Line]) -> Iterator[Line]:
+    """ValueError where a step comes twice or too early, as in two files put together."""
+    last = 0
+    for line in batches:
+        if line["step"] <= last:
+            raise ValueError(f"step {line['step']} comes after step {last}")
+        last = line["step"]
+        yield line
 
 
 def _epoch(line: Line) -> int:

@@ -1,6 +1,5 @@
 """One run folder as the tables need it: config.yaml, summary.json and the end of metrics.jsonl."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +8,16 @@ from typing import Any
 
 from reproduction.errors import UserError, first_line, in_one_line
 from reproduction.locking import is_held
+from reproduction.reading import parse_json
 from reproduction.reporting.curves import lines_backwards
 from reproduction.runs import RunFolder, identity
 
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
+ORDERED = (  # the first is never less
+    ("top1_best", "top1_last"),
+    ("top1_best", "top1_median10"),
+    ("top5_best", "top5_last"),
+)
 LONGEST = 300  # characters of an error
 
 
@@ -88,6 +93,7 @@ def _result(summary: dict[str, Any], config: dict[str, Any]) -> Result:
             raise UserError(
                 f"summary.json: finished, but {key} is {summary.get(key)}, no percentage"
             )
+    _check_order(accuracy)
     recipe = config.get("recipe")
     recipe = recipe if isinstance(recipe, dict) else {}
     epochs, steps = summary.get("epochs"), summary.get("steps")
@@ -104,6 +110,15 @@ def _result(summary: dict[str, Any], config: dict[str, Any]) -> Result:
         macs=_whole(summary, "macs"),
         revision=None if revision is None else short(str(revision)),
     )
+
+
+def _check_order(accuracy: Mapping[str, float | None]) -> None:
+    """Raises UserError for accuracies that no run can have together."""
+    for greater, less in ORDERED:
+        above, below = accuracy[greater], accuracy[less]
+        assert above is not None and below is not None
+        if above < below:
+            raise UserError(f"summary.json: {greater}={above} must not be below {less}={below}")
 
 
 def _number(summary: dict[str, Any], key: str) -> float | None:
@@ -124,7 +139,7 @@ def _progress(folder: RunFolder, found: Mapping[str, Any]) -> str:
         return ""
     for line in lines_backwards(folder.metrics_path):
         try:
-            epoch = json.loads(line)["epoch"]
+            epoch = parse_json(line)["epoch"]
         except (ValueError, TypeError, KeyError):
             continue  # cut off, or no line of ours
         return f", in epoch {short(str(epoch))} of {found.get('recipe.epochs')}"

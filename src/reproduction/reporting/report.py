@@ -13,6 +13,7 @@ from reproduction.reporting.gallery import draw_pairs
 from reproduction.reporting.saliency_maps import draw_saliency_maps
 from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
 from reproduction.runs import RunFolder
+from reproduction.stdout import say
 from reproduction.storage import write_text
 
 MANY = 512  # images whose difficulty is looked at
@@ -42,18 +43,19 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     """Draws the pictures, writes report.md and says where; a finished report stays."""
     report = folder.report_path
     try:
+        told, table = _told(summary), _table(summary)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder.summary_path}: holds no result: {first_line(error)}") from error
+    try:
         if not report.exists():
-            write_text(report, _page(folder, summary, _draw(folder)))
+            shown = [f"# {folder.path.name}", table, *_draw(folder)]
+            write_text(report, "\n\n".join(shown) + "\n")
     except OSError as error:  # the run is finished all the same
         reason = f"{error.filename or folder.path}: {error.strerror}"
         print(f"warning: no report ({reason}); resume=auto writes it", file=sys.stderr)
-    print(
-        f"{folder.path.name}: top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} "
-        f"%, median of the last 10 epochs {summary['top1_median10']:.2f} %) after "
-        f"{summary['epochs']} epochs in {summary['seconds']:.0f} s"
-    )
+    say(f"{folder.path.name}: {told}")
     if report.exists():
-        print(f"report and pictures: {report}")
+        say(f"report and pictures: {report}")
 
 
 def _draw(folder: RunFolder) -> list[str]:
@@ -63,10 +65,16 @@ def _draw(folder: RunFolder) -> list[str]:
     steps = [line for line in steps if not line.get("skipped")]
     if not steps or not epochs:
         return []  # lost, though the run is finished
-    draw_accuracy(folder.path / "accuracy.png", steps, epochs)
-    if config.augmentation.htm is None:
+    has_htm = config.augmentation.htm is not None
+    try:
+        draw_accuracy(folder.path / "accuracy.png", steps, epochs)
+        if has_htm:
+            size = config.recipe.batch_size
+            draw_mixed_samples(folder.path / "mixed_samples.png", steps, size)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
+    if not has_htm:
         return [_picture("accuracy.png")]
-    draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
     curves = [_picture("accuracy.png"), _picture("mixed_samples.png")]
     return [*curves, *_draw_trained(folder, config)]
 
@@ -101,7 +109,15 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, UserError | ValueError) else first_line(error)
 
 
-def _page(folder: RunFolder, summary: dict[str, Any], shown: list[str]) -> str:
+def _told(summary: dict[str, Any]) -> str:
+    return (
+        f"top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} "
+        f"%, median of the last 10 epochs {summary['top1_median10']:.2f} %) after "
+        f"{summary['epochs']} epochs in {summary['seconds']:.0f} s"
+    )
+
+
+def _table(summary: dict[str, Any]) -> str:
     rows = {
         "top-1, last epoch": f"{summary['top1_last']:.2f} %",
         "top-1, best epoch": f"{summary['top1_best']:.2f} %",
@@ -116,5 +132,5 @@ def _page(folder: RunFolder, summary: dict[str, Any], shown: list[str]) -> str:
         "seed": summary["seed"],
         "git revision": summary["git_revision"],
     }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return "\n\n".join([f"# {folder.path.name}", f"| | |\n|---|---|\n{table}", *shown]) + "\n"
+    lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"| | |\n|---|---|\n{lines}"

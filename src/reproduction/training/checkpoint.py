@@ -39,8 +39,7 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
             raise UserError(f"checkpoint={path}: holds no training state")
         if state.get("run", run) != run:
             raise UserError(f"checkpoint={path}: is of another run")
-        if folder.metrics_size() < state["metrics_size"]:
-            raise UserError(f"{folder.metrics_path}: is shorter than when {path.name} was written")
+        folder.check_metrics(state["metrics_size"])
 
     paths = folder.checkpoints()
     if not paths:

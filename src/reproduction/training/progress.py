@@ -4,6 +4,8 @@ import sys
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from reproduction.stdout import say
+
 
 class ProgressDisplay:
     """Shows batches within the run and one line per epoch; silent on ranks but the first."""
@@ -29,7 +31,7 @@ class ProgressDisplay:
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self.active:
-            print(text, flush=True)
+            say(text)
 
     def close(self) -> None:
         if self.bar is not None:

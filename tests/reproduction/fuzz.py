@@ -1,0 +1,270 @@
+"""Command lines as people mistype them, for hypothesis, and what every one of them must do."""
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from hypothesis import strategies as st
+
+import eval as eval_script
+import train as train_script
+from reproduction.cli import run
+from reproduction.compose import compose
+from reproduction.config import CONF_DIR
+from reproduction.runs import flatten
+from scripts import export as export_script
+from tests.reproduction.mutations import snapshot
+
+SCRIPTS = {
+    "train": (train_script.resolve, train_script.check_all),
+    "eval": (eval_script.resolve, lambda settings, here: None),
+    "export": (export_script.resolve, lambda settings, here: None),
+}
+GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment", "hydra/launcher")
+OPTIONS = {
+    group: sorted(
+        str(path.relative_to(CONF_DIR / group).with_suffix(""))
+        for path in (CONF_DIR / group).rglob("*.yaml")
+    )
+    for group in GROUPS
+}
+# A value of each kind that goes wrong somewhere: no number, no finite or no small one, no text.
+ODD = [
+    *("", "null", "true", "0", "1", "-1", "2", "3", "0.5", "-0.5", "1e308", "1e400", "1e-400"),
+    *("nan", "inf", "-inf", "1_000", "0x10", "1e8", "100000000", "1000000000", "1" + "0" * 30),
+    *("auto", "cpu", "cuda", "never", "none", "best", "typo", "a" * 300, "a b", "x,y", "0,1"),
+    *(
+        "[]",
+        "[1]",
+        "[1,2]",
+        "[1,2,3]",
+        "[[1]]",
+        "[null]",
+        "[nan,inf,1]",
+        "{}",
+        "{a:1}",
+        "{a:{b:[1]}}",
+    ),
+    *(
+        "[" * 40 + "]" * 40,
+        "[1,2",
+        "{a:1",
+        "'",
+        '"',
+        "''",
+        "'a",
+        '"a"',
+        "\\",
+        "\\\\",
+        "'\\'",
+        "a\\,b",
+    ),
+    *("../x", "..", ".", "/", "/dev/null", "/proc/self", "~", "~/x", "a/b", "a\\b", "."),
+    *(
+        "\n",
+        "a\nb",
+        "\t",
+        "\x00",
+        "\x1b[31m",
+        "\x7f",
+        "\u2028",
+        "\u202e",
+        "\udcff",
+        "\xe9\u4e2d",
+        "\U0001f600",
+    ),
+    *("${nope}", "${seed}", "${recipe.epochs}", "${recipe}", "${oc.env:HOME}", "${oc.env:NOPE}"),
+    *(
+        "${hydra:runtime.cwd}",
+        "${now:%Y}",
+        "${oc.decode:x}",
+        "${share:1,0}",
+        "${share:}",
+        "${cores:x}",
+    ),
+    *(
+        "${cores:${cores:1}}",
+        "${",
+        "${}",
+        "$",
+        "${a",
+        "\\${seed}",
+        "${oc.select:x,3}",
+        "${.}",
+        "${..seed}",
+    ),
+    *("${oc.create:{a:1}}", "${oc.dict.keys:recipe}", "???", "range(3)", "choice(1,2)", "glob(*)"),
+    *("sort(3,2,1)", "shuffle(1,2)", "interval(0,1)", "int(3.5)", "float(x)", "str(3)", "bool(7)"),
+    *(
+        "json_str(1)",
+        "tag(a,1)",
+        "extend_list(1)",
+        "typo(1)",
+        "=",
+        "==",
+        "a=b",
+        "%",
+        "%s",
+        "{}",
+        "{0}",
+        "<a>",
+    ),
+]
+OPTIONS_OF_HYDRA = [
+    *("-m", "--multirun", "--sweep", "--cfg", "--cfg=job", "--resolve", "--info", "--package=x"),
+    *("--config-name=eval", "--config-path=/", "--config-dir=/", "-cn", "-x", "--", "-", "--run"),
+    *(
+        "--experimental-rerun=x",
+        "--shell-completion",
+        "-sc",
+        "hydra.run.dir=x",
+        "hydra.sweep.dir=x",
+    ),
+    *("hydra/sweeper=basic", "hydra/sweeper=typo", "hydra/launcher=typo", "hydra/output=default"),
+    *(
+        "hydra.launcher.n_jobs=2",
+        "hydra.sweeper.max_batch_size=x",
+        "hydra.mode=MULTIRUN",
+        "hydra=x",
+    ),
+    *(
+        "hydra.job.chdir=true",
+        "hydra/job_logging=default",
+        "hydra.verbose=true",
+        "hydra/help=default",
+    ),
+]
+
+
+class Outcome(NamedTuple):
+    """How a command ended, `built` what its points would have run with."""
+
+    status: int
+    err: str
+    built: list[Any]
+
+
+def known_keys() -> list[str]:
+    """Every key of a model, data set and logger of each kind, and the groups themselves."""
+    chosen = (
+        "logger=wandb",
+        "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]",
+        "dataset=cifar10",
+    )
+    keys: dict[str, None] = {}
+    for model in ("model=cct_7_3x1", "model=vit_tiny_patch16_224", "model=resnet18"):
+        stack = chosen[1] if model != "model=resnet18" else "augmentation=[]"
+        raw = compose("export", [model, chosen[0], stack, chosen[2]]).raw
+        for key, _ in flatten(raw):
+            parts = key.split(".")
+            keys.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+    return list(keys)
+
+
+KEYS = known_keys()
+
+
+def overrides() -> st.SearchStrategy[str]:
+    """One argument: mostly a known key with an odd value, else a group, a prefix, an option."""
+    keys = st.sampled_from(KEYS)
+    text = st.text(st.characters(), max_size=8)
+    values = st.one_of(
+        st.sampled_from(ODD),
+        st.sampled_from(ODD),
+        st.integers().map(str),
+        st.floats().map(str),
+        text,
+    )
+    odd_keys = st.one_of(
+        keys.map(lambda k: k + "x"),
+        keys.map(lambda k: f"{k}.x"),
+        text,
+        st.sampled_from(
+            [
+                "a.b",
+                ".",
+                "..",
+                "a..b",
+                "@",
+                "model@x",
+                "recipe@",
+                "0",
+                "recipe.0",
+                "hydra.x",
+                "hydra",
+                "defaults",
+                "_self_",
+            ]
+        ),
+    )
+    assigned = st.builds(lambda k, v: f"{k}={v}", keys, values)
+    listed = st.lists(st.sampled_from(ODD[:40]), max_size=4).map(",".join)
+    groups = st.sampled_from(GROUPS).flatmap(
+        lambda group: st.builds(
+            lambda value: f"{group}={value}",
+            st.one_of(
+                st.sampled_from(OPTIONS[group] or ["x"]),
+                values,
+                st.lists(st.sampled_from(OPTIONS[group] or ["x"])).map(
+                    lambda v: f"[{','.join(v)}]"
+                ),
+            ),
+        )
+    )
+    return st.one_of(
+        assigned,
+        assigned,
+        assigned,
+        groups,
+        st.builds(lambda k, v: f"{k}={v}", keys, listed),
+        st.builds(
+            lambda p, k, v: f"{p}{k}={v}",
+            st.sampled_from(["+", "++", "~", "-", "+++"]),
+            st.one_of(keys, odd_keys, st.sampled_from(GROUPS)),
+            values,
+        ),
+        st.builds(
+            lambda p, k: f"{p}{k}",
+            st.sampled_from(["", "~", "+"]),
+            st.one_of(keys, st.sampled_from(GROUPS)),
+        ),
+        st.builds(lambda k, v: f"{k}={v}", odd_keys, values),
+        st.sampled_from(OPTIONS_OF_HYDRA),
+    )
+
+
+def command_lines() -> st.SearchStrategy[list[str]]:
+    return st.lists(overrides(), min_size=1, max_size=4)
+
+
+def attempt(script: str, arguments: list[str]) -> Outcome:
+    """Runs a command in this process up to its work, which is left out."""
+    resolve, check_all = SCRIPTS[script]
+    built: list[Any] = []
+    err = io.StringIO()
+    argv = patch.object(sys, "argv", [f"{script}.py", *arguments])
+    with argv, redirect_stderr(err), redirect_stdout(io.StringIO()):
+        try:
+            run(script, resolve, check_all, built.append)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return Outcome(status, err.getvalue(), built)
+
+
+def check(script: str, arguments: list[str], folder: Path) -> Outcome:
+    """Builds, or ends in one line and status 2 with nothing changed in the folder it stands in."""
+    before = snapshot(folder)
+    ended = attempt(script, arguments)
+    if ended.status == 0:  # a sweep's own folder is Hydra's
+        assert ended.built or any(a.startswith("-") for a in arguments), "did nothing"
+        return ended
+    assert ended.status == 2, ended
+    assert snapshot(folder) == before, "changed the disk"
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert ended.err.startswith(f"{script}.py: "), ended.err
+    assert ended.err.rstrip("\n").isprintable(), ended.err
+    assert len(ended.err) < 2100, len(ended.err)
+    return ended

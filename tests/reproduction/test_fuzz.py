@@ -1,0 +1,73 @@
+"""Random command lines and damaged run folders; `--hypothesis-profile=long` tries many more."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reproduction.errors import UserError
+from reproduction.reporting.collect import collect
+from reproduction.runs import RunFolder
+from reproduction.states import read_state
+from tests.reproduction.fuzz import SCRIPTS, check, command_lines
+from tests.reproduction.mutations import KINDS, TRAP, difficulty, mutate, snapshot
+from tests.reproduction.tables import Configs, rising, write_metrics, write_run
+
+HTM = "table1/cifar100_htm"
+EXAMPLES = settings.default.max_examples  # 100, or those of the chosen profile
+FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=EXAMPLES // 2, suppress_health_check=FIXTURES)
+@given(script=st.sampled_from(list(SCRIPTS)), arguments=command_lines())
+def test_a_command_line_builds_or_is_refused_in_one_line(
+    script: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    check(script, arguments, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
+    """Two finished runs of one cell."""
+    outputs = tmp_path_factory.mktemp("whole") / "outputs"
+    outputs.mkdir()
+    for seed in (0, 1):
+        run = write_run(outputs, configs[HTM], seed, name=f"run{seed}")
+        write_metrics(run / "metrics.jsonl", rising(12))
+        (run / "difficulty.json").write_text(difficulty())
+        (run / "saliency.json").write_text(json.dumps({"uniform": 4.0, "gradient": 3.0}))
+    return outputs
+
+
+@pytest.mark.parametrize("start", range(0, EXAMPLES * 3 // 10, len(KINDS)))
+def test_a_damaged_run_is_counted_as_it_was_or_named_with_the_reason(
+    start: int, whole: Path, tmp_path: Path, configs: Configs, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    undamaged = collect(whole, configs).cells[HTM].finished[1].result
+    assert undamaged is not None
+    for seed in range(start, start + len(KINDS)):
+        outputs = tmp_path / str(seed)
+        shutil.copytree(whole, outputs)
+        damage = seed, *mutate(outputs / "run1", seed)
+        before = snapshot(outputs)
+        collection = collect(outputs, configs)
+        cell = collection.cells[HTM]
+        if 1 in cell.finished:
+            result = cell.finished[1].result
+            assert result is not None and result.accuracy == undamaged.accuracy, damage
+        else:
+            told = {entry.folder: entry.reason for entry in collection.unused}
+            others = {run.folder for run in cell.others}
+            assert "run1" in told.keys() | others, damage
+            assert all(reason.isprintable() for reason in told.values()), damage
+        try:
+            read_state(RunFolder(outputs / "run1"))
+        except UserError as error:
+            assert "run1" in str(error), damage
+        assert snapshot(outputs) == before, damage
+    assert not (tmp_path / TRAP).exists()
