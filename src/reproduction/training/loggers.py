@@ -13,6 +13,7 @@ from uuid import uuid4
 from reproduction.config import Config, Wandb
 from reproduction.errors import UserError, first_line
 from reproduction.runs import RunFolder
+from reproduction.stdout import say
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -89,7 +90,7 @@ class WandbLog:
             _warn(f"wandb cannot be reached, the run is recorded offline ({reason})")
             run = self._init(config, logger, "offline")
         if run.url:
-            print(f"wandb: {run.url}")
+            say(f"wandb: {run.url}")
         return run
 
     def _init(self, config: Config, logger: Wandb, mode: Mode) -> Any:
@@ -137,7 +138,7 @@ class WandbLog:
         try:
             self.run.finish(exit_code=0 if status == "finished" else 1)
             if self.run.url is None:
-                print(f"wandb: recorded offline, to upload it: wandb sync {self.recorded}")
+                say(f"wandb: recorded offline, to upload it: wandb sync {self.recorded}")
         except TimeoutError:
             _warn(
                 f"wandb took not all within {FINISH_SECONDS:.0f} s, to upload the rest: "
