@@ -14,7 +14,7 @@ from typing import Any
 from reproduction.config import Config
 from reproduction.data.folders import Sizes, data_sizes
 from reproduction.errors import UserError, first_line
-from reproduction.runs import run_hash
+from reproduction.identity import run_hash
 from reproduction.storage import write_text
 
 FILE = "cost.json"

@@ -6,9 +6,10 @@ from collections import Counter
 from reproduction.compose import Composed
 from reproduction.config import Config
 from reproduction.errors import UserError
+from reproduction.identity import default_name
 from reproduction.parse import parse
 from reproduction.ranks import is_first_rank
-from reproduction.runs import RunFolder, default_name
+from reproduction.runs import RunFolder
 
 
 def resolve(composed: Composed) -> Config:

@@ -14,8 +14,9 @@ from reproduction.cells import Cell, read_cells
 from reproduction.compose import compose
 from reproduction.config import Config
 from reproduction.errors import UserError
+from reproduction.identity import default_name, run_hash
 from reproduction.parse import parse
-from reproduction.runs import RunFolder, default_name, find_runs, run_hash
+from reproduction.runs import RunFolder, find_runs
 from reproduction.scales import CIFAR_10, CIFAR_100, FULL, IMAGENET, SCALES, Scale
 
 DATASET_OPTIONS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")

@@ -1,4 +1,4 @@
-"""The identity of a run and its folder, the contract that all reports read.
+"""The folder of a run, the contract that all reports read.
 
 config.yaml       resolved configuration
 metrics.jsonl     one line per training batch and one per evaluated epoch
@@ -8,76 +8,23 @@ checkpoints/      last.pt to go on from and those before it, best.safetensors fo
 """
 
 import dataclasses
-import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from reproduction.config import Config, Dataset, Recipe
+from reproduction.config import Config
 from reproduction.errors import UserError, first_line
+from reproduction.identity import LATER, hash_of, identity
 from reproduction.ranks import is_first_rank, launcher, restarts
 from reproduction.reading import parse_json, parse_yaml
 from reproduction.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
-# What does not change a result does not change a run's identity.
-NOT_IDENTITY = (
-    *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib"),
-)
-# What came later has a default in the schema: with it, a run is what it was without the key.
-LATER = {
-    f"{group}.{f.name}": f.default
-    for group, settings in {"recipe": Recipe, "dataset": Dataset}.items()
-    for f in dataclasses.fields(settings)
-    if f.default is not MISSING
-}
 LOCK = ".lock"
 STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # of a line, as reports need
 EPOCH_KEYS = ("epoch", "top1", "eval_loss")
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, leaf) of nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The dotted keys that tell one run from another."""
-    return {
-        key: value
-        for key, value in flatten(config)
-        if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
-        and not (key in LATER and value == LATER[key])
-    }
-
-
-def run_hash(config: Config) -> str:
-    """8 hex digits over the resolved configuration."""
-    return hash_of(dataclasses.asdict(config))
-
-
-def hash_of(config: dict[str, Any]) -> str:
-    """The same of plain values, such as a run's saved ones."""
-    text = json.dumps(identity(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def default_name(config: Config, experiment: str | None) -> str:
-    """`<experiment or model-dataset-stack>-s<seed>-<hash>`."""
-    stack = "+".join(config.augmentation.stack) or "plain"
-    head = f"{config.model.name}-{config.dataset.name}-{stack}"
-    if experiment is not None:
-        head = experiment.replace("/", "-")
-    return f"{head}-s{config.seed}-{run_hash(config)}"
 
 
 class RunFolder:

@@ -12,10 +12,11 @@ from rich.table import Table
 from reproduction.cost import FILE, hours_text, read_costs, run_hours, speed_key
 from reproduction.errors import UserError, first_line, in_one_line
 from reproduction.hardware import hardware_name
+from reproduction.identity import run_hash
 from reproduction.locking import is_held
 from reproduction.plan import PlannedRun, Settings
 from reproduction.reading import parse_json
-from reproduction.runs import RunFolder, run_hash
+from reproduction.runs import RunFolder
 
 Status = Literal["finished", "running", "interrupted", "failed", "not started"]
 COLOURS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}

@@ -14,7 +14,7 @@ import train as train_script
 from reproduction.cli import run
 from reproduction.compose import compose
 from reproduction.config import CONF_DIR
-from reproduction.runs import flatten
+from reproduction.identity import flatten
 from scripts import export as export_script
 from tests.reproduction.mutations import snapshot
 

@@ -19,8 +19,9 @@ from reproduction.data.build import (
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import _open, load_source
 from reproduction.errors import UserError
+from reproduction.identity import run_hash
 from reproduction.parse import parse
-from reproduction.runs import RunFolder, run_hash
+from reproduction.runs import RunFolder
 from reproduction.training.distributed import World
 from tests.reproduction.conftest import SMALL, Command, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at

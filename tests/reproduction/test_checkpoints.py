@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from reproduction.compose import compose
 from reproduction.config import Checkpoint
 from reproduction.errors import UserError
+from reproduction.identity import hash_of
 from reproduction.jobs import resolve
-from reproduction.runs import RunFolder, hash_of
+from reproduction.runs import RunFolder
 from reproduction.training import checkpoint as checkpoints
 from reproduction.training import loop, stopping
 from reproduction.training.checkpoint import load_last

@@ -12,8 +12,9 @@ from reproduction.cells import read_cells
 from reproduction.compose import compose
 from reproduction.config import CONF_DIR, Config
 from reproduction.errors import UserError
+from reproduction.identity import default_name, hash_of, run_hash
 from reproduction.parse import parse
-from reproduction.runs import RunFolder, default_name, hash_of, run_hash
+from reproduction.runs import RunFolder
 
 TRANSFORMERS = sorted(
     path.stem

@@ -18,8 +18,8 @@ from reproduction.data.loaders import TrainingBatches
 from reproduction.data.memory import held
 from reproduction.data.sources import ArrayImages, Source, load_source
 from reproduction.errors import UserError
+from reproduction.identity import run_hash
 from reproduction.parse import parse
-from reproduction.runs import run_hash
 from tests.reproduction.conftest import write_images
 
 TWO_FIT = 400  # pixels of images of which 1 MiB holds two

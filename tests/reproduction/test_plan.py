@@ -14,10 +14,11 @@ from reproduction.config import Config
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.errors import UserError
+from reproduction.identity import run_hash
 from reproduction.model_config import ViT
 from reproduction.parse import parse
 from reproduction.plan import PlannedRun, Settings, cell_config, cells_of, plan
-from reproduction.runs import RunFolder, find_runs, run_hash
+from reproduction.runs import RunFolder, find_runs
 from reproduction.scales import SCALES
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from reproduction.errors import UserError
+from reproduction.identity import flatten, hash_of
 from reproduction.models.weights import read_file
-from reproduction.runs import RunFolder, flatten, hash_of
+from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import load_last
 
 # What tells how fast a run was; metrics_size counts the digits of that.

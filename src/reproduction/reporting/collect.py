@@ -9,8 +9,8 @@ from typing import Any
 
 from reproduction.config import Config
 from reproduction.errors import UserError, first_line
+from reproduction.identity import identity
 from reproduction.reporting.folder import Run, read_run, short
-from reproduction.runs import identity
 
 REPORT = "report"
 OURS = (REPORT, "data")  # these folders under outputs/ are ours, unless they hold a run

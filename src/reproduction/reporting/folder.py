@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.errors import UserError, first_line, in_one_line
+from reproduction.identity import identity
 from reproduction.locking import is_held
 from reproduction.reading import parse_json
 from reproduction.reporting.curves import lines_backwards
-from reproduction.runs import RunFolder, identity
+from reproduction.runs import RunFolder
 
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 ORDERED = (  # the first is never less

@@ -18,10 +18,11 @@ from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose
 from reproduction.errors import PlainError, Stopped, UserError, first_line
+from reproduction.identity import run_hash
 from reproduction.models.compiling import compile_blocks
 from reproduction.models.names import State
 from reproduction.models.weights import fitting_module
-from reproduction.runs import RunFolder, run_hash
+from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.endings import explaining_memory

@@ -22,6 +22,7 @@ from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError
 from reproduction.hardware import hardware_name, joined
+from reproduction.identity import run_hash
 from reproduction.locking import hold
 from reproduction.model_config import ViT
 from reproduction.models.build import (
@@ -33,7 +34,7 @@ from reproduction.models.build import (
     without_start,
 )
 from reproduction.ranks import restarts
-from reproduction.runs import RunFolder, run_hash
+from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
 from reproduction.training.endings import explaining_disk, leave, leave_failed
