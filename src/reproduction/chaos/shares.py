@@ -16,7 +16,7 @@ from reproduction.config import CONF_DIR
 from reproduction.data.build import build_broken_images, build_evaluation_loader, build_source
 from reproduction.evaluation import resolve
 
-IMAGES = 10_007  # a prime
+IMAGES = (11, 10_007)  # primes
 EVAL = CONF_DIR.parent / "eval.py"
 MODEL = ("model.embed_dim=16", "device=cpu", "dataset=image_folder")
 
@@ -27,7 +27,7 @@ def evaluate_in_shares(place: Place) -> Outcome:
     checkpoint = place.folder("evaluated").best_path
     found: list[str] = []
     rows = []
-    for images in (2, IMAGES):
+    for images in IMAGES:
         root = _write_images(place.root / f"images-{images}", images)
         args = (f"checkpoint={checkpoint}", *MODEL, f"dataset.root={root}")
         counted = {ranks: _counted(place, ranks, args) for ranks in (1, 2, 3)}
