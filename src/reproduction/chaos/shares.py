@@ -61,7 +61,7 @@ def _counted(place: Place, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
     (path,) = output.glob("evaluations/*.json")
     result = json.loads(path.read_text())
     right = {key: result[key] * result["images"] / 100 for key in ("top1", "top5")}
-    loss = round(result["eval_loss"], 9)  # a sum, whose order differs
+    loss = round(result["eval_loss"], 5)  # a sum, whose order differs
     return {key: round(count, 6) for key, count in right.items()} | {"loss": loss}
 
 
