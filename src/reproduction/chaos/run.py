@@ -1,5 +1,6 @@
 """All parts, one after the other."""
 
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from reproduction.chaos.report import BEGIN, END, line, write_outcomes
 from reproduction.chaos.runs import Outcome, Place
 from reproduction.chaos.settings import vary_settings
 from reproduction.chaos.shares import evaluate_in_shares
+from reproduction.errors import UserError, first_line
 from reproduction.hardware import hardware_name
 from reproduction.runs import check_writable
 
@@ -42,13 +44,21 @@ def run_chaos(request: Request) -> list[Outcome]:
     parts, outcomes = _parts(request, folder.absolute()), []
     for name in request.parts:
         start = time.perf_counter()
-        outcome = parts[name]()
+        outcome = _outcome(name, parts[name])
         outcome.seconds = round(time.perf_counter() - start, 1)
         outcomes.append(outcome)
         print(line(outcome), *outcome.differences, sep="\n  ", flush=True)
         page = request.page if name == request.parts[-1] else None
         write_outcomes(folder, outcomes, hardware_name("cpu"), page)
     return outcomes
+
+
+def _outcome(name: str, part: Callable[[], Outcome]) -> Outcome:
+    """What came of a part; one that is refused or hangs is a finding, and the others go on."""
+    try:
+        return part()
+    except (UserError, TimeoutError, subprocess.TimeoutExpired) as error:
+        return Outcome(name, {}, [first_line(error)])
 
 
 def _parts(request: Request, folder: Path) -> Mapping[str, Callable[[], Outcome]]:
