@@ -176,9 +176,9 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
     for option in NOT_AVAILABLE:
         if getattr(args, option, None):
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
+    if sum(bool(x) for x in (args.run, args.multirun, args.cfg, args.info)) > 1:
+        raise UserError("--multirun: must go without --cfg, --info and --run, of which one goes")
     if args.help or args.hydra_help or args.cfg or args.info:
-        if sum(bool(x) for x in (args.multirun, args.cfg, args.info)) > 1:
-            raise UserError("--multirun: must go without --cfg and --info, and they without it")
         compose(config_name, args.overrides)
         return None
     if args.multirun and launched_ranks() is not None:

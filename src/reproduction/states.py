@@ -40,7 +40,7 @@ def read_state(folder: RunFolder) -> State:
     """The state of one run; UserError if its summary or its metrics are not readable."""
     try:
         return _read_state(folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise UserError(f"{folder.path}: not readable: {first_line(error)}") from error
 
 

@@ -160,6 +160,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "train.py --config-dir=/": ["--config-dir"],
         "train.py --shell-completion": ["--shell-completion", "not available"],
         "train.py --cfg all --info all": ["--cfg"],
+        "train.py --run --multirun": ["--multirun", "without"],
         "train.py --package=x --cfg job": ["--package"],
         "train.py --cfg job typo=1": ["typo", "unknown key"],
         "train.py --cfg": ["--cfg"],

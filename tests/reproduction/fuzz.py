@@ -32,110 +32,41 @@ OPTIONS = {
     for group in GROUPS
 }
 # A value of each kind that goes wrong somewhere: no number, no finite or no small one, no text.
-ODD = [
+NUMBERS = [
     *("", "null", "true", "0", "1", "-1", "2", "3", "0.5", "-0.5", "1e308", "1e400", "1e-400"),
     *("nan", "inf", "-inf", "1_000", "0x10", "1e8", "100000000", "1000000000", "1" + "0" * 30),
-    *("auto", "cpu", "cuda", "never", "none", "best", "typo", "a" * 300, "a b", "x,y", "0,1"),
-    *(
-        "[]",
-        "[1]",
-        "[1,2]",
-        "[1,2,3]",
-        "[[1]]",
-        "[null]",
-        "[nan,inf,1]",
-        "{}",
-        "{a:1}",
-        "{a:{b:[1]}}",
-    ),
-    *(
-        "[" * 40 + "]" * 40,
-        "[1,2",
-        "{a:1",
-        "'",
-        '"',
-        "''",
-        "'a",
-        '"a"',
-        "\\",
-        "\\\\",
-        "'\\'",
-        "a\\,b",
-    ),
-    *("../x", "..", ".", "/", "/dev/null", "/proc/self", "~", "~/x", "a/b", "a\\b", "."),
-    *(
-        "\n",
-        "a\nb",
-        "\t",
-        "\x00",
-        "\x1b[31m",
-        "\x7f",
-        "\u2028",
-        "\u202e",
-        "\udcff",
-        "\xe9\u4e2d",
-        "\U0001f600",
-    ),
+]
+LISTS = [
+    *("[]", "[1]", "[1,2]", "[1,2,3]", "[[1]]", "[null]", "[nan,inf,1]", "{}", "{a:1}"),
+    *("{a:{b:[1]}}", "[" * 40 + "]" * 40, "[1,2", "{a:1", "[a", "0,1", "x,y"),
+]
+WORDS = [
+    *("auto", "cpu", "cuda", "never", "none", "best", "typo", "a" * 300, "a b", "\\", "\\\\"),
+    *("'", '"', "''", "'a", '"a"', "'\\'", "a\\,b", "=", "==", "a=b", "%", "%s", "{0}", "<a>"),
+    *("../x", "..", ".", "/", "/dev/null", "/proc/self", "~", "~/x", "a/b", "a\\b", "$"),
+    *("\n", "a\nb", "\t", "\x00", "\x1b[31m", "\x7f", "\u2028", "\u202e", "\udcff", "\xe9\u4e2d"),
+]
+CALLS = [
     *("${nope}", "${seed}", "${recipe.epochs}", "${recipe}", "${oc.env:HOME}", "${oc.env:NOPE}"),
-    *(
-        "${hydra:runtime.cwd}",
-        "${now:%Y}",
-        "${oc.decode:x}",
-        "${share:1,0}",
-        "${share:}",
-        "${cores:x}",
-    ),
-    *(
-        "${cores:${cores:1}}",
-        "${",
-        "${}",
-        "$",
-        "${a",
-        "\\${seed}",
-        "${oc.select:x,3}",
-        "${.}",
-        "${..seed}",
-    ),
-    *("${oc.create:{a:1}}", "${oc.dict.keys:recipe}", "???", "range(3)", "choice(1,2)", "glob(*)"),
-    *("sort(3,2,1)", "shuffle(1,2)", "interval(0,1)", "int(3.5)", "float(x)", "str(3)", "bool(7)"),
-    *(
-        "json_str(1)",
-        "tag(a,1)",
-        "extend_list(1)",
-        "typo(1)",
-        "=",
-        "==",
-        "a=b",
-        "%",
-        "%s",
-        "{}",
-        "{0}",
-        "<a>",
-    ),
+    *("${hydra:runtime.cwd}", "${now:%Y}", "${oc.decode:x}", "${share:1,0}", "${share:}"),
+    *("${cores:x}", "${cores:${cores:1}}", "${", "${}", "${a", "\\${seed}", "${oc.select:x,3}"),
+    *("${.}", "${..seed}", "${oc.create:{a:1}}", "${oc.dict.keys:recipe}", "???", "range(3)"),
+    *("choice(1,2)", "glob(*)", "sort(3,2,1)", "shuffle(1,2)", "interval(0,1)", "int(3.5)"),
+    *("float(x)", "str(3)", "bool(7)", "json_str(1)", "tag(a,1)", "extend_list(1)", "typo(1)"),
+]
+ODD = [*NUMBERS, *LISTS, *WORDS, *CALLS]
+ODD_KEYS = [
+    *("a.b", ".", "..", "a..b", "@", "model@x", "recipe@", "0", "recipe.0", "hydra.x", "hydra"),
+    *("defaults", "_self_"),
 ]
 OPTIONS_OF_HYDRA = [
     *("-m", "--multirun", "--sweep", "--cfg", "--cfg=job", "--resolve", "--info", "--package=x"),
     *("--config-name=eval", "--config-path=/", "--config-dir=/", "-cn", "-x", "--", "-", "--run"),
-    *(
-        "--experimental-rerun=x",
-        "--shell-completion",
-        "-sc",
-        "hydra.run.dir=x",
-        "hydra.sweep.dir=x",
-    ),
-    *("hydra/sweeper=basic", "hydra/sweeper=typo", "hydra/launcher=typo", "hydra/output=default"),
-    *(
-        "hydra.launcher.n_jobs=2",
-        "hydra.sweeper.max_batch_size=x",
-        "hydra.mode=MULTIRUN",
-        "hydra=x",
-    ),
-    *(
-        "hydra.job.chdir=true",
-        "hydra/job_logging=default",
-        "hydra.verbose=true",
-        "hydra/help=default",
-    ),
+    *("--experimental-rerun=x", "--shell-completion", "-sc", "hydra.run.dir=x", "hydra=x"),
+    *("hydra.sweep.dir=x", "hydra/sweeper=basic", "hydra/sweeper=typo", "hydra/launcher=typo"),
+    *("hydra/output=default", "hydra.launcher.n_jobs=2", "hydra.sweeper.max_batch_size=x"),
+    *("hydra.mode=MULTIRUN", "hydra.job.chdir=true", "hydra/job_logging=default"),
+    *("hydra.verbose=true", "hydra/help=default"),
 ]
 
 
@@ -167,71 +98,40 @@ def known_keys() -> list[str]:
 KEYS = known_keys()
 
 
-def overrides() -> st.SearchStrategy[str]:
-    """One argument: mostly a known key with an odd value, else a group, a prefix, an option."""
-    keys = st.sampled_from(KEYS)
+def values() -> st.SearchStrategy[str]:
+    odd = st.sampled_from(ODD)
     text = st.text(st.characters(), max_size=8)
-    values = st.one_of(
-        st.sampled_from(ODD),
-        st.sampled_from(ODD),
-        st.integers().map(str),
-        st.floats().map(str),
-        text,
-    )
-    odd_keys = st.one_of(
-        keys.map(lambda k: k + "x"),
-        keys.map(lambda k: f"{k}.x"),
-        text,
-        st.sampled_from(
-            [
-                "a.b",
-                ".",
-                "..",
-                "a..b",
-                "@",
-                "model@x",
-                "recipe@",
-                "0",
-                "recipe.0",
-                "hydra.x",
-                "hydra",
-                "defaults",
-                "_self_",
-            ]
-        ),
-    )
-    assigned = st.builds(lambda k, v: f"{k}={v}", keys, values)
-    listed = st.lists(st.sampled_from(ODD[:40]), max_size=4).map(",".join)
-    groups = st.sampled_from(GROUPS).flatmap(
-        lambda group: st.builds(
-            lambda value: f"{group}={value}",
-            st.one_of(
-                st.sampled_from(OPTIONS[group] or ["x"]),
-                values,
-                st.lists(st.sampled_from(OPTIONS[group] or ["x"])).map(
-                    lambda v: f"[{','.join(v)}]"
-                ),
-            ),
+    return st.one_of(odd, odd, st.integers().map(str), st.floats().map(str), text)
+
+
+def choices() -> st.SearchStrategy[str]:
+    """A group with an option, a list of its options, or something else."""
+    one = {group: st.sampled_from(found or ["x"]) for group, found in OPTIONS.items()}
+    return st.sampled_from(GROUPS).flatmap(
+        lambda group: st.one_of(
+            one[group].map(lambda option: f"{group}={option}"),
+            st.lists(one[group]).map(lambda options: f"{group}=[{','.join(options)}]"),
+            values().map(lambda value: f"{group}={value}"),
         )
     )
+
+
+def overrides() -> st.SearchStrategy[str]:
+    """One argument: mostly a known key with an odd value, else a group, a prefix, an option."""
+    known = st.sampled_from([*KEYS, *GROUPS])
+    odd = st.one_of(st.sampled_from(ODD_KEYS), known.map(lambda key: f"{key}x"), st.text())
+    several = st.lists(st.sampled_from(ODD), max_size=4).map(",".join)
+    prefix = st.sampled_from(["+", "++", "~", "-", "+++"])
+    assigned = st.builds("{}={}".format, known, values())
     return st.one_of(
         assigned,
         assigned,
-        assigned,
-        groups,
-        st.builds(lambda k, v: f"{k}={v}", keys, listed),
-        st.builds(
-            lambda p, k, v: f"{p}{k}={v}",
-            st.sampled_from(["+", "++", "~", "-", "+++"]),
-            st.one_of(keys, odd_keys, st.sampled_from(GROUPS)),
-            values,
-        ),
-        st.builds(
-            lambda p, k: f"{p}{k}",
-            st.sampled_from(["", "~", "+"]),
-            st.one_of(keys, st.sampled_from(GROUPS)),
-        ),
-        st.builds(lambda k, v: f"{k}={v}", odd_keys, values),
+        choices(),
+        st.builds("{}={}".format, known, several),
+        st.builds("{}={}".format, odd, values()),
+        st.builds("{}{}={}".format, prefix, st.one_of(known, odd), values()),
+        st.builds("{}{}".format, prefix, known),
+        known,
         st.sampled_from(OPTIONS_OF_HYDRA),
     )
 

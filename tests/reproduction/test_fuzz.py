@@ -12,8 +12,9 @@ from reproduction.errors import UserError
 from reproduction.reporting.collect import collect
 from reproduction.runs import RunFolder
 from reproduction.states import read_state
+from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.fuzz import SCRIPTS, check, command_lines
-from tests.reproduction.mutations import KINDS, TRAP, difficulty, mutate, snapshot
+from tests.reproduction.mutations import FILES, KINDS, TRAP, difficulty, mutate, snapshot
 from tests.reproduction.tables import Configs, rising, write_metrics, write_run
 
 HTM = "table1/cifar100_htm"
@@ -71,3 +72,25 @@ def test_a_damaged_run_is_counted_as_it_was_or_named_with_the_reason(
             assert "run1" in str(error), damage
         assert snapshot(outputs) == before, damage
     assert not (tmp_path / TRAP).exists()
+
+
+def test_a_damaged_run_goes_on_rightly_or_is_refused_and_left_alone(
+    command: Command, tmp_path: Path
+):
+    told = [*SMALL, "name=mine", "augmentation=[]", "recipe.epochs=1"]
+    assert command("train", *told).status == 0
+    run = RunFolder(tmp_path / "outputs" / "mine")
+    expected = run.read_summary()["top1_last"]
+    run.write_summary(status="interrupted")
+    shutil.move(run.path, tmp_path / "whole")
+    for seed in range(EXAMPLES // 6):
+        shutil.copytree(tmp_path / "whole", run.path)
+        damage = seed, *mutate(run.path, seed, FILES[:3])
+        before = snapshot(run.path)
+        ended = command("train", *told, "resume=auto")
+        if ended.status == 0:
+            assert run.read_summary()["top1_last"] == expected, damage
+        else:
+            assert (ended.status, len(ended.lines)) == (2, 1), (damage, ended.err)
+            assert snapshot(run.path) == before, damage
+        shutil.rmtree(run.path)

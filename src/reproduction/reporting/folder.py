@@ -55,7 +55,7 @@ def read_run(path: Path) -> Run:
         return _read(folder)
     except UserError as error:
         raise UserError(short(str(error).replace(f"{path}/", "").replace(f"{path} ", ""))) from None
-    except (OSError, RecursionError) as error:
+    except (OSError, RecursionError, OverflowError) as error:
         raise UserError(f"not readable: {short(first_line(error))}") from error
 
 

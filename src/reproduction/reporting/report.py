@@ -44,7 +44,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     report = folder.report_path
     try:
         told, table = _told(summary), _table(summary)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{folder.summary_path}: holds no result: {first_line(error)}") from error
     try:
         if not report.exists():
