@@ -19,7 +19,7 @@ def test_train_commands_of_the_readme_are_valid(command: str, tmp_path: Path):
     for split in ("train", "val"):
         (tmp_path / split / "class").mkdir(parents=True)
     args = shlex.split(command.replace("path/to/images", str(tmp_path)), comments=True)
-    points = cli._points(args)
+    points = cli._points("train", args)
     assert points
     for point in points:
         parse(compose("train", point).raw)
