@@ -172,7 +172,9 @@ class RunFolder:
         try:
             text = self.metrics_path.read_bytes()[:size] if size else b""
             if len(text) < size:
-                raise ValueError("is shorter than when the checkpoint was written")
+                raise UserError(
+                    f"{self.metrics_path}: is shorter than when the checkpoint was written"
+                )
             last = 0
             for line in map(parse_json, text.splitlines()):
                 needed = STEP_KEYS if "step" in line else EPOCH_KEYS

@@ -159,7 +159,10 @@ def test_metrics_shorter_than_the_newest_checkpoint_go_with_the_one_before(
     newest = load_last(left, hash_of(run))
     assert newest is not None and newest[0] == before
     said = capsys.readouterr().err
-    assert "metrics.jsonl: is shorter than when last.pt was written; going back to last-1" in said
+    assert (
+        "metrics.jsonl: is shorter than when the checkpoint was written; going back to last-1"
+        in said
+    )
 
 
 def test_without_a_readable_checkpoint_nothing_changes(left: RunFolder, command: Command):
