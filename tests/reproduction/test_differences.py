@@ -1,6 +1,5 @@
 """The measured effects of the published rules, on saliency made so that they are known."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from reproduction.reporting.differences import Batch, measure, random_batches
+from scripts import measure_differences
 from tests.reproduction.conftest import SMALL, Command
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_effects_of_a_batch_whose_answer_is_known():
@@ -47,23 +45,22 @@ def test_random_batches_repeat():
     assert one != measure(random_batches(4, b=16, t=9, prefix=1), 0.005, 2)
 
 
-def test_the_script_measures_a_run_and_refuses_others(command: Command, tmp_path: Path):
-    assert command("train", "name=small", "recipe.max_steps=2", *SMALL).status == 0
-    assert (
-        command("train", "name=plain", "recipe.max_steps=2", "augmentation=[]", *SMALL).status == 0
-    )
-
-    def run(name: str) -> subprocess.CompletedProcess[str]:
-        script = str(ROOT / "scripts" / "measure_differences.py")
-        line = [sys.executable, script, str(tmp_path / "outputs" / name)]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
-
-    measured = run("small")
-    assert measured.returncode == 0, measured.stderr
-    head, _, *rows = measured.stdout.splitlines()
+def test_the_script_measures_a_run_and_refuses_others(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    for name, more in (("small", []), ("plain", ["augmentation=[]"])):
+        assert command("train", f"name={name}", "recipe.max_steps=2", *more, *SMALL).status == 0
+    monkeypatch.setattr(sys, "argv", ["measure_differences.py", "outputs/small"])
+    measure_differences.main()
+    head, _, *rows = capfd.readouterr().out.splitlines()
     assert head.endswith("| small |")
     assert any(row.startswith("| mask: tokens decided alike |") for row in rows)
     for name, part in (("plain", "was trained without htm"), ("nothing", "is no run folder")):
-        refused = run(name)
-        assert refused.returncode == 2
-        assert len(refused.stderr.splitlines()) == 1 and part in refused.stderr
+        monkeypatch.setattr(sys, "argv", ["measure_differences.py", f"outputs/{name}"])
+        with pytest.raises(SystemExit) as end:
+            measure_differences.main()
+        (line,) = capfd.readouterr().err.splitlines()
+        assert end.value.code == 2 and part in line

@@ -1,14 +1,11 @@
 """Verdicts over timm's models: one of each kind; all of them are tried by `make check-models`."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from reproduction.models.survey import Verdict, smallest_of_families, survey, try_out
-
-ROOT = Path(__file__).parents[2]
+from scripts import list_models
 
 REFUSED = {
     "resnet18": "its layers form stages",
@@ -77,15 +74,16 @@ def test_trying_out_notices_a_model_that_is_left_changed(monkeypatch: pytest.Mon
         try_out("test_vit")
 
 
-def test_list_models_prints_verdicts_and_their_count():
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "scripts" / "list_models.py"), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    listed = run("test_vit*")
-    assert listed.returncode == 0
-    assert "test_vit: served" in listed.stdout
-    assert "5 of 5 models are served, timm" in listed.stdout
-    refused = run("no_such_model")
-    assert refused.returncode == 2
-    assert refused.stderr == "list_models.py: no_such_model: timm has no such model\n"
+def test_list_models_prints_verdicts_and_their_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["list_models.py", "test_vit*"])
+    list_models.main()
+    printed = capsys.readouterr().out
+    assert "test_vit: served" in printed
+    assert "5 of 5 models are served, timm" in printed
+    monkeypatch.setattr(sys, "argv", ["list_models.py", "no_such_model"])
+    with pytest.raises(SystemExit) as end:
+        list_models.main()
+    refusal = "list_models.py: no_such_model: timm has no such model\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, refusal)
