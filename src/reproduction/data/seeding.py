@@ -36,6 +36,11 @@ def seed_generators(*key: int) -> None:
     torch.default_generator.manual_seed(torch_seed)
 
 
+def seed_torch(*key: int) -> None:
+    """Seeds all of torch's generators, also of GPUs: dropout and the like draw from them."""
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Leaves the same generators as they were. Takes longer than seeding them: numpy's is slow."""

@@ -142,9 +142,8 @@ def launch(
 ) -> Result:
     """Runs `function(settings)` here, or on `devices` ranks of torch's elastic launcher.
 
-    If a rank fails or is killed, all are started again, `max_restarts` times at most. Returns
-    rank 0's result. UserError and Stopped of ranks are raised as such; another error is printed by
-    its rank and raised as RankFailed.
+    If one fails or is killed, all are started again, `max_restarts` times at most. Returns rank 0's
+    result. Their UserError and Stopped are raised as such, another error as RankFailed.
     """
     if devices == 1 or launched_ranks() is not None:
         return function(settings)

@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from reproduction.config import Config
@@ -16,7 +14,7 @@ from reproduction.data.broken import BrokenImages
 from reproduction.data.build import Loader
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
-from reproduction.data.seeding import Purpose
+from reproduction.data.seeding import Purpose, seed_torch
 from reproduction.errors import PlainError, Stopped, UserError, first_line
 from reproduction.identity import run_hash
 from reproduction.models.compiling import compile_blocks
@@ -186,7 +184,7 @@ class Trainer:
         targets = targets.to(device, non_blocking=True)
         key = (self.config.seed, self.step, self.world.rank)
         images, soft_targets = mix_inputs(self.input_mixer, images, targets, *key)
-        _seed_torch(*key)
+        seed_torch(Purpose.DROPOUT, *key)
         try:
             with explaining_memory(f"step {self.step + 1}", self.recipe):
                 return self.update(images, soft_targets, global_size)
@@ -293,9 +291,3 @@ class Trainer:
             "images_per_second": round(self.images / self.train_seconds, 1),
             **({"skipped_steps": self.non_finite.skipped} if self.update.skips else {}),
         }
-
-
-def _seed_torch(*key: int) -> None:
-    """Seeds dropout, stochastic depth and random choices of a step by seed, step and rank."""
-    sequence = np.random.SeedSequence((Purpose.DROPOUT, *key))
-    torch.manual_seed(int(sequence.generate_state(1)[0]))
