@@ -83,7 +83,8 @@ def fill_disk(place: Place) -> Outcome:
             found.append(f"after space was freed: status {status}: {place.errors(name)[-300:]}")
         else:
             found += differences(place.folder(name), whole.folder("whole"))
-    counts = {"runs": 1, "disk": disk.name, "said": said[-1] if said else "nothing"}
+    line = said[-1].replace(str(place.root), "...") if said else "nothing"
+    counts = {"runs": 1, "disk": disk.name, "said": line}
     return Outcome("full disk", counts, found)
 
 
