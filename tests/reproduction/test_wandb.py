@@ -153,7 +153,7 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_no_secret_is_written(
     assert command("train", *OFFLINE, "resume=auto").status == 0
     assert run_of(tmp_path).read_summary()["wandb_id"] == known
     recorded = [path.name for path in run_of(tmp_path).path.glob("wandb/offline-run-*")]
-    assert len(recorded) == 2 and all(name.endswith(f"-{known}") for name in recorded)
+    assert len(recorded) == 2 and all(f"-{known}" in name for name in recorded)
     files = [path for path in run_of(tmp_path).path.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
     for path in files:
