@@ -12,18 +12,20 @@ help:  ## list the targets
 
 setup: .venv/installed  ## make .venv with the requirements and this package
 
-# exactly what was tested, by digest; ANTLR's runtime is the one package without a wheel
+# exactly what was tested, by digest; ANTLR's runtime has no wheel and is built by the locked setuptools
 LOCKED = install --quiet --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement
 THIS = install --quiet --no-deps --no-build-isolation --editable .
 
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip $(LOCKED) requirements.lock
+	sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/builder.lock
+	$(BIN)/pip $(LOCKED) .venv/builder.lock
+	$(BIN)/pip $(LOCKED) requirements.lock --no-build-isolation
 	$(BIN)/pip $(THIS)
 	touch $@
 
 .venv/installed-dev: requirements-dev.lock .venv/installed
-	$(BIN)/pip $(LOCKED) requirements-dev.lock
+	$(BIN)/pip $(LOCKED) requirements-dev.lock --no-build-isolation
 	touch $@
 
 # uv resolves, pip-audit looks packages up: they work on requirement files and have no place in .venv

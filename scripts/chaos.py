@@ -9,7 +9,7 @@ from reproduction.terminal import positive
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--kills", type=positive, default=50, help="of whole runs")
     options.add_argument("--rank-kills", type=positive, default=10, help="of one of two ranks")

@@ -15,7 +15,12 @@ FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
 # room -> modules that it may import from this project
 ALLOWED = {
     "tokenmixup": ["tokenmixup"],
-    "reproduction/data": ["reproduction.data", "reproduction.config", "reproduction.errors"],
+    "reproduction/data": [
+        "reproduction.data",
+        "reproduction.config",
+        "reproduction.errors",
+        "reproduction.stdout",
+    ],
     "reproduction/models": [
         "reproduction.models",
         "reproduction.config",
@@ -23,6 +28,7 @@ ALLOWED = {
         "reproduction.errors",
         "reproduction.digest",
         "reproduction.ranks",
+        "reproduction.stdout",
         "tokenmixup",
     ],
     "reproduction/reporting": [

@@ -41,7 +41,7 @@ class Children:
 
     While it is entered they get SIGTERM for the first signal that this process gets, SIGKILL for
     the second. With SIGTERM train.py ends after a step and goes on there; after SIGKILL from its
-    last epoch.
+    last checkpoint.
     """
 
     def __init__(self, shares: Sequence[Share]):

@@ -29,6 +29,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
         return
     file = _lock(folder)
     try:
+        _sign(file)
         yield
     finally:
         if not folder.config_path.exists():
@@ -59,7 +60,7 @@ def _lock(folder: RunFolder) -> IO[str]:
         if _try_lock(file, fcntl.LOCK_EX):
             with suppress(FileNotFoundError):
                 if _is_current(file, path):
-                    return _signed(file)
+                    return file
             file.close()
             continue
         file.seek(0)
@@ -83,12 +84,11 @@ def _open(path: Path) -> IO[str] | None:
         raise UserError(f"{path.parent}: cannot be written to ({error.strerror})") from error
 
 
-def _signed(file: IO[str]) -> IO[str]:
-    """The file with a line that tells who holds it, and one by which `launcher` finds its own."""
+def _sign(file: IO[str]) -> None:
+    """Writes a line that tells who holds the lock, and one by which `launcher` finds its own."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n{launcher()}\n")
     file.flush()
-    return file
 
 
 def _is_current(file: IO[str], path: Path) -> bool:

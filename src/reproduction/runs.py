@@ -10,6 +10,7 @@ checkpoints/      last.pt to go on from and those before it, best.safetensors fo
 import dataclasses
 import json
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class RunFolder:
         if not os.path.lexists(self.path):
             check_writable(self.path, f"output_root={config.output_root}")
             return
-        if config.resume == "never" and not self._is_going_on():
+        if config.resume == "never" and not self._is_going_on:
             raise UserError(
                 f"name={config.name}: {self.path} exists; go on with resume=auto or choose "
                 "another name=..."
@@ -65,8 +66,12 @@ class RunFolder:
             pairs = ", ".join(f"{k}={ours.get(k)} (there {theirs.get(k)})" for k in differing)
             raise UserError(f"name={config.name}: {self.path} holds a run with other {pairs}")
 
+    @cached_property
     def _is_going_on(self) -> bool:
-        """Whether these ranks have been started again, and had this run before."""
+        """Whether these ranks have been started again, and had this run before.
+
+        Looked up once, before this process locks the file: closing it would give up the lock.
+        """
         lock = self.path / LOCK
         return restarts()[0] > 0 and lock.exists() and launcher() in lock.read_text().splitlines()
 

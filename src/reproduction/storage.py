@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from uuid import uuid4
 
@@ -62,8 +62,9 @@ def _make_room(path: Path, keep: int) -> None:
     for newer, older in reversed(list(pairwise(names))):
         if newer.exists():
             os.replace(newer, older)
-    for surplus in set(versions(path)) - set(names):
-        surplus.unlink()
+    surplus = (path.with_stem(f"{path.stem}-{number}") for number in count(keep))
+    for version in takewhile(Path.exists, surplus):  # a copy of the user's own has a gap before it
+        version.unlink()
 
 
 def sync(path: Path) -> None:

@@ -189,6 +189,7 @@ def test_a_worker_that_dies_ends_a_run_that_can_go_on(
             start = time.monotonic()
             ended = command("train", "name=mine", "resume=auto", *args)
         assert ended.status == 1 and time.monotonic() - start < 30
+        assert len(ended.lines) == 1
         assert "is killed by signal: Killed: memory may have run out" in ended.lines[-1]
         assert "try a lower dataset.workers" in ended.lines[-1]
         run = RunFolder(tmp_path / "outputs/mine")

@@ -23,6 +23,13 @@ with open(sys.argv[1]) as file:
 """
 
 
+def status_of_onlooker(folder: RunFolder) -> int:
+    """Of another process that tries to lock the folder, too: 0 if it can."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)"
+    command = [sys.executable, "-c", code, str(folder.path / LOCK)]
+    return subprocess.run(command, capture_output=True, check=False).returncode
+
+
 def test_of_processes_that_start_at_once_one_has_the_folder(tmp_path: Path):
     outcome = contend(tmp_path, processes=2, rounds=40)
     assert outcome.differences == []
@@ -64,7 +71,11 @@ def test_ranks_that_are_started_again_go_on_with_their_own_run_alone(
         folder.create(config)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     if is_own:
-        folder.check(config)
+        again = RunFolder.of(config)
+        again.check(config)
+        with hold(again):
+            again.check(config)  # must not open the file that is locked
+            assert status_of_onlooker(again) != 0
         return
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "y")
     with pytest.raises(UserError, match="resume=auto"):

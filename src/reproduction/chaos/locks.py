@@ -37,9 +37,12 @@ def contend(root: Path, processes: int, rounds: int) -> Outcome:
             rows.append(told.get())
     for worker in workers:
         worker.join()
+    while not told.empty():
+        rows.append(told.get())
     statuses = [worker.exitcode for worker in workers]
     total = {key: sum(row[key] for row in rows) for key in ("held", "refused", "together")}
     found = [f"{total['together']} times two at once"] if total["together"] else []
+    found += [f"{processes - len(rows)} processes told nothing"] if len(rows) < processes else []
     found += [f"processes ended with status {statuses}"] if any(statuses) else []
     return Outcome("lock", {"starts": processes * rounds, **total}, found)
 

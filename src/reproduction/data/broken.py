@@ -1,6 +1,5 @@
 """Images whose files are not readable: left out of their batches, named once, and counted."""
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from reproduction.data.sources import ImageSource
+from reproduction.stdout import warn
 
 Batch = list[Tensor]  # images, classes
 
@@ -66,7 +66,7 @@ class BrokenImages:
     def note(self, number: int, reason: str) -> None:
         if number not in self.known:
             self.known.add(number)
-            print(f"warning: left out: {reason}", file=sys.stderr, flush=True)
+            warn(f"warning: left out: {reason}")
 
     def agree(self, world: World) -> None:
         """Every rank comes to know what any of them has met; all have to ask."""

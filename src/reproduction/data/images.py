@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from PIL import Image
 
 # Of all that Pillow knows, by content whatever the name; others can start programs, as EPS does.
+NO_IMAGE = "no readable image"
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -33,7 +34,7 @@ def _opened(path: str) -> Iterator[Image.Image]:
             yield image
     except Exception as error:  # Pillow's readers raise any of a broken file
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise RuntimeError(f"{shown(path)}: no readable image: {reason}") from error
+        raise RuntimeError(f"{shown(path)}: {NO_IMAGE}: {reason}") from error
 
 
 def shown(path: str) -> str:

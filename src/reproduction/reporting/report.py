@@ -1,6 +1,5 @@
 """The report of one run: report.md and its pictures, beside the figures they are made from."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,8 @@ from reproduction.reporting.gallery import draw_pairs
 from reproduction.reporting.saliency_maps import draw_saliency_maps
 from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
 from reproduction.runs import RunFolder
-from reproduction.stdout import say
-from reproduction.storage import write_text
+from reproduction.stdout import say, warn
+from reproduction.storage import clear_leftovers, write_text
 
 MANY = 512  # images whose difficulty is looked at
 CAPTIONS = {
@@ -48,11 +47,12 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
         raise UserError(f"{folder.summary_path}: holds no result: {first_line(error)}") from error
     try:
         if not report.exists():
+            clear_leftovers(folder.path)
             shown = [f"# {folder.path.name}", table, *_draw(folder)]
             write_text(report, "\n\n".join(shown) + "\n")
     except OSError as error:  # the run is finished all the same
         reason = f"{error.filename or folder.path}: {error.strerror}"
-        print(f"warning: no report ({reason}); resume=auto writes it", file=sys.stderr)
+        warn(f"warning: no report ({reason}); resume=auto writes it")
     say(f"{folder.path.name}: {told}")
     if report.exists():
         say(f"report and pictures: {report}")

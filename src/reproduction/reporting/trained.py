@@ -18,7 +18,8 @@ from reproduction.data.build import build_evaluation_transform, build_source
 from reproduction.data.mixup import build_input_mixer
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
-from reproduction.models.weights import fitting_module, read_newest
+from reproduction.models.newest import read_newest
+from reproduction.models.weights import fitting_module
 from reproduction.runs import RunFolder
 from tokenmixup import TokenMixup
 from tokenmixup.detectors import BlockInput

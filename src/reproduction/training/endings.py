@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 
 from reproduction.config import Recipe
+from reproduction.data.images import NO_IMAGE
 from reproduction.data.loaders import worker_death
-from reproduction.errors import PlainError, UserError
+from reproduction.errors import PlainError, RankFailed, UserError
 from reproduction.ranks import is_first_rank, restarts
 from reproduction.runs import RunFolder
+from reproduction.stdout import warn
 
-OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
+OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 OF_PATHS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # plain in the run's folder
 OF_LIBRARIES = re.compile(r"\(os error (\d+)\)")  # as safetensors says it
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -29,8 +31,10 @@ def leave_failed(folder: RunFolder, error: Exception) -> str:
     """
     reason = str(error)
     if not isinstance(error, PlainError):
-        traceback.print_exc()
+        warn(traceback.format_exc())
         reason = _reason(error)
+    elif not (is_first_rank() or isinstance(error, RankFailed)):
+        warn(f"rank {os.environ['RANK']}: {reason}")  # which the first rank does not know
     done, allowed = restarts()
     if done < allowed:
         return f"{reason}; all ranks start again"
@@ -64,6 +68,20 @@ def explaining_memory(what: str, recipe: Recipe) -> Iterator[None]:
             f"{what} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
             f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
         ) from error
+
+
+@contextmanager
+def explaining_data() -> Iterator[None]:
+    """Turns a broken image, or the death of a loader's worker, into a PlainError."""
+    try:
+        yield
+    except RuntimeError as error:
+        last = str(error).strip().rpartition("\n")[2]  # of a worker's traceback
+        if NO_IMAGE in last:
+            raise PlainError(last.removeprefix("RuntimeError: ")) from error
+        if death := worker_death(" ".join(str(error).split())):
+            raise PlainError(death) from error
+        raise
 
 
 @contextmanager
@@ -104,5 +122,4 @@ def _reason(error: Exception) -> str:
     text = str(error).strip()
     if "Original Traceback" in text:
         return text.splitlines()[-1]
-    line = " ".join(text.split())
-    return worker_death(line) or f"{type(error).__name__}: {line}"
+    return f"{type(error).__name__}: {' '.join(text.split())}"

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reproduction.errors import PlainError
 from reproduction.training.distributed import World
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
@@ -44,7 +45,7 @@ def evaluate(
     model.train(was_training)
     images_seen, top1, top5, loss = world.sum(totals).tolist()
     if not images_seen:
-        raise RuntimeError("none of the held-out images is readable")
+        raise PlainError("none of the held-out images is readable")
     return {
         "top1": 100 * top1 / images_seen,
         "top5": 100 * top5 / images_seen,

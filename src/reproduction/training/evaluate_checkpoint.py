@@ -13,7 +13,7 @@ from reproduction.ranks import is_first_rank
 from reproduction.storage import write_text
 from reproduction.training.checkpoint import load_plain
 from reproduction.training.distributed import join_world, launch, resolve_device
-from reproduction.training.endings import explaining_memory
+from reproduction.training.endings import explaining_data, explaining_memory
 from reproduction.training.evaluate import evaluate
 
 
@@ -42,7 +42,7 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
         pin = world.device.type == "cuda"
         broken = build_broken_images(config, source)
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin, broken)
-        with explaining_memory("evaluation", config.recipe):
+        with explaining_memory("evaluation", config.recipe), explaining_data():
             result = evaluate(place(model, world.device), loader, world, config.recipe.precision)
         broken.agree(world)
         return {

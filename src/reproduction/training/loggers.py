@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,7 +12,7 @@ from uuid import uuid4
 from reproduction.config import Config, Wandb
 from reproduction.errors import UserError, first_line
 from reproduction.runs import RunFolder
-from reproduction.stdout import say
+from reproduction.stdout import say, warn
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -168,4 +167,4 @@ def _teardown() -> None:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
+    warn(f"warning: {text}")

@@ -176,7 +176,7 @@ class Trainer:
         """One batch: mix inputs, then update; returns a part for each micro-batch."""
         device, least = self.world.device, self.recipe.grad_accum_steps
         if len(images) < least:  # the others are broken, and skipped
-            raise RuntimeError(
+            raise PlainError(
                 f"step {self.step + 1}: {len(images)} of this share's images are readable, "
                 f"recipe.grad_accum_steps={least} needs {least} or more"
             )

@@ -13,7 +13,7 @@ class ProgressDisplay:
     def __init__(self, total_steps: int, done_steps: int, active: bool):
         self.active = active
         self.bar: Progress | None = None
-        if active and sys.stdout.isatty():
+        if active and sys.stdout is not None and sys.stdout.isatty():
             self.bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -2,7 +2,6 @@
 
 import platform
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,10 @@ from reproduction.models.build import (
 )
 from reproduction.ranks import restarts
 from reproduction.runs import RunFolder
+from reproduction.stdout import warn
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
-from reproduction.training.endings import explaining_disk, leave, leave_failed
+from reproduction.training.endings import explaining_data, explaining_disk, leave, leave_failed
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
 from reproduction.training.preflight import preflight
@@ -88,7 +88,7 @@ def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     device = resolve_device(config.device, config.devices)
-    with join_world(device) as world, explaining_disk(RunFolder.of(config)):
+    with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # the first rank has downloaded before it joined
         trainer = build_trainer(config, world, source)
         if world.is_main:
@@ -143,7 +143,7 @@ def _tell_restart(step: int) -> None:
     """Says so where a rank has died, and where the others and its successor go on."""
     done, allowed = restarts()
     if done > 0:
-        print(f"restart {done} of {allowed}: all ranks go on after step {step}", file=sys.stderr)
+        warn(f"restart {done} of {allowed}: all ranks go on after step {step}")
 
 
 def _open_logger(config: Config, world: World) -> Logger:
@@ -165,10 +165,10 @@ def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     module, device = trainer.module, trainer.world.device.type
     uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
     if config.recipe.precision == "float16" and device == "cpu":
-        print("warning: float16 is slow on a CPU, try recipe.precision=bf16", file=sys.stderr)
+        warn("warning: float16 is slow on a CPU, try recipe.precision=bf16")
     known = pretrained_statistics(module.model) if uses_pretrained else None
     if warning := statistics_warning(config.dataset, known):
-        print(warning, file=sys.stderr)
+        warn(warning)
     earlier = trainer.folder.read_summary().get("hardware") if trainer.step > 0 else None
     return {
         "name": config.name,
