@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from timm.layers import Attention
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from reproduction.config import Augmentation
@@ -135,8 +136,10 @@ class Macs(NamedTuple):
 def count_macs(model: nn.Module, image_size: int) -> Macs:
     """Counts with torch's FlopCounterMode, two FLOPs to a multiply-accumulate."""
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
-    # the counter follows modules by their gradients, and stumbles over some without
-    with evaluating(model), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False)
+    # the counter follows modules by their gradients, and stumbles over some without; of fused
+    # attention on a CPU not every torch counts the products
+    with evaluating(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(image)
     flops = counter.get_flop_counts()["Global"]
     with_weights = sum(n for operation, n in flops.items() if operation in WITH_WEIGHTS)
