@@ -16,6 +16,7 @@ import train as train_script
 from reproduction.cli import run
 from reproduction.config import Config
 from reproduction.plan import Settings, point_configs
+from reproduction.training.loop import Trainer
 from scripts import export as export_script
 
 # A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
@@ -103,6 +104,18 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 def configs() -> dict[str, Config]:
     """Of every cell, by its experiment, and value of a sweep, as `tau=2`: as the paper trained."""
     return point_configs("all", Settings())
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
+    """Lets something happen before the step that follows so many."""
+    whole = Trainer._step
+
+    def eventful_step(self: Trainer, *args: Any) -> Any:
+        if self.step == step:
+            happens()
+        return whole(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", eventful_step)
 
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:

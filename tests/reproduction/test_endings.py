@@ -16,10 +16,9 @@ from reproduction.jobs import resolve
 from reproduction.reporting import report
 from reproduction.runs import RunFolder
 from reproduction.training import loop, train
-from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from reproduction.training.update import Update
-from tests.reproduction.conftest import SMALL, Command, Ended
+from tests.reproduction.conftest import SMALL, Command, Ended, at_step
 from tests.reproduction.test_training import assert_same_result, folder
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
@@ -99,17 +98,6 @@ def test_a_run_that_cannot_say_how_it_ended_ends_in_one_line(
     at_step(monkeypatch, 4, fill)
     assert_plain(command("train", *MINE), "No space left", "kept as it is", "resume=auto")
     assert folder(tmp_path).read_summary()["status"] == "running"
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
-    whole = Trainer._step
-
-    def eventful_step(self: Trainer, *args: Any) -> Any:
-        if self.step == step:
-            happens()
-        return whole(self, *args)
-
-    monkeypatch.setattr(Trainer, "_step", eventful_step)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,8 @@ from reproduction.compose import compose
 from reproduction.jobs import resolve
 from reproduction.runs import RunFolder
 from reproduction.training import loggers
-from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, at_step
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 from tests.reproduction.wandb_service import Service, serving
 
@@ -46,17 +44,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory, unevaluated: None) -> RunFol
 
 def run_of(tmp_path: Path, name: str = "mine") -> RunFolder:
     return RunFolder(tmp_path / "outputs" / name)
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Any) -> None:
-    whole = Trainer._step
-
-    def eventful_step(self: Trainer, *args: Any) -> Any:
-        if self.step == step:
-            happens()
-        return whole(self, *args)
-
-    monkeypatch.setattr(Trainer, "_step", eventful_step)
 
 
 def assert_all_lines(service: Service, run: RunFolder) -> None:
