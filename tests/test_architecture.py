@@ -27,6 +27,7 @@ ALLOWED = {
         "reproduction.model_config",
         "reproduction.errors",
         "reproduction.digest",
+        "reproduction.heap",
         "reproduction.ranks",
         "reproduction.stdout",
         "tokenmixup",

@@ -147,9 +147,7 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     entry = dataclasses.replace(entry, pixels=pixels)  # nothing is known of the last round's
     saliency = detector_of(htm)(entry)
     is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
-    return rules_of(htm).mix(
-        entry.tokens, targets, saliency, is_easy, num_prefix_tokens=entry.num_prefix_tokens
-    )
+    return rules_of(htm).mix(entry.tokens, targets, saliency, is_easy)
 
 
 def as_milliseconds(ms: list[float]) -> dict[str, float]:

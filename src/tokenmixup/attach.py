@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.detectors import BlockInput, detector_of
-from tokenmixup.horizontal import HTM, HorizontalMix
+from tokenmixup.horizontal import HTM, HorizontalMix, overwrite_from_donors
 from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
 from tokenmixup.memory import Memory
 from tokenmixup.output import Output
 from tokenmixup.passes import Pass, note_patches, output_of
 from tokenmixup.saliency import input_gradient
 from tokenmixup.scorenet import ScoreNet, difficulty
+from tokenmixup.stand_ins import attend_and_remember, attend_as_projected, attend_to_memory
 from tokenmixup.structure import (
     check_layer,
     check_rollout,
@@ -107,14 +108,14 @@ class TokenMixup(nn.Module):
             yield "manifold_mixup.layers", layer
 
     def _build_steps(self) -> dict[int, list[Step]]:
-        """What happens at the input of which block, in this order."""
+        """What happens at the input of which block, in this order; nothing at that of VTM's own."""
         kind = type(self)  # unbound, so that a copy of the module runs its own parts
         layers: list[tuple[Step, Sequence[int]]] = [
             (kind._mix_manifold, self.manifold_mixup.layers if self.manifold_mixup else ()),
             (kind._mix_horizontally, [self.htm.layer] if self.htm else ()),
             (kind._remember, range(self.vtm.layer) if self.vtm else ()),
         ]
-        steps: dict[int, list[Step]] = {}
+        steps: dict[int, list[Step]] = {self.vtm.layer: []} if self.vtm else {}
         for step, indices in layers:
             for index in indices:
                 steps.setdefault(index, []).append(step)
@@ -172,20 +173,18 @@ class TokenMixup(nn.Module):
                 handle = model.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             for index, stand_in in self.replaced_attention().items():
-                forward = partial(stand_in, state.memory, block := model.blocks[index])
+                forward = partial(stand_in, state, block := model.blocks[index])
                 stack.enter_context(replaced_forward(block.attn, forward))
             yield
 
     def replaced_attention(self) -> dict[int, Callable[..., Tensor]]:
-        """Blocks whose attention VTM stands in for in a training pass, and by what."""
-        if self.vtm is None:
-            return {}
-        mixed = None if self.htm is None else self.htm.layer  # whose saliency HTM tells
-        sources = [index for index in range(self.vtm.layer) if index != mixed]
-        return {
-            **dict.fromkeys(sources, Memory.attend_and_remember),
-            self.vtm.layer: Memory.attend_to,
-        }
+        """Blocks whose attention is replaced in a training pass, and what stands in for it."""
+        layers: list[tuple[Sequence[int], Callable[..., Tensor]]] = [
+            (range(self.vtm.layer) if self.vtm else (), attend_and_remember),
+            ([self.htm.layer] if self.htm else (), attend_as_projected),  # HTM tells the saliency
+            ([self.vtm.layer] if self.vtm else (), attend_to_memory),
+        ]
+        return {index: stand_in for indices, stand_in in layers for index in indices}
 
     def _enter_block(
         self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
@@ -205,6 +204,7 @@ class TokenMixup(nn.Module):
         entry = BlockInput(
             blocks, index, tokens, given, prefix, with_class_token, state.pixels, state.grid
         )
+        state.entry = entry
         for step in self._steps[index]:
             step(self, state, entry)
         return (entry.tokens,), given
@@ -218,19 +218,19 @@ class TokenMixup(nn.Module):
     def _mix_horizontally(self, state: Pass, entry: BlockInput) -> None:
         """Algorithm 1."""
         htm, scorenet = cast(HTM, self.htm), cast(ScoreNet, self.scorenet)
-        prefix = entry.num_prefix_tokens
-        state.score_logits = scorenet(entry.tokens, prefix)
+        state.score_logits = scorenet(entry.tokens, entry.num_prefix_tokens)
         state.difficulty = difficulty(state.score_logits, state.targets)
         state.is_easy = self._rules.find_easy(state.difficulty.detach())
         saliency = self._detect(entry)
         is_source = self.vtm is not None and htm.layer < self.vtm.layer
         for_memory = entry.own_saliency() if is_source else None
-        state.mix = self._rules.mix(
-            entry.tokens, state.targets, saliency, state.is_easy, num_prefix_tokens=prefix
-        )
-        arranged = self._rules.arrange(state.mix, state.is_easy, for_memory)
-        entry.tokens, state.targets, entry.saliency = arranged
+        state.mix = self._rules.mix(entry.tokens, state.targets, saliency, state.is_easy)
+        donor, mask = state.mix.donor, state.mix.mask
+        projected = [overwrite_from_donors(y, donor, mask) for y in entry.projected]
+        arranged = self._rules.arrange(state.mix, state.is_easy, for_memory, projected)
+        entry.tokens, state.targets, entry.saliency, entry.projected = arranged
 
     def _remember(self, state: Pass, entry: BlockInput) -> None:
-        """VTM keeps the salient tokens of this block."""
-        cast(Memory, state.memory).remember(entry)
+        """VTM keeps the salient tokens of this block, or does so once its attention tells them."""
+        if entry.saliency is not None:
+            cast(Memory, state.memory).remember(entry)

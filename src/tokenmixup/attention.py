@@ -6,13 +6,15 @@ fused `qkv` projection or `q_proj`, `k_proj`, `v_proj`; optionally `q_bias`, `k_
 talking heads. Letters: b batch, h heads, n tokens with prefix, m memory, d width, e head width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+
+from tokenmixup.known_linear import known_linear
 
 CACHED_SCORES = 2**17  # that a core works on at a time: half a MiB
 UNDERSTOOD = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
@@ -23,11 +25,6 @@ class Positions(NamedTuple):
 
     rope: Tensor | None = None  # b|1 h|1 n 2e: sines, then cosines, of every token's angle
     bias: Tensor | None = None  # b|1 h|1 n|1 n, added to the scaled scores, query x key
-
-    def of(self, first: int, number: int) -> "Positions":
-        """Those of a block of samples."""
-        rope, bias = (x if x is None or len(x) == 1 else x[first : first + number] for x in self)
-        return Positions(rope, bias)
 
     def of_memory(self, index: Tensor) -> "Positions":
         """Those of tokens and a memory: its keys stand at `index` (`b m`, places in `n`)."""
@@ -84,20 +81,48 @@ def _four(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.ndim)]
 
 
-def project(attn: Any, x: Tensor, parts: str = "qkv", rope: Tensor | None = None) -> list[Tensor]:
+def project(
+    attn: Any,
+    x: Tensor,
+    parts: str = "qkv",
+    rope: Tensor | None = None,
+    known: Sequence[Tensor] = (),
+) -> list[Tensor]:
     """Projects `b n d` to the asked neighbours among q, k and v, each `b h n e`.
 
-    `rope`: of these tokens, as in Positions.
+    `rope`: of these tokens, as in Positions. `known`: what `projections` makes of `x`, where it is
+    known already; then nothing but the gradient is left to compute.
     """
-    if getattr(attn, "qkv", None) is None:
-        flat = [getattr(attn, f"{part}_proj")(x) for part in parts]
+    if known:
+        layers = zip(_projecting(attn, parts), known, strict=True)
+        flat = [known_linear(x, *layer, result) for layer, result in layers]
     else:
-        width = attn.qkv.out_features // 3
-        rows = slice(width * "qkv".index(parts[0]), width * ("qkv".index(parts[-1]) + 1))
-        flat = list(
-            F.linear(x, attn.qkv.weight[rows], _bias(attn, parts, rows)).chunk(len(parts), dim=-1)
-        )
+        flat = projections(attn, x, parts)
+    return split(attn, flat, parts, rope)
+
+
+def projections(attn: Any, x: Tensor, parts: str = "qkv") -> list[Tensor]:
+    """What the module's layers make of `b n d`: one tensor of all parts, or one of each."""
+    return [F.linear(x, *layer) for layer in _projecting(attn, parts)]
+
+
+def split(
+    attn: Any, flat: Sequence[Tensor], parts: str = "qkv", rope: Tensor | None = None
+) -> list[Tensor]:
+    """The parts in `projections`, each `b h n e`."""
+    if len(flat) < len(parts):
+        flat = flat[0].chunk(len(parts), dim=-1)
     return [_heads(attn, part, y, rope) for part, y in zip(parts, flat, strict=True)]
+
+
+def _projecting(attn: Any, parts: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of each layer."""
+    if getattr(attn, "qkv", None) is None:
+        layers = [getattr(attn, f"{part}_proj") for part in parts]
+        return [(layer.weight, layer.bias) for layer in layers]
+    width = attn.qkv.out_features // 3
+    rows = slice(width * "qkv".index(parts[0]), width * ("qkv".index(parts[-1]) + 1))
+    return [(attn.qkv.weight[rows], _bias(attn, parts, rows))]
 
 
 def _bias(attn: Any, parts: str, rows: slice) -> Tensor | None:
@@ -136,34 +161,10 @@ def attention_map(
     `b n d` -> `b h n n`, or `b h 1 n` for the first token's query alone. `where`: the positions of
     the tokens. Of talking heads it is the map before the heads talk again, a distribution.
     """
-    return _softmax(attn, *_queries_and_keys(attn, x, first_row_only, where))
-
-
-def attention_received(
-    attn: Any,
-    norm: nn.Module,
-    tokens: Tensor,
-    first_row_only: bool = False,
-    where: Positions | None = None,
-) -> Tensor:
-    """What each token receives by the map on `norm(tokens)`, see `received`: `b n d` -> `b n`.
-
-    On a CPU projected by the same blocks of samples.
-    """
-    rows, size, where = tokens.shape[1], len(tokens), where or Positions()
-    if tokens.device.type == "cpu":
-        size = _cached_samples(1 if first_row_only else rows, rows)
-    return torch.cat(
-        [
-            received(
-                attn,
-                *_queries_and_keys(
-                    attn, norm(tokens[i : i + size]), first_row_only, where.of(i, size)
-                ),
-            )
-            for i in range(0, len(tokens), size)
-        ]
-    )
+    rope, bias = where or Positions()
+    q, k = project(attn, x, "qk", rope)
+    rows = 1 if first_row_only else None
+    return _softmax(attn, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
 
 
 def received(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,26 +181,19 @@ def received(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _mean_over_heads(attn: Any, *block: Tensor) -> Tensor:
-    by_head = zip(*(x.split(1, dim=1) for x in block), strict=True)
-    return torch.stack([_softmax(attn, *head).mean(dim=(1, 2)) for head in by_head]).mean(dim=0)
+    by_head = zip(*(x.unbind(dim=1) for x in block), strict=True)
+    return torch.stack([_mean_of_head(attn.scale, *head) for head in by_head]).mean(dim=0)
+
+
+def _mean_of_head(scale: float, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+    scores = torch.baddbmm(q.new_zeros(()), q, k.mT, beta=0, alpha=scale)  # b n m
+    scores = scores if bias is None else scores + bias
+    return scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1)
 
 
 def _cached_samples(queries: int, keys: int) -> int:
     """So many maps of one head stay in the caches."""
     return max(1, CACHED_SCORES * torch.get_num_threads() // (queries * keys))
-
-
-def _queries_and_keys(
-    attn: Any, x: Tensor, first_row_only: bool, where: Positions | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Both `b h n e`, or `b h 1 e` of the first token's query, and the bias between them."""
-    rope, bias = where or Positions()
-    if not first_row_only:
-        q, k = project(attn, x, "qk", rope)
-        return q, k, bias
-    rope_1 = None if rope is None else rope[:, :, :1]
-    (q,), (k,) = project(attn, x[:, :1], "q", rope_1), project(attn, x, "k", rope)
-    return q, k, None if bias is None else bias[:, :, :1]
 
 
 def _softmax(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,9 +3,9 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from tokenmixup.attention import (
     Positions,
     attention_map,
-    attention_received,
     positions,
+    projections,
     received,
+    split,
 )
 from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
 from tokenmixup.horizontal import HTM
@@ -36,26 +37,30 @@ class BlockInput:
     pixels: Tensor | None = None  # b h w, the gradient of the input
     grid: tuple[int, int] | None = None  # rows and columns of patches, where known
     saliency: Tensor | None = None  # b t, by the block's own map
+    projected: Sequence[Tensor] = ()  # b n k, by the block's own projections, where known
 
     def own_saliency(self) -> Tensor:
-        """Saliency by the map that the block computes on these tokens, `b t`; computed once."""
+        """Saliency by the map that the block computes on these tokens, `b t`; computed once.
+
+        What it projects for that is kept, without gradient, for the block itself.
+        """
         if self.saliency is None:
             block = self.blocks[self.index]
             with no_grad_uncached(self.tokens.device.type):
-                shares = attention_received(
-                    block.attn, block.norm1, self.tokens, self.class_token, self._positions()
-                )
-            self.saliency = shares[:, self.num_prefix_tokens :]
+                self.projected = projections(block.attn, block.norm1(self.tokens))
+                q, k, _ = split(block.attn, self.projected, "qkv", self._positions.rope)
+                self.saliency = self.saliency_by(q, k)
         return self.saliency
 
     @torch.no_grad()
     def saliency_by(self, q: Tensor, k: Tensor) -> Tensor:
-        """The same by the block's own projections, `b h n e`."""
-        bias, rows = self._positions().bias, 1 if self.class_token else None
+        """The same by the block's own queries and keys, `b h n e`."""
+        bias, rows = self._positions.bias, 1 if self.class_token else None
         bias = None if bias is None else bias[:, :, :rows]
         shares = received(self.blocks[self.index].attn, q[:, :, :rows], k, bias)
         return shares[:, self.num_prefix_tokens :]
 
+    @cached_property
     def _positions(self) -> Positions:
         attn = self.blocks[self.index].attn
         with evaluating(attn):  # relative positions may come from an MLP with dropout

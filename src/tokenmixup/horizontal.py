@@ -130,15 +130,33 @@ def saliency_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
     return torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)
 
 
-def take_from_donors(tokens: Tensor, donor: Tensor, replace: Tensor) -> Tensor:
-    """Tokens `b n d`, at the places of `replace`, `b n` bool, those of the donors, `b` (Eq. 10).
+def take_from_donors(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+    """Tokens `b n d`, where `mask`, `b t` bool, tells so those of the donors, `b` (Eq. 10).
 
-    Each token is read once, and in the backward pass its gradient is written once or twice.
+    The `n - t` tokens of the prefix stay. Each token is read once, and in the backward pass its
+    gradient is written once or twice.
     """
     b, n, d = tokens.shape
+    replace = F.pad(mask, (n - mask.shape[1], 0))
     sample = torch.arange(b, device=tokens.device)[:, None]
     row = torch.where(replace, donor[:, None], sample) * n + torch.arange(n, device=tokens.device)
     return tokens.reshape(b * n, d).index_select(0, row.flatten()).view(b, n, d)
+
+
+@torch.no_grad()
+def overwrite_from_donors(values: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+    """The same of `values`, `b n d`, which need no gradient and are written over.
+
+    A GPU writes a copy: it would have to wait for the number of rows.
+    """
+    if values.device.type != "cpu":
+        return take_from_donors(values, donor, mask)
+    b, n, d = values.shape
+    sample, token = F.pad(mask, (n - mask.shape[1], 0)).nonzero(as_tuple=True)
+    rows = values.view(b * n, d)
+    taken = rows.index_select(0, donor[sample] * n + token)
+    rows.index_copy_(0, sample * n + token, taken)
+    return values
 
 
 def mix_horizontal(
@@ -147,7 +165,6 @@ def mix_horizontal(
     saliency: Tensor,
     is_easy: Tensor,
     rho: float,
-    num_prefix_tokens: int = 0,
     *,
     pair: Callable[[Tensor, Tensor, float], Tensor] = optimal_donors,
     choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens,
@@ -158,14 +175,15 @@ def mix_horizontal(
     `tokens`: `b n d`, `targets`: `b c`, `saliency`: `b t`, `is_easy`: `b` bool. Every easy sample
     is matched with a donor of its own; a spatial token is replaced when the donor's saliency
     exceeds its own by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`); labels follow the
-    saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. Prefix tokens
-    stay. `pair`, `choose`, `weigh`: the three rules, where they are not the paper's.
+    saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. The first
+    `n - t` tokens, the prefix, stay. `pair`, `choose`, `weigh`: the three rules, where they are not
+    the paper's.
     """
     saliency = saliency.detach().float()
     targets = targets if targets.is_floating_point() else targets.float()
     donor = pair(saliency, is_easy, rho)
     mask = choose(saliency, donor, is_easy, rho)
-    mixed = take_from_donors(tokens, donor, F.pad(mask, (num_prefix_tokens, 0)))
+    mixed = take_from_donors(tokens, donor, mask)
     keep_ratio = weigh(saliency, saliency[donor], mask).to(targets.dtype)
     mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]
     return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio)

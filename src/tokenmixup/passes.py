@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenmixup.detectors import BlockInput
 from tokenmixup.horizontal import HorizontalMix
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.memory import Memory
@@ -29,6 +30,7 @@ class Pass:
     is_easy: Tensor | None = None  # b bool
     mix: HorizontalMix | None = None
     memory: Memory | None = None
+    entry: BlockInput | None = None  # of the block that runs
 
 
 def note_patches(state: Pass, embedding: Any, args: tuple[Any, ...], out: Any) -> None:

@@ -3,7 +3,7 @@
 `rules_of` chooses once, when a module is built. Letters: b batch, t spatial tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,14 +28,15 @@ class Arranged(NamedTuple):
     tokens: Tensor  # b n d
     targets: Tensor  # b c
     saliency: Tensor | None  # b t, of these tokens; None where nobody asks
+    projected: Sequence[Tensor]  # b n k, of these tokens; empty where they are not known
 
 
 class Rules(NamedTuple):
     """How HTM works in one module."""
 
     find_easy: Callable[[Tensor], Tensor]  # difficulty b -> b bool
-    mix: Callable[..., HorizontalMix]  # tokens, targets, saliency, is_easy, num_prefix_tokens=
-    arrange: Callable[[HorizontalMix, Tensor, Tensor | None], Arranged]
+    mix: Callable[..., HorizontalMix]  # tokens, targets, saliency, is_easy
+    arrange: Callable[[HorizontalMix, Tensor, Tensor | None, Sequence[Tensor]], Arranged]
 
 
 def rules_of(htm: HTM) -> Rules:
@@ -102,18 +103,29 @@ def gaining_over_the_first(saliency: Tensor, donor: Tensor, is_easy: Tensor, rho
     return is_easy[:, None] & (saliency[donor] - saliency[first] > rho)
 
 
-def in_place(mix: HorizontalMix, is_easy: Tensor, saliency: Tensor | None) -> Arranged:
+def in_place(
+    mix: HorizontalMix,
+    is_easy: Tensor,
+    saliency: Tensor | None,
+    projected: Sequence[Tensor],
+) -> Arranged:
     """Mixed samples return to their places (Algorithm 1, line 8); saliency moves with its token."""
     if saliency is not None:
         saliency = torch.where(mix.mask, saliency[mix.donor], saliency)
-    return Arranged(mix.tokens, mix.targets, saliency)
+    return Arranged(mix.tokens, mix.targets, saliency, projected)
 
 
-def easy_first(mix: HorizontalMix, is_easy: Tensor, saliency: Tensor | None) -> Arranged:
+def easy_first(
+    mix: HorizontalMix,
+    is_easy: Tensor,
+    saliency: Tensor | None,
+    projected: Sequence[Tensor],
+) -> Arranged:
     """The published order: easy samples move to the front, in batch order, then the others.
 
     Targets move along. VTM's memory of earlier blocks stays where it was, and the saliency by which
     VTM chooses at this block is that from before mixing: both then belong to other samples.
     """
     order = (~is_easy).to(torch.uint8).argsort(stable=True)
-    return Arranged(mix.tokens[order], mix.targets[order], saliency)
+    projected = [y[order] for y in projected]
+    return Arranged(mix.tokens[order], mix.targets[order], saliency, projected)

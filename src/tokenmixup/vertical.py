@@ -3,7 +3,7 @@
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens, m memory, d width, e head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -83,17 +83,22 @@ def select_salient(
 
 
 def vertical_attention(
-    attn: nn.Module, tokens: Tensor, memory: Tensor, where: Positions | None = None
+    attn: nn.Module,
+    tokens: Tensor,
+    memory: Tensor,
+    where: Positions | None = None,
+    known: Sequence[Tensor] = (),
 ) -> Tensor:
     """Z = Softmax(X1 Wq (X2 Wk)^T) X2 Wv with X1 = tokens, X2 = tokens and memory (Eq. 13).
 
     `tokens`: `b n d`, `memory`: `b m d`, both layer-normed. `where`: the positions of both as keys.
-    Returns `b n d`, projected and dropped out as `attn` itself would.
+    `known`: the projections of `tokens`, where they are known already. Returns `b n d`, projected
+    and dropped out as `attn` itself would.
     """
     n = tokens.shape[1]
     rope, bias = where or Positions()
     ropes = (None, None) if rope is None else (rope[:, :, :n], rope[:, :, n:])
-    q, k, v = project(attn, tokens, "qkv", ropes[0])  # b h n e
+    q, k, v = project(attn, tokens, "qkv", ropes[0], known)  # b h n e
     memory_k, memory_v = project(attn, memory, "kv", ropes[1])  # b h m e
     k, v = torch.cat([k, memory_k], dim=2), torch.cat([v, memory_v], dim=2)
     return attend(attn, tokens, q, k, v, bias)

@@ -20,7 +20,7 @@ from reproduction.training.update import Update
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_average import small_model
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
-from tokenmixup import attention, horizontal
+from tokenmixup import detectors, horizontal
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
 
@@ -49,8 +49,8 @@ def outputs(module: nn.Module, value: float) -> Callable[[], None]:
 
 def of_attention(value: float) -> Poison:
     def poison(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
-        whole = attention._softmax
-        patch.setattr(attention, "_softmax", lambda *args: whole(*args).fill_(value))
+        own = detectors.received
+        patch.setattr(detectors, "received", lambda *args: own(*args).fill_(value))
 
     return poison
 

@@ -49,8 +49,8 @@ def test_mix_is_the_mixing_of_a_training_pass(narrow: dict[str, Config], detecto
 @pytest.mark.parametrize("detector", latency.DETECTORS)
 def test_every_sample_of_a_timed_step_is_mixed_and_repeats_nothing(narrow, detector, monkeypatch):
     calls = []
-    of_gradient, of_attention = latency.input_gradient, "tokenmixup.detectors.attention_received"
-    own = sys.modules["tokenmixup.detectors"].attention_received
+    of_gradient, of_attention = latency.input_gradient, "tokenmixup.detectors.received"
+    own = sys.modules["tokenmixup.detectors"].received
     monkeypatch.setattr(latency, "input_gradient", lambda *a: calls.append(1) or of_gradient(*a))
     monkeypatch.setattr(of_attention, lambda *a: calls.append(1) or own(*a))
     step = build_step(narrow[detector], 5, CPU, "float32")

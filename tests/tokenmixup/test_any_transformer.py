@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.conftest import CLASSES
 from tokenmixup import Output, attach, rollout_saliency, training_loss, vertical_attention
-from tokenmixup.attention import Positions, attention_map, attention_received, positions
+from tokenmixup.attention import Positions, attention_map, positions, project, received
 from tokenmixup.detectors import BlockInput, by_rollout
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
@@ -315,17 +315,44 @@ def test_a_mask_hides_tokens_and_their_memory():
 @pytest.mark.parametrize("scores", [1, 70, 2**17])
 @pytest.mark.parametrize("first_row_only", [False, True])
 @pytest.mark.parametrize("of_bias", [None, (1, 1, 6), (1, 4, 6), (3, 4, 6), (3, 1, 1)])
-def test_attention_received_is_the_mean_of_the_map_however_it_is_cut(
+def test_what_keys_receive_is_the_mean_of_the_map_however_it_is_cut(
     of_bias: tuple[int, ...] | None, first_row_only: bool, scores: int, monkeypatch
 ):
     monkeypatch.setattr("tokenmixup.attention.CACHED_SCORES", scores)
     torch.manual_seed(0)
     attn, tokens = Attention(32, num_heads=4), torch.randn(3, 6, 32)
-    where = None if of_bias is None else Positions(None, torch.randn(*of_bias, 6))
-    expected = attention_map(attn, tokens, first_row_only, where).mean(dim=(1, 2))
-    received = attention_received(attn, nn.Identity(), tokens, first_row_only, where)
-    torch.testing.assert_close(received, expected)
-    torch.testing.assert_close(received.sum(dim=1), torch.ones(3))
+    bias = None if of_bias is None else torch.randn(*of_bias, 6)
+    expected = attention_map(attn, tokens, first_row_only, Positions(None, bias)).mean(dim=(1, 2))
+    rows = 1 if first_row_only else None
+    q, k = project(attn, tokens, "qk")
+    found = received(attn, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(3))
+
+
+@pytest.mark.parametrize("order", ["in_place", "published"])
+@pytest.mark.parametrize("name", KINDS)
+def test_projections_that_move_with_their_tokens_are_those_of_the_mixed_tokens(
+    name: str, order: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The oracle: the block's own attention, of the tokens as they are mixed."""
+    images, targets = a_batch()[0], torch.eye(CLASSES)[[1, 0, 2, 0]]
+    module = attach(build(name), CLASSES, htm={"layer": 1, "rho": 0.002, "order": order}).train()
+    with torch.no_grad():  # class 0 is easy
+        module.scorenet.head.weight.zero_()
+        module.scorenet.head.bias.copy_(9.0 * torch.eye(CLASSES)[0])
+    found = []
+    for _ in range(2):
+        module.zero_grad()
+        output = module(images, targets)
+        assert isinstance(output, Output)
+        assert output.stats["mixed_samples"] == 2
+        assert output.stats["mixed_tokens"] > 0
+        training_loss(output, 1.0).backward()
+        found.append([output.logits, *(p.grad for p in module.parameters() if p.grad is not None)])
+        monkeypatch.setattr(module, "replaced_attention", dict)
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenmixup import HTM, gain_matrix, mix_horizontal
+from tokenmixup.horizontal import overwrite_from_donors
 
 RHOS = (0.0, 0.005, 0.02, 0.2)
 
@@ -38,7 +39,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def mix(batch: Batch, rho: float):
-    return mix_horizontal(*batch[:4], rho, batch.num_prefix_tokens)
+    return mix_horizontal(*batch[:4], rho)
 
 
 @given(batches(), st.sampled_from(RHOS))
@@ -100,6 +101,14 @@ def test_mix_horizontal_of_hard_samples_changes_no_bit(batch: Batch, rho: float)
     assert torch.equal(found.targets, batch.targets)
 
 
+@given(batches(), st.sampled_from(RHOS))
+def test_values_are_overwritten_as_tokens_are_taken(batch: Batch, rho: float):
+    found, values = mix(batch, rho), batch.tokens.clone()
+    written = overwrite_from_donors(values, found.donor, found.mask)
+    assert torch.equal(written, found.tokens)
+    assert written.data_ptr() == values.data_ptr()
+
+
 def test_mix_horizontal_takes_rows_of_the_donor_at_the_same_place():
     """Payload: every token carries (sample, place), so a wrong row would show."""
     b, t = 6, 10
@@ -108,7 +117,7 @@ def test_mix_horizontal_takes_rows_of_the_donor_at_the_same_place():
     saliency = (3 * torch.randn(b, t, generator=torch.Generator().manual_seed(1))).softmax(dim=1)
     targets = torch.eye(b)
     easy = torch.tensor([True, True, False, True, False, True])
-    found = mix_horizontal(tokens, targets, saliency, easy, 0.005, num_prefix_tokens=1)
+    found = mix_horizontal(tokens, targets, saliency, easy, 0.005)
     assert found.mask.any()
     assert torch.equal(found.tokens[:, :, 1], tokens[:, :, 1])
     assert torch.equal(found.tokens[:, 0], tokens[:, 0])

@@ -22,11 +22,11 @@ ALL: dict[str, Any] = {"tau": float("inf"), "rho": 0.002}  # every sample is mix
 
 def mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
     rules = rules_of(HTM(layer=0, rho=rho, **settings))
-    return rules.mix(*batch[:4], num_prefix_tokens=batch.num_prefix_tokens)
+    return rules.mix(*batch[:4])
 
 
 def paper_mix(batch: Batch, rho: float) -> HorizontalMix:
-    return mix_horizontal(*batch[:4], rho, batch.num_prefix_tokens)
+    return mix_horizontal(*batch[:4], rho)
 
 
 @given(batches(), st.sampled_from(RHOS))
@@ -98,11 +98,10 @@ def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case
     tokens, targets, saliency, is_easy = (
         torch.from_numpy(arrays[f"case{case}/{name}"]) for name in names
     )
-    prefix = tokens.shape[1] - saliency.shape[1]
     settings = {"mask_rule": "published", "order": "published"}
     rules = rules_of(HTM(layer=0, rho=float(arrays[f"case{case}/rho"]), **settings))
-    found = rules.mix(tokens, targets, saliency, is_easy, num_prefix_tokens=prefix)
-    arranged = rules.arrange(found, is_easy, None)
+    found = rules.mix(tokens, targets, saliency, is_easy)
+    arranged = rules.arrange(found, is_easy, None, ())
     for ours, name in ((arranged.tokens, "out_tokens"), (arranged.targets, "out_targets")):
         expected = torch.from_numpy(arrays[f"case{case}/{name}"])
         assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -128,8 +127,8 @@ def test_published_mask_compares_with_the_first_easy_sample(batch: Batch, rho: f
 @given(batches(), st.sampled_from(RHOS))
 def test_published_order_moves_easy_samples_to_the_front_and_nothing_else(batch, rho):
     rules = rules_of(HTM(layer=0, rho=rho, order="published"))
-    mixed = rules.mix(*batch[:4], num_prefix_tokens=batch.num_prefix_tokens)
-    found = rules.arrange(mixed, batch.is_easy, batch.saliency)
+    mixed = rules.mix(*batch[:4])
+    found = rules.arrange(mixed, batch.is_easy, batch.saliency, ())
     places = torch.arange(len(batch.is_easy))
     order = torch.cat([places[batch.is_easy], places[~batch.is_easy]])
     expected = paper_mix(batch, rho)
@@ -144,8 +143,8 @@ def test_in_place_saliency_moves_with_its_token(batch: Batch, rho: float):
     prefix = batch.num_prefix_tokens
     payload = batch._replace(tokens=F.pad(batch.saliency, (prefix, 0))[..., None])
     rules = rules_of(HTM(layer=0, rho=rho))
-    mixed = rules.mix(*payload[:4], num_prefix_tokens=prefix)
-    found = rules.arrange(mixed, batch.is_easy, batch.saliency)
+    mixed = rules.mix(*payload[:4])
+    found = rules.arrange(mixed, batch.is_easy, batch.saliency, ())
     assert found.saliency is not None
     assert torch.equal(found.saliency, found.tokens[:, prefix:, 0])
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from reproduction.config import Augmentation
 from reproduction.errors import UserError
+from reproduction.heap import keep_freed_memory
 from reproduction.model_config import CCT as CCTConfig
 from reproduction.model_config import AnyModel
 from reproduction.model_config import ViT as ViTConfig
@@ -108,8 +109,11 @@ def place(model: AnyModule, device: torch.device) -> AnyModule:
     """Moves the model to its device, in the form that is fast there.
 
     Convolutions are faster with channels last. The fused attention kernel is left where it is
-    slower: on a CPU it has no dropout of its own.
+    slower: on a CPU it has no dropout of its own. From then on a CPU's memory is kept, see
+    `keep_freed_memory`.
     """
+    if device.type == "cpu":
+        keep_freed_memory()
     for module in model.modules():
         is_dropped = isinstance(module, Attention) and module.attn_drop.p > 0
         if device.type == "cpu" and is_dropped:
@@ -126,7 +130,7 @@ class Macs(NamedTuple):
     """Multiply-accumulates of one image in evaluation.
 
     `total`: convolutions, linear layers, attention; `with_weights`: without the products of two
-    activations, which are those of attention and of sequence pooling.
+    activations in attention, and without sequence pooling.
     """
 
     total: int

@@ -33,7 +33,7 @@ def compile_blocks(module: TokenMixup) -> None:
 
 
 def _unchanged_parts(module: TokenMixup) -> Iterator[nn.Module]:
-    """All blocks, but only the MLP of those whose attention VTM replaces."""
+    """All blocks, but only the MLP of those whose attention is replaced."""
     model: Any = module.model
     replaced = module.replaced_attention()
     for index, block in enumerate(model.blocks):

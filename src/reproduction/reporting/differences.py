@@ -46,7 +46,8 @@ def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]
     yield "easy samples", float(batch.is_easy.float().mean())
     yield from _mask_effects(batch, rho)
     rows = torch.arange(len(batch.is_easy))
-    moved = easy_first(_mix(batch, rho)._replace(tokens=rows), batch.is_easy, None).tokens != rows
+    mix = _mix(batch, rho)._replace(tokens=rows)
+    moved = easy_first(mix, batch.is_easy, None, ()).tokens != rows
     yield "order: rows that read another sample's memory", float(moved.float().mean())
     yield (
         "order: tokens that VTM chooses otherwise at the HTM block",
