@@ -3,9 +3,10 @@
 Timed are the parts of HTM that begin with the detector, on what enters the HTM block of one batch:
 the saliency (by gradient: a forward and a backward pass of the whole model in evaluation mode, as
 Co-Mixup takes it; else layer norm, projection and softmax of the next attention), the assignment
-with its way to the host and back, tokens and labels. ScoreNet belongs to none of them. Random
-tokens are paired by attention too, so here they cost what attention costs. Parts are timed, not the
-difference of whole steps: it would be the same sum, lost in the noise of the other parts.
+with its way to the host and back, tokens, their projections where they are known, and labels.
+ScoreNet belongs to none of them. The projection is timed whole, though a step then spares the block
+its own. Random tokens are paired by attention too, so here they cost what attention costs. Parts
+are timed, not the difference of whole steps, where they would be lost in the noise.
 
 Letters: b batch, c classes, h w image.
 """
@@ -37,6 +38,7 @@ from reproduction.training.evaluate import autocast
 from tokenmixup import HorizontalMix, TokenMixup
 from tokenmixup.contexts import evaluating
 from tokenmixup.detectors import BlockInput, detector_of
+from tokenmixup.horizontal import overwrite_from_donors
 from tokenmixup.saliency import input_gradient
 from tokenmixup.variants import rules_of
 
@@ -147,7 +149,10 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     entry = dataclasses.replace(entry, pixels=pixels)  # nothing is known of the last round's
     saliency = detector_of(htm)(entry)
     is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
-    return rules_of(htm).mix(entry.tokens, targets, saliency, is_easy)
+    mixed = rules_of(htm).mix(entry.tokens, targets, saliency, is_easy)
+    for projected in entry.projected:
+        overwrite_from_donors(projected, mixed.donor, mixed.mask)
+    return mixed
 
 
 def as_milliseconds(ms: list[float]) -> dict[str, float]:

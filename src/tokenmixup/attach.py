@@ -1,9 +1,10 @@
 """Puts HTM, VTM and manifold mixup on a stock transformer without editing it.
 
-While a training forward pass runs, hooks on the blocks mix what enters them and one attention
-module attends to the memory as well. Outside of it the model is untouched, so evaluation is the
-plain model bit for bit. Letters: b batch, n tokens with prefix, t spatial tokens, d width, c
-classes, m memory.
+While a training forward pass runs, hooks on the blocks mix what enters them, and functions stand in
+for the attention of those that mix, tell their saliency or attend to the memory. Outside of it the
+model is untouched, so evaluation is the plain model bit for bit.
+
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from tokenmixup.scorenet import ScoreNet, difficulty
 from tokenmixup.stand_ins import attend_and_remember, attend_as_projected, attend_to_memory
 from tokenmixup.structure import (
     check_layer,
+    check_projections,
     check_rollout,
     declared_prefix,
     has_class_token,
@@ -48,6 +50,7 @@ def attach(
 
     `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
+    There are no second derivatives through what it returns.
     """
     return TokenMixup(
         model,
@@ -108,14 +111,14 @@ class TokenMixup(nn.Module):
             yield "manifold_mixup.layers", layer
 
     def _build_steps(self) -> dict[int, list[Step]]:
-        """What happens at the input of which block, in this order; nothing at that of VTM's own."""
+        """What happens at the input of which block, in this order; all others are not watched."""
         kind = type(self)  # unbound, so that a copy of the module runs its own parts
         layers: list[tuple[Step, Sequence[int]]] = [
             (kind._mix_manifold, self.manifold_mixup.layers if self.manifold_mixup else ()),
             (kind._mix_horizontally, [self.htm.layer] if self.htm else ()),
             (kind._remember, range(self.vtm.layer) if self.vtm else ()),
         ]
-        steps: dict[int, list[Step]] = {self.vtm.layer: []} if self.vtm else {}
+        steps: dict[int, list[Step]] = {index: [] for index in self.replaced_attention()}
         for step, indices in layers:
             for index in indices:
                 steps.setdefault(index, []).append(step)
@@ -173,18 +176,22 @@ class TokenMixup(nn.Module):
                 handle = model.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             for index, stand_in in self.replaced_attention().items():
-                forward = partial(stand_in, state, block := model.blocks[index])
+                check_projections(index, (block := model.blocks[index]).attn)
+                forward = partial(stand_in, state, block)
                 stack.enter_context(replaced_forward(block.attn, forward))
             yield
 
     def replaced_attention(self) -> dict[int, Callable[..., Tensor]]:
         """Blocks whose attention is replaced in a training pass, and what stands in for it."""
-        layers: list[tuple[Sequence[int], Callable[..., Tensor]]] = [
-            (range(self.vtm.layer) if self.vtm else (), attend_and_remember),
-            ([self.htm.layer] if self.htm else (), attend_as_projected),  # HTM tells the saliency
-            ([self.vtm.layer] if self.vtm else (), attend_to_memory),
-        ]
-        return {index: stand_in for indices, stand_in in layers for index in indices}
+        sources = range(self.vtm.layer) if self.vtm is not None else range(0)
+        replaced: dict[int, Callable[..., Tensor]] = dict.fromkeys(sources, attend_and_remember)
+        if self.htm is not None and (
+            self.htm.layer in sources or self._detect is BlockInput.own_saliency
+        ):
+            replaced[self.htm.layer] = attend_as_projected  # HTM asks for the saliency
+        if self.vtm is not None:
+            replaced[self.vtm.layer] = attend_to_memory
+        return replaced
 
     def _enter_block(
         self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any

@@ -98,7 +98,7 @@ def project(
         flat = [known_linear(x, *layer, result) for layer, result in layers]
     else:
         flat = projections(attn, x, parts)
-    return split(attn, flat, parts, rope)
+    return split_heads(attn, flat, parts, rope)
 
 
 def projections(attn: Any, x: Tensor, parts: str = "qkv") -> list[Tensor]:
@@ -106,7 +106,7 @@ def projections(attn: Any, x: Tensor, parts: str = "qkv") -> list[Tensor]:
     return [F.linear(x, *layer) for layer in _projecting(attn, parts)]
 
 
-def split(
+def split_heads(
     attn: Any, flat: Sequence[Tensor], parts: str = "qkv", rope: Tensor | None = None
 ) -> list[Tensor]:
     """The parts in `projections`, each `b h n e`."""

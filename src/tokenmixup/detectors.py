@@ -17,7 +17,7 @@ from tokenmixup.attention import (
     positions,
     projections,
     received,
-    split,
+    split_heads,
 )
 from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
 from tokenmixup.horizontal import HTM
@@ -48,7 +48,7 @@ class BlockInput:
             block = self.blocks[self.index]
             with no_grad_uncached(self.tokens.device.type):
                 self.projected = projections(block.attn, block.norm1(self.tokens))
-                q, k, _ = split(block.attn, self.projected, "qkv", self._positions.rope)
+                q, k, _ = split_heads(block.attn, self.projected, "qkv", self._positions.rope)
                 self.saliency = self.saliency_by(q, k)
         return self.saliency
 

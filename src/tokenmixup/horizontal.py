@@ -177,8 +177,10 @@ def mix_horizontal(
     exceeds its own by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`); labels follow the
     saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. The first
     `n - t` tokens, the prefix, stay. `pair`, `choose`, `weigh`: the three rules, where they are not
-    the paper's.
+    the paper's. Raises ValueError if `t > n`.
     """
+    if saliency.shape[1] > tokens.shape[1]:
+        raise ValueError(f"saliency of {saliency.shape[1]} tokens, but {tokens.shape[1]} to mix")
     saliency = saliency.detach().float()
     targets = targets if targets.is_floating_point() else targets.float()
     donor = pair(saliency, is_easy, rho)

@@ -30,7 +30,7 @@ class Pass:
     is_easy: Tensor | None = None  # b bool
     mix: HorizontalMix | None = None
     memory: Memory | None = None
-    entry: BlockInput | None = None  # of the block that runs
+    entry: BlockInput | None = None  # of the last block that is watched
 
 
 def note_patches(state: Pass, embedding: Any, args: tuple[Any, ...], out: Any) -> None:

@@ -41,5 +41,5 @@ class _SequencePool(torch.autograd.Function):
             of_score = share * towards.mT  # b t 1, through the softmax
             both = torch.cat([share, of_score], dim=2)
             of_x = both @ torch.stack([grad, weight.to(x.dtype).expand_as(grad)], dim=1)
-            of_weight = (of_score.mT @ x).sum(dim=0)  # 1 d
-            return of_x, of_weight.to(weight.dtype), of_score.sum().to(weight.dtype).view(1)
+            of_weight = (of_score.mT @ x).sum(dim=0, dtype=weight.dtype)  # 1 d
+            return of_x, of_weight, of_score.sum().to(weight.dtype).view(1)

@@ -3,38 +3,46 @@
 `tokens` are layer-normed already, `b n d`; `given` are the block's other arguments.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tokenmixup.attention import attend, positions, project
+from tokenmixup.detectors import BlockInput
+from tokenmixup.memory import Memory
 from tokenmixup.passes import Pass
 from tokenmixup.vertical import vertical_attention
 
 
 def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
     """Of the block where HTM mixes, whose projections have told the saliency."""
-    assert state.entry is not None
+    entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
-    q, k, v = project(block.attn, tokens, "qkv", where.rope, state.entry.projected)
+    q, k, v = project(block.attn, tokens, "qkv", where.rope, entry.projected)
     return attend(block.attn, tokens, q, k, v, where.bias)
 
 
 def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
     """Of a source of VTM: its queries and keys tell the saliency as well."""
-    assert state.entry is not None and state.memory is not None
+    entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
     q, k, v = project(block.attn, tokens, "qkv", where.rope)
-    state.entry.saliency = state.entry.saliency_by(q, k)
-    state.memory.remember(state.entry)
+    entry.saliency = entry.saliency_by(q, k)
+    cast(Memory, state.memory).remember(entry)
     return attend(block.attn, tokens, q, k, v, where.bias)
 
 
 def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
     """Of the block of VTM."""
-    assert state.entry is not None and state.memory is not None
+    entry, memory = _entry_of(block, state), cast(Memory, state.memory)
     where = positions(block.attn, tokens.shape[1], given)
-    where = where.of_memory(torch.cat(state.memory.places, dim=1))
-    memory = block.norm1(torch.cat(state.memory.tokens, dim=1))
-    return vertical_attention(block.attn, tokens, memory, where, state.entry.projected)
+    where = where.of_memory(torch.cat(memory.places, dim=1))
+    remembered = block.norm1(torch.cat(memory.tokens, dim=1))
+    return vertical_attention(block.attn, tokens, remembered, where, entry.projected)
+
+
+def _entry_of(block: Any, state: Pass) -> BlockInput:
+    entry = state.entry
+    assert entry is not None and entry.blocks[entry.index] is block, "it is not watched"
+    return entry

@@ -1,7 +1,8 @@
 """Which models TokenMixup can serve, and what it needs to know of them.
 
 A served model runs a plain sequence `blocks` over one token axis; each block attends to `norm1` of
-its input by an attention whose terms are all known here, and an MLP follows.
+its input by an attention whose terms are all known here, and an MLP follows. Norm and projections
+act on each token alone: what they make of a token moves with it.
 """
 
 from typing import Any, cast
@@ -62,10 +63,18 @@ def _why_not_block(block: Any) -> str | None:
     return _why_not_projections(attn)
 
 
+def check_projections(index: int, attn: Any) -> None:
+    """Raises ValueError if something has been put on a block's attention since `attach`."""
+    if reason := _why_not_projections(attn):
+        raise ValueError(f"TokenMixup cannot serve block {index} any more, {reason}")
+
+
 def _why_not_projections(attn: Any) -> str | None:
     """Their weights are read one by one: what replaces them, or listens to them, would be lost."""
     if "forward" in vars(attn):
         return f"whose {type(attn).__name__} has a forward of its own"
+    if attn._forward_pre_hooks:
+        return f"whose {type(attn).__name__} has hooks that may change what enters it"
     for name in ("qkv", "q_proj", "k_proj", "v_proj"):
         projection = getattr(attn, name, None)
         if projection is None:

@@ -86,7 +86,7 @@ def test_training_equals_the_forward_pass_written_out(build, batch, htm, vtm):
     assert (output.stats["mixed_tokens"] > 0) == (htm is not None)
 
 
-@pytest.mark.parametrize("layers", [(1, 2), (3, 1)])
+@pytest.mark.parametrize("layers", [(1, 2), (2, 2), (3, 1)])
 def test_gradients_equal_those_of_the_forward_pass_written_out(build, batch, layers):
     htm, vtm = HTM(layer=layers[0], **EVERYTHING), VTM(layer=layers[1], kappa=2)
     module = attach(build(), CLASSES, htm=htm, vtm=vtm)
@@ -134,6 +134,30 @@ def test_the_model_is_untouched_after_a_pass_and_after_a_failed_one(build, batch
         module(broken, batch[1])
     assert not any(m._forward_pre_hooks for m in model.modules())
     assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("vtm", [None, {"layer": 2}, {"layer": 1}])
+def test_under_autocast_and_dropout_known_projections_train_as_the_layer_would(
+    vtm: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+):
+    def projecting(x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    model = small_cct(attn_drop=0.1, drop_path=0.1)
+    module = attach(model, CLASSES, htm={"layer": 1, **EVERYTHING}, vtm=vtm).train()
+    images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(images, torch.eye(CLASSES)[torch.arange(6) % CLASSES])
+        assert output.stats["mixed_tokens"] > 0
+        training_loss(output, 0.5).backward()
+        found.append([output.logits, *(p.grad for p in module.parameters())])
+        monkeypatch.setattr("tokenmixup.attention.known_linear", projecting)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("htm_layer", [1, 2])
@@ -186,6 +210,18 @@ def test_attach_refuses_what_it_cannot_serve():
     for model, settings, message in cases:
         with pytest.raises(ValueError, match=message):
             attach(model, CLASSES, **settings)
+
+
+def test_what_is_put_on_an_attention_later_is_refused(batch):
+    module = attach(small_cct(), CLASSES, htm={"layer": 1}).train()
+    attn = module.model.blocks[1].attn  # type: ignore[union-attr, index]
+    handle = attn.register_forward_pre_hook(lambda attn, args: (2 * args[0],))
+    with pytest.raises(ValueError, match=r"block 1 any more, whose Attention has hooks"):
+        module(*batch)
+    handle.remove()
+    attn.qkv = nn.Sequential(attn.qkv)
+    with pytest.raises(ValueError, match=r"block 1 any more, whose qkv is Sequential"):
+        module(*batch)
 
 
 def test_training_refuses_gradient_checkpointing_and_missing_targets(batch):

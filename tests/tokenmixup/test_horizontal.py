@@ -101,6 +101,13 @@ def test_mix_horizontal_of_hard_samples_changes_no_bit(batch: Batch, rho: float)
     assert torch.equal(found.targets, batch.targets)
 
 
+def test_saliency_of_more_than_the_tokens_is_refused():
+    with pytest.raises(ValueError, match="saliency of 5 tokens, but 4 to mix"):
+        mix_horizontal(
+            torch.randn(2, 4, 3), torch.eye(2), torch.rand(2, 5), torch.ones(2).bool(), 0.0
+        )
+
+
 @given(batches(), st.sampled_from(RHOS))
 def test_values_are_overwritten_as_tokens_are_taken(batch: Batch, rho: float):
     found, values = mix(batch, rho), batch.tokens.clone()

@@ -15,6 +15,7 @@ from reproduction.latency import build_step, detector_configs, mix, mixing_batch
 from reproduction.plan import Settings
 from reproduction.training.evaluate import autocast
 from tokenmixup import difficulty, gain_matrix, mix_horizontal, optimal_assignment
+from tokenmixup.horizontal import overwrite_from_donors
 
 WHOLE = "all three"
 
@@ -55,11 +56,13 @@ def htm_parts(
     module, images, targets, entry = mixing_batch(config, batch_size, device, precision)
     htm: Any = module.htm
     scorenet: Any = module.scorenet
-    saliency = dataclasses.replace(entry).own_saliency()
+    known = dataclasses.replace(entry)
+    saliency = known.own_saliency()
     gain = gain_matrix(saliency, htm.rho)
     donor = optimal_assignment(gain).to(device)
     is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
     blend = partial(mix_horizontal, rho=htm.rho, pair=lambda *_: donor)
+    mask = blend(entry.tokens, targets, saliency, is_easy).mask
 
     def autocasting(work: Callable[[], object]) -> Work:
         def wrapped() -> None:
@@ -74,6 +77,9 @@ def htm_parts(
         "gain matrix": lambda: gain_matrix(saliency, htm.rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
+        "mixing of projections": lambda: [
+            overwrite_from_donors(y, donor, mask) for y in known.projected
+        ],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }
     return {name: autocasting(work) for name, work in parts.items()}

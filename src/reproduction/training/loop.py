@@ -16,6 +16,7 @@ from reproduction.data.loaders import TrainingBatches
 from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose, seed_torch
 from reproduction.errors import PlainError, Stopped, UserError, first_line
+from reproduction.heap import give_back_freed_memory
 from reproduction.identity import run_hash
 from reproduction.models.compiling import compile_blocks
 from reproduction.models.names import State
@@ -215,6 +216,7 @@ class Trainer:
         """Evaluates, writes the epoch's line and keeps the best weights."""
         model = self.update.evaluated
         self.world.share_buffers(model)  # what is evaluated is what the first rank saves
+        give_back_freed_memory()  # the loader's workers are forked now
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
         self.broken.agree(self.world)

@@ -66,7 +66,7 @@ def test_the_parts_of_htm_are_those_of_its_whole():
     parts = htm_parts(config, 3, CPU, "float32")
     for work in parts.values():
         work()
-    assert next(iter(parts)) == "all three" and len(parts) == 6
+    assert next(iter(parts)) == "all three" and len(parts) == 7
 
 
 def test_exponent_is_that_of_a_power_law():
