@@ -214,15 +214,34 @@ def _talk(mix: nn.Module, x: Tensor) -> Tensor:
     return mix(x.movedim(1, -1)).movedim(-1, 1)
 
 
-def attend(attn: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention of `q` to `k` and `v`, then the rest of `attn`; `x` are the queries' tokens."""
+def composed_map(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The map by which `attend` attends, `b h n m` before dropout; None where a kernel is fused."""
+    if getattr(attn, "fused_attn", True) and getattr(attn, "proj_w", None) is None:
+        return None
+    return _scores(attn, q, k, bias).softmax(dim=-1)
+
+
+def attend(
+    attn: Any,
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Attention of `q` to `k` and `v`, then the rest of `attn`; `x` are the queries' tokens.
+
+    `weights`: their `composed_map`, where it is known.
+    """
     dropout = attn.attn_drop.p if attn.training else 0.0
-    talks = getattr(attn, "proj_w", None) is not None
-    if getattr(attn, "fused_attn", True) and not talks:
+    if weights is None:
+        weights = composed_map(attn, q, k, bias)
+    if weights is None:
         out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=attn.scale)
     else:
-        weights = _scores(attn, q, k, bias).softmax(dim=-1)
-        weights = _talk(attn.proj_w, weights) if talks else weights
+        if getattr(attn, "proj_w", None) is not None:
+            weights = _talk(attn.proj_w, weights)
         out = F.dropout(weights, dropout) @ v
     out = rearrange(out, "b h n e -> b n (h e)")
     if isinstance(norm := getattr(attn, "norm", None), nn.Module):

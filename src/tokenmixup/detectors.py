@@ -21,7 +21,7 @@ from tokenmixup.attention import (
 )
 from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
 from tokenmixup.horizontal import HTM
-from tokenmixup.saliency import gradient_saliency, rollout_saliency
+from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
 
 
 @dataclass
@@ -59,6 +59,10 @@ class BlockInput:
         bias = None if bias is None else bias[:, :, :rows]
         shares = received(self.blocks[self.index].attn, q[:, :, :rows], k, bias)
         return shares[:, self.num_prefix_tokens :]
+
+    def saliency_of(self, attn: Tensor) -> Tensor:
+        """The same by the block's own map, `b h n n`."""
+        return attention_saliency(attn, self.num_prefix_tokens, self.class_token)
 
     @cached_property
     def _positions(self) -> Positions:

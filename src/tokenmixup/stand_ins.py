@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokenmixup.attention import attend, positions, project
+from tokenmixup.attention import attend, composed_map, positions, project
 from tokenmixup.detectors import BlockInput
 from tokenmixup.memory import Memory
 from tokenmixup.passes import Pass
@@ -24,13 +24,20 @@ def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -
 
 
 def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """Of a source of VTM: its queries and keys tell the saliency as well."""
+    """Of a source of VTM: its map, or else its queries and keys, tell the saliency as well.
+
+    Positions may have dropout, which the saliency has not.
+    """
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
     q, k, v = project(block.attn, tokens, "qkv", where.rope)
-    entry.saliency = entry.saliency_by(q, k)
+    weights = composed_map(block.attn, q, k, where.bias)
+    if weights is None or where.bias is not None:
+        entry.saliency = entry.saliency_by(q, k)
+    else:
+        entry.saliency = entry.saliency_of(weights)
     cast(Memory, state.memory).remember(entry)
-    return attend(block.attn, tokens, q, k, v, where.bias)
+    return attend(block.attn, tokens, q, k, v, where.bias, weights)
 
 
 def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
