@@ -50,7 +50,7 @@ def attach(
 
     `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
-    There are no second derivatives through what it returns.
+    A training pass with HTM has no second derivatives.
     """
     return TokenMixup(
         model,

@@ -104,7 +104,7 @@ def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
     module = mixing(small_vit)
     compile_blocks(module)
     trained(module)
-    assert counter.frame_count == 2  # a block, and the MLP of the one that attends to the memory
+    assert counter.frame_count == 2  # a block, and the MLP of those whose attention is replaced
 
 
 def test_evaluation_and_parameters_stay_the_plain_models(counter: CompileCounterWithBackend):

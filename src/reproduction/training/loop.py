@@ -216,7 +216,7 @@ class Trainer:
         """Evaluates, writes the epoch's line and keeps the best weights."""
         model = self.update.evaluated
         self.world.share_buffers(model)  # what is evaluated is what the first rank saves
-        give_back_freed_memory()  # the loader's workers are forked now
+        give_back_freed_memory()  # the first time the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
         self.broken.agree(self.world)
