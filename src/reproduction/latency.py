@@ -151,7 +151,7 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
     mixed = rules_of(htm).mix(entry.tokens, targets, saliency, is_easy)
     for projected in entry.projected:
-        overwrite_from_donors(projected, mixed.donor, mixed.mask)
+        overwrite_from_donors(projected, mixed.moved)
     return mixed
 
 

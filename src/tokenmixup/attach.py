@@ -232,9 +232,9 @@ class TokenMixup(nn.Module):
         is_source = self.vtm is not None and htm.layer < self.vtm.layer
         for_memory = entry.own_saliency() if is_source else None
         state.mix = self._rules.mix(entry.tokens, state.targets, saliency, state.is_easy)
-        donor, mask = state.mix.donor, state.mix.mask
-        projected = [overwrite_from_donors(y, donor, mask) for y in entry.projected]
-        arranged = self._rules.arrange(state.mix, state.is_easy, for_memory, projected)
+        for projected in entry.projected:
+            overwrite_from_donors(projected, state.mix.moved)
+        arranged = self._rules.arrange(state.mix, state.is_easy, for_memory, entry.projected)
         entry.tokens, state.targets, entry.saliency, entry.projected = arranged
 
     def _remember(self, state: Pass, entry: BlockInput) -> None:

@@ -94,8 +94,8 @@ def project(
     known already; then nothing but the gradient is left to compute.
     """
     if known:
-        layers = zip(_projecting(attn, parts), known, strict=True)
-        flat = [known_linear(x, *layer, result) for layer, result in layers]
+        layers, each = zip(_projecting(attn, parts), known, strict=True), len(parts) // len(known)
+        flat = [y for layer, result in layers for y in known_linear(x, *layer, result, each)]
     else:
         flat = projections(attn, x, parts)
     return split_heads(attn, flat, parts, rope)
@@ -187,8 +187,8 @@ def _mean_over_heads(attn: Any, *block: Tensor) -> Tensor:
 
 def _mean_of_head(scale: float, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
     scores = torch.baddbmm(q.new_zeros(()), q, k.mT, beta=0, alpha=scale)  # b n m
-    scores = scores if bias is None else scores + bias
-    return scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1)
+    scores = (scores if bias is None else scores + bias).float()
+    return torch.softmax(scores, dim=-1, out=scores).mean(dim=1)
 
 
 def _cached_samples(queries: int, keys: int) -> int:

@@ -87,6 +87,7 @@ class HorizontalMix(NamedTuple):
     donor: Tensor  # b int64, donor[i] == i for hard samples
     mask: Tensor  # b t bool, True = taken from the donor (the paper's 1 - M)
     keep_ratio: Tensor  # b 1, weight of a sample's own label
+    moved: Tensor  # 2 k int64, the rows of all b n that were written, and those they come from
 
 
 @torch.no_grad()
@@ -130,33 +131,32 @@ def saliency_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
     return torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)
 
 
-def take_from_donors(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
-    """Tokens `b n d`, where `mask`, `b t` bool, tells so those of the donors, `b` (Eq. 10).
+def moved_rows(donor: Tensor, mask: Tensor, n: int, every: bool) -> Tensor:
+    """Which of all `b n` rows are written, and below each one the row it is read from: `2 k` int64.
 
-    The `n - t` tokens of the prefix stay. Each token is read once, and in the backward pass its
-    gradient is written once or twice.
+    `donor`: `b`, `mask`: `b t` bool. Those of replaced tokens, whose number a GPU would have to
+    wait for; or `every` row, of which those that stay are read from themselves.
     """
-    b, n, d = tokens.shape
     replace = F.pad(mask, (n - mask.shape[1], 0))
-    sample = torch.arange(b, device=tokens.device)[:, None]
-    row = torch.where(replace, donor[:, None], sample) * n + torch.arange(n, device=tokens.device)
-    return tokens.reshape(b * n, d).index_select(0, row.flatten()).view(b, n, d)
+    if not every:
+        sample, place = replace.nonzero(as_tuple=True)
+        return torch.stack([sample, donor[sample]]) * n + place
+    sample = torch.arange(len(mask), device=mask.device)[:, None].expand_as(replace)
+    giver = torch.where(replace, donor[:, None], sample)
+    return (torch.stack([sample, giver]) * n + torch.arange(n, device=mask.device)).flatten(1)
+
+
+def take_from_donors(tokens: Tensor, moved: Tensor) -> Tensor:
+    """Tokens `b n d`, those in `moved_rows` from their donors (Eq. 10)."""
+    (written, read), rows = moved, tokens.flatten(0, 1)
+    return rows.index_copy(0, written, rows.index_select(0, read)).view_as(tokens)
 
 
 @torch.no_grad()
-def overwrite_from_donors(values: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
-    """The same of `values`, `b n d`, which need no gradient and are written over.
-
-    A GPU writes a copy: it would have to wait for the number of rows.
-    """
-    if values.device.type != "cpu":
-        return take_from_donors(values, donor, mask)
-    b, n, d = values.shape
-    sample, token = F.pad(mask, (n - mask.shape[1], 0)).nonzero(as_tuple=True)
-    rows = values.view(b * n, d)
-    taken = rows.index_select(0, donor[sample] * n + token)
-    rows.index_copy_(0, sample * n + token, taken)
-    return values
+def overwrite_from_donors(values: Tensor, moved: Tensor) -> None:
+    """The same in place, in contiguous values `b n k` that need no gradient."""
+    (written, read), rows = moved, values.view(-1, values.shape[-1])
+    rows.index_copy_(0, written, rows.index_select(0, read))
 
 
 def mix_horizontal(
@@ -185,7 +185,8 @@ def mix_horizontal(
     targets = targets if targets.is_floating_point() else targets.float()
     donor = pair(saliency, is_easy, rho)
     mask = choose(saliency, donor, is_easy, rho)
-    mixed = take_from_donors(tokens, donor, mask)
+    moved = moved_rows(donor, mask, tokens.shape[1], every=mask.device.type != "cpu")
+    mixed = take_from_donors(tokens, moved)
     keep_ratio = weigh(saliency, saliency[donor], mask).to(targets.dtype)
     mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]
-    return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio)
+    return HorizontalMix(mixed, mixed_targets, donor, mask, keep_ratio, moved)

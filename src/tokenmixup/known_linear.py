@@ -9,33 +9,44 @@ from torch.autograd.function import once_differentiable
 from tokenmixup.contexts import without_autocast
 
 
-def known_linear(x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
+def known_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, parts: int = 1
+) -> tuple[Tensor, ...]:
     """`F.linear(x, weight, bias)`, whose values are taken from `result`, with its gradient.
 
-    `b n d` -> `b n k`, computed back in the precision of `result`. RuntimeError at a second
-    derivative.
+    `b n d` -> `b n k` in `parts` equal chunks of k. In float32 the chunks' gradients are multiplied
+    as they come, not put together. RuntimeError at a second derivative.
     """
     x, weight = x.to(result.dtype), weight.to(result.dtype)
     bias = None if bias is None else bias.to(result.dtype)
-    return cast(Tensor, _KnownLinear.apply(x, weight, bias, result))
+    return cast(tuple[Tensor, ...], _KnownLinear.apply(x, weight, bias, result, parts))
 
 
 class _KnownLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, parts: int
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
-        return result.view_as(result)
+        return result.chunk(parts, dim=-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grads: list[Tensor | None] = [None] * 4
+        rows = [grad.flatten(0, -2) for grad in grads]
+        if x.dtype.itemsize < 4:  # half precision would round between the parts
+            rows = [torch.cat(rows, dim=1)]
+        of_x = of_weight = of_bias = None
         with without_autocast(x.device.type):
             if ctx.needs_input_grad[0]:
-                grads[0] = grad @ weight
+                first, *others = zip(rows, weight.chunk(len(rows)), strict=True)
+                of_x = first[0] @ first[1]
+                for grad, part in others:
+                    of_x.addmm_(grad, part)
+                of_x = of_x.view_as(x)
             if ctx.needs_input_grad[1]:
-                grads[1] = grad.flatten(0, -2).mT @ x.flatten(0, -2)
+                of_weight = torch.cat([grad.mT @ x.flatten(0, -2) for grad in rows])
             if ctx.needs_input_grad[2]:
-                grads[2] = grad.flatten(0, -2).sum(dim=0)
-        return tuple(grads)
+                of_bias = torch.cat([grad.sum(dim=0) for grad in rows])
+        return of_x, of_weight, of_bias, None, None

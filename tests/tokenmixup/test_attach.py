@@ -140,8 +140,8 @@ def test_the_model_is_untouched_after_a_pass_and_after_a_failed_one(build, batch
 def test_under_autocast_and_dropout_known_projections_train_as_the_layer_would(
     vtm: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
 ):
-    def projecting(x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
-        return F.linear(x, weight, bias)
+    def projecting(x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, parts: int):
+        return F.linear(x, weight, bias).chunk(parts, dim=-1)
 
     model = small_cct(attn_drop=0.1, drop_path=0.1)
     module = attach(model, CLASSES, htm={"layer": 1, **EVERYTHING}, vtm=vtm).train()

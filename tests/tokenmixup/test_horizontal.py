@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenmixup import HTM, gain_matrix, mix_horizontal
-from tokenmixup.horizontal import overwrite_from_donors
+from tokenmixup.horizontal import moved_rows, overwrite_from_donors, take_from_donors
 
 RHOS = (0.0, 0.005, 0.02, 0.2)
 
@@ -108,12 +108,23 @@ def test_saliency_of_more_than_the_tokens_is_refused():
         )
 
 
-@given(batches(), st.sampled_from(RHOS))
-def test_values_are_overwritten_as_tokens_are_taken(batch: Batch, rho: float):
+@given(batches(), st.sampled_from(RHOS), st.booleans())
+def test_values_are_overwritten_as_tokens_are_taken(batch: Batch, rho: float, every: bool):
+    """Be only replaced rows moved, as on a CPU, or all, as on a GPU."""
     found, values = mix(batch, rho), batch.tokens.clone()
-    written = overwrite_from_donors(values, found.donor, found.mask)
-    assert torch.equal(written, found.tokens)
-    assert written.data_ptr() == values.data_ptr()
+    moved = moved_rows(found.donor, found.mask, values.shape[1], every)
+    assert not every or moved.shape[1] == values[..., 0].numel()
+    assert torch.equal(take_from_donors(values, moved), found.tokens)
+    overwrite_from_donors(values, moved)
+    assert torch.equal(values, found.tokens)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_the_gradient_of_taken_tokens_goes_to_their_donors(every: bool):
+    tokens = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    donor, mask = torch.tensor([2, 0, 1]), torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1]]).bool()
+    moved = moved_rows(donor, mask, 4, every)
+    assert torch.autograd.gradcheck(lambda x: take_from_donors(x, moved), (tokens,))
 
 
 def test_mix_horizontal_takes_rows_of_the_donor_at_the_same_place():

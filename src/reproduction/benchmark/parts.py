@@ -62,7 +62,7 @@ def htm_parts(
     donor = optimal_assignment(gain).to(device)
     is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
     blend = partial(mix_horizontal, rho=htm.rho, pair=lambda *_: donor)
-    mask = blend(entry.tokens, targets, saliency, is_easy).mask
+    moved = blend(entry.tokens, targets, saliency, is_easy).moved
 
     def autocasting(work: Callable[[], object]) -> Work:
         def wrapped() -> None:
@@ -77,9 +77,7 @@ def htm_parts(
         "gain matrix": lambda: gain_matrix(saliency, htm.rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
-        "mixing of projections": lambda: [
-            overwrite_from_donors(y, donor, mask) for y in known.projected
-        ],
+        "mixing of projections": lambda: [overwrite_from_donors(y, moved) for y in known.projected],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }
     return {name: autocasting(work) for name, work in parts.items()}
