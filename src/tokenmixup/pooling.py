@@ -39,7 +39,6 @@ class _SequencePool(torch.autograd.Function):
         with without_autocast(x.device.type):
             towards = grad[:, None] @ x.mT - (grad * pooled).sum(dim=1)[:, None, None]  # b 1 t
             of_score = share * towards.mT  # b t 1, through the softmax
-            both = torch.cat([share, of_score], dim=2)
-            of_x = both @ torch.stack([grad, weight.to(x.dtype).expand_as(grad)], dim=1)
+            of_x = (share * grad[:, None]).addcmul_(of_score, weight.to(x.dtype))
             of_weight = (of_score.mT @ x).sum(dim=0, dtype=weight.dtype)  # 1 d
             return of_x, of_weight, of_score.sum().to(weight.dtype).view(1)
