@@ -38,7 +38,7 @@ from reproduction.training.evaluate import autocast
 from tokenmixup import HorizontalMix, TokenMixup
 from tokenmixup.contexts import evaluating
 from tokenmixup.detectors import BlockInput, detector_of
-from tokenmixup.horizontal import overwrite_from_donors
+from tokenmixup.horizontal import take_from_donors
 from tokenmixup.saliency import input_gradient
 from tokenmixup.variants import rules_of
 
@@ -151,7 +151,7 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
     mixed = rules_of(htm).mix(entry.tokens, targets, saliency, is_easy)
     for projected in entry.projected:
-        overwrite_from_donors(projected, mixed.moved)
+        take_from_donors(projected, mixed.moved, in_place=True)
     return mixed
 
 

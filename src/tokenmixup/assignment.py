@@ -50,8 +50,8 @@ def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:
 def _columns_reduced(gain: np.ndarray) -> np.ndarray:
     """An assignment with the same solution, `b b`, which the solver finds faster.
 
-    Receivers without any gain are added, so that every donor is taken: what a donor's best gain is
-    then adds the same to every solution, and the solver can start without it.
+    Receivers without any gain pad it to a square, so that every solution takes every donor; then
+    subtracting each donor's best gain changes all of them alike.
     """
     square = np.zeros((gain.shape[1],) * 2)
     square[: len(gain)] = gain

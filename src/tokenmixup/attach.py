@@ -12,11 +12,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.detectors import BlockInput, detector_of
-from tokenmixup.horizontal import HTM, HorizontalMix, overwrite_from_donors
+from tokenmixup.horizontal import HTM, HorizontalMix, take_from_donors
 from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
 from tokenmixup.memory import Memory
 from tokenmixup.output import Output
@@ -50,7 +51,7 @@ def attach(
 
     `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
-    A training pass with HTM has no second derivatives.
+    A training pass with HTM cannot be differentiated twice.
     """
     return TokenMixup(
         model,
@@ -75,7 +76,10 @@ def _settings(kind: type[Settings], given: Any) -> Settings | None:
 class TokenMixup(nn.Module):
     """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
-    `images`: `b 3 h w`; `targets`: `b c` probabilities as they enter the model.
+    `images`: `b 3 h w`; `targets`: `b c` probabilities as they enter the model. In training raises
+    TypeError without targets; ValueError for other images, for gradient checkpointing and for
+    DataParallel, whose replicas would share their hooks; FloatingPointError if the saliency is not
+    finite.
     """
 
     def __init__(
@@ -96,7 +100,9 @@ class TokenMixup(nn.Module):
             raise ValueError("vtm.class_token_offset='published': there is no class token")
         if htm is not None:
             width, pooling = cast(Any, model).embed_dim, scorenet_pooling(model, htm.pooling)
-            self.scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
+            like = next(model.parameters())
+            scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
+            self.scorenet = scorenet.to(like.device, like.dtype)
             self._rules, self._detect = rules_of(htm), detector_of(htm)
             check_rollout(model, htm.layer, htm.rollout_steps)
         self._has_class_token = has_class_token(model)
@@ -129,12 +135,15 @@ class TokenMixup(nn.Module):
             return self.model(images)
         if targets is None:
             raise TypeError("training needs module(images, targets) with targets b c")
+        if getattr(self, "_is_replica", False):
+            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         state = self._begin(images, targets)
         with self._mixing(state):
             logits = self.model(images)
         assert self.htm is None or state.mix is not None, "block htm.layer did not run"
         return output_of(logits, state)
 
+    @torch.no_grad()
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
         """Who would give which tokens to whom in a training pass; None without HTM."""
         state = self._begin(images, targets)
@@ -175,11 +184,19 @@ class TokenMixup(nn.Module):
                 hook = partial(self._enter_block, state, index)
                 handle = model.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
-            for index, stand_in in self.replaced_attention().items():
-                check_projections(index, (block := model.blocks[index]).attn)
+            replaced = self.replaced_attention()
+            for index in {*replaced, *self._rolled_out()}:
+                check_projections(index, model.blocks[index].attn)
+            for index, stand_in in replaced.items():
+                block = model.blocks[index]
                 forward = partial(stand_in, state, block)
                 stack.enter_context(replaced_forward(block.attn, forward))
             yield
+
+    def _rolled_out(self) -> range:
+        """Blocks whose maps tell the saliency by rollout."""
+        steps = 0 if self.htm is None else self.htm.rollout_steps
+        return range(self.htm.layer, self.htm.layer + steps + 1) if self.htm and steps else range(0)
 
     def replaced_attention(self) -> dict[int, Callable[..., Tensor]]:
         """Blocks whose attention is replaced in a training pass, and what stands in for it."""
@@ -232,9 +249,9 @@ class TokenMixup(nn.Module):
         is_source = self.vtm is not None and htm.layer < self.vtm.layer
         for_memory = entry.own_saliency() if is_source else None
         state.mix = self._rules.mix(entry.tokens, state.targets, saliency, state.is_easy)
-        for projected in entry.projected:
-            overwrite_from_donors(projected, state.mix.moved)
-        arranged = self._rules.arrange(state.mix, state.is_easy, for_memory, entry.projected)
+        moved = state.mix.moved
+        projected = [take_from_donors(y, moved, in_place=True) for y in entry.projected]
+        arranged = self._rules.arrange(state.mix, state.is_easy, for_memory, projected)
         entry.tokens, state.targets, entry.saliency, entry.projected = arranged
 
     def _remember(self, state: Pass, entry: BlockInput) -> None:

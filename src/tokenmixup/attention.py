@@ -167,6 +167,7 @@ def attention_map(
     return _softmax(attn, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
 
 
+@torch.no_grad()
 def received(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """What each key receives: the mean of the map over heads and queries, `b m` in float32.
 

@@ -1,6 +1,6 @@
 """Horizontal TokenMixup: easy samples take salient tokens from others (Section 3.3, Algorithm 1).
 
-Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, r rows of `b n`.
 """
 
 import math
@@ -28,11 +28,13 @@ class HTM:
 
     `layer`: block, counted from 0, at whose input tokens are mixed. `tau`: nats; a sample is easy
     below it (0: none, inf: all). `rho`: least gain of saliency for a token to be replaced (inf:
-    none). `pooling` of ScoreNet: auto = the class token where the blocks hold one and the model
-    pools it, else attention. `detector`: what tells the saliency (Table 3), by attention over
-    `rollout_steps` further blocks. `ablate`: the part that is left out (Table 4). `mask_rule`,
-    `order`: what the published code does otherwise, see `tokenmixup.variants`. `non_finite`: a
-    batch whose gains are not finite raises FloatingPointError, or nothing is mixed in it.
+    none). `score_loss_weight`: lambda of ScoreNet's loss, to be handed to `training_loss`.
+    `pooling` of ScoreNet: auto = the class token where the blocks hold one and the model pools it,
+    else attention. `stop_gradient`: ScoreNet's loss trains ScoreNet alone. `detector`: the source
+    of saliency (Table 3); attention may be rolled out over `rollout_steps` further blocks.
+    `ablate`: the part that is left out (Table 4). `mask_rule`, `order`: what the published code
+    does otherwise, see `tokenmixup.variants`. `non_finite`: a batch whose gains are not finite
+    raises FloatingPointError, or nothing is mixed in it.
     """
 
     layer: int
@@ -87,7 +89,7 @@ class HorizontalMix(NamedTuple):
     donor: Tensor  # b int64, donor[i] == i for hard samples
     mask: Tensor  # b t bool, True = taken from the donor (the paper's 1 - M)
     keep_ratio: Tensor  # b 1, weight of a sample's own label
-    moved: Tensor  # 2 k int64, the rows of all b n that were written, and those they come from
+    moved: Tensor  # 2 r int64, as moved_rows tells: on a CPU of replaced tokens, elsewhere of all
 
 
 @torch.no_grad()
@@ -109,7 +111,7 @@ def optimal_donors(
 
 
 def _copy_to_host(x: Tensor) -> Tensor:
-    """Waits for a GPU; the copy lies in pinned memory, which it writes by itself."""
+    """On a GPU one asynchronous copy into pinned memory, then a wait for the stream."""
     copy = x.to("cpu", non_blocking=x.is_cuda)
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
@@ -132,10 +134,11 @@ def saliency_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
 
 
 def moved_rows(donor: Tensor, mask: Tensor, n: int, every: bool) -> Tensor:
-    """Which of all `b n` rows are written, and below each one the row it is read from: `2 k` int64.
+    """Which of all `b n` rows are written, and below each one the row it is read from: `2 r` int64.
 
-    `donor`: `b`, `mask`: `b t` bool. Those of replaced tokens, whose number a GPU would have to
-    wait for; or `every` row, of which those that stay are read from themselves.
+    `donor`: `b`, `mask`: `b t` bool. Without `every` they are the rows of replaced tokens, whose
+    number depends on the data, so that a GPU would have to wait for it. With `every` they are all
+    rows in order, of which those that stay are read from themselves.
     """
     replace = F.pad(mask, (n - mask.shape[1], 0))
     if not every:
@@ -146,17 +149,16 @@ def moved_rows(donor: Tensor, mask: Tensor, n: int, every: bool) -> Tensor:
     return (torch.stack([sample, giver]) * n + torch.arange(n, device=mask.device)).flatten(1)
 
 
-def take_from_donors(tokens: Tensor, moved: Tensor) -> Tensor:
-    """Tokens `b n d`, those in `moved_rows` from their donors (Eq. 10)."""
+def take_from_donors(tokens: Tensor, moved: Tensor, in_place: bool = False) -> Tensor:
+    """Tokens, or what is projected from them, `b n d`, those of `moved_rows` by donors (Eq. 10).
+
+    `in_place` may write into `tokens`.
+    """
     (written, read), rows = moved, tokens.flatten(0, 1)
-    return rows.index_copy(0, written, rows.index_select(0, read)).view_as(tokens)
-
-
-@torch.no_grad()
-def overwrite_from_donors(values: Tensor, moved: Tensor) -> None:
-    """The same in place, in contiguous values `b n k` that need no gradient."""
-    (written, read), rows = moved, values.view(-1, values.shape[-1])
-    rows.index_copy_(0, written, rows.index_select(0, read))
+    taken = rows.index_select(0, read)
+    if len(written) < len(rows):
+        taken = (rows.index_copy_ if in_place else rows.index_copy)(0, written, taken)
+    return taken.view_as(tokens)
 
 
 def mix_horizontal(
@@ -177,7 +179,7 @@ def mix_horizontal(
     exceeds its own by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`); labels follow the
     saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. The first
     `n - t` tokens, the prefix, stay. `pair`, `choose`, `weigh`: the three rules, where they are not
-    the paper's. Raises ValueError if `t > n`.
+    the paper's. Raises ValueError if `t > n`, FloatingPointError if a gain is not finite.
     """
     if saliency.shape[1] > tokens.shape[1]:
         raise ValueError(f"saliency of {saliency.shape[1]} tokens, but {tokens.shape[1]} to mix")

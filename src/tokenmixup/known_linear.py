@@ -12,10 +12,10 @@ from tokenmixup.contexts import without_autocast
 def known_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, parts: int = 1
 ) -> tuple[Tensor, ...]:
-    """`F.linear(x, weight, bias)`, whose values are taken from `result`, with its gradient.
+    """Returns `result`, differentiated as if it were `F.linear(x, weight, bias)`.
 
-    `b n d` -> `b n k` in `parts` equal chunks of k. In float32 the chunks' gradients are multiplied
-    as they come, not put together. RuntimeError at a second derivative.
+    `b n d` -> `b n p`, in `parts` equal chunks of p. Their gradients are multiplied one by one,
+    which saves putting them together, but in half precision. RuntimeError at a second derivative.
     """
     x, weight = x.to(result.dtype), weight.to(result.dtype)
     bias = None if bias is None else bias.to(result.dtype)
@@ -35,7 +35,7 @@ class _KnownLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = [grad.flatten(0, -2) for grad in grads]
-        if x.dtype.itemsize < 4:  # half precision would round between the parts
+        if len(rows) > 1 and x.dtype.itemsize < 4:  # would round between the parts
             rows = [torch.cat(rows, dim=1)]
         of_x = of_weight = of_bias = None
         with without_autocast(x.device.type):
@@ -46,7 +46,11 @@ class _KnownLinear(torch.autograd.Function):
                     of_x.addmm_(grad, part)
                 of_x = of_x.view_as(x)
             if ctx.needs_input_grad[1]:
-                of_weight = torch.cat([grad.mT @ x.flatten(0, -2) for grad in rows])
+                of_weight = _together([grad.mT @ x.flatten(0, -2) for grad in rows])
             if ctx.needs_input_grad[2]:
-                of_bias = torch.cat([grad.sum(dim=0) for grad in rows])
+                of_bias = _together([grad.sum(dim=0) for grad in rows])
         return of_x, of_weight, of_bias, None, None
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -7,13 +7,17 @@ from torch import Tensor
 
 
 class Output(NamedTuple):
-    """What a training forward pass returns."""
+    """What a training forward pass returns.
+
+    `stats` are scalars: `mixed_samples`, the easy ones; `mixed_tokens`, replaced ones in each of
+    these on average; with HTM `difficulty`, the mean in nats.
+    """
 
     logits: Tensor  # b c
     targets: Tensor  # b c, after mixing
     score_logits: Tensor | None  # b c, of ScoreNet; None without HTM
-    score_loss: Tensor | None  # scalar, against the targets that entered; None without HTM
-    stats: dict[str, Tensor]  # scalars: mixed_samples, mixed_tokens and, with HTM, difficulty
+    score_loss: Tensor | None  # scalar, against the targets that enter HTM's block; or None
+    stats: dict[str, Tensor]
 
 
 def training_loss(output: Output, score_loss_weight: float) -> Tensor:

@@ -34,11 +34,13 @@ class _SequencePool(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weight, share, pooled = ctx.saved_tensors
         with without_autocast(x.device.type):
             towards = grad[:, None] @ x.mT - (grad * pooled).sum(dim=1)[:, None, None]  # b 1 t
             of_score = share * towards.mT  # b t 1, through the softmax
-            of_x = (share * grad[:, None]).addcmul_(of_score, weight.to(x.dtype))
+            of_x = None
+            if ctx.needs_input_grad[0]:
+                of_x = (share * grad[:, None]).addcmul_(of_score, weight.to(x.dtype))
             of_weight = (of_score.mT @ x).sum(dim=0, dtype=weight.dtype)  # 1 d
             return of_x, of_weight, of_score.sum().to(weight.dtype).view(1)

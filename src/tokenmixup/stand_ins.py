@@ -16,7 +16,7 @@ from tokenmixup.vertical import vertical_attention
 
 
 def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """Of the block where HTM mixes, whose projections have told the saliency."""
+    """Of the block where HTM mixes, by the projections from which its saliency was computed."""
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
     q, k, v = project(block.attn, tokens, "qkv", where.rope, entry.projected)

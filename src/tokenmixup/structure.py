@@ -35,7 +35,7 @@ def why_not(model: Any, last_layer: int | None = None) -> str | None:
     """Why blocks 0..last_layer (None: all) cannot be served, in one line; None if they can."""
     kind = type(model).__name__
     if hasattr(model, "_orig_mod"):
-        return f"{kind} is compiled already: compile what attach returns instead"
+        return f"{kind} is compiled already: compile its blocks after attach instead"
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
         has_stages = any(hasattr(model, name) for name in STAGES)

@@ -242,17 +242,15 @@ def test_talking_heads_attend_to_a_memory_as_to_tokens():
     with watching(model) as seen:
         attach(model, CLASSES, vtm={"layer": LAYER, "kappa": KAPPA}).train()(images, targets)
     tokens, memory = seen[LAYER].tokens, []
-    for block, entered in zip(model.blocks[:LAYER], seen, strict=False):
+    for index, (block, entered) in enumerate(zip(model.blocks[:LAYER], seen, strict=False)):
         heads = block.attn.num_heads
         q, k, _ = block.attn.qkv(block.norm1(entered.tokens)).chunk(3, dim=-1)
         q, k = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (q, k))
         scores = block.attn.proj_l((q * block.attn.scale @ k.mT).permute(0, 2, 3, 1))
         attn = scores.softmax(dim=2).mean(dim=3)  # b n n, of the heads that have talked once
         places = attn.mean(dim=1).topk(KAPPA).indices  # no class token here
-        found = BlockInput(model.blocks, 0, entered.tokens, {}, 0, False)
-        torch.testing.assert_close(
-            found.own_saliency() if block is model.blocks[0] else attn.mean(dim=1), attn.mean(dim=1)
-        )
+        found = BlockInput(model.blocks, index, entered.tokens, {}, 0, False)
+        torch.testing.assert_close(found.own_saliency(), attn.mean(dim=1))
         memory.append(entered.tokens[torch.arange(4)[:, None], places])
     block = model.blocks[LAYER]
     wide = block.norm1(torch.cat([tokens, *memory], dim=1))

@@ -132,7 +132,7 @@ def test_the_model_is_untouched_after_a_pass_and_after_a_failed_one(build, batch
     broken[0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
         module(broken, batch[1])
-    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert not any("forward" in vars(m) for m in model.modules())
 
 
@@ -222,6 +222,30 @@ def test_what_is_put_on_an_attention_later_is_refused(batch):
     attn.qkv = nn.Sequential(attn.qkv)
     with pytest.raises(ValueError, match=r"block 1 any more, whose qkv is Sequential"):
         module(*batch)
+
+
+def test_what_is_put_on_an_attention_of_the_rollout_later_is_refused(batch):
+    module = attach(small_cct(), CLASSES, htm={"layer": 1, "rollout_steps": 1}).train()
+    blocks: Any = module.model.blocks
+    blocks[2].attn.qkv = nn.Sequential(blocks[2].attn.qkv)
+    with pytest.raises(ValueError, match=r"block 2 any more, whose qkv is Sequential"):
+        module(*batch)
+
+
+def test_a_model_of_another_precision_is_served_as_it_is():
+    module = attach(small_cct().double(), CLASSES, htm={"layer": 1, **EVERYTHING}).train()
+    images, targets = torch.randn(4, 3, 16, 16).double(), torch.eye(CLASSES)[:4].double()
+    output = module(images, targets)
+    assert isinstance(output, Output) and output.logits.dtype == torch.float64
+    training_loss(output, 0.5).backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_a_replica_of_data_parallel_is_refused(batch):
+    module = attach(small_cct(), CLASSES, htm={"layer": 1}).train()
+    replica = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        replica(*batch)
 
 
 def test_training_refuses_gradient_checkpointing_and_missing_targets(batch):

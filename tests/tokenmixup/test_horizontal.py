@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenmixup import HTM, gain_matrix, mix_horizontal
-from tokenmixup.horizontal import moved_rows, overwrite_from_donors, take_from_donors
+from tokenmixup.horizontal import moved_rows, take_from_donors
 
 RHOS = (0.0, 0.005, 0.02, 0.2)
 
@@ -109,14 +109,16 @@ def test_saliency_of_more_than_the_tokens_is_refused():
 
 
 @given(batches(), st.sampled_from(RHOS), st.booleans())
-def test_values_are_overwritten_as_tokens_are_taken(batch: Batch, rho: float, every: bool):
+def test_tokens_are_taken_alike_in_place_and_by_either_kind_of_rows(
+    batch: Batch, rho: float, every: bool
+):
     """Be only replaced rows moved, as on a CPU, or all, as on a GPU."""
     found, values = mix(batch, rho), batch.tokens.clone()
     moved = moved_rows(found.donor, found.mask, values.shape[1], every)
     assert not every or moved.shape[1] == values[..., 0].numel()
     assert torch.equal(take_from_donors(values, moved), found.tokens)
-    overwrite_from_donors(values, moved)
-    assert torch.equal(values, found.tokens)
+    assert torch.equal(values, batch.tokens)
+    assert torch.equal(take_from_donors(values, moved, in_place=True), found.tokens)
 
 
 @pytest.mark.parametrize("every", [False, True])
