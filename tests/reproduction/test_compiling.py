@@ -100,6 +100,15 @@ def test_nothing_is_compiled_again_as_the_number_of_easy_samples_changes(
     assert counter.frame_count == 2 * 2
 
 
+def test_every_one_of_many_blocks_is_compiled(counter: CompileCounterWithBackend):
+    """Torch would stop after the eighth: each block has a rate of stochastic depth of its own."""
+    module = attach(small_cct(drop_path=0.3, depth=9), CLASSES).train()
+    compile_blocks(module)
+    for size in (6, 5):
+        module(*batch_of(module, size, 3))
+    assert counter.frame_count == 2 * 9
+
+
 def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
     module = mixing(small_vit)
     compile_blocks(module)

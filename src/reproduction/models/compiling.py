@@ -22,12 +22,21 @@ COMPILER: Callable[..., Any] = partial(
 )
 
 
+BATCH_SIZES = 4  # at most, in a run: of whole batches and the last one, and of their micro-batches
+
+
 def compile_blocks(module: TokenMixup) -> None:
     """Compiles in place what runs unchanged in a training pass; nothing is built before the first.
 
-    Parameters, their names and evaluation stay as they are.
+    Parameters, their names and evaluation stay as they are. All blocks share one limit of torch's,
+    beyond which it silently compiles no more; it is raised to what they need, as each has a rate of
+    stochastic depth of its own.
     """
-    for part in _unchanged_parts(module):
+    from torch._dynamo import config  # a second, which other runs save
+
+    parts = [*_unchanged_parts(module)]
+    config.recompile_limit = max(config.recompile_limit, BATCH_SIZES * len(parts))
+    for part in parts:
         # bound to the part, so that the forward pass of a copy is the copy's own
         setattr(part, "forward", MethodType(_compiled_in_training(type(part).forward), part))
 
