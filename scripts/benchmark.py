@@ -3,7 +3,7 @@
 import argparse
 
 from reproduction.benchmark.scope import SECTIONS
-from reproduction.errors import UserError
+from reproduction.errors import PlainError, UserError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,6 +30,8 @@ def main() -> None:
         folder, slower = run_benchmark(Request(**vars(args)))
     except UserError as error:
         options.exit(2, f"benchmark.py: {error}\n")
+    except PlainError as error:
+        options.exit(1, f"benchmark.py: {error}\n")
     print((folder / "benchmark.md").read_text())
     print(f"written to {folder}")
     if args.compare:

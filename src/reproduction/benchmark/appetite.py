@@ -27,7 +27,7 @@ def appetite(report: Report) -> dict[str, Any]:
             workers = None if consumed is None else math.ceil(consumed / loaded)
             rows[f"{step}: {images}"] = {"images_per_second": consumed, "workers": workers}
     about = "images/s of plain training steps in this report, and the workers that load as many"
-    return {"title": "appetite of training steps", "about": about, "rows": rows}
+    return {"title": "data-loading workers needed", "about": about, "rows": rows}
 
 
 def _steps(report: Report, model: str) -> Iterator[tuple[str, float | None]]:

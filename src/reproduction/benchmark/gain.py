@@ -14,7 +14,14 @@ from torch import Tensor
 from reproduction.benchmark.memory import peak_bytes
 from reproduction.benchmark.oracle import gain_by_repetition
 from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import Work, compared, spread_of, time_in_turns
+from reproduction.benchmark.timing import (
+    Work,
+    calls_on,
+    compared,
+    spread_of,
+    summary,
+    time_in_turns,
+)
 from tokenmixup import gain_matrix, optimal_assignment
 
 RHO = 0.005
@@ -48,7 +55,7 @@ def measure_gain(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
 def _forms(b: int, t: int, pairs: int, device: torch.device) -> dict[str, Any]:
     saliency = made_up(b, t, device)
     works: dict[str, Work] = {name: partial(form, saliency, RHO) for name, form in FORMS.items()}
-    rows = compared(works, pairs)
+    rows = compared(works, pairs, calls_on(device))
     for name, row in rows.items():
         row["peak_mib"] = peak_bytes(works.get(name, works["ours"]), device) / 2**20
     return {"title": f"gain matrix: {b} samples, {t} tokens", "about": "float32", "rows": rows}
@@ -62,11 +69,11 @@ def _growth(
     gains: dict[str, Work] = {key: partial(gain_matrix, s, RHO) for key, s in inputs.items()}
     matrices = {key: gain_matrix(saliency, RHO) for key, saliency in inputs.items()}
     solves: dict[str, Work] = {key: partial(optimal_assignment, m) for key, m in matrices.items()}
-    times = time_in_turns(gains, pairs)
+    times = time_in_turns(gains, pairs, calls_on(device))
     solving = time_in_turns(solves, pairs)
     rows: dict[str, Any] = {
         key: {
-            "ms": spread_of(times[key])._asdict(),
+            "ms": summary(times[key]),
             "assignment_ms": spread_of(solving[key]).median,
             "peak_mib": peak_bytes(gains[key], device) / 2**20,
         }

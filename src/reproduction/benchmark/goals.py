@@ -44,14 +44,27 @@ GOALS = (
 )
 
 
-def figure_of(goal: Goal, report: Report) -> float | None:
-    """The measured figure; None if it is not measured."""
+class Figure(NamedTuple):
+    """A measured value, and where it was timed the 95 % confidence interval of this median."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+def figure_of(goal: Goal, report: Report) -> Figure | None:
+    """None if it is not measured."""
     for group in chain.from_iterable(report["sections"].values()):
         if group["title"] == goal.title:
-            found: Any = group["rows"][goal.row][goal.column] if goal.row else group["exponents"]
-            return found["median"] if goal.row else found[goal.column]
+            if not goal.row:
+                return Figure(group["exponents"][goal.column])
+            found: Any = group["rows"][goal.row][goal.column]
+            return Figure(found["median"], tuple(found["interval"]))
     return None
 
 
-def is_met(goal: Goal, figure: float) -> bool:
-    return figure <= goal.bound if goal.sign == "<=" else figure >= goal.bound
+def verdict(goal: Goal, figure: Figure) -> str:
+    """Whether the value meets the goal, and whether that is beyond its interval."""
+    is_met = figure.value <= goal.bound if goal.sign == "<=" else figure.value >= goal.bound
+    word = "met" if is_met else "missed"
+    low, high = figure.interval or (figure.value,) * 2
+    return f"{word}, within noise" if low <= goal.bound <= high and low < high else word

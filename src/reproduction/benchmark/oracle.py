@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
 from tokenmixup import Output, TokenMixup
+from tokenmixup.contexts import no_grad_uncached
 
 
 class Oracle(nn.Module):
@@ -120,12 +121,13 @@ def classify(model: Any, x: Tensor) -> Tensor:
     return model.head((model.attention_pool(x).softmax(dim=1) * x).sum(dim=1))
 
 
-@torch.no_grad()
 def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
     """Eq. 3 with a projection of its own: the class token's row, else the mean over rows, `b t`."""
-    q, k, _ = projected(block.attn, block.norm1(x))
-    attn = (q @ k.mT * block.attn.head_dim**-0.5).softmax(dim=-1).mean(dim=1)
-    return attn[:, 0, prefix:] if prefix else attn.mean(dim=1)
+    with no_grad_uncached(x.device.type):
+        q, k, _ = projected(block.attn, block.norm1(x))
+        scores = q @ k.mT * block.attn.head_dim**-0.5
+        attn = scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1)
+        return attn[:, 0, prefix:] if prefix else attn.mean(dim=1)
 
 
 def most_salient(x: Tensor, saliency: Tensor, kappa: int, prefix: int) -> Tensor:

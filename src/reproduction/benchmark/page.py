@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.benchmark.appetite import appetite
-from reproduction.benchmark.goals import GOALS, figure_of, is_met
+from reproduction.benchmark.goals import GOALS, figure_of, verdict
 from reproduction.benchmark.records import Report
 from reproduction.errors import UserError
 from reproduction.storage import write_text
@@ -54,19 +54,22 @@ def markdown(report: Report) -> str:
 def _measured(how: Mapping[str, Any]) -> str:
     before, after = how["load_average"]
     text = f"{how['rounds']} rounds, load average {before:.1f} before and {after:.1f} after"
-    return f"{text}, revision {str(how['git_revision'])[:12]}." + (
+    commit, *dirty = str(how["git_revision"]).partition("-")
+    return f"{text}, revision {commit[:12]}{''.join(dirty)}." + (
         " A quick try, not a measurement." if how["quick"] else ""
     )
 
 
 def _goals(report: Report) -> str:
-    lines = ["| what | demanded | measured | |", "|---|---:|---:|---|"]
+    lines = ["| what | target | measured | 95 % confidence | |", "|---|---:|---:|---:|---|"]
     for goal in GOALS:
-        figure = figure_of(goal, report)
-        shown, verdict = "not measured", ""
-        if figure is not None:
-            shown, verdict = _number(figure), "met" if is_met(goal, figure) else "missed"
-        lines.append(f"| {goal.what} | {goal.sign} {goal.bound:g} | {shown} | {verdict} |")
+        shown, between, judged = "not measured", "", ""
+        if (figure := figure_of(goal, report)) is not None:
+            shown, judged = _number(figure.value), verdict(goal, figure)
+            between = " to ".join(_number(end) for end in figure.interval or ())
+        lines.append(
+            f"| {goal.what} | {goal.sign} {goal.bound:g} | {shown} | {between} | {judged} |"
+        )
     return "\n".join(lines)
 
 

@@ -9,13 +9,13 @@ import torch
 
 from reproduction.benchmark.scope import Scope
 from reproduction.benchmark.steps import precision_on
-from reproduction.benchmark.timing import Work, compared
+from reproduction.benchmark.timing import Work, calls_on, compared
 from reproduction.config import Config
 from reproduction.latency import build_step, detector_configs, mix, mixing_batch
 from reproduction.plan import Settings
 from reproduction.training.evaluate import autocast
 from tokenmixup import difficulty, gain_matrix, mix_horizontal, optimal_assignment
-from tokenmixup.horizontal import overwrite_from_donors
+from tokenmixup.horizontal import take_from_donors
 
 WHOLE = "all three"
 
@@ -30,8 +30,8 @@ def measure_detectors(scope: Scope, device: torch.device) -> list[dict[str, Any]
     return [
         {
             "title": _title("detectors", configs["attention"], scope),
-            "about": f"{precision}; saliency, assignment and mixing, as latency.json has them",
-            "rows": compared(works, scope.pairs),
+            "about": f"{precision}, gradient in float32; saliency, assignment and mixing",
+            "rows": compared(works, scope.pairs, calls_on(device)),
         }
     ]
 
@@ -41,7 +41,7 @@ def measure_parts(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
     config, precision = detector_configs(Settings())["attention"], precision_on(device)
     works = htm_parts(config, scope.detectors, device, precision)
     about = f"{precision}; all three: saliency, assignment (gain matrix and host), mixing"
-    rows = compared(works, scope.pairs)
+    rows = compared(works, scope.pairs, calls_on(device))
     return [{"title": _title("parts of HTM", config, scope), "about": about, "rows": rows}]
 
 
@@ -57,7 +57,8 @@ def htm_parts(
     htm: Any = module.htm
     scorenet: Any = module.scorenet
     known = dataclasses.replace(entry)
-    saliency = known.own_saliency()
+    with autocast(device, precision):
+        saliency = known.own_saliency()
     gain = gain_matrix(saliency, htm.rho)
     donor = optimal_assignment(gain).to(device)
     is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
@@ -77,7 +78,9 @@ def htm_parts(
         "gain matrix": lambda: gain_matrix(saliency, htm.rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
-        "mixing of projections": lambda: [overwrite_from_donors(y, moved) for y in known.projected],
+        "mixing of projections": lambda: [
+            take_from_donors(y, moved, in_place=True) for y in known.projected
+        ],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }
     return {name: autocasting(work) for name, work in parts.items()}

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from reproduction.benchmark.appetite import FEEDS, FILES, PHOTOS, SMALL
 from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import Row, spread_of, time_in_turns
+from reproduction.benchmark.timing import Row, summary, time_in_turns
 from reproduction.benchmark.trainers import step_config
 from reproduction.data.build import build_training_images
 from reproduction.data.loaders import TrainingImages
@@ -26,20 +26,25 @@ GRAIN = 8  # pixels between the colours that a made-up photo is interpolated fro
 
 
 def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """All kinds of images, in the process that a worker would be."""
+    """All kinds of images, in this process, with the one thread that a worker has."""
     with tempfile.TemporaryDirectory() as folder:
         files = photos(Path(folder))
         images = {SMALL: small_images(), FILES: files, PHOTOS: held(files, MIB_OF_PHOTOS, 1)}
         loads = {name: _load(FEEDS[name], images[name], scope.images) for name in images}
-        times = time_in_turns(loads, scope.starts)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            times = time_in_turns(loads, scope.starts)
+        finally:
+            torch.set_num_threads(threads)
     rows: dict[str, Row] = {
         name: {
-            "ms": spread_of(ms)._asdict(),
-            "images_per_second": 1000 * scope.images / spread_of(ms).median,
+            "ms": (spent := summary(ms)),
+            "images_per_second": 1000 * scope.images / spent["median"],
         }
         for name, ms in times.items()
     }
-    about = f"batches of {scope.images} with the recipes' transforms, in one process"
+    about = f"batches of {scope.images} with the recipes' transforms, in one process of one thread"
     return [{"title": "input pipeline, per worker", "about": about, "rows": rows}]
 
 

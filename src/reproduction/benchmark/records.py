@@ -1,11 +1,12 @@
 """benchmark.json: what was measured, on what, and what got slower since. Imports no torch.
 
 {"machine": {...}, "sections": {name: [{"title", "about", "rows", "measured": {...}}]}}, by groups.
-Rows are keyed by name and hold `ms` and mostly `ratio`, each with median, low and high.
+Rows are keyed by name and hold `ms` and mostly `ratio`, each with median, quartiles (low, high)
+and the interval of the median.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,18 @@ def read_report(path: Path) -> Report:
     """UserError if it is none."""
     try:
         report = json.loads(path.read_text())
-        for _ in spreads(report):
-            pass
+        _ = {**report["machine"]}, [*spreads(report)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is no benchmark.json: {first_line(error)}") from error
     return report
 
 
 def add_groups(path: Path, machine: dict[str, Any], section: str, groups: list[Group]) -> Report:
-    """Puts groups into the file; keeps those of other titles if they are of the same machine."""
+    """Puts groups into the file; keeps those of other titles. UserError: of another machine."""
     report: Report = {"machine": machine, "sections": {}}
     if path.exists():
-        earlier = read_report(path)
-        report = earlier if earlier["machine"] == machine else report
+        report = read_report(path)
+        check_machine(report, machine, str(path))
     new = {group["title"]: group for group in groups}
     kept = {group["title"]: group for group in report["sections"].get(section, [])}
     report["sections"][section] = [*(kept | new).values()]
@@ -43,7 +43,17 @@ def add_groups(path: Path, machine: dict[str, Any], section: str, groups: list[G
     return report
 
 
-def spreads(report: Report) -> Iterator[tuple[Key, dict[str, float]]]:
+def check_machine(
+    report: Report, machine: dict[str, Any], where: str, except_for: Sequence[str] = ()
+) -> None:
+    """UserError unless the report is of this machine and of the same library versions."""
+    for what, value in machine.items():
+        before = report["machine"].get(what)
+        if before != value and what not in except_for:
+            raise UserError(f"{where}: measured with {what} {before}, this is {value}")
+
+
+def spreads(report: Report) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Every time and ratio."""
     for groups in report["sections"].values():
         for group in groups:
@@ -54,19 +64,19 @@ def spreads(report: Report) -> Iterator[tuple[Key, dict[str, float]]]:
 
 
 def slower(old: Report, new: Report) -> list[str]:
-    """What got slower beyond the spread of both: the quartiles do not overlap.
+    """What got slower beyond the noise: the medians' intervals do not overlap.
 
-    UserError if they are of different machines.
+    UserError if the two have no figure in common.
     """
-    for what, value in new["machine"].items():
-        if (before := old["machine"].get(what)) != value and what != "versions":
-            raise UserError(f"compare: measured with {what} {before}, this is {value}")
-    before, lines = dict(spreads(old)), []
-    for key, now in spreads(new):
-        then = before.get(key)
-        if then is not None and now["low"] > then["high"]:
+    before, now = dict(spreads(old)), dict(spreads(new))
+    if not (common := before.keys() & now.keys()):
+        raise UserError("compare: the earlier run has none of what was measured")
+    lines = []
+    for key in (key for key in now if key in common):
+        then, here = before[key], now[key]
+        if here["interval"][0] > then["interval"][1]:
             title, row, column = key
             unit = " ms" if column == "ms" else " times the first row"
-            change = f"{then['median']:.4g} -> {now['median']:.4g}{unit}"
+            change = f"{then['median']:.4g} -> {here['median']:.4g}{unit}"
             lines.append(f"slower: {title}: {row}: {change}")
     return lines

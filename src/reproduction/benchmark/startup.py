@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import Row, Work, spread_of, time_in_turns
+from reproduction.benchmark.timing import Row, Work, summary, time_in_turns
 from reproduction.config import CONF_DIR
 
 TRAIN = CONF_DIR.parent / "train.py"
@@ -23,7 +23,7 @@ def measure_startup(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
         for argument, status in COMMANDS.items()
     }
     times = time_in_turns(works, scope.starts)
-    rows: dict[str, Row] = {name: {"ms": spread_of(ms)._asdict()} for name, ms in times.items()}
+    rows: dict[str, Row] = {name: {"ms": summary(ms)} for name, ms in times.items()}
     return [{"title": "start-up", "about": "whole processes, warm", "rows": rows}]
 
 

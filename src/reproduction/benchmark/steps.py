@@ -11,7 +11,7 @@ import torch
 
 from reproduction.benchmark.memory import peak_bytes
 from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import AGAIN, Row, compared, spread_of, time_in_turns
+from reproduction.benchmark.timing import AGAIN, Row, calls_on, compared, spread_of, time_in_turns
 from reproduction.benchmark.trainers import bare_trainer, oracle_trainer, step_config, step_of
 from reproduction.config import Config
 from reproduction.models.build import count_macs
@@ -53,7 +53,7 @@ def _group(
         name: step_of(bare_trainer(config, device, shared), batch_size)
         for name, config in configs.items()
     }
-    rows = compared(steps, pairs)
+    rows = compared(steps, pairs, calls_on(device))
     macs = count_macs(shared, configs[PLAIN].model.image_size).total
     for name, row in rows.items():
         row.update(facts_of(steps[name], batch_size, row, device))
@@ -77,9 +77,9 @@ def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device)
     for name in (PLAIN, "HTM and VTM"):
         config = step_config(model, VARIANTS[name], ours)
         steps[name] = step_of(bare_trainer(config, device), batch_size)
-        config = step_config(model, VARIANTS[name], theirs)
-        steps[f"{name}, oracle"] = step_of(oracle_trainer(config, device), batch_size)
-    rows = compared(steps, pairs)
+        its = step_config(model, VARIANTS[name], theirs)
+        steps[f"{name}, oracle"] = step_of(oracle_trainer(its, device), batch_size)
+    rows = compared(steps, pairs, calls_on(device))
     for name, row in rows.items():
         row.update(facts_of(steps.get(name, steps[PLAIN]), batch_size, row, device))
     about = f"ours: {conditions(config)}; the oracle: {theirs}, a map of every block"
@@ -122,5 +122,5 @@ def facts_of(step: Step, batch_size: int, row: Row, device: torch.device) -> Row
 def matrix_rate(rows: int, device: torch.device) -> float:
     """FLOP/s of a square product in the precision of the steps: what the machine can do."""
     a = torch.randn(rows, rows, device=device, dtype=DTYPES[precision_on(device)])
-    ms = time_in_turns({"product": lambda: a @ a}, 20)["product"]
+    ms = time_in_turns({"product": lambda: a @ a}, 20, calls_on(device))["product"]
     return 2 * rows**3 / (spread_of(ms).median / 1000)

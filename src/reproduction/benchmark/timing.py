@@ -1,4 +1,4 @@
-"""Times that can be compared: warm, in turns, the baseline twice."""
+"""Times that can be compared: warm, in turns of random order, the baseline twice."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import quantile_test
 
 Work = Callable[[], object]
 Row = dict[str, Any]
 
 WARM_UP = 2  # rounds
+CALLS_ON_GPU = 10  # between two synchronisations, as in training, where the host runs ahead
 AGAIN = ", again"  # the baseline beside itself: the noise of every ratio
 
 
@@ -28,25 +30,44 @@ def spread_of(values: list[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def time_in_turns(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each work in every round; each round begins with the next one."""
+def summary(values: list[float]) -> Row:
+    """Median, quartiles, and the 95 % confidence interval of the median.
+
+    The interval is by order statistics; of fewer than 6 values it is their range.
+    """
+    found = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
+    ends = [min(values), max(values)] if np.isnan(found).any() else [found.low, found.high]
+    return {**spread_of(values)._asdict(), "interval": [float(f"{x:.5g}") for x in ends]}
+
+
+def calls_on(device: torch.device) -> int:
+    """How often work for this device is called between two looks at the clock."""
+    return CALLS_ON_GPU if device.type == "cuda" else 1
+
+
+def time_in_turns(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str, list[float]]:
+    """Milliseconds of each work in every round, the mean of `calls`.
+
+    Each round has an order of its own, so that none always follows the same other.
+    """
     names = list(works)
     times: dict[str, list[float]] = {name: [] for name in names}
+    rng = np.random.default_rng(0)
     for done in range(-WARM_UP, rounds):
-        first = done % len(names)
-        for name in [*names[first:], *names[:first]]:
-            ms = _milliseconds(works[name])
+        for name in map(names.__getitem__, rng.permutation(len(names))):
+            ms = _milliseconds(works[name], calls)
             if done >= 0:
                 times[name].append(ms)
     return times
 
 
-def _milliseconds(work: Work) -> float:
+def _milliseconds(work: Work, calls: int) -> float:
     synchronize()
     start = time.perf_counter()
-    work()
+    for _ in range(calls):
+        work()
     synchronize()
-    return 1000 * (time.perf_counter() - start)
+    return 1000 * (time.perf_counter() - start) / calls
 
 
 def synchronize() -> None:
@@ -54,20 +75,20 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def compared(works: Mapping[str, Work], rounds: int) -> dict[str, Row]:
+def compared(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str, Row]:
     """Times of all works, and their ratios to the first one, taken round by round.
 
     A work called like the first one with `, again` is its twin; without one the first runs twice.
-    Returns name -> `ms` and `ratio`, each with median and quartiles.
+    Returns name -> `ms` and `ratio`, each a `summary`.
     """
     baseline, *others = works
     twin = works.get(baseline + AGAIN, works[baseline])
     order = [baseline, baseline + AGAIN, *(name for name in others if name != baseline + AGAIN)]
-    times = time_in_turns({name: works.get(name, twin) for name in order}, rounds)
+    times = time_in_turns({name: works.get(name, twin) for name in order}, rounds, calls)
     return {
         name: {
-            "ms": spread_of(ms)._asdict(),
-            "ratio": spread_of([x / y for x, y in zip(ms, times[baseline], strict=True)])._asdict(),
+            "ms": summary(ms),
+            "ratio": summary([x / y for x, y in zip(ms, times[baseline], strict=True)]),
         }
         for name, ms in times.items()
     }

@@ -33,7 +33,12 @@ def step_config(model: str, stack: list[str], precision: str, *overrides: str) -
     return parse(compose("train", told).raw, needs_data=False)
 
 
-def bare_trainer(config: Config, device: torch.device, shared: nn.Module | None = None) -> Trainer:
+def bare_trainer(
+    config: Config,
+    device: torch.device,
+    shared: nn.Module | None = None,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Trainer:
     """The trainer of a run on `shared`, or on a new model with sharp attention.
 
     One that compiles trains a copy, since others go on with the blocks of `shared` as they are.
@@ -49,7 +54,7 @@ def bare_trainer(config: Config, device: torch.device, shared: nn.Module | None 
         config,
         World(0, 1, device),
         RunFolder.of(config),
-        module=place(module, device).train(),
+        module=place(module, device).to(memory_format=memory_format).train(),
         classes=[str(label) for label in range(classes)],
         input_mixer=build_mixer(config, classes),
         batches=TrainingBatches(1, 1, config.seed),
@@ -61,8 +66,7 @@ def bare_trainer(config: Config, device: torch.device, shared: nn.Module | None 
 
 def oracle_trainer(config: Config, device: torch.device) -> Trainer:
     """The same, but training by the oracle, in the memory format of a new model."""
-    trainer = bare_trainer(config, device)
-    trainer.module.to(memory_format=torch.contiguous_format)
+    trainer = bare_trainer(config, device, memory_format=torch.contiguous_format)
     trainer.update.parallel = Oracle(trainer.module)
     return trainer
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from reproduction.benchmark.gain import FORMS
-from reproduction.benchmark.oracle import gain_by_repetition, mix, most_salient
+from reproduction.benchmark.oracle import Oracle, gain_by_repetition, mix, most_salient
 from reproduction.benchmark.trainers import bare_trainer, oracle_trainer, step_config, step_of
+from tokenmixup import training_loss
 
 CPU = torch.device("cpu")
 
@@ -44,6 +45,19 @@ def test_most_salient_leaves_the_prefix_out():
     tokens = torch.tensor([[9.0, 1.0, 2.0, 3.0]])[..., None]
     chosen = most_salient(tokens, torch.tensor([[0.2, 0.1, 0.7]]), 2, prefix=1)
     assert chosen.flatten().tolist() == [3, 1]
+
+
+def test_the_oracle_trains_every_weight_in_low_precision():
+    """A cast cached without gradient would leave the projections of saliency's blocks as they are.
+
+    They would cost the oracle less, too.
+    """
+    oracle = Oracle(bare_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "bf16"), CPU).module)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = oracle(torch.randn(4, 3, 32, 32), torch.eye(10)[:4])
+    training_loss(output, 0.1).backward()
+    for name, parameter in oracle.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
 @pytest.mark.parametrize("stack", [[], ["htm"], ["vtm"], ["htm", "vtm"]], ids=str)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from reproduction.benchmark.goals import GOALS, figure_of, is_met
+from reproduction.benchmark.goals import GOALS, Figure, figure_of, verdict
 from reproduction.benchmark.page import BEGIN, END, check_page, markdown, put_on_page
 from reproduction.benchmark.picture import draw_benchmark
-from reproduction.benchmark.records import add_groups, read_report, slower
+from reproduction.benchmark.records import add_groups, check_machine, read_report, slower
 from reproduction.errors import UserError
 
 MACHINE: dict[str, Any] = {
@@ -20,8 +20,9 @@ MACHINE: dict[str, Any] = {
 }
 
 
-def spread(median: float) -> dict[str, float]:
-    return {"median": median, "low": median * 0.99, "high": median * 1.01}
+def spread(median: float) -> dict[str, Any]:
+    interval = [median * 0.995, median * 1.005]
+    return {"median": median, "low": median * 0.99, "high": median * 1.01, "interval": interval}
 
 
 TITLE = "training step: cct_7_3x1, batch of 16"
@@ -58,11 +59,15 @@ def test_groups_of_the_same_machine_are_kept(tmp_path: Path):
     first, second = read_report(path)["sections"]["steps"]
     assert (first["title"], second["title"]) == (TITLE, "another size")
     assert first["rows"]["HTM"]["ratio"]["median"] == 1.4
-    add_groups(path, {**MACHINE, "threads": 8}, "steps", section(1.3))
-    assert list(read_report(path)["sections"]) == ["steps"]
+    before = path.read_text()
+    with pytest.raises(UserError, match=r"benchmark\.json: measured with threads 2, this is 8"):
+        add_groups(path, {**MACHINE, "threads": 8}, "steps", section(1.3))
+    assert path.read_text() == before
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"sections": {"steps": [1]}}'])
+@pytest.mark.parametrize(
+    "content", [None, "{", "[]", '{"machine": {}, "sections": {"steps": [1]}}', '{"sections": {}}']
+)
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str | None):
     path = tmp_path / "old.json"
     if content is not None:
@@ -71,8 +76,9 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str | None):
         read_report(path)
 
 
-def test_slower_is_beyond_the_spread_of_both():
+def test_slower_is_beyond_the_noise_of_both():
     assert slower(report(1.04), report(1.05)) == []
+    assert len(slower(report(1.04), report(1.06))) == 2
     found = slower(report(1.04), report(1.20))
     assert found == [
         "slower: training step: cct_7_3x1, batch of 16: HTM: 1284 -> 1481 ms",
@@ -83,24 +89,46 @@ def test_slower_is_beyond_the_spread_of_both():
 
 def test_machines_are_not_compared_with_one_another():
     other = {**report(1), "machine": {**MACHINE, "threads": 1}}
-    with pytest.raises(UserError, match="compare: measured with threads 1, this is 2"):
-        slower(other, report(1))
+    with pytest.raises(UserError, match="old: measured with threads 1, this is 2"):
+        check_machine(other, MACHINE, "old")
+    newer = {**MACHINE, "versions": {"torch": "3"}}
+    with pytest.raises(UserError, match="versions"):
+        check_machine(report(1), newer, "old")
+    check_machine(report(1), newer, "old", except_for=("versions",))
+
+
+def test_runs_without_a_common_figure_are_not_compared():
+    with pytest.raises(UserError, match="compare: the earlier run has none of what was measured"):
+        slower({"machine": MACHINE, "sections": {}}, report(1))
 
 
 def test_tables_show_every_row_with_the_noise_beside_and_the_goals():
     lines = markdown(report(1.043)).splitlines()
     assert "| plain, again | 1,234 (1,222 to 1,247) | 1.002 (0.9920 to 1.012) |  |" in lines
     assert any(line.startswith("| HTM | 1,288 ") and line.endswith("| 12.35 |") for line in lines)
-    assert "| HTM / plain, CCT-7/3x1 | <= 1.05 | 1.043 | met |" in lines
-    assert "| HTM / plain, CCT-2/3x2 | <= 1.05 | not measured |  |" in lines
+    assert "| HTM / plain, CCT-7/3x1 | <= 1.05 | 1.043 | 1.038 to 1.048 | met |" in lines
+    assert "| HTM / plain, CCT-2/3x2 | <= 1.05 | not measured |  |  |" in lines
     assert "40 rounds, load average 0.5 before and 2.2 after, revision 0123456789ab." in lines
 
 
 def test_a_missed_goal_is_called_so():
     (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
-    assert figure_of(goal, report(1.06)) == 1.06
-    assert is_met(goal, 1.05) and not is_met(goal, 1.06)
-    assert "| HTM / plain, CCT-7/3x1 | <= 1.05 | 1.060 | missed |" in markdown(report(1.06))
+    found = figure_of(goal, report(1.06))
+    assert found is not None and found.value == 1.06
+    assert "| <= 1.05 | 1.060 | 1.055 to 1.065 | missed |" in markdown(report(1.06))
+
+
+def test_a_verdict_tells_whether_noise_could_turn_it():
+    (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
+    assert verdict(goal, Figure(1.05, (1.05, 1.05))) == verdict(goal, Figure(1.05)) == "met"
+    assert verdict(goal, Figure(1.04, (1.03, 1.06))) == "met, within noise"
+    assert verdict(goal, Figure(1.06, (1.04, 1.07))) == "missed, within noise"
+
+
+def test_an_uncommitted_change_is_shown_beside_the_revision():
+    whole = report(1)
+    whole["sections"]["steps"][0]["measured"]["git_revision"] += "-dirty"
+    assert "revision 0123456789ab-dirty." in markdown(whole)
 
 
 def test_tables_replace_what_stands_between_the_marks(tmp_path: Path):

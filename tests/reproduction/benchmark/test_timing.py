@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from reproduction.benchmark import timing
-from reproduction.benchmark.timing import WARM_UP, compared, spread_of, time_in_turns
+from reproduction.benchmark.timing import WARM_UP, compared, spread_of, summary, time_in_turns
 
 
 @pytest.fixture
@@ -16,14 +16,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
-def test_works_take_turns_and_each_round_begins_with_the_next():
+def test_works_take_turns_and_each_follows_every_other():
     order: list[str] = []
     works = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = time_in_turns(works, 3)
+    times = time_in_turns(works, 20)
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert len(rounds) == WARM_UP + 3
-    assert rounds[WARM_UP:] == ["abc", "bca", "cab"]
-    assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abc", 3)
+    assert len(rounds) == WARM_UP + 20
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+    assert {each[:2] for each in rounds} == {"ab", "ac", "ba", "bc", "ca", "cb"}
+    assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abc", 20)
+
+
+def test_the_time_of_several_calls_is_that_of_one(clock):
+    assert time_in_turns({"a": lambda: clock(0.002)}, 2, calls=5) == {"a": pytest.approx([2, 2])}
 
 
 def test_the_first_rounds_do_not_count(clock):
@@ -46,9 +51,9 @@ def test_ratios_are_taken_round_by_round(clock):
 
     rows = compared({"plain": plain, "both": lambda: clock(3 * speed[0])}, 6)
     assert list(rows) == ["plain", "plain, again", "both"]
-    assert rows["plain"]["ratio"] == {"median": 1, "low": 1, "high": 1}
+    assert rows["plain"]["ratio"] == {"median": 1, "low": 1, "high": 1, "interval": [1, 1]}
     assert rows["plain"]["ms"]["high"] > 3 * rows["plain"]["ms"]["low"]
-    assert set(rows["plain, again"]["ratio"].values()) != {1}
+    assert rows["plain, again"]["ratio"]["median"] != 1
 
 
 def test_a_twin_of_its_own_is_timed_where_there_is_one():
@@ -56,6 +61,14 @@ def test_a_twin_of_its_own_is_timed_where_there_is_one():
     works = {name: lambda name=name: calls.append(name) for name in ("a", "a, again", "b")}
     assert list(compared(works, 2)) == ["a", "a, again", "b"]
     assert {name: calls.count(name) for name in works} == dict.fromkeys(works, WARM_UP + 2)
+
+
+def test_the_interval_holds_the_median_and_narrows_with_the_rounds():
+    few, many = summary([*range(11)]), summary([*range(11)] * 40)
+    assert few["interval"] == [1, 8] or few["interval"][0] <= few["median"] <= few["interval"][1]
+    assert few["interval"][0] < few["low"] <= many["interval"][0] <= many["median"] == 5
+    assert many["interval"][1] < few["interval"][1]
+    assert summary([2.0, 1.0])["interval"] == [1, 2]
 
 
 def test_spread_is_median_and_quartiles():
