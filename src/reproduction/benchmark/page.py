@@ -24,7 +24,7 @@ def _number(value: float) -> str:
 # column of a row -> heading, how it is written
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "ms": ("ms", _spread),
-    "ratio": ("ratio to the first row", _spread),
+    "ratio": ("ratio to the first two rows", _spread),
     "images_per_second": ("images/s", _number),
     "workers": ("workers needed", lambda number: f"{number:.0f}"),
     "share_of_rate": ("share of the matrix rate", lambda share: f"{share:.1%}"),

@@ -79,16 +79,19 @@ def compared(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str
     """Times of all works, and their ratios to the first one, taken round by round.
 
     A work called like the first one with `, again` is its twin; without one the first runs twice.
+    The twin is compared with the first, all others with the mean of both, which is less noisy.
     Returns name -> `ms` and `ratio`, each a `summary`.
     """
     baseline, *others = works
     twin = works.get(baseline + AGAIN, works[baseline])
     order = [baseline, baseline + AGAIN, *(name for name in others if name != baseline + AGAIN)]
     times = time_in_turns({name: works.get(name, twin) for name in order}, rounds, calls)
+    alone = np.array(times[baseline])
+    both = (alone + times[baseline + AGAIN]) / 2
     return {
         name: {
             "ms": summary(ms),
-            "ratio": summary([x / y for x, y in zip(ms, times[baseline], strict=True)]),
+            "ratio": summary(list(ms / (alone if name in order[:2] else both))),
         }
         for name, ms in times.items()
     }

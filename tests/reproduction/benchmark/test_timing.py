@@ -56,6 +56,12 @@ def test_ratios_are_taken_round_by_round(clock):
     assert rows["plain, again"]["ratio"]["median"] != 1
 
 
+def test_ratios_are_to_the_mean_of_the_first_work_and_its_twin(clock):
+    works = {"a": lambda: clock(1.0), "a, again": lambda: clock(3.0), "b": lambda: clock(4.0)}
+    rows = compared(works, 3)
+    assert [row["ratio"]["median"] for row in rows.values()] == [1, 3, 2]
+
+
 def test_a_twin_of_its_own_is_timed_where_there_is_one():
     calls: list[str] = []
     works = {name: lambda name=name: calls.append(name) for name in ("a", "a, again", "b")}
