@@ -118,7 +118,7 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 audit: .venv-tools/installed  ## look the locked packages up among known vulnerabilities; asks pypi.org
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-bench: .venv/installed  ## measure steps, detectors, gain matrix, pipeline and start-up; SECTIONS= PAIRS= COMPARE=
+bench: .venv/installed  ## measure what training costs on this machine; SECTIONS= PAIRS= COMPARE=
 	$(BIN)/python scripts/benchmark.py $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 

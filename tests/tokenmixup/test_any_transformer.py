@@ -375,3 +375,17 @@ def test_every_kind_trains_and_evaluates_as_the_plain_model(name: str):
         gradients = [p.grad for p in module.model.blocks[index].attn.parameters()]  # type: ignore
         assert any(g is not None and g.abs().sum() > 0 for g in gradients)
     assert torch.equal(module.eval()(images), plain)
+
+
+def test_autocast_loses_no_gradient_of_separate_projections():
+    """Saliency casts their weights first; VTM casts them again for the memory, with gradient."""
+    model = build("eva02_tiny_patch14_224").train()
+    htm = {"layer": LAYER, "tau": float("inf"), "rho": 0.0}
+    module = attach(model, CLASSES, htm=htm, vtm={"layer": LAYER, "kappa": KAPPA}).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(*a_batch())
+    assert isinstance(output, Output)
+    training_loss(output, 0.1).backward()
+    attn = model.blocks[LAYER].attn
+    for projection in (attn.q_proj, attn.k_proj, attn.v_proj):
+        assert projection.weight.grad.abs().sum() > 0
