@@ -8,6 +8,7 @@ from reproduction.benchmark.records import Report
 CCT_2, CCT_7 = "training step: cct_2_3x2, batch of 128", "training step: cct_7_3x1, batch of 16"
 VIT_ON_GPU = "training step: vit_base_patch16_224, batch of 128"
 GAIN = "gain matrix: 504 samples, 196 tokens"
+GAIN_KEPT = f"{GAIN}, memory kept"
 
 
 class Goal(NamedTuple):
@@ -30,6 +31,8 @@ GOALS = (
     Goal("gradient / attention", ">=", 30, "detectors: cct_7_3x1, batch of 128", "gradient"),
     Goal("gain matrix: repeated / ours", ">=", 10, GAIN, "by repetition"),
     Goal("gain matrix: broadcast / ours", ">=", 3, GAIN, "by broadcast"),
+    Goal("the same, freed memory kept: repeated / ours", ">=", 10, GAIN_KEPT, "by repetition"),
+    Goal("the same, freed memory kept: broadcast / ours", ">=", 3, GAIN_KEPT, "by broadcast"),
     Goal("memory grows with b to the", "<=", 2, "gain matrix: growth with samples", "", "memory"),
     Goal("memory grows with t to the", "<=", 1, "gain matrix: growth with tokens", "", "memory"),
     Goal(

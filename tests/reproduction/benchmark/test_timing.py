@@ -71,7 +71,6 @@ def test_a_twin_of_its_own_is_timed_where_there_is_one():
 
 def test_the_interval_holds_the_median_and_narrows_with_the_rounds():
     few, many = summary([*range(11)]), summary([*range(11)] * 40)
-    assert few["interval"] == [1, 8] or few["interval"][0] <= few["median"] <= few["interval"][1]
     assert few["interval"][0] < few["low"] <= many["interval"][0] <= many["median"] == 5
     assert many["interval"][1] < few["interval"][1]
     assert summary([2.0, 1.0])["interval"] == [1, 2]
