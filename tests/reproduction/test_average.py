@@ -47,6 +47,8 @@ def test_the_average_follows_every_update_from_the_initial_weights_on(precision:
     told = ["recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
     module = small_model()
     update = Update(module, parse(compose("train", told).raw).recipe, ALONE)
+    if precision == "float16":  # at which no gradient overflows
+        update.scaler.load_state_dict({**update.scaler.state_dict(), "scale": 1024.0})
     expected = {name: value.clone() for name, value in module.model.state_dict().items()}
     for seed in range(3):
         torch.manual_seed(seed)

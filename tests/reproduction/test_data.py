@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from timm.data.mixup import Mixup
 
 from reproduction.compose import compose
 from reproduction.config import Config
@@ -27,7 +26,6 @@ from reproduction.data.loaders import (
     evaluation_loader,
     training_loader,
 )
-from reproduction.data.mixup import build_input_mixer, mix_inputs
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
 from reproduction.errors import UserError
@@ -210,52 +208,6 @@ def test_an_augmented_image_is_the_same_alone_and_in_a_batch():
         assert torch.equal(images[(epoch, index)][0], expected)
 
 
-@pytest.mark.parametrize("n", [6, 7, 1])
-@pytest.mark.parametrize(
-    "stack",
-    [{"mixup": (0.8, 1.0)}, {"cutmix": (1.0, 1.0)}, {"mixup": (0.8, 1.0), "cutmix": (1.0, 1.0)}],
-)
-def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack):
-    both = {"mixup": None, "cutmix": None, **stack}
-    ours = build_input_mixer(num_classes=4, label_smoothing=0.1, **both)
-    theirs = Mixup(
-        mixup_alpha=0.8 if "mixup" in stack else 0.0,
-        cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
-        label_smoothing=0.1,
-        num_classes=4,
-    )
-    for step in range(8):
-        images, targets = torch.randn(n, 3, 8, 8), torch.arange(n) % 4
-        mixed, soft = mix_inputs(ours, images.clone(), targets, 0, step)
-        torch.testing.assert_close(soft.sum(dim=1), torch.ones(n))
-        if n % 2 == 0:
-            with seeded(Purpose.MIX_INPUTS, 0, step):
-                expected = theirs(images.clone(), targets)
-            assert torch.equal(mixed, expected[0])
-            assert torch.equal(soft, expected[1])
-
-
-def test_input_mixing_happens_as_often_as_asked():
-    mixer = build_input_mixer(
-        num_classes=2, label_smoothing=0.0, mixup=(1.0, 0.2), cutmix=(1.0, 0.6)
-    )
-    kinds = {"none": 0, "mixup": 0, "cutmix": 0}
-    for step in range(2000):
-        images = torch.stack([torch.zeros(1, 8, 8), torch.ones(1, 8, 8)])
-        mixed, _ = mix_inputs(mixer, images, torch.tensor([0, 1]), step)
-        values = mixed[0].unique()
-        soft = bool(((values > 0) & (values < 1)).any())
-        kinds["mixup" if soft else "cutmix" if (values == 1).any() else "none"] += 1
-    assert kinds["mixup"] / 2000 == pytest.approx(0.1, abs=0.03)
-    assert kinds["cutmix"] / 2000 == pytest.approx(0.3, abs=0.05)  # some boxes are empty
-
-
-def test_without_input_mixing_targets_are_smoothed_as_timm_smooths_them():
-    mixer = build_input_mixer(num_classes=4, label_smoothing=0.1, mixup=None, cutmix=None)
-    _, soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3]))
-    torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
-
-
 @pytest.mark.parametrize(
     ("overrides", "pretrained", "warned"),
     [
@@ -302,20 +254,3 @@ def test_evaluation_shows_every_image_once_to_one_rank(ranks):
     seen = [index for loader in loaders for index in loader.sampler]
     assert sorted(seen) == list(range(360))
     assert sum(len(targets) for loader in loaders for _, targets in loader) == 360
-
-
-def test_input_mixup_mixes_labels_of_odd_batches_with_the_images():
-    mixer = build_input_mixer(num_classes=5, label_smoothing=0.0, mixup=(1.0, 1.0), cutmix=None)
-    for step in range(5):
-        images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
-        mixed, soft = mix_inputs(mixer, images, torch.arange(5), step)
-        told = soft @ torch.arange(5.0)  # the value that the labels promise
-        torch.testing.assert_close(mixed[:, 0, 0, 0], told)
-        assert 0 < soft[0, 0] < 1
-
-
-def test_randomness_for_two_purposes_is_never_the_same():
-    with seeded(Purpose.AUGMENT, 0, 7, 0):
-        first = torch.rand(2)
-    with seeded(Purpose.MIX_INPUTS, 0, 7, 0):
-        assert not torch.equal(first, torch.rand(2))

@@ -16,6 +16,7 @@ from reproduction.training import finite
 from reproduction.training.distributed import World
 from reproduction.training.finite import NonFinite
 from reproduction.training.loop import Trainer
+from reproduction.training.metrics import BatchMetrics
 from reproduction.training.update import Update
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_average import small_model
@@ -37,7 +38,8 @@ def trainer_of(*told: str) -> Trainer:
 def step(trainer: Trainer, images: Tensor | None = None) -> None:
     """A step and what is told of it."""
     if images is None:
-        images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
     parts = trainer._step(images, torch.arange(6), 6)
     trainer.metrics.add(trainer.step + 1, 1, 0.1, parts, trainer.update.not_finite)
 
@@ -149,6 +151,43 @@ def test_a_skipped_update_leaves_average_and_running_statistics(precision: str):
         assert all(same) if skipped else not any(same)
 
 
+@pytest.mark.parametrize("rule", ["skip", "fail"])
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+def test_a_step_that_the_scaler_leaves_out_is_counted_and_changes_nothing(clip: str, rule: str):
+    """Its loss is finite, the scaled gradient is not, and averages and statistics stay."""
+    told = ["recipe.precision=float16", "recipe.ema_decay=0.75", "recipe.lr=0.1"]
+    told += [f"recipe.clip_grad_norm={clip}", f"recipe.non_finite={rule}"]
+    module = small_model()
+    update = Update(module, parse(compose("train", told).raw).recipe, World(0, 1, CPU))
+    held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
+    metrics, followed = BatchMetrics(World(0, 1, CPU)), NonFinite(update.skips, update.uses_scaler)
+    before = {name: value.clone() for name, value in held.items()}
+    for step, scale in enumerate((1e38, 1024.0)):
+        update.scaler.load_state_dict({**update.scaler.state_dict(), "scale": scale})
+        parts = update(torch.randn(6, 3, 8, 8), torch.eye(10)[:6], 6)
+        assert torch.isfinite(parts[0].loss)
+        assert float(update.not_finite) == (step == 0)
+        same = [torch.equal(held[name], before[name]) for name in held]
+        assert all(same) if step == 0 else not any(same)
+        metrics.add(step + 1, 1, 0.1, parts, update.not_finite)
+    lines = metrics.fetch()
+    followed.check(lines)
+    assert [line["skipped"] for line in followed.writable(lines)] == [1, 0]
+    assert followed.state_dict() == {"skipped": 1, "in_a_row": 0}
+
+
+def test_a_hundred_steps_left_out_by_the_scaler_end_a_run_that_does_not_skip():
+    left_out, lost = ({"step": 9, "loss": x, "skipped": 1} for x in (1.0, torch.nan))
+    followed = NonFinite(skips=False, scales=True)
+    followed.check([left_out] * 99)
+    with pytest.raises(PlainError, match=r"step 9: 100 updates in a row .* gradient is not finite"):
+        followed.check([left_out])
+    with pytest.raises(PlainError, match=r"step 9: the loss is nan; .*non_finite=skip"):
+        NonFinite(skips=False, scales=True).check([lost])
+    with pytest.raises(PlainError, match="step 9: the gradient is not finite"):
+        NonFinite(skips=False).check([left_out])
+
+
 def test_skipped_steps_are_counted_and_a_run_goes_on_exactly(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -172,11 +211,11 @@ def test_skipped_steps_are_counted_and_a_run_goes_on_exactly(
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(finite, "MOST_IN_A_ROW", 2)
+    monkeypatch.setattr(finite, "MOST_IN_A_ROW", 3)
     bad, good = {"step": 7, "loss": torch.nan, "skipped": 1}, {"loss": 1.0, "skipped": 0}
     followed = NonFinite(skips=True)
     followed.check([bad, bad, good, bad])
     followed.load_state_dict(followed.state_dict())
     followed.check([bad])
-    with pytest.raises(PlainError, match="step 7: more than 2 updates in a row were left out"):
+    with pytest.raises(PlainError, match="step 7: 3 updates in a row were left out"):
         followed.check([bad])

@@ -25,7 +25,8 @@ def trainer_of(stack: list[str], count: int, *told: str) -> Trainer:
 
 def images_of(count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 10
+    images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return images, torch.arange(count) % 10
 
 
 def line_of(parts: list[Part]) -> dict[str, float]:
@@ -96,5 +97,5 @@ def test_ranks_sum_their_gradients_once_an_update(alone: None):
 
     update.parallel.register_comm_hook(None, count)
     for _ in range(2):
-        update(images_of(6)[0], torch.eye(10)[:6], 12)
+        update(images_of(6)[0].float(), torch.eye(10)[:6], 12)
     assert sums.count(True) == 2

@@ -12,7 +12,7 @@ from reproduction.benchmark.scope import TRAINED_AS
 from reproduction.cli import compose
 from reproduction.config import Config
 from reproduction.data.broken import BrokenImages
-from reproduction.data.build import build_mixer
+from reproduction.data.build import build_training_inputs
 from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import build_module, place
 from reproduction.parse import parse
@@ -56,7 +56,7 @@ def bare_trainer(
         RunFolder.of(config),
         module=place(module, device).to(memory_format=memory_format).train(),
         classes=[str(label) for label in range(classes)],
-        input_mixer=build_mixer(config, classes),
+        inputs=build_training_inputs(config, classes, device),
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=nothing,
         eval_loader=nothing,
@@ -81,7 +81,7 @@ def sharpen(model: Any) -> None:
 def step_of(trainer: Trainer, batch_size: int) -> Callable[[], Output]:
     """One batch after another through `Trainer._step`, always of the same random images."""
     device, size = trainer.world.device, trainer.config.model.image_size
-    images = torch.randn(batch_size, 3, size, size).to(device)
+    images = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8).to(device)
     targets = torch.arange(batch_size, device=device) % len(trainer.classes)
 
     def step() -> Output:

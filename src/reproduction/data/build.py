@@ -3,11 +3,18 @@
 import dataclasses
 from collections.abc import Iterable
 
+import torch
 import yaml
 from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
 from reproduction.data.broken import BrokenImages
+from reproduction.data.inputs import (
+    Erasing,
+    TrainingInputs,
+    build_input_mixer,
+    build_normalize,
+)
 from reproduction.data.loaders import (
     EvaluationImages,
     TrainingBatches,
@@ -16,7 +23,6 @@ from reproduction.data.loaders import (
     training_loader,
 )
 from reproduction.data.memory import held
-from reproduction.data.mixup import InputMixer, build_input_mixer
 from reproduction.data.sources import ImageSource, Source, load_source
 from reproduction.data.transforms import Transform, evaluation_transform, training_transform
 from reproduction.errors import UserError
@@ -32,17 +38,20 @@ def build_source(dataset: Dataset) -> Source:
 
 def build_training_images(config: Config, source: Source) -> TrainingImages:
     """Augmented training images."""
-    settings = dataclasses.asdict(config.recipe.transforms)
-    del settings["eval_crop_pct"]
+    settings = config.recipe.transforms
     try:
         transform = training_transform(
             image_size=config.model.image_size,
+            scale=settings.scale,
+            ratio=settings.ratio,
+            interpolation=settings.interpolation,
+            hflip=settings.hflip,
+            color_jitter=settings.color_jitter,
+            auto_augment=settings.auto_augment,
             mean=config.dataset.mean,
-            std=config.dataset.std,
-            **settings,
         )
     except (ValueError, AssertionError, NotImplementedError) as error:  # timm's, of policies
-        policy = settings["auto_augment"]
+        policy = settings.auto_augment
         raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
     return TrainingImages(source.train, transform, config.seed, config.dataset.skips)
 
@@ -50,10 +59,7 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
 def build_evaluation_transform(config: Config) -> Transform:
     """The transform of held-out images."""
     return evaluation_transform(
-        image_size=config.model.image_size,
-        mean=config.dataset.mean,
-        std=config.dataset.std,
-        crop_pct=config.recipe.transforms.eval_crop_pct,
+        image_size=config.model.image_size, crop_pct=config.recipe.transforms.eval_crop_pct
     )
 
 
@@ -100,18 +106,25 @@ def _held(dataset: Dataset, images: ImageSource) -> ImageSource:
         raise UserError(str(error)) from error
 
 
-def build_mixer(config: Config, num_classes: int) -> InputMixer:
-    """Input mixup and CutMix as the stack has them."""
-    stack = config.augmentation
+def build_training_inputs(config: Config, num_classes: int, device: torch.device) -> TrainingInputs:
+    """Normalisation, input mixup, CutMix and random erasing as recipe and stack have them."""
+    stack, transforms = config.augmentation, config.recipe.transforms
     mixup, cutmix = (
         (mix.alpha, mix.prob) if mix is not None else None for mix in (stack.mixup, stack.cutmix)
     )
-    return build_input_mixer(
+    mixer = build_input_mixer(
         num_classes=num_classes,
         label_smoothing=config.recipe.label_smoothing,
         mixup=mixup,
         cutmix=cutmix,
     )
+    normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
+    erasing = None
+    if transforms.erasing_prob > 0:
+        erasing = Erasing(
+            transforms.erasing_prob, transforms.erasing_mode, transforms.erasing_count, device
+        )
+    return TrainingInputs(normalize, mixer, erasing)
 
 
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:

@@ -15,6 +15,8 @@ class Purpose(IntEnum):
     AUGMENT = 1
     MIX_INPUTS = 2
     DROPOUT = 3
+    ERASE_BOXES = 4
+    ERASE_NOISE = 5
 
 
 @contextmanager
@@ -38,7 +40,12 @@ def seed_generators(*key: int) -> None:
 
 def seed_torch(*key: int) -> None:
     """Seeds all of torch's generators, also of GPUs: dropout and the like draw from them."""
-    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+    torch.manual_seed(seed_of(*key))
+
+
+def seed_of(*key: int) -> int:
+    """The seed of one generator by `key`: a Purpose and numbers."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 @contextmanager

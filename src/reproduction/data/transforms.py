@@ -1,4 +1,4 @@
-"""Image transforms, all of them timm's."""
+"""Image transforms, all of them timm's. What follows on the device stands in inputs.py."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,19 +12,18 @@ Transform = Callable[[Image.Image], Tensor]
 def training_transform(
     *,
     image_size: int,
-    mean: Sequence[float],
-    std: Sequence[float],
     scale: Sequence[float],
     ratio: Sequence[float],
     interpolation: str,
     hflip: float,
     color_jitter: float,
     auto_augment: str | None,
-    erasing_prob: float,
-    erasing_mode: str,
-    erasing_count: int,
+    mean: Sequence[float],
 ) -> Transform:
-    """PIL image -> `3 s s`, augmented and normalised. timm skips jitter beside auto-augment."""
+    """PIL image -> `3 s s` uint8, augmented. timm skips jitter beside auto-augment.
+
+    `mean` is the colour of what auto-augment moves into the image.
+    """
     return create_transform(
         (3, image_size, image_size),
         is_training=True,
@@ -34,23 +33,17 @@ def training_transform(
         hflip=hflip,
         color_jitter=color_jitter,
         auto_augment=auto_augment,
-        re_prob=erasing_prob,
-        re_mode=erasing_mode,
-        re_count=erasing_count,
         mean=tuple(mean),
-        std=tuple(std),
+        normalize=False,
     )
 
 
-def evaluation_transform(
-    *, image_size: int, mean: Sequence[float], std: Sequence[float], crop_pct: float
-) -> Transform:
-    """PIL image -> `3 s s`: resized so that the centre crop is `crop_pct` of the shorter side."""
+def evaluation_transform(*, image_size: int, crop_pct: float) -> Transform:
+    """PIL image -> `3 s s` uint8: the centre crop is `crop_pct` of the shorter side."""
     return create_transform(
         (3, image_size, image_size),
         is_training=False,
         interpolation="bicubic",
         crop_pct=crop_pct,
-        mean=tuple(mean),
-        std=tuple(std),
+        normalize=False,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from reproduction.config import Config
 from reproduction.data.broken import collate_readable
 from reproduction.data.build import build_training_images
+from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.errors import UserError
 from reproduction.reporting.trained import block_inputs, load_trained
 from reproduction.runs import RunFolder
@@ -141,11 +142,13 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
         raise UserError(f"run={folder.path}: was trained without htm")
     trained = load_trained(config, folder)
     images = build_training_images(config, trained.source)
+    normalize = build_normalize(config.dataset.mean, config.dataset.std, trained.device)
     order = np.random.default_rng(config.seed).permutation(len(trained.source.train)).tolist()
     size = config.recipe.batch_size
     return [
         _batch(
             trained.module,
+            normalize,
             collate_readable([images[(0, i)] for i in order[start : start + size]])[0],
         )
         for start in range(0, min(len(order), BATCHES * size) - size + 1, size)
@@ -153,8 +156,8 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
 
 
 @torch.no_grad()
-def _batch(module: Any, items: list[Tensor]) -> Batch:
-    images, classes = items
+def _batch(module: Any, normalize: Normalize, items: list[Tensor]) -> Batch:
+    images, classes = normalize(items[0]), items[1]
     layer = module.htm.layer
     entries = block_inputs(module.model, images, last=layer + 1)[layer:]
     maps = []

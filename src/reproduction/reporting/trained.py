@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from reproduction.config import Config
 from reproduction.data.broken import Broken, loaded
 from reproduction.data.build import build_evaluation_transform, build_source
-from reproduction.data.mixup import build_input_mixer
+from reproduction.data.inputs import build_input_mixer, build_normalize
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
 from reproduction.models.newest import read_newest
@@ -23,7 +23,7 @@ from reproduction.models.weights import fitting_module
 from reproduction.runs import RunFolder
 from tokenmixup import TokenMixup
 from tokenmixup.detectors import BlockInput
-from tokenmixup.structure import declared_prefix, has_class_token
+from tokenmixup.structure import declared_prefix, reads_class_token
 
 BATCH = 64  # images that are looked at together, if the run's batches are no smaller
 LARGEST_FOR_A_CPU = 5e9  # MACs of one image; larger models see fewer images there
@@ -88,7 +88,8 @@ def some_images(trained: Trained, count: int) -> Sample:
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
     items = (loaded(source.train, index, config.dataset.skips) for index in order)
     readable = islice((item for item in items if not isinstance(item, Broken)), count)
-    images, classes = default_collate([(transform(image), target) for image, target in readable])
+    pixels, classes = default_collate([(transform(image), target) for image, target in readable])
+    images = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
     smooth = build_input_mixer(
         num_classes=len(source.classes),
         label_smoothing=config.recipe.label_smoothing,
@@ -115,10 +116,10 @@ def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockInput]:
     """What enters blocks 0..`last` of the plain model for `images`, `b 3 h w`."""
     seen: list[BlockInput] = []
     prefix = declared_prefix(model)
-    with_class_token = prefix > 0 and has_class_token(model)
+    by_class_token = reads_class_token(model)
 
     def note(block: nn.Module, args: tuple[Tensor], given: dict[str, Any]) -> None:
-        seen.append(BlockInput(model.blocks, len(seen), args[0], given, prefix, with_class_token))
+        seen.append(BlockInput(model.blocks, len(seen), args[0], given, prefix, by_class_token))
         if len(seen) > last:
             raise _Enough
 

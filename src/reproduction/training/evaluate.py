@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reproduction.data.inputs import Normalize
 from reproduction.errors import PlainError
 from reproduction.training.distributed import World
 
@@ -29,9 +30,16 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: Iterable[list[Tensor]], world: World, precision: str
+    model: nn.Module,
+    normalize: Normalize,
+    loader: Iterable[list[Tensor]],
+    world: World,
+    precision: str,
 ) -> Evaluation:
-    """Evaluates on this rank's images and sums over ranks: every image counts exactly once."""
+    """Evaluates on this rank's images and sums over ranks: every image counts exactly once.
+
+    `loader` gives images `b 3 h w` uint8 and classes `b`.
+    """
     was_training = model.training
     model.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)
@@ -40,7 +48,7 @@ def evaluate(
         if not len(images):  # all of them are broken, and skipped
             continue
         with autocast(world.device, precision):
-            logits = model(images)
+            logits = model(normalize(images))
         totals += _count(logits.float(), targets)
     model.train(was_training)
     images_seen, top1, top5, loss = world.sum(totals).tolist()

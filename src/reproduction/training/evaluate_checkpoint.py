@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.data.build import build_broken_images, build_evaluation_loader
+from reproduction.data.inputs import build_normalize
 from reproduction.data.sources import load_source
 from reproduction.errors import PlainError, RunFailed
 from reproduction.evaluation import Evaluation
@@ -41,9 +42,12 @@ def _evaluate(settings: Evaluation) -> dict[str, Any]:
         checkpoint = load_plain(settings.checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
         broken = build_broken_images(config, source)
+        normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin, broken)
         with explaining_memory("evaluation", config.recipe), explaining_data():
-            result = evaluate(place(model, world.device), loader, world, config.recipe.precision)
+            result = evaluate(
+                place(model, world.device), normalize, loader, world, config.recipe.precision
+            )
         broken.agree(world)
         return {
             **result,

@@ -12,8 +12,8 @@ from torch import Tensor
 from reproduction.config import Config
 from reproduction.data.broken import BrokenImages
 from reproduction.data.build import Loader
+from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.mixup import InputMixer, mix_inputs
 from reproduction.data.seeding import Purpose, seed_torch
 from reproduction.errors import PlainError, Stopped, UserError, first_line
 from reproduction.heap import give_back_freed_memory
@@ -53,7 +53,7 @@ class Trainer:
         *,
         module: TokenMixup,
         classes: list[str],
-        input_mixer: InputMixer,
+        inputs: TrainingInputs,
         batches: TrainingBatches,
         train_loader: Loader,
         eval_loader: Loader,
@@ -63,14 +63,14 @@ class Trainer:
         self.config, self.recipe, self.world = config, recipe, world
         self.folder, self.classes = folder, classes
         self.logger: Logger = NoLog()
-        self.module, self.input_mixer, self.batches = module, input_mixer, batches
+        self.module, self.inputs, self.batches = module, inputs, batches
         self.train_loader, self.eval_loader, self.broken = train_loader, eval_loader, broken
         if config.compile:
             compile_blocks(module)
         self.update = Update(module, recipe, world)
         self.schedule = build_schedule(self.update.optimizer, recipe, len(batches))
         self.metrics = BatchMetrics(world)
-        self.non_finite = NonFinite(self.update.skips)
+        self.non_finite = NonFinite(self.update.skips, self.update.uses_scaler)
         self.total_steps = recipe.epochs * len(batches)
         if recipe.max_steps is not None:
             self.total_steps = min(self.total_steps, recipe.max_steps)
@@ -174,7 +174,7 @@ class Trainer:
         self._flush()
 
     def _step(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
-        """One batch: mix inputs, then update; returns a part for each micro-batch."""
+        """One batch of `b 3 h w` uint8 and `b`: prepares, updates; a part for each micro-batch."""
         device, least = self.world.device, self.recipe.grad_accum_steps
         if len(images) < least:  # the others are broken, and skipped
             raise PlainError(
@@ -184,7 +184,7 @@ class Trainer:
         images = images.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
         key = (self.config.seed, self.step, self.world.rank)
-        images, soft_targets = mix_inputs(self.input_mixer, images, targets, *key)
+        images, soft_targets = self.inputs(images, targets, *key)
         seed_torch(Purpose.DROPOUT, *key)
         try:
             with explaining_memory(f"step {self.step + 1}", self.recipe):
@@ -218,7 +218,9 @@ class Trainer:
         self.world.share_buffers(model)  # what is evaluated is what the first rank saves
         give_back_freed_memory()  # the first time the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
-            result = evaluate(model, self.eval_loader, self.world, self.recipe.precision)
+            result = evaluate(
+                model, self.inputs.normalize, self.eval_loader, self.world, self.recipe.precision
+            )
         self.broken.agree(self.world)
         if not math.isfinite(result["eval_loss"]):
             raise PlainError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
@@ -291,5 +293,5 @@ class Trainer:
             "broken_images": len(self.broken.known),
             "seconds": round(self.seconds, 1),
             "images_per_second": round(self.images / self.train_seconds, 1),
-            **({"skipped_steps": self.non_finite.skipped} if self.update.skips else {}),
+            **({"skipped_steps": self.non_finite.skipped} if self.non_finite.counts else {}),
         }

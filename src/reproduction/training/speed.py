@@ -11,7 +11,7 @@ import torch
 from reproduction.config import Config
 from reproduction.cost import Speed, as_measured, sizes_of
 from reproduction.data.broken import BrokenImages
-from reproduction.data.build import build_mixer
+from reproduction.data.build import build_training_inputs
 from reproduction.data.loaders import TrainingBatches
 from reproduction.errors import UserError
 from reproduction.models.build import build_module, count_macs, place, without_start
@@ -57,7 +57,7 @@ def _build_trainer(config: Config, world: World, classes: int) -> Trainer:
         RunFolder(config.output_root),
         module=place(module, world.device),
         classes=[str(label) for label in range(classes)],
-        input_mixer=build_mixer(config, classes),
+        inputs=build_training_inputs(config, classes, world.device),
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=nothing,
         eval_loader=nothing,
@@ -91,15 +91,16 @@ def _measure(trainer: Trainer, batch_size: int) -> Speed:
 def _work(trainer: Trainer, batch_size: int) -> tuple[Work, Work]:
     """A training step and the evaluation of a batch."""
     device, size = trainer.world.device, trainer.config.model.image_size
-    images = torch.randn(batch_size, 3, size, size, device=device)
+    images = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8, device=device)
     targets = torch.arange(batch_size, device=device) % len(trainer.classes)
 
     def step() -> None:
-        trainer._step(images.clone(), targets, batch_size)  # mixing inputs changes them
+        trainer._step(images, targets, batch_size)
         trainer.step += 1
 
     def evaluation() -> None:
-        evaluate(trainer.module, [[images, targets]], trainer.world, trainer.recipe.precision)
+        batches, normalize = [[images, targets]], trainer.inputs.normalize
+        evaluate(trainer.module, normalize, batches, trainer.world, trainer.recipe.precision)
 
     return step, evaluation
 

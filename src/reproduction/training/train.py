@@ -12,8 +12,8 @@ from reproduction.config import Config
 from reproduction.data.build import (
     build_broken_images,
     build_evaluation_loader,
-    build_mixer,
     build_source,
+    build_training_inputs,
     build_training_loader,
     statistics_warning,
 )
@@ -126,7 +126,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         folder,
         module=place(module, world.device),
         classes=source.classes,
-        input_mixer=build_mixer(config, len(source.classes)),
+        inputs=build_training_inputs(config, len(source.classes), world.device),
         batches=batches,
         train_loader=build_training_loader(config, source, batches, pin, broken),
         eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin, broken),

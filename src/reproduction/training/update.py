@@ -7,7 +7,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from reproduction.config import Recipe
 from reproduction.training.distributed import World
@@ -26,9 +26,9 @@ class Part(NamedTuple):
 class Update:
     """Forward with TokenMixup, loss, backward, and a step of the optimiser by all ranks.
 
-    What the steps leave behind, besides the parameters of `module`, is its state. With
-    `recipe.non_finite=skip` a step whose loss or gradient is not finite leaves all as it was, on
-    all ranks; `not_finite` tells of the last step, on the device: 1 if so, else 0.
+    What the steps leave behind, besides the parameters of `module`, is its state. `not_finite` is 1
+    where loss or gradient of the last step is not finite, else 0, on the device. Such a step leaves
+    all as it was on all ranks, by `recipe.non_finite=skip` or by float16's scaler.
     """
 
     def __init__(self, module: TokenMixup, recipe: Recipe, world: World):
@@ -44,6 +44,7 @@ class Update:
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
         self.skips = recipe.non_finite == "skip"
+        self.restores = self.skips or self.uses_scaler
         self.not_finite = torch.zeros((), device=world.device)
 
     @property
@@ -72,7 +73,7 @@ class Update:
         """
         count = self.recipe.grad_accum_steps
         assert len(images) >= count, "preflight refuses such batches"
-        before = [value.clone() for value in self._followers()] if self.skips else []
+        before = [value.clone() for value in self._followers()] if self.restores else []
         parts = []
         cut = zip(images.tensor_split(count), targets.tensor_split(count), strict=True)
         for number, (some, their_targets) in enumerate(cut, start=1):
@@ -80,9 +81,8 @@ class Update:
             with self._local_gradients() if number < count else nullcontext():
                 parts.append(self._accumulate(some, their_targets, share))
         self._step(parts)
-        if self.skips:
-            for value, old in zip(self._followers(), before, strict=True):
-                value.copy_(torch.where(self.not_finite > 0, old, value))
+        for value, old in zip(self._followers() if self.restores else [], before, strict=True):
+            value.copy_(torch.where(self.not_finite > 0, old, value))
         return parts
 
     def _followers(self) -> list[Tensor]:
@@ -104,21 +104,22 @@ class Update:
         self.scaler.scale(loss * share).backward()
         return Part(loss.detach(), output)
 
-    def _clipped(self) -> list[Tensor]:
-        """Clips the gradients. Their norm, but with a scaler, which skips those that overflow."""
-        norm: Tensor | None = None
-        if self.recipe.clip_grad_norm is not None:
+    def _clipped(self) -> Tensor:
+        """Clips the gradients; returns their norm before, with a scaler that of the scaled ones.
+
+        Where that overflows the scaler leaves the step out; asking it would wait for the device.
+        """
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm, most = get_total_norm(gradients), self.recipe.clip_grad_norm
+        if most is not None:
             self.scaler.unscale_(self.optimizer)
-            norm = clip_grad_norm_(self.module.parameters(), self.recipe.clip_grad_norm)
-        if self.uses_scaler:
-            return []
-        if norm is None:
-            norm = get_total_norm(p.grad for p in self.module.parameters() if p.grad is not None)
-        return [norm]
+            true_norm = get_total_norm(gradients) if self.uses_scaler else norm
+            clip_grads_with_norm_(self.module.parameters(), most, true_norm)
+        return norm
 
     def _step(self, parts: list[Part]) -> None:
         """Clips the gradients, steps, forgets them, and averages."""
-        values = [*self._clipped(), *(part.loss for part in parts)]
+        values = [self._clipped(), *(part.loss for part in parts)]
         self.not_finite = (~torch.stack(values).isfinite()).any().float()
         if self.skips:
             self.world.sum(self.not_finite).clamp_(max=1)

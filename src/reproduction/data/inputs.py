@@ -1,0 +1,109 @@
+"""What happens to a batch on the device, in the published order: normalised, mixed, then erased.
+
+Letters: b batch, c classes, h w image.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from timm.data.mixup import Mixup, mixup_target
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+
+from reproduction.data.seeding import Purpose, seed_of, seeded
+
+Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
+InputMixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class TrainingInputs:
+    """`inputs(images, classes, seed, step, rank)` -> images `b 3 h w` float32, targets `b c`.
+
+    Takes what workers hand over, `b 3 h w` uint8 and `b`, on the device. Whatever is drawn is a
+    function of the three numbers.
+    """
+
+    def __init__(self, normalize: Normalize, mix: InputMixer, erase: "Erasing | None" = None):
+        self.normalize, self.mix, self.erase = normalize, mix, erase
+
+    def __call__(self, images: Tensor, classes: Tensor, *key: int) -> tuple[Tensor, Tensor]:
+        images = self.normalize(images)
+        with seeded(Purpose.MIX_INPUTS, *key):
+            images, targets = self.mix(images, classes)
+        return images if self.erase is None else self.erase(images, *key), targets
+
+
+def build_normalize(
+    mean: Sequence[float], std: Sequence[float], device: torch.device | str
+) -> Normalize:
+    """(x / 255 - mean) / std by channel, in two passes over the batch."""
+    shift, scale = (255 * torch.tensor(x, device=device)[:, None, None] for x in (mean, std))
+    return lambda images: (images - shift).div_(scale)
+
+
+class BatchMixup(Mixup):
+    """timm's Mixup in its batch mode (one lambda, the batch against its reverse), any batch size.
+
+    timm asserts an even batch in every mode; here the middle of an odd one meets itself.
+    """
+
+    def __call__(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        lam = self._mix_batch(x)
+        return x, mixup_target(target, self.num_classes, lam, self.label_smoothing)
+
+
+def build_input_mixer(
+    *,
+    num_classes: int,
+    label_smoothing: float,
+    mixup: tuple[float, float] | None,
+    cutmix: tuple[float, float] | None,
+) -> InputMixer:
+    """(images `b 3 h w`, classes `b`) -> (images, soft targets `b c`); images change in place.
+
+    `mixup`, `cutmix`: (alpha, probability) or None. With both, a coin picks one of them for each
+    batch, which then happens with its own probability.
+    """
+    if mixup is None and cutmix is None:
+        return lambda x, target: (x, mixup_target(target, num_classes, 1.0, label_smoothing))
+    mixup_alpha, mixup_prob = mixup or (0.0, 0.0)
+    cutmix_alpha, cutmix_prob = cutmix or (0.0, 0.0)
+    both = mixup is not None and cutmix is not None
+    total = mixup_prob + cutmix_prob
+    return BatchMixup(
+        mixup_alpha=mixup_alpha,
+        cutmix_alpha=cutmix_alpha,
+        prob=total / 2 if both else total,
+        switch_prob=cutmix_prob / total if total else 0.0,
+        mode="batch",
+        label_smoothing=label_smoothing,
+        num_classes=num_classes,
+    )
+
+
+class Erasing:
+    """Random erasing (Zhong et al., 2020) of a normalised batch, with timm's boxes and modes.
+
+    `prob` of an image; it gets 1 to `count` boxes. `mode` is what fills them: `const` zeros, `rand`
+    a colour for each image, `pixel` noise for each pixel. timm fills box by box, two kernels each;
+    here boxes are drawn on the host and filled together.
+    """
+
+    def __init__(self, prob: float, mode: str, count: int, device: torch.device | str):
+        self.mode, self.device = mode, torch.device(device)
+        self.draw_boxes = RandomErasing(prob, mode="const", max_count=count, device="cpu")
+        self.generator = torch.Generator(self.device)
+
+    def __call__(self, images: Tensor, *key: int) -> Tensor:
+        """Of images `b 3 h w` on the device; `key`: seed, step and rank."""
+        b, channels, h, w = images.shape
+        kept = torch.ones(b, 1, h, w, dtype=torch.bool, pin_memory=self.device.type == "cuda")
+        with seeded(Purpose.ERASE_BOXES, *key):
+            self.draw_boxes(kept)  # zeros in place
+        kept = kept.to(self.device, non_blocking=True)
+        if self.mode == "const":
+            return torch.where(kept, images, 0.0)
+        self.generator.manual_seed(seed_of(Purpose.ERASE_NOISE, *key))
+        shape = (b, channels, h, w) if self.mode == "pixel" else (b, channels, 1, 1)
+        noise = torch.randn(shape, device=self.device, generator=self.generator)
+        return torch.where(kept, images, noise)

@@ -1,0 +1,102 @@
+"""What the trainer draws over steps, ranks and seeds: always anew, and always the same again."""
+
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from reproduction.benchmark.trainers import bare_trainer, step_config
+from reproduction.training.distributed import World
+from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
+
+CPU = torch.device("cpu")
+STEPS = 6
+IMAGES = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+
+
+class Drawn(NamedTuple):
+    """What one step hands to the update, and what that would draw."""
+
+    images: Tensor
+    targets: Tensor
+    dropout: Tensor
+    manifold: ManifoldMix
+
+
+def drawn(stack: list[str], *, seed: int = 0, rank: int = 0, steps: int = STEPS) -> list[Drawn]:
+    erasing = "recipe.transforms.erasing_prob=1"
+    small = ["model.embed_dim=16", "recipe.warmup_epochs=0", f"seed={seed}", erasing]
+    trainer = bare_trainer(step_config("cct_2_3x2", stack, "float32", *small), CPU)
+    trainer.world = World(rank, 2, CPU)
+    seen: list[Drawn] = []
+
+    def update(images: Tensor, targets: Tensor, size: int) -> Any:
+        seen.append(
+            Drawn(images, targets, torch.rand(4), draw_manifold_mix(ManifoldMixup(), images))
+        )
+        return []
+
+    trainer.update = update
+    for _ in range(steps):
+        torch.rand(5)  # as whatever comes between two steps
+        trainer._step(IMAGES, torch.arange(8), 8)
+        trainer.step += 1
+    return seen
+
+
+def boxes(images: Tensor, erased: Tensor) -> Tensor:
+    return (images != erased).any(dim=1)
+
+
+@pytest.mark.parametrize("stack", [["mixup"], ["cutmix"]], ids=str)
+def test_every_step_rank_and_seed_mixes_erases_and_drops_otherwise(stack: list[str]):
+    found = [
+        *drawn(stack),
+        *drawn(stack, rank=1),
+        *drawn(stack, seed=1),
+    ]
+    for one, other in combinations(found, 2):
+        assert not torch.equal(one.images, other.images)
+        assert not torch.equal(one.targets, other.targets)
+        assert not torch.equal(one.dropout, other.dropout)
+        assert one.manifold.keep_ratio != other.manifold.keep_ratio
+
+
+def test_every_step_rank_and_seed_erases_other_boxes_with_other_noise():
+    """Without mixing, so that erasing alone tells them apart."""
+    found = [*drawn([]), *drawn([], rank=1), *drawn([], seed=1)]
+    trainer = bare_trainer(step_config("cct_2_3x2", [], "float32", "model.embed_dim=16"), CPU)
+    plain = trainer.inputs.normalize(IMAGES)
+    masks = [boxes(plain, one.images) for one in found]
+    for (one, mask), (other, its) in combinations(zip(found, masks, strict=True), 2):
+        assert not torch.equal(mask, its)
+        both = (mask & its)[:, None].expand_as(plain)
+        assert both.any() and (one.images != other.images)[both].all()
+
+
+def test_a_step_draws_the_same_again():
+    for one, other in zip(drawn(["mixup", "cutmix"]), drawn(["mixup", "cutmix"]), strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.targets, other.targets)
+        assert torch.equal(one.dropout, other.dropout)
+        assert one.manifold.layer == other.manifold.layer
+
+
+def test_over_many_steps_all_that_can_be_drawn_is_drawn():
+    """Both kinds of mixing, every layer of manifold mixup, ratios over their whole range."""
+    found = drawn(["mixup", "cutmix"], steps=60)
+    assert {one.manifold.layer for one in found} == {0, 1, 2}
+    kept = [one.manifold.keep_ratio for one in found]
+    assert min(kept) < 0.25 and max(kept) > 0.75
+    own = [float(one.targets[0].amax()) for one in found]
+    assert min(own) < 0.6 and max(own) > 0.8
+    mixed = drawn(["mixup"], steps=1)[0].images, drawn(["cutmix"], steps=1)[0].images
+    assert not torch.equal(*mixed)
+
+
+def test_what_is_drawn_for_dropout_is_not_what_mixing_drew():
+    """Purposes keep apart: with and without mixing, dropout is the same."""
+    for one, other in zip(drawn(["mixup"]), drawn([]), strict=True):
+        assert torch.equal(one.dropout, other.dropout)

@@ -1,0 +1,214 @@
+"""What happens to a batch on the device: normalised, mixed, erased, by seed, step and rank."""
+
+from typing import Any
+
+import pytest
+import torch
+from timm.data import create_transform
+from timm.data.mixup import Mixup
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+
+from reproduction.compose import compose
+from reproduction.config import Config
+from reproduction.data.build import build_training_images, build_training_inputs
+from reproduction.data.inputs import (
+    Erasing,
+    InputMixer,
+    TrainingInputs,
+    build_input_mixer,
+    build_normalize,
+)
+from reproduction.data.seeding import Purpose, seeded
+from reproduction.data.sources import load_source
+from reproduction.parse import parse
+
+CPU = torch.device("cpu")
+
+
+def config_of(*overrides: str) -> Config:
+    return parse(compose("train", list(overrides)).raw)
+
+
+def mixed_by(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> Any:
+    return TrainingInputs(lambda x: x, mixer)(images, targets, *key)
+
+
+def inputs_of(*overrides: str) -> TrainingInputs:
+    return build_training_inputs(config_of(*overrides), 10, CPU)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_device_side_normalisation_equals_timms_own_per_image(seed: int):
+    """Value by value, after the recipe's whole augmentation."""
+    config = config_of("recipe=cifar_cct", "dataset=digits", f"seed={seed}")
+    source = load_source("digits", None, 12)
+    ours = build_training_images(config, source)
+    whole = config.recipe.transforms
+    timms = create_transform(
+        (3, 32, 32),
+        is_training=True,
+        scale=tuple(whole.scale),
+        ratio=tuple(whole.ratio),
+        interpolation=whole.interpolation,
+        hflip=whole.hflip,
+        color_jitter=0.4,
+        auto_augment=whole.auto_augment,
+        re_prob=0.0,
+        mean=config.dataset.mean,
+        std=config.dataset.std,
+    )
+    normalize = build_normalize(config.dataset.mean, config.dataset.std, CPU)
+    for index in range(12):
+        image, _ = ours[(1, index)]
+        assert image.dtype == torch.uint8
+        with seeded(Purpose.AUGMENT, seed, 1, index):
+            expected = timms(source.train[index][0])
+        torch.testing.assert_close(normalize(image[None])[0], expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_boxes_are_those_that_timm_erases_image_by_image(count: int):
+    images = torch.randn(64, 3, 32, 32)
+    erased = Erasing(0.5, "const", count, CPU)(images, 0, 3, 0)
+    timms = RandomErasing(0.5, mode="const", max_count=count, device="cpu")
+    with seeded(Purpose.ERASE_BOXES, 0, 3, 0):
+        expected = torch.stack([timms(image.clone()) for image in images])
+    assert torch.equal(erased, expected)
+    assert not torch.equal(erased, images)
+
+
+@pytest.mark.parametrize(("mode", "colours"), [("pixel", None), ("rand", 1)])
+def test_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
+    images = torch.full((400, 3, 32, 32), 100.0)
+    erased = Erasing(1.0, mode, 1, CPU)(images, 0, 0, 0)
+    is_box = (erased != 100).any(dim=1)  # b h w
+    filled = erased.movedim(1, -1)[is_box]  # pixels 3
+    assert abs(filled.mean()) < 0.1 and abs(filled.std() - 1) < 0.1
+    first = erased[0].movedim(0, -1)[is_box[0]]
+    distinct = len(first.unique(dim=0))
+    assert distinct == (colours or len(first))
+    assert len(filled.unique(dim=0)) >= 390  # no two images share their noise
+
+
+def test_a_quarter_of_the_images_has_a_box():
+    """Of 2,000, with the recipe's probability; mixing after erasing would touch 44 %."""
+    inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
+    assert inputs.erase is not None
+    touched = 0
+    for step in range(20):
+        flat = torch.zeros(100, 3, 32, 32)
+        touched += int((inputs.erase(flat, 0, step, 0) != 0).flatten(1).any(dim=1).sum())
+    assert 440 <= touched <= 560
+
+
+@pytest.mark.parametrize("stack", ["mixup", "cutmix"])
+def test_no_erased_box_is_blended_or_pasted(stack: str):
+    """With probability 1 every box holds its own image's noise, unscaled, after any mixing."""
+    told = [f"augmentation=[{stack}]", "recipe.transforms.erasing_mode=pixel"]
+    inputs, plain = (
+        inputs_of(*told, f"recipe.transforms.erasing_prob={prob}") for prob in (1.0, 0.0)
+    )
+    assert inputs.erase is not None and plain.erase is None
+    for step in range(20):
+        images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+        found, targets = inputs(images, torch.arange(8), 0, step, 0)
+        mixed, same_targets = plain(images, torch.arange(8), 0, step, 0)
+        noise = inputs.erase(torch.full_like(mixed, torch.inf), 0, step, 0)
+        assert (noise != torch.inf).flatten(1).any(dim=1).all()
+        assert torch.equal(found, torch.where(noise == torch.inf, mixed, noise))
+        assert torch.equal(targets, same_targets)
+
+
+def test_what_is_drawn_is_a_function_of_seed_step_and_rank():
+    inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
+    images = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8)
+
+    def prepared(*key: int) -> tuple[Tensor, Tensor]:
+        torch.rand(3)  # whatever others draw
+        return inputs(images, torch.arange(16) % 10, *key)
+
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    found = [prepared(*key) for key in keys]
+    for key, (mixed, targets) in zip(keys, found, strict=True):
+        again = prepared(*key)
+        assert torch.equal(again[0], mixed) and torch.equal(again[1], targets)
+    assert len({tuple(mixed.flatten().tolist()) for mixed, _ in found}) == len(keys)
+    assert len({tuple(targets.flatten().tolist()) for _, targets in found}) == len(keys)
+    assert inputs.erase is not None
+    flat = torch.zeros_like(found[0][0])
+    erased = [inputs.erase(flat, *key) for key in keys]
+    boxes = {tuple((x != 0).flatten().tolist()) for x in erased}
+    assert len(boxes) == len(keys)
+
+
+def test_inputs_leave_the_images_and_the_global_generators_alone():
+    inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
+    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    before, state = images.clone(), torch.get_rng_state()
+    inputs(images, torch.arange(4), 0, 0, 0)
+    assert torch.equal(images, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("n", [6, 7, 1])
+@pytest.mark.parametrize(
+    "stack",
+    [{"mixup": (0.8, 1.0)}, {"cutmix": (1.0, 1.0)}, {"mixup": (0.8, 1.0), "cutmix": (1.0, 1.0)}],
+)
+def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack):
+    both = {"mixup": None, "cutmix": None, **stack}
+    ours = build_input_mixer(num_classes=4, label_smoothing=0.1, **both)
+    theirs = Mixup(
+        mixup_alpha=0.8 if "mixup" in stack else 0.0,
+        cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
+        label_smoothing=0.1,
+        num_classes=4,
+    )
+    for step in range(8):
+        images, targets = torch.randn(n, 3, 8, 8), torch.arange(n) % 4
+        mixed, soft = mixed_by(ours, images.clone(), targets, 0, step)
+        torch.testing.assert_close(soft.sum(dim=1), torch.ones(n))
+        if n % 2 == 0:
+            with seeded(Purpose.MIX_INPUTS, 0, step):
+                expected = theirs(images.clone(), targets)
+            assert torch.equal(mixed, expected[0])
+            assert torch.equal(soft, expected[1])
+
+
+def test_input_mixing_happens_as_often_as_asked():
+    mixer = build_input_mixer(
+        num_classes=2, label_smoothing=0.0, mixup=(1.0, 0.2), cutmix=(1.0, 0.6)
+    )
+    kinds = {"none": 0, "mixup": 0, "cutmix": 0}
+    for step in range(2000):
+        images = torch.stack([torch.zeros(1, 8, 8), torch.ones(1, 8, 8)])
+        mixed, _ = mixed_by(mixer, images, torch.tensor([0, 1]), step)
+        values = mixed[0].unique()
+        soft = bool(((values > 0) & (values < 1)).any())
+        kinds["mixup" if soft else "cutmix" if (values == 1).any() else "none"] += 1
+    assert kinds["mixup"] / 2000 == pytest.approx(0.1, abs=0.03)
+    assert kinds["cutmix"] / 2000 == pytest.approx(0.3, abs=0.05)  # some boxes are empty
+
+
+def test_without_input_mixing_targets_are_smoothed_as_timm_smooths_them():
+    mixer = build_input_mixer(num_classes=4, label_smoothing=0.1, mixup=None, cutmix=None)
+    _, soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3]))
+    torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
+
+
+def test_input_mixup_mixes_labels_of_odd_batches_with_the_images():
+    mixer = build_input_mixer(num_classes=5, label_smoothing=0.0, mixup=(1.0, 1.0), cutmix=None)
+    for step in range(5):
+        images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
+        mixed, soft = mixed_by(mixer, images, torch.arange(5), step)
+        told = soft @ torch.arange(5.0)  # the value that the labels promise
+        torch.testing.assert_close(mixed[:, 0, 0, 0], told)
+        assert 0 < soft[0, 0] < 1
+
+
+def test_randomness_for_two_purposes_is_never_the_same():
+    with seeded(Purpose.AUGMENT, 0, 7, 0):
+        first = torch.rand(2)
+    with seeded(Purpose.MIX_INPUTS, 0, 7, 0):
+        assert not torch.equal(first, torch.rand(2))
