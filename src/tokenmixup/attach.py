@@ -31,6 +31,7 @@ from tokenmixup.structure import (
     check_rollout,
     declared_prefix,
     has_class_token,
+    reads_class_token,
     scorenet_pooling,
 )
 from tokenmixup.variants import rules_of
@@ -105,7 +106,7 @@ class TokenMixup(nn.Module):
             self.scorenet = scorenet.to(like.device, like.dtype)
             self._rules, self._detect = rules_of(htm), detector_of(htm)
             check_rollout(model, htm.layer, htm.rollout_steps)
-        self._has_class_token = has_class_token(model)
+        self._reads_class_token = reads_class_token(model)
         self._needs_gradient = htm is not None and htm.detector == "gradient"
         self._steps = self._build_steps()
 
@@ -223,10 +224,10 @@ class TokenMixup(nn.Module):
                 f"block {index} gets {tokens.shape[1]} tokens of {state.num_patches} patches: "
                 "TokenMixup cannot tell which is which"
             )
-        with_class_token = prefix > 0 and self._has_class_token
+        by_class_token = prefix > 0 and self._reads_class_token
         blocks = cast(Any, self.model).blocks
         entry = BlockInput(
-            blocks, index, tokens, given, prefix, with_class_token, state.pixels, state.grid
+            blocks, index, tokens, given, prefix, by_class_token, state.pixels, state.grid
         )
         state.entry = entry
         for step in self._steps[index]:

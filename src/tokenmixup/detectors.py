@@ -33,7 +33,7 @@ class BlockInput:
     tokens: Tensor  # b n d
     given: dict[str, Any]  # the block's other arguments, which it hands to its attention
     num_prefix_tokens: int
-    class_token: bool
+    class_token: bool  # whether the class is read from it, and saliency from its row
     pixels: Tensor | None = None  # b h w, the gradient of the input
     grid: tuple[int, int] | None = None  # rows and columns of patches, where known
     saliency: Tensor | None = None  # b t, by the block's own map

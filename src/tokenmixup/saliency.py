@@ -16,10 +16,10 @@ def attention_saliency(
 ) -> Tensor:
     """Saliency of every spatial token, Eq. 3 (`eq:saliencyscore`).
 
-    `attn`: `b h n n`, after softmax, query x key. With a class token only its own query row 0
-    counts (the paper is silent, the published code does so; `b h 1 n` suffices then), else the
-    mean over all query rows. `class_token=None` means `num_prefix_tokens > 0`. Columns of prefix
-    tokens are dropped and the rest is not renormalised.
+    `attn`: `b h n n`, after softmax, query x key. The mean over all query rows, as Eq. 3 says; but
+    where the class is read from a class token (`class_token`), its own row 0 alone, as the
+    published code has it (`b h 1 n` suffices then). `class_token=None` means
+    `num_prefix_tokens > 0`. Columns of prefix tokens are dropped and the rest is not renormalised.
 
     Returns `b t` in float32, detached. Raises ValueError for a class token without a prefix.
     """

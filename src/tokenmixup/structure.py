@@ -113,17 +113,24 @@ def check_rollout(model: Any, layer: int, steps: int) -> None:
 
 
 def scorenet_pooling(model: Any, asked: str) -> Pooling:
-    """The pooling of ScoreNet; `auto`: the class token where blocks hold one and the head reads it.
+    """The pooling of ScoreNet; `auto`: the class token if the class is read from it.
 
     Raises ValueError for a class token that is not there.
     """
     if asked == "auto":
-        pools = getattr(model, "global_pool", None) == "token"
-        pools = pools and has_class_token(model) and declared_prefix(model) > 0
-        return "class_token" if pools else "attention"
+        return "class_token" if reads_class_token(model) else "attention"
     if asked == "class_token" and not has_class_token(model):
         raise ValueError("htm.pooling='class_token': the model has no class token")
     return cast(Pooling, asked)
+
+
+def reads_class_token(model: Any) -> bool:
+    """Whether the blocks hold a class token and the class is read from it.
+
+    Saliency is then what its query attends to, else the mean over all queries (Eq. 3).
+    """
+    pools = getattr(model, "global_pool", None) == "token"
+    return pools and has_class_token(model) and declared_prefix(model) > 0
 
 
 def declared_prefix(model: Any) -> int:

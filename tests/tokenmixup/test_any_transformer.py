@@ -45,11 +45,15 @@ KINDS: dict[str, dict[str, Any]] = {
 LAYER, KAPPA = 2, 3
 TALKING = {"cait_xxs24_224"}
 FUSED = [name for name in KINDS if name not in TALKING]
-# whatever else they have in front
-WITHOUT_CLASS_TOKEN = {
-    "vit_little_patch16_reg4_gap_256",
-    "naflexvit_base_patch16_gap",
-    "vit_betwixt_patch16_rope_reg4_gap_256",
+READ_FROM_THE_CLASS_TOKEN = {  # the others pool their tokens, some of them beside a class token
+    "vit_tiny_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "deit_tiny_distilled_patch16_224",
+    "deit3_small_patch16_224",
+    "vit_small_patch16_224",
+    "eva02_base_patch16_clip_224",
+    "vit_small_patch16_rope_mixed_224",
+    "vit_relpos_medium_patch16_cls_224",
 }
 
 
@@ -145,8 +149,8 @@ def own_call(block: Any, seen: Seen) -> Call:
 
 def saliency_of(model: Any, attn: Tensor, prefix: int) -> Tensor:
     attn = attn.mean(dim=1)
-    has_class_token = prefix > 0 and model.name not in WITHOUT_CLASS_TOKEN
-    return (attn[:, 0] if has_class_token else attn.mean(dim=1))[:, prefix:]
+    by_class_token = model.name in READ_FROM_THE_CLASS_TOKEN
+    return (attn[:, 0] if by_class_token else attn.mean(dim=1))[:, prefix:]
 
 
 def with_memory(model: Any, images: Tensor) -> Tensor:
@@ -188,10 +192,40 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
     for index, entered in enumerate(seen):
         prefix = entered.tokens.shape[1] - 16
         assert prefix == model.num_prefix_tokens
-        with_class = prefix > 0 and name not in WITHOUT_CLASS_TOKEN
-        found = BlockInput(model.blocks, index, *entered, prefix, with_class).own_saliency()
+        by_class_token = name in READ_FROM_THE_CLASS_TOKEN
+        found = BlockInput(model.blocks, index, *entered, prefix, by_class_token).own_saliency()
         expected = saliency_of(model, own_call(model.blocks[index], entered).map(), prefix)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "by_class_token"),
+    [
+        *((name, None, name in READ_FROM_THE_CLASS_TOKEN) for name in FUSED),
+        ("vit_tiny_patch16_224", "avg", False),
+        ("vit_tiny_patch16_224", "map", False),
+        ("eva02_tiny_patch14_224", "token", True),
+        ("beit_base_patch16_224", "token", True),
+    ],
+)
+def test_saliency_in_training_follows_what_the_class_is_read_from(
+    name: str, pool: str | None, by_class_token: bool
+):
+    """The mean over query rows (Eq. 3), or row 0 if the class token is pooled; ScoreNet alike."""
+    model = build(name, **({} if pool is None else {"global_pool": pool})).eval()
+    module = attach(model, CLASSES, htm={"layer": LAYER})
+    used: list[Tensor] = []
+    detect = module._detect
+    module._detect = lambda entry: used.append(detect(entry)) or used[-1]
+    images, targets = a_batch()
+    with watching(model) as seen:
+        model(images)
+    module.mixed_pairs(images, targets)
+    attn = own_call(model.blocks[LAYER], seen[LAYER]).map().mean(dim=1)
+    rows = attn[:, 0] if by_class_token else attn.mean(dim=1)
+    expected = rows[:, model.num_prefix_tokens :]
+    torch.testing.assert_close(used[0], expected, atol=1e-6, rtol=1e-4)
+    assert module.scorenet.pooling == ("class_token" if by_class_token else "attention")
 
 
 @pytest.mark.parametrize("name", [name for name in FUSED if "rope_mixed" not in name])
@@ -200,10 +234,10 @@ def test_rollout_runs_ahead_with_positions(name: str):
     with watching(model) as seen:
         model(a_batch()[0])
     entered, prefix = seen[0], seen[0].tokens.shape[1] - 16
-    with_class = prefix > 0 and name not in WITHOUT_CLASS_TOKEN
+    by_class_token = name in READ_FROM_THE_CLASS_TOKEN
     maps = [own_call(block, x).map() for block, x in zip(model.blocks, seen, strict=True)]
-    found = by_rollout(2, BlockInput(model.blocks, 0, *entered, prefix, with_class))
-    expected = rollout_saliency(maps, prefix, with_class)
+    found = by_rollout(2, BlockInput(model.blocks, 0, *entered, prefix, by_class_token))
+    expected = rollout_saliency(maps, prefix, by_class_token)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
