@@ -31,7 +31,6 @@ class Transformer(Model):
     """A plain sequence of blocks, which HTM and VTM can serve; their default layers."""
 
     depth: Blocks
-    drop: Rate
     attn_drop: Rate
     drop_path: Rate
     htm_layer: Whole
@@ -53,6 +52,7 @@ class CCT(Transformer):
     patch_size: Pixels | None
     positional_embedding: Literal["learnable", "sine"]
     pooling: Literal["sequence", "class_token"]
+    drop: Rate
 
     @property
     def tokens(self) -> int:
@@ -71,13 +71,20 @@ class CCT(Transformer):
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class ViT(Transformer):
-    """A vision transformer of timm's: `architecture` is its name there."""
+    """A vision transformer of timm's: `architecture` is its name there.
+
+    Dropout as there: `pos_drop_rate` after the positions, `proj_drop_rate` after the attention's
+    output projection and twice in each MLP; `mlp_drop_rate` instead in the MLPs, if it is given.
+    """
 
     family: Literal["vit"]
     architecture: str
     patch_size: Pixels
     global_pool: Literal["token", "avg", "map"]
     pretrained: str | None
+    pos_drop_rate: Rate
+    proj_drop_rate: Rate
+    mlp_drop_rate: Rate | None
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,10 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from timm.layers import DropPath, PatchDropout
+from torch import nn
 
 from reproduction.compose import compose
 from reproduction.errors import UserError
@@ -10,11 +14,60 @@ from reproduction.models.build import (
     check_tokens,
     count_macs,
     count_parameters,
+    without_start,
 )
 from reproduction.models.cct import CCT
 from reproduction.parse import parse
 from tests.conftest import small_cct
 from tokenmixup import attach
+
+IMAGENET = [f"table2/imagenet1k_{name}" for name in ("baseline", "htm", "vtm", "htm_vtm")]
+
+
+def dropouts(*overrides: str) -> dict[str, float]:
+    """The rate of every dropout of a model that training would build; of blocks without number."""
+    config = parse(compose("train", list(overrides)).raw, needs_data=False)
+    with torch.device("meta"):
+        module = build_module(without_start(config.model), config.augmentation, 1000)
+    model: Any = module.model
+    blocks = [_rates(block) for block in model.blocks]
+    assert all(rates == blocks[0] for rates in blocks)
+    outside = {name: p for name, p in _rates(model).items() if not name.startswith("blocks.")}
+    return outside | {f"blocks.{name}": p for name, p in blocks[0].items()}
+
+
+def _rates(module: nn.Module) -> dict[str, float]:
+    kinds = nn.Dropout | PatchDropout | DropPath
+    drops = {name: x for name, x in module.named_modules() if isinstance(x, kinds)}
+    return {name: getattr(x, "p", getattr(x, "drop_prob", None)) for name, x in drops.items()}
+
+
+@pytest.mark.parametrize("experiment", [*IMAGENET, "published/imagenet1k_htm_vtm"])
+def test_imagenet_runs_have_the_published_dropout_and_no_other(experiment: str):
+    assert dropouts(f"experiment={experiment}") == {
+        "pos_drop": 0.1,
+        "head_drop": 0.0,
+        "blocks.attn.attn_drop": 0.0,
+        "blocks.attn.proj_drop": 0.0,
+        "blocks.mlp.drop1": 0.1,
+        "blocks.mlp.drop2": 0.1,
+    }
+
+
+def test_dropout_of_a_vit_is_timms_but_for_the_mlps_own():
+    model = "model=vit_tiny_patch16_224"
+    rates = dropouts(model, "model.pos_drop_rate=0.2", "model.proj_drop_rate=0.3")
+    assert rates == {
+        "pos_drop": 0.2,
+        "head_drop": 0.0,
+        "blocks.attn.attn_drop": 0.0,
+        "blocks.attn.proj_drop": 0.3,
+        "blocks.mlp.drop1": 0.3,
+        "blocks.mlp.drop2": 0.3,
+    }
+    rates = dropouts(model, "model.proj_drop_rate=0.3", "model.mlp_drop_rate=0")
+    assert rates["blocks.attn.proj_drop"] == 0.3
+    assert rates["blocks.mlp.drop1"] == rates["blocks.mlp.drop2"] == 0.0
 
 
 def count(classes: int, *overrides: str) -> int:

@@ -103,8 +103,7 @@ def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[
 
 def conditions(config: Config) -> str:
     """Precision, dropout and optimiser, in words."""
-    rates = {"drop": "dropout", "attn_drop": "attention dropout", "drop_path": "stochastic depth"}
-    dropout = [f"{word} {getattr(config.model, name)}" for name, word in rates.items()]
+    dropout = [f"{name} {value}" for name, value in vars(config.model).items() if "drop" in name]
     return ", ".join([config.recipe.precision, *dropout, config.recipe.optimizer])
 
 

@@ -1,6 +1,7 @@
 """Vision transformers of timm's, random or pretrained by name."""
 
 import logging
+from typing import Any
 
 import timm
 from torch import nn
@@ -17,13 +18,17 @@ def build_vit(
     depth: int,
     global_pool: str,
     pretrained: str | None,
-    drop: float,
+    pos_drop_rate: float,
+    proj_drop_rate: float,
+    mlp_drop_rate: float | None,
     attn_drop: float,
     drop_path: float,
 ) -> nn.Module:
     """timm's `architecture`, with the weights that `pretrained` is timm's tag of, or random.
 
-    Raises UserError for an unknown name or tag, a failed download, and a size that does not fit.
+    `mlp_drop_rate` takes the place of `proj_drop_rate` in the MLPs, unless it is None. Raises
+    UserError for an unknown name or tag, a failed download, a size that does not fit, and for MLPs
+    whose dropout cannot be set.
     """
     name = _timm_name(architecture, pretrained)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line says it, see below
@@ -34,15 +39,28 @@ def build_vit(
             num_classes=num_classes,
             img_size=image_size,
             global_pool=global_pool,
-            pos_drop_rate=drop,
-            proj_drop_rate=drop,
+            pos_drop_rate=pos_drop_rate,
+            proj_drop_rate=proj_drop_rate,
             attn_drop_rate=attn_drop,
             drop_path_rate=drop_path,
         )
     except (OSError, RuntimeError, TypeError, AssertionError) as error:  # the hub's are OSErrors
         raise _refusal(architecture, pretrained, global_pool, first_line(error)) from error
     _check_sizes(model, architecture, depth, patch_size)
+    if mlp_drop_rate is not None:
+        _set_mlp_dropout(model, architecture, mlp_drop_rate)
     return model
+
+
+def _set_mlp_dropout(model: Any, architecture: str, rate: float) -> None:
+    """Both dropouts of each MLP, which timm sets by `proj_drop_rate` alone."""
+    for block in model.blocks:
+        mlp = getattr(block, "mlp", nn.Identity())
+        dropouts = [part for part in mlp.modules() if isinstance(part, nn.Dropout)]
+        if not dropouts:
+            raise UserError(f"model.mlp_drop_rate={rate}: the MLPs of {architecture} have none")
+        for dropout in dropouts:
+            dropout.p = rate
 
 
 def _refusal(architecture: str, pretrained: str | None, global_pool: str, reason: str) -> UserError:

@@ -27,8 +27,9 @@ def test_variants_are_the_recipe_with_and_without(model: str):
 
 def test_conditions_state_the_dropout():
     assert conditions(step_config("cct_7_3x1", [], "bf16")) == (
-        "bf16, dropout 0.0, attention dropout 0.1, stochastic depth 0.1, adamw"
+        "bf16, attn_drop 0.1, drop_path 0.1, drop 0.0, adamw"
     )
+    assert "pos_drop_rate 0.0" in conditions(step_config("vit_base_patch16_224", [], "bf16"))
 
 
 def test_a_step_trains_and_steps_mix_every_sample():
