@@ -1,0 +1,62 @@
+"""No recipe differs silently from the published one, and no reason is given for what is equal."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from reproduction.reporting.recipes import Setting, as_table, compare_recipes, meant, read_recipes
+from scripts.compare_recipes import PAGE, page_with
+
+TOLD = read_recipes()
+
+
+@pytest.fixture(scope="module")
+def settings() -> list[Setting]:
+    return compare_recipes(TOLD)
+
+
+def unexplained(settings: list[Setting]) -> list[Setting]:
+    return [x for x in settings if not x.is_equal and not x.why]
+
+
+def idle_reasons(settings: list[Setting], told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Reasons for which no experiment differs."""
+    return [
+        reason
+        for reason in told["reasons"]
+        if not any(
+            x.key == reason["key"] and meant(reason, x.experiment) and not x.is_equal
+            for x in settings
+        )
+    ]
+
+
+def test_every_difference_has_its_reason(settings: list[Setting]):
+    assert unexplained(settings) == []
+    assert any(x.why for x in settings)
+
+
+def test_no_reason_is_given_where_values_are_equal(settings: list[Setting]):
+    assert idle_reasons(settings, TOLD) == []
+    assert [x for x in settings if x.why and x.is_equal] == []
+
+
+def test_every_published_value_belongs_to_a_setting(settings: list[Setting]):
+    for entry in TOLD["published"]:
+        known = {x.key for x in settings if meant(entry, x.experiment)}
+        assert set(entry["values"]) <= known, entry["in"]
+    assert set(TOLD["ours_alone"]) <= {x.key for x in settings if x.published == "not told"}
+
+
+def test_a_changed_value_is_noticed(settings: list[Setting]):
+    changed, superfluous = copy.deepcopy(TOLD), copy.deepcopy(TOLD)
+    changed["published"][0]["values"]["recipe.batch_size"] = 256
+    assert {x.key for x in unexplained(compare_recipes(changed))} == {"recipe.batch_size"}
+    superfluous["reasons"].append({"key": "recipe.lr", "in": ["table1/*"], "why": "-"})
+    found = compare_recipes(superfluous)
+    assert [x["key"] for x in idle_reasons(found, superfluous)] == ["recipe.lr"]
+
+
+def test_the_page_holds_the_table(settings: list[Setting]):
+    assert PAGE.read_text() == page_with(as_table(settings)), "python scripts/compare_recipes.py"
