@@ -1,5 +1,4 @@
 # Everything runs in .venv, which is made on first use; `make help` lists the targets.
-PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -10,6 +9,10 @@ BIN := .venv/bin
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
 
+# the newest that runs; a name alone may be a shim that leads nowhere
+PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>&- && echo python$$v && break; done)
+FOUND = $(or $(PYTHON),$(error there is no Python 3.13, 3.12 or 3.11 here: install one, or name it as PYTHON=path))
+
 setup: .venv/installed  ## make .venv with the requirements and this package
 
 # exactly what was tested, by digest; ANTLR's runtime has no wheel and is built by the locked setuptools
@@ -17,7 +20,7 @@ LOCKED = install --quiet --require-hashes --only-binary :all: --no-binary antlr4
 THIS = install --quiet --no-deps --no-build-isolation --editable .
 
 .venv/installed: requirements.lock pyproject.toml
-	$(PYTHON) -m venv .venv
+	$(FOUND) -m venv .venv
 	sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/builder.lock
 	$(BIN)/pip $(LOCKED) .venv/builder.lock
 	$(BIN)/pip $(LOCKED) requirements.lock --no-build-isolation
@@ -30,7 +33,7 @@ THIS = install --quiet --no-deps --no-build-isolation --editable .
 
 # uv resolves, pip-audit looks packages up: they work on requirement files and have no place in .venv
 .venv-tools/installed:
-	$(PYTHON) -m venv .venv-tools
+	$(FOUND) -m venv .venv-tools
 	.venv-tools/bin/pip install --quiet 'uv>=0.5,<1' 'pip-audit>=2.7,<3'
 	touch $@
 
@@ -41,7 +44,7 @@ test: .venv/installed-dev  ## run all tests, on up to 4 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-lowest: .venv-tools/installed  ## run all tests with the lowest versions that the requirements allow
-	$(PYTHON) -m venv .venv-lowest
+	$(FOUND) -m venv .venv-lowest
 	.venv-tools/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
 	  --requirement requirements-dev.txt --editable .
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest
@@ -115,7 +118,7 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 	$(COMPILE) requirements.txt --output-file requirements.lock
 	$(COMPILE) requirements-dev.txt --constraint requirements.lock --output-file requirements-dev.lock
 
-audit: .venv-tools/installed  ## look the locked packages up among known vulnerabilities; asks pypi.org
+audit: .venv-tools/installed  ## look the locked packages up among known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
 bench: .venv/installed  ## measure what training costs on this machine; SECTIONS= PAIRS= COMPARE=

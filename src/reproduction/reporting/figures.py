@@ -30,6 +30,7 @@ STYLE: Any = {
 }
 
 DPI = 150
+ROLLOUT_IS_ONE_STEP = "HTM mixes before the last block, where the full rollout is this one step"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from reproduction.reporting.collect import CellRuns, Collection
 from reproduction.reporting.columns import spread_text
 from reproduction.reporting.curriculum import Trace, describe, length, read_trace, regimes_of
 from reproduction.reporting.curriculum_plot import draw_curriculum
-from reproduction.reporting.figures import copy_picture
+from reproduction.reporting.figures import ROLLOUT_IS_ONE_STEP, copy_picture
 from reproduction.reporting.latency import Measurement, in_ms, printed_latencies
 from reproduction.reporting.latency import command as latency_command
 from reproduction.reporting.plots import draw_latency, draw_sensitivity
@@ -160,6 +160,8 @@ def _saliency(experiment: str, sources: Sources, path: Path) -> tuple[str, str]:
         told = "mean entropy over a batch, low where it is sharp: "
         told += ", ".join(f"{key.replace('_', ' ')} {x:.2f}" for key, x in entropies.items())
         told += " nats" + ("" if even is None else f"; {even:.2f} if it were even")
+        if "full_rollout" not in entropies:
+            told += f"; {ROLLOUT_IS_ONE_STEP}"
     return (
         "Saliency of the tokens that enter the HTM block, by the gradient of the input, by full "
         "attention rollout and by its one-step approximation, which HTM uses; each map from its "

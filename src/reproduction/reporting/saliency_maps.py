@@ -5,8 +5,9 @@ Letters: b batch, t spatial tokens, h w image.
 
 import json
 import math
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.errors import UserError
-from reproduction.reporting.figures import figure
+from reproduction.reporting.figures import ROLLOUT_IS_ONE_STEP, figure
 from reproduction.reporting.trained import (
     Sample,
     Trained,
@@ -26,7 +27,7 @@ from reproduction.reporting.trained import (
 )
 from reproduction.runs import RunFolder
 from reproduction.storage import write_text
-from tokenmixup.detectors import by_gradient, by_rollout
+from tokenmixup.detectors import BlockInput, Detector, by_gradient, by_rollout
 from tokenmixup.saliency import input_gradient
 from tokenmixup.structure import check_rollout
 
@@ -34,28 +35,26 @@ ROWS = 4  # images shown
 AT_ONCE = 16  # images whose gradients are held in memory
 
 
-class SaliencyMaps(NamedTuple):
-    """Three saliencies of the same tokens, each `b t`."""
+def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Saliencies of the tokens that enter the HTM block, each `b t`, by what tells them.
 
-    gradient: Tensor
-    full_rollout: Tensor
-    one_step: Tensor
-
-
-def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> SaliencyMaps:
-    """Saliency of the tokens that enter the HTM block, `images` `b 3 h w`, `targets` `b c`.
-
-    The full rollout goes on to the last block. ValueError where that is not possible.
+    `images` `b 3 h w`, `targets` `b c`. `full_rollout` goes on to the last block, and is left out
+    where that is the HTM block itself: it would be `one_step`. ValueError where it is not possible.
     """
     model, layer = module.model.eval(), module.htm.layer
     steps = len(model.blocks) - 1 - layer
     check_rollout(model, layer, steps)
-    parts = []
+    detectors: dict[str, Detector] = {"gradient": by_gradient}
+    if steps > 0:
+        detectors["full_rollout"] = partial(by_rollout, steps)
+    detectors["one_step"] = BlockInput.own_saliency
+    parts: dict[str, list[Tensor]] = {name: [] for name in detectors}
     for some, labels in zip(images.split(AT_ONCE), targets.split(AT_ONCE), strict=True):
         entry = block_inputs(model, some, layer)[layer]
         entry.pixels = input_gradient(model, some, labels)
-        parts.append((by_gradient(entry), by_rollout(steps, entry), entry.own_saliency()))
-    return SaliencyMaps(*(torch.cat(maps).cpu() for maps in zip(*parts, strict=True)))
+        for name, detect in detectors.items():
+            parts[name].append(detect(entry).cpu())
+    return {name: torch.cat(maps) for name, maps in parts.items()}
 
 
 def entropy(saliency: Tensor) -> float:
@@ -84,11 +83,12 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
     writes them to a .json beside `path`. ValueError where the model has no such saliency.
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
-    sharpness = {name: entropy(saliency) for name, saliency in maps._asdict().items()}
+    sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
     pictures = displayable(sample.images[:ROWS], trained.config)
     rows = len(pictures)
-    with figure(path, rows, 4, figsize=(7, 1.9 * rows + 0.3), squeeze=False) as axes:
-        for row, picture, *saliencies in zip(axes, pictures, *maps, strict=False):
+    columns, size = 1 + len(maps), (0.5 + 1.65 * (1 + len(maps)), 1.9 * rows + 0.3)
+    with figure(path, rows, columns, figsize=size, squeeze=False) as axes:
+        for row, picture, *saliencies in zip(axes, pictures, *maps.values(), strict=False):
             row[0].imshow(picture)
             for ax, saliency in zip(row[1:], saliencies, strict=True):
                 ax.imshow(_scaled(saliency), cmap="viridis", vmin=0, vmax=1)
@@ -97,7 +97,9 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
         axes[0][0].set_title("input")
         for ax, (name, nats) in zip(axes[0][1:], sharpness.items(), strict=True):
             ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
-    sharpness["uniform"] = math.log(maps.one_step.shape[1])
+        if "full_rollout" not in maps:
+            axes[0][0].figure.supxlabel(ROLLOUT_IS_ONE_STEP, fontsize="small")
+    sharpness["uniform"] = math.log(maps["one_step"].shape[1])
     write_text(path.with_suffix(".json"), json.dumps(sharpness, indent=2) + "\n")
     return sharpness
 
