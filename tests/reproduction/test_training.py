@@ -50,7 +50,11 @@ SUMMARY_KEYS = {
     "status",
 }
 GOLDEN = [2.3161, 2.3054, 2.3362, 2.3099, 2.3035, 2.3082]
-MIXED = ["augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4"]
+MIXED = [
+    "augmentation=[mixup,cutmix,htm,vtm]",
+    "augmentation.htm.tau=2.4",
+    "recipe.transforms.erasing_prob=0.5",
+]
 
 
 def folder(tmp_path: Path, name: str = "mine") -> RunFolder:

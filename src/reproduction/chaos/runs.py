@@ -18,7 +18,7 @@ from reproduction.runs import RunFolder
 SMALL = (
     *("augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4", "augmentation.htm.rho=0"),
     *("model.embed_dim=16", "dataset.limit=80", "recipe.batch_size=10", "recipe.epochs=12"),
-    *("recipe.log_every=2", "device=cpu"),
+    *("recipe.transforms.erasing_prob=0.5", "recipe.log_every=2", "device=cpu"),
 )
 CHILD = "reproduction.chaos.child"
 PATIENCE = 300.0  # seconds for a start and some steps on a machine that others use as well
