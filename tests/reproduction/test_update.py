@@ -1,5 +1,6 @@
 """Updates in micro-batches: the same as whole ones, but for what pairs see of each other."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -74,6 +75,20 @@ def test_metrics_of_an_update_are_those_of_all_its_images():
     assert line["difficulty"] == pytest.approx(mean([of["difficulty"] for of in stats]))
     assert line["mixed_samples"] == 5
     assert line["mixed_tokens"] == pytest.approx(mean([of["mixed_tokens"] for of in stats]))
+
+
+def test_images_a_second_are_those_of_all_batches_since_the_last_fetch(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    trainer = trainer_of([], 2, *PLAIN)
+    metrics = BatchMetrics(World(0, 1, CPU))
+    for seconds, batches, speed in ((2.0, 3, 9.0), (4.0, 2, 3.0)):
+        for step in range(batches):
+            metrics.add(step, 1, 0.1, trainer._step(*images_of(6), 6))
+        now[0] += seconds
+        assert [line["images_per_second"] for line in metrics.fetch()] == [speed] * batches
 
 
 @pytest.fixture

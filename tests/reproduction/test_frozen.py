@@ -1,0 +1,151 @@
+"""What runs compute, as recorded once: a change of structure must leave all of it as it is.
+
+`python -m tests.reproduction.test_frozen` records it anew, after a change that is meant.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from reproduction.compose import compose
+from reproduction.config import CONF_DIR
+from reproduction.parse import parse
+from tests.reproduction.conftest import Command
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+LOSSES, COMPOSED = FIXTURES / "frozen_losses.yaml", FIXTURES / "frozen_configurations.yaml"
+
+# Ten batches of eight of the digits, with sharp enough weights for tokens to be replaced.
+TEN = [
+    *("dataset.limit=40", "recipe.batch_size=8", "recipe.epochs=2", "recipe.log_every=5"),
+    *("recipe.lr=0.01", "recipe.warmup_epochs=0", "device=cpu", "dataset.workers=0"),
+]
+SMALL = ["model.embed_dim=32"]
+BOTH = ["augmentation=[htm,vtm]", "augmentation.htm.tau=2.35", "augmentation.htm.rho=0.0002"]
+TINY_VIT = ["model=vit_tiny_patch16_224", "model.image_size=64", *BOTH, "augmentation.htm.layer=1"]
+RUNS: dict[str, list[str]] = {
+    "plain": [*SMALL, "augmentation=[]"],
+    "htm and vtm": [*SMALL, *BOTH],
+    "all five": [
+        *SMALL,
+        "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]",
+        *("augmentation.htm.tau=2.35", "augmentation.htm.rho=0.0002"),
+        *("augmentation.manifold_mixup.layers=[0,1]", "recipe.transforms.erasing_prob=0.25"),
+        *("recipe.grad_accum_steps=2", "recipe.ema_decay=0.9", "recipe.optimizer=sgd"),
+        *("recipe.transforms.auto_augment=rand-m9-mstd0.5-inc1", "model.drop=0.1"),
+    ],
+    "gradient": [*SMALL, *BOTH, "augmentation.htm.detector=gradient"],
+    "random": [*SMALL, *BOTH, "augmentation.htm.detector=random"],
+    "rollout": [
+        *SMALL,
+        *BOTH,
+        *("augmentation.htm.layer=0", "augmentation.htm.rollout_steps=1"),
+    ],
+    **{
+        f"without {part}": [*SMALL, *BOTH, f"augmentation.htm.ablate={part}"]
+        for part in ("scorenet", "assignment", "tokens", "labels")
+    },
+    "published": [
+        *("model=vit_lite_6_4", "model.depth=3", "model.embed_dim=32", *BOTH),
+        *("augmentation.htm.layer=1", "augmentation.vtm.layer=2"),
+        *("augmentation.htm.mask_rule=published", "augmentation.htm.order=published"),
+        "augmentation.vtm.class_token_offset=published",
+    ],
+    "cvt": ["model=cvt_6_4", "model.depth=3", "model.embed_dim=32", *BOTH],
+    "cct_7_3x1": ["model=cct_7_3x1", "model.depth=4", "model.embed_dim=32", *BOTH],
+    "vit of timm's": [*TINY_VIT, "augmentation.vtm.layer=2"],
+    "library": ["model=resnet18", "augmentation=[mixup,cutmix]"],
+    "bf16": [*SMALL, *BOTH, "recipe.precision=bf16"],
+    "two ranks": [*SMALL, *BOTH, "devices=2"],
+}
+
+Line = dict[str, float]
+
+
+def told_of(name: str, folder: Path) -> list[str]:
+    return ["name=run", f"output_root={folder}", *TEN, *RUNS[name]]
+
+
+def lines_of(folder: Path) -> list[Line]:
+    """Loss and replaced tokens of each batch of a run."""
+    metrics = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [
+        {"loss": round(line["loss"], 7), "tokens": round(line["mixed_tokens"], 4)}
+        for line in metrics
+        if "step" in line
+    ]
+
+
+@pytest.mark.usefixtures("unevaluated")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_the_losses_that_were_recorded(command: Command, tmp_path: Path, name: str):
+    expected = yaml.safe_load(LOSSES.read_text())[name]
+    ended = command("train", *told_of(name, tmp_path))
+    assert ended.status == 0, ended.err
+    found = lines_of(tmp_path)
+    assert len(found) == len(expected) == 10
+    if name == "bf16":  # whose sums differ from machine to machine
+        found, expected = found[:1], expected[:1]
+    for ours, recorded in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(recorded["loss"], abs=1e-2 if name == "bf16" else 1e-5)
+        assert ours["tokens"] == pytest.approx(recorded["tokens"], abs=1e-3)
+
+
+def test_tokens_are_replaced_in_the_recorded_runs():
+    recorded = yaml.safe_load(LOSSES.read_text())
+    assert set(recorded) == set(RUNS)
+    for name, told in RUNS.items():
+        mixes = any("htm" in text for text in told)
+        assert any(line["tokens"] > 0 for line in recorded[name]) == mixes, name
+
+
+def configurations() -> dict[str, list[list[Any]]]:
+    """key -> [[value, the experiments that have it], ...], of all experiments."""
+    paths = sorted((CONF_DIR / "experiment").rglob("*.yaml"))
+    names = [str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in paths]
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        config = parse(compose("train", [f"experiment={name}"]).raw, needs_data=False)
+        for key, value in _flat(dataclasses.asdict(config)):
+            found.setdefault(key, {}).setdefault(json.dumps(value), []).append(name)
+    return {
+        key: [
+            [json.loads(value), having if having != names else "all"] for value, having in x.items()
+        ]
+        for key, x in found.items()
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif prefix + key not in ("name", "dataset.workers"):  # the run's hash; the machine's cores
+            yield f"{prefix}{key}", value
+
+
+def test_experiments_compose_to_what_was_recorded():
+    assert configurations() == yaml.safe_load(COMPOSED.read_text())
+
+
+def record() -> None:
+    losses = {}
+    for name in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "train.py", *told_of(name, Path(folder))]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            losses[name] = lines_of(Path(folder))
+    for path, found in ((LOSSES, losses), (COMPOSED, configurations())):
+        path.write_text(yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100))
+
+
+if __name__ == "__main__":
+    record()
