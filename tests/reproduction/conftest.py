@@ -108,14 +108,14 @@ def configs() -> dict[str, Config]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
     """Lets something happen before the step that follows so many."""
-    whole = Trainer._step
+    whole = Trainer.train_step
 
     def eventful_step(self: Trainer, *args: Any) -> Any:
         if self.step == step:
             happens()
         return whole(self, *args)
 
-    monkeypatch.setattr(Trainer, "_step", eventful_step)
+    monkeypatch.setattr(Trainer, "train_step", eventful_step)
 
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:

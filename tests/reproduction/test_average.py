@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from reproduction.compose import compose
+from reproduction.data.inputs import TrainingInputs
 from reproduction.jobs import resolve
 from reproduction.models.names import State
 from reproduction.parse import parse
 from reproduction.runs import RunFolder
 from reproduction.training.distributed import World
+from reproduction.training.step import TrainingStep
 from reproduction.training.train import run_training
-from reproduction.training.update import Update
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import (
     MIXED,
@@ -41,22 +43,28 @@ def small_model() -> TokenMixup:
     return TokenMixup(nn.Sequential(*layers), 10, htm=None, vtm=None)
 
 
+def step_of(module: TokenMixup, *told: str) -> TrainingStep:
+    """The step by a recipe, on images and targets as they are."""
+    inputs: Any = TrainingInputs(lambda x: x, lambda images, targets: (images, targets))
+    return TrainingStep(module, inputs, parse(compose("train", list(told)).raw).recipe, ALONE, 0)
+
+
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_the_average_follows_every_update_from_the_initial_weights_on(precision: str):
     """Also the running statistics of batch normalisation; whole numbers are taken over."""
     told = ["recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
     module = small_model()
-    update = Update(module, parse(compose("train", told).raw).recipe, ALONE)
+    step = step_of(module, *told)
     if precision == "float16":  # at which no gradient overflows
-        update.scaler.load_state_dict({**update.scaler.state_dict(), "scale": 1024.0})
+        step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 1024.0})
     expected = {name: value.clone() for name, value in module.model.state_dict().items()}
     for seed in range(3):
         torch.manual_seed(seed)
-        update(torch.randn(6, 3, 8, 8), torch.eye(10)[:6], 6)
+        step(torch.randn(6, 3, 8, 8), torch.eye(10)[:6], seed, 6)
         for name, value in module.model.state_dict().items():
             mean = 0.75 * expected[name] + 0.25 * value
             expected[name] = mean if value.is_floating_point() else value.clone()
-    found = update.evaluated.state_dict()
+    found = step.evaluated.state_dict()
     assert found["1.num_batches_tracked"] == 3
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)

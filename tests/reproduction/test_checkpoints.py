@@ -123,7 +123,7 @@ def test_a_run_goes_back_to_the_newest_checkpoint_that_is_whole_and_to_its_best_
     for path in broken:
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "_step", lambda *args: 1 / 0)
+        patch.setattr(loop.Trainer, "train_step", lambda *args: 1 / 0)
         ended = command("train", "name=mine", "resume=auto", *SAVING)
     assert ended.status == 1
     for name, line in zip(("last.pt", "last-1.pt"), ended.lines, strict=False):

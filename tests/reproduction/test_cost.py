@@ -133,7 +133,7 @@ SMALL = ["model.embed_dim=16", "augmentation=[mixup,cutmix,htm,vtm]", "recipe.ba
 def test_the_trainers_own_steps_are_measured_with_every_sample_mixed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measuring, "ROUND_SECONDS", 0.01)
-    whole, seen = Trainer._step, []
+    whole, seen = Trainer.train_step, []
 
     def step(self: Trainer, images: Any, targets: Any, global_size: int) -> Any:
         (part,) = parts = whole(self, images, targets, global_size)
@@ -141,7 +141,7 @@ def test_the_trainers_own_steps_are_measured_with_every_sample_mixed(tmp_path, m
         assert self.module.training
         return parts
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     found = measure_speed(config_of(*SMALL), "cpu")
     timed = [batch for batch in seen if batch[0] == 6]
     assert found.batch_size == 6 and len(timed) >= 7

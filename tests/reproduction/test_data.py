@@ -181,7 +181,7 @@ def test_a_worker_that_dies_ends_a_run_that_can_go_on(
 
         patch.setattr(owner, name, killing)
 
-    for owner, name in ((Trainer, "_step"), (evaluate, "_count")):
+    for owner, name in ((Trainer, "train_step"), (evaluate, "_count")):
         with monkeypatch.context() as patch:
             kill_in(patch, owner, name)
             start = time.monotonic()

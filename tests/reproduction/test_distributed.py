@@ -56,7 +56,7 @@ import train
 from reproduction.cli import run
 from reproduction.training.loop import Trainer
 
-whole = Trainer._step
+whole = Trainer.train_step
 
 def step(self, *args):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -64,7 +64,7 @@ def step(self, *args):
             os.kill(os.getpid(), signal.SIGKILL)
     return whole(self, *args)
 
-Trainer._step = step
+Trainer.train_step = step
 if __name__ == "__main__":
     run("train", train.resolve, train.check_all, train.main)
 """
@@ -118,7 +118,10 @@ def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_o
         for ours, theirs in zip(epochs, one_epochs, strict=True):
             assert ours["top1"] == pytest.approx(theirs["top1"])
             assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-4)
-    assert RunFolder(tmp_path / "outputs/torchrun").read_config()["devices"] == 2
+    runs = {name: RunFolder(tmp_path / "outputs" / name) for name in ("one", "two", "torchrun")}
+    images = [torch.load(run.last_path, weights_only=True)["images"] for run in runs.values()]
+    assert images[0] == images[1] == images[2] > 0
+    assert runs["torchrun"].read_config()["devices"] == 2
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ IMAGES = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
 
 
 class Drawn(NamedTuple):
-    """What one step hands to the update, and what that would draw."""
+    """What one step hands to the model, and what that would draw."""
 
     images: Tensor
     targets: Tensor
@@ -29,19 +29,19 @@ def drawn(stack: list[str], *, seed: int = 0, rank: int = 0, steps: int = STEPS)
     erasing = "recipe.transforms.erasing_prob=1"
     small = ["model.embed_dim=16", "recipe.warmup_epochs=0", f"seed={seed}", erasing]
     trainer = bare_trainer(step_config("cct_2_3x2", stack, "float32", *small), CPU)
-    trainer.world = World(rank, 2, CPU)
+    trainer.update.world = World(rank, 2, CPU)
     seen: list[Drawn] = []
 
-    def update(images: Tensor, targets: Tensor, size: int) -> Any:
+    def accumulate(images: Tensor, targets: Tensor, size: int) -> Any:
         seen.append(
             Drawn(images, targets, torch.rand(4), draw_manifold_mix(ManifoldMixup(), images))
         )
         return []
 
-    trainer.update = update
+    trainer.update._accumulate = accumulate
     for _ in range(steps):
         torch.rand(5)  # as whatever comes between two steps
-        trainer._step(IMAGES, torch.arange(8), 8)
+        trainer.train_step(IMAGES, torch.arange(8), 8)
         trainer.step += 1
     return seen
 
@@ -68,7 +68,7 @@ def test_every_step_rank_and_seed_erases_other_boxes_with_other_noise():
     """Without mixing, so that erasing alone tells them apart."""
     found = [*drawn([]), *drawn([], rank=1), *drawn([], seed=1)]
     trainer = bare_trainer(step_config("cct_2_3x2", [], "float32", "model.embed_dim=16"), CPU)
-    plain = trainer.inputs.normalize(IMAGES)
+    plain = trainer.update.inputs.normalize(IMAGES)
     masks = [boxes(plain, one.images) for one in found]
     for (one, mask), (other, its) in combinations(zip(found, masks, strict=True), 2):
         assert not torch.equal(mask, its)

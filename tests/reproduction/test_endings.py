@@ -16,8 +16,8 @@ from reproduction.jobs import resolve
 from reproduction.reporting import report
 from reproduction.runs import RunFolder
 from reproduction.training import loop, train
+from reproduction.training.step import TrainingStep
 from reproduction.training.train import run_training
-from reproduction.training.update import Update
 from tests.reproduction.conftest import SMALL, Command, Ended, at_step
 from tests.reproduction.test_training import assert_same_result, folder
 
@@ -66,8 +66,8 @@ FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [  # in which call of
     (loop, "save_plain", 1, file_error(errno.EROFS), ["Read-only file system"]),
     (loop, "save_last", 1, file_error(errno.EIO), ["Input/output error"]),
     (loop, "evaluate", 1, GPU, ["evaluation after step ", "the GPU's memory", *LOWER]),
-    (Update, "__call__", 1, GPU, ["step ", "the GPU's memory", *LOWER]),
-    (Update, "__call__", 1, HOST, ["step ", "this machine's memory", *LOWER]),
+    (TrainingStep, "__call__", 1, GPU, ["step ", "the GPU's memory", *LOWER]),
+    (TrainingStep, "__call__", 1, HOST, ["step ", "this machine's memory", *LOWER]),
     (RunFolder, "write_summary", 2, file_error(errno.EDQUOT), ["Disk quota exceeded"]),
 ]
 

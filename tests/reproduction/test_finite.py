@@ -9,17 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from reproduction.benchmark.trainers import bare_trainer, step_config
-from reproduction.compose import compose
 from reproduction.errors import PlainError
-from reproduction.parse import parse
-from reproduction.training import finite
+from reproduction.training import metrics
 from reproduction.training.distributed import World
-from reproduction.training.finite import NonFinite
 from reproduction.training.loop import Trainer
-from reproduction.training.metrics import BatchMetrics
-from reproduction.training.update import Update
+from reproduction.training.metrics import BatchMetrics, NonFinite
 from tests.reproduction.conftest import SMALL, Command
-from tests.reproduction.test_average import small_model
+from tests.reproduction.test_average import small_model, step_of
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
 from tokenmixup import detectors, horizontal
 
@@ -40,7 +36,7 @@ def step(trainer: Trainer, images: Tensor | None = None) -> None:
     if images is None:
         generator = torch.Generator().manual_seed(1)
         images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    parts = trainer._step(images, torch.arange(6), 6)
+    parts = trainer.train_step(images, torch.arange(6), 6)
     trainer.metrics.add(trainer.step + 1, 1, 0.1, parts, trainer.update.not_finite)
 
 
@@ -141,11 +137,11 @@ def test_what_is_not_finite_on_another_rank_is_left_out_here_too(monkeypatch: py
 def test_a_skipped_update_leaves_average_and_running_statistics(precision: str):
     told = [SKIP, "recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
     module = small_model()
-    update = Update(module, parse(compose("train", told).raw).recipe, World(0, 1, CPU))
+    update = step_of(module, *told)
     held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
     before = {name: value.clone() for name, value in held.items()}
     for value, skipped in ((torch.nan, 1), (1.0, 0)):
-        update(torch.randn(6, 3, 8, 8) * value, torch.eye(10)[:6], 6)
+        update(torch.randn(6, 3, 8, 8) * value, torch.eye(10)[:6], 0, 6)
         assert float(update.not_finite) == skipped
         same = [torch.equal(held[name], before[name]) for name in held]
         assert all(same) if skipped else not any(same)
@@ -158,13 +154,13 @@ def test_a_step_that_the_scaler_leaves_out_is_counted_and_changes_nothing(clip: 
     told = ["recipe.precision=float16", "recipe.ema_decay=0.75", "recipe.lr=0.1"]
     told += [f"recipe.clip_grad_norm={clip}", f"recipe.non_finite={rule}"]
     module = small_model()
-    update = Update(module, parse(compose("train", told).raw).recipe, World(0, 1, CPU))
+    update = step_of(module, *told)
     held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
     metrics, followed = BatchMetrics(World(0, 1, CPU)), NonFinite(update.skips, update.uses_scaler)
     before = {name: value.clone() for name, value in held.items()}
     for step, scale in enumerate((1e38, 1024.0)):
         update.scaler.load_state_dict({**update.scaler.state_dict(), "scale": scale})
-        parts = update(torch.randn(6, 3, 8, 8), torch.eye(10)[:6], 6)
+        parts = update(torch.randn(6, 3, 8, 8), torch.eye(10)[:6], step, 6)
         assert torch.isfinite(parts[0].loss)
         assert float(update.not_finite) == (step == 0)
         same = [torch.equal(held[name], before[name]) for name in held]
@@ -192,12 +188,12 @@ def test_skipped_steps_are_counted_and_a_run_goes_on_exactly(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     args = (SKIP, *MIXED, *SMALL)
-    whole = Trainer._step
+    whole = Trainer.train_step
 
     def sometimes_broken(self: Trainer, images: Tensor, *args: Any) -> Any:
         return whole(self, images * torch.nan if self.step in (1, 4) else images, *args)
 
-    monkeypatch.setattr(Trainer, "_step", sometimes_broken)
+    monkeypatch.setattr(Trainer, "train_step", sometimes_broken)
     assert command("train", "name=whole", *args).status == 0
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5, KeyboardInterrupt())
@@ -211,7 +207,7 @@ def test_skipped_steps_are_counted_and_a_run_goes_on_exactly(
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(finite, "MOST_IN_A_ROW", 3)
+    monkeypatch.setattr(metrics, "MOST_IN_A_ROW", 3)
     bad, good = {"step": 7, "loss": torch.nan, "skipped": 1}, {"loss": 1.0, "skipped": 0}
     followed = NonFinite(skips=True)
     followed.check([bad, bad, good, bad])

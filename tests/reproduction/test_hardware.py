@@ -55,14 +55,14 @@ def test_hardware_of_a_run_that_moved_is_listed_in_order():
 def test_a_summary_names_the_hardware_of_every_part_of_its_run(
     command: Command, tmp_path: Path, monkeypatch
 ):
-    whole = Trainer._step
+    whole = Trainer.train_step
 
     def step(self: Trainer, *args: Any) -> Any:
         if self.step == 4 and hardware.usable_cores() == 3:
             raise KeyboardInterrupt
         return whole(self, *args)
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     monkeypatch.setattr(hardware, "_processor", lambda: "CPU")
     for cores, status in ((3, 130), (5, 0)):
         monkeypatch.setattr(hardware, "usable_cores", lambda cores=cores: cores)

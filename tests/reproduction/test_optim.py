@@ -73,7 +73,7 @@ def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
         group["fused"] = fused
     images, losses = torch.randn(8, 3, 32, 32), []
     for trainer.step in range(10):
-        (part,) = trainer._step(images, torch.arange(8), 8)
+        (part,) = trainer.train_step(images, torch.arange(8), 8)
         losses.append(part.loss.item())
     return losses
 

@@ -66,7 +66,7 @@ def table3() -> list[PlannedRun]:
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, times: int, error: BaseException, at: int) -> list:
     """The run with random saliency meets `error` at step `at`, so often; returns all steps."""
-    whole, steps, failures = Trainer._step, [], []
+    whole, steps, failures = Trainer.train_step, [], []
 
     def step(self: Trainer, *args: Any) -> Any:
         htm = self.config.augmentation.htm
@@ -77,7 +77,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, times: int, error: BaseException, a
         steps.append((htm.detector, self.step))
         return whole(self, *args)
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     return steps
 
 

@@ -31,11 +31,11 @@ from tests.reproduction.test_training import assert_same_result
 ROOT = Path(__file__).parents[2]
 SLOW = """import runpy, time
 from reproduction.training.loop import Trainer
-step = Trainer._step
+step = Trainer.train_step
 def slow(*args):
     time.sleep(0.1)
     return step(*args)
-Trainer._step = slow
+Trainer.train_step = slow
 runpy.run_path({train!r}, run_name="__main__")
 """
 

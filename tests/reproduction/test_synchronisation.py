@@ -77,7 +77,9 @@ def trainer_on(device: str, stack: list[str], *told: str, precision: str = "floa
 def step(trainer: Trainer, batch_size: int = 6) -> None:
     device = trainer.world.device
     images = torch.zeros(batch_size, 3, 32, 32, device=device)
-    trainer._step(images, torch.zeros(batch_size, dtype=torch.int64, device=device), batch_size)
+    trainer.train_step(
+        images, torch.zeros(batch_size, dtype=torch.int64, device=device), batch_size
+    )
 
 
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)

@@ -78,14 +78,14 @@ def assert_same_result(one: RunFolder, other: RunFolder) -> None:
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
-    whole = Trainer._step
+    whole = Trainer.train_step
 
     def partial_step(self: Trainer, *args: Any) -> Any:
         if self.step == step:
             raise error
         return whole(self, *args)
 
-    monkeypatch.setattr(Trainer, "_step", partial_step)
+    monkeypatch.setattr(Trainer, "train_step", partial_step)
 
 
 def test_a_run_writes_the_folder_that_reports_read(command: Command, tmp_path: Path):
@@ -179,7 +179,7 @@ def hear_ctrl_c() -> Iterator[None]:
 
 def signal_in(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals) -> list[int]:
     """Signals come while the step after `step` others is computed; returns the steps computed."""
-    whole, computed = Trainer._step, []
+    whole, computed = Trainer.train_step, []
 
     def signalled_step(self: Trainer, *args: Any) -> Any:
         if self.step == step:
@@ -188,7 +188,7 @@ def signal_in(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signa
         computed.append(self.step)
         return whole(self, *args)
 
-    monkeypatch.setattr(Trainer, "_step", signalled_step)
+    monkeypatch.setattr(Trainer, "train_step", signalled_step)
     return computed
 
 
@@ -408,14 +408,14 @@ def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twi
 def test_one_failing_point_does_not_stop_a_sweep(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = Trainer._step
+    whole = Trainer.train_step
 
     def step(self: Trainer, *args: Any) -> Any:
         if self.config.seed == 1:
             raise RuntimeError("unlucky")
         return whole(self, *args)
 
-    monkeypatch.setattr(Trainer, "_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     ended = command("train", "-m", "seed=0,1,2", *SMALL)
     assert ended.status == 1
     assert "RuntimeError: unlucky" in ended.lines[-1]

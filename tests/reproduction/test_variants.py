@@ -74,7 +74,7 @@ def test_every_variant_trains(tmp_path, model: str, stack: list[str], switch: st
         before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
         trainer.module.train()
         for images, targets in islice(trainer.train_loader, 3):
-            ((loss, output),) = trainer._step(images, targets, len(images))
+            ((loss, output),) = trainer.train_step(images, targets, len(images))
             assert math.isfinite(loss.item())
             sums = output.targets.sum(dim=1)
             torch.testing.assert_close(sums, torch.ones_like(sums))

@@ -79,13 +79,13 @@ def sharpen(model: Any) -> None:
 
 
 def step_of(trainer: Trainer, batch_size: int) -> Callable[[], Output]:
-    """One batch after another through `Trainer._step`, always of the same random images."""
+    """One batch after another through `Trainer.train_step`, always of the same random images."""
     device, size = trainer.world.device, trainer.config.model.image_size
     images = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8).to(device)
     targets = torch.arange(batch_size, device=device) % len(trainer.classes)
 
     def step() -> Output:
-        (part,) = trainer._step(images, targets, batch_size)
+        (part,) = trainer.train_step(images, targets, batch_size)
         trainer.step += 1
         return part.output
 

@@ -27,7 +27,7 @@ def main() -> None:
     notes.write()
     for name, phase in PARTS.items():
         setattr(Trainer, name, _noting(notes, phase, getattr(Trainer, name)))
-    setattr(Trainer, "_step", _counting(notes, Trainer._step))
+    setattr(Trainer, "train_step", _counting(notes, Trainer.train_step))
     setattr(report, "write_report", _noting(notes, "report", report.write_report))
     setattr(report, "_draw", lambda folder: {})  # which takes longer than such a run
     sys.argv = [str(TRAIN), *sys.argv[2:]]

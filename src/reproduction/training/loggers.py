@@ -1,13 +1,16 @@
-"""Where metrics go besides metrics.jsonl: nowhere, or to wandb."""
+"""What is told of a run while it trains: by a bar or lines here, and by wandb."""
 
 import dataclasses
 import os
 import re
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from uuid import uuid4
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reproduction.config import Config, Wandb
 from reproduction.errors import UserError, first_line
@@ -168,3 +171,34 @@ def _teardown() -> None:
 
 def _warn(text: str) -> None:
     warn(f"warning: {text}")
+
+
+class ProgressDisplay:
+    """Shows batches within the run and one line per epoch; silent on ranks but the first."""
+
+    def __init__(self, total_steps: int, done_steps: int, active: bool):
+        self.active = active
+        self.bar: Progress | None = None
+        if active and sys.stdout is not None and sys.stdout.isatty():
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
+            self.task = self.bar.add_task("training", total=total_steps, completed=done_steps)
+            self.bar.start()
+
+    def advance(self) -> None:
+        if self.bar is not None:
+            self.bar.advance(self.task)
+
+    def line(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self.active:
+            say(text)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()

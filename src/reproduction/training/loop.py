@@ -1,4 +1,4 @@
-"""The training loop: every batch goes through `Trainer._step`."""
+"""The training loop: every batch goes through `Trainer.train_step`, which is in step.py."""
 
 import math
 import time
@@ -14,7 +14,6 @@ from reproduction.data.broken import BrokenImages
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.seeding import Purpose, seed_torch
 from reproduction.errors import PlainError, Stopped, UserError, first_line
 from reproduction.heap import give_back_freed_memory
 from reproduction.identity import run_hash
@@ -26,13 +25,11 @@ from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.endings import explaining_memory
 from reproduction.training.evaluate import Evaluation, evaluate
-from reproduction.training.finite import NonFinite, not_finite
-from reproduction.training.loggers import Logger, NoLog
-from reproduction.training.metrics import BatchMetrics
+from reproduction.training.loggers import Logger, NoLog, ProgressDisplay
+from reproduction.training.metrics import BatchMetrics, NonFinite, not_finite
 from reproduction.training.optim import build_schedule
-from reproduction.training.progress import ProgressDisplay
+from reproduction.training.step import Part, TrainingStep
 from reproduction.training.stopping import Agreement, handling
-from reproduction.training.update import Part, Update
 from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
@@ -63,11 +60,11 @@ class Trainer:
         self.config, self.recipe, self.world = config, recipe, world
         self.folder, self.classes = folder, classes
         self.logger: Logger = NoLog()
-        self.module, self.inputs, self.batches = module, inputs, batches
+        self.module, self.batches = module, batches
         self.train_loader, self.eval_loader, self.broken = train_loader, eval_loader, broken
         if config.compile:
             compile_blocks(module)
-        self.update = Update(module, recipe, world)
+        self.update = TrainingStep(module, inputs, recipe, world, config.seed)
         self.schedule = build_schedule(self.update.optimizer, recipe, len(batches))
         self.metrics = BatchMetrics(world)
         self.non_finite = NonFinite(self.update.skips, self.update.uses_scaler)
@@ -156,7 +153,7 @@ class Trainer:
         for images, targets in islice(self.train_loader, self.total_steps - self.step):
             batch = self.step - begin
             lr = self.schedule.set(self.epoch, batch)
-            parts = self._step(images, targets, self.batches.global_size(batch))
+            parts = self.train_step(images, targets, self.batches.global_size(batch))
             self.step += 1
             self.images += self.batches.global_size(batch)
             self.metrics.add(self.step, self.epoch + 1, lr, parts, self.update.not_finite)
@@ -173,22 +170,20 @@ class Trainer:
                 self._restart_clocks()
         self._flush()
 
-    def _step(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
-        """One batch of `b 3 h w` uint8 and `b`: prepares, updates; a part for each micro-batch."""
-        device, least = self.world.device, self.recipe.grad_accum_steps
+    def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[Part]:
+        """One step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
+
+        PlainError where it lacks images or memory, and where a gain is not finite.
+        """
+        least = self.recipe.grad_accum_steps
         if len(images) < least:  # the others are broken, and skipped
             raise PlainError(
                 f"step {self.step + 1}: {len(images)} of this share's images are readable, "
                 f"recipe.grad_accum_steps={least} needs {least} or more"
             )
-        images = images.to(device, non_blocking=True)
-        targets = targets.to(device, non_blocking=True)
-        key = (self.config.seed, self.step, self.world.rank)
-        images, soft_targets = self.inputs(images, targets, *key)
-        seed_torch(Purpose.DROPOUT, *key)
         try:
             with explaining_memory(f"step {self.step + 1}", self.recipe):
-                return self.update(images, soft_targets, global_size)
+                return self.update(images, classes, self.step, global_size)
         except FloatingPointError as error:
             raise not_finite(self.step + 1, str(error)) from error
 
@@ -219,7 +214,11 @@ class Trainer:
         give_back_freed_memory()  # the first time the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             result = evaluate(
-                model, self.inputs.normalize, self.eval_loader, self.world, self.recipe.precision
+                model,
+                self.update.inputs.normalize,
+                self.eval_loader,
+                self.world,
+                self.recipe.precision,
             )
         self.broken.agree(self.world)
         if not math.isfinite(result["eval_loss"]):

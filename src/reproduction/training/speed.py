@@ -95,11 +95,11 @@ def _work(trainer: Trainer, batch_size: int) -> tuple[Work, Work]:
     targets = torch.arange(batch_size, device=device) % len(trainer.classes)
 
     def step() -> None:
-        trainer._step(images, targets, batch_size)
+        trainer.train_step(images, targets, batch_size)
         trainer.step += 1
 
     def evaluation() -> None:
-        batches, normalize = [[images, targets]], trainer.inputs.normalize
+        batches, normalize = [[images, targets]], trainer.update.inputs.normalize
         evaluate(trainer.module, normalize, batches, trainer.world, trainer.recipe.precision)
 
     return step, evaluation

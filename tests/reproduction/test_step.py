@@ -12,7 +12,7 @@ from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics
-from reproduction.training.update import Part, Update
+from reproduction.training.step import Part, TrainingStep
 
 CPU = torch.device("cpu")
 PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.warmup_epochs=0"]
@@ -43,7 +43,7 @@ def test_updates_in_micro_batches_equal_whole_ones(stack: list[str], count: int)
     """Of 7 images, so that sizes differ."""
     whole, cut = trainer_of(stack, 1, *SGD), trainer_of(stack, count, *SGD)
     for _ in range(3):
-        ours, theirs = (line_of(x._step(*images_of(7), 7)) for x in (cut, whole))
+        ours, theirs = (line_of(x.train_step(*images_of(7), 7)) for x in (cut, whole))
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
     for ours, theirs in zip(cut.module.parameters(), whole.module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -51,7 +51,8 @@ def test_updates_in_micro_batches_equal_whole_ones(stack: list[str], count: int)
 
 def test_pairs_are_matched_within_a_micro_batch():
     mixed = [
-        line_of(trainer_of(["htm"], count, *PLAIN)._step(*images_of(6), 6)) for count in (1, 2, 6)
+        line_of(trainer_of(["htm"], count, *PLAIN).train_step(*images_of(6), 6))
+        for count in (1, 2, 6)
     ]
     assert [line["mixed_samples"] for line in mixed] == [6, 6, 6]
     assert mixed[0]["mixed_tokens"] > 1 and mixed[1]["mixed_tokens"] > 1
@@ -59,7 +60,7 @@ def test_pairs_are_matched_within_a_micro_batch():
 
 
 def test_metrics_of_an_update_are_those_of_all_its_images():
-    parts = trainer_of(["htm"], 2, *PLAIN)._step(*images_of(5), 5)
+    parts = trainer_of(["htm"], 2, *PLAIN).train_step(*images_of(5), 5)
     assert [len(part.output.logits) for part in parts] == [3, 2]
     line = line_of(parts)
 
@@ -86,7 +87,7 @@ def test_images_a_second_are_those_of_all_batches_since_the_last_fetch(
     metrics = BatchMetrics(World(0, 1, CPU))
     for seconds, batches, speed in ((2.0, 3, 9.0), (4.0, 2, 3.0)):
         for step in range(batches):
-            metrics.add(step, 1, 0.1, trainer._step(*images_of(6), 6))
+            metrics.add(step, 1, 0.1, trainer.train_step(*images_of(6), 6))
         now[0] += seconds
         assert [line["images_per_second"] for line in metrics.fetch()] == [speed] * batches
 
@@ -101,7 +102,7 @@ def alone() -> Iterator[None]:
 
 def test_ranks_sum_their_gradients_once_an_update(alone: None):
     trainer = trainer_of([], 3, *PLAIN)
-    update = Update(trainer.module, trainer.recipe, World(0, 2, CPU))
+    step = TrainingStep(trainer.module, trainer.update.inputs, trainer.recipe, World(0, 2, CPU), 0)
     sums = []
 
     def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -110,7 +111,7 @@ def test_ranks_sum_their_gradients_once_an_update(alone: None):
         done.set_result(bucket.buffer())
         return done
 
-    update.parallel.register_comm_hook(None, count)
-    for _ in range(2):
-        update(images_of(6)[0].float(), torch.eye(10)[:6], 12)
+    step.parallel.register_comm_hook(None, count)
+    for number in range(2):
+        step(*images_of(6), number, 12)
     assert sums.count(True) == 2
