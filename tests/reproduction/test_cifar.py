@@ -18,7 +18,8 @@ import yaml
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from reproduction.data import sources
-from reproduction.data.sources import ArrayImages, Source, _open, load_source
+from reproduction.data.images import ArrayImages
+from reproduction.data.sources import Source, _open, load_source
 from reproduction.data.stand_ins import STAND_INS, make_stand_ins
 from reproduction.errors import UserError
 from tests.reproduction.conftest import Command

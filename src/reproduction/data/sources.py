@@ -5,34 +5,23 @@ import os
 import socket
 import tarfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
-from PIL import Image
-from torch.utils.data import Subset
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
 from reproduction.data.folders import EXTENSIONS, class_names, image_files, split_folders
-from reproduction.data.images import load_image
+from reproduction.data.images import ArrayImages, FileImages, ImageSource
 from reproduction.data.stand_ins import STAND_INS, cifar_digests
 from reproduction.errors import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 SILENCE = 60  # seconds after which a server that sends nothing is given up
-
-
-class ImageSource(Protocol):
-    """Images by index, RuntimeError names a broken one; `targets` are known without decoding."""
-
-    targets: list[int]
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
 
 
 @dataclass(frozen=True)
@@ -44,43 +33,13 @@ class Source:
     classes: list[str]
 
 
-class ArrayImages:
-    """Images held in memory: each is uint8, `h w` if grey, else `h w 3`."""
-
-    def __init__(self, images: Sequence[np.ndarray] | np.ndarray, targets: Iterable[int]):
-        self.images, self.targets = images, [int(t) for t in targets]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        image = Image.fromarray(self.images[index])  # a copy: what is held stays as it is
-        return image if image.mode == "RGB" else image.convert("RGB"), self.targets[index]
-
-
-class FileImages:
-    """Images that are read from their files, each when it is asked for."""
-
-    def __init__(self, samples: list[tuple[str, int]]):
-        self.samples, self.targets = samples, [target for _, target in samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, target = self.samples[index]
-        return load_image(path), target
-
-
 def load_source(name: str, root: str | None, limit: int | None) -> Source:
     """Opens a data set, downloading CIFAR on first use; keeps `limit` training images if given.
 
     Raises UserError when the download fails or `limit` exceeds the training images.
     """
     source = _open(name, root)
-    if limit is None:
-        return source
-    return Source(limited(source.train, limit), source.held_out, source.classes)
+    return source if limit is None else replace(source, train=_limited(source.train, limit))
 
 
 @lru_cache(maxsize=1)
@@ -89,7 +48,7 @@ def _open(name: str, root: str | None) -> Source:
     return _LOADERS[name](name, root)
 
 
-def limited(images: ImageSource, limit: int) -> ImageSource:
+def _limited(images: ImageSource, limit: int) -> ImageSource:
     """The first `limit` images when classes take turns, so that classes stay balanced."""
     if limit > len(images):
         raise UserError(f"dataset.limit={limit}: there are {len(images)} training images")
@@ -98,10 +57,7 @@ def limited(images: ImageSource, limit: int) -> ImageSource:
     for label in np.unique(targets):
         members = np.flatnonzero(targets == label)
         turn[members] = np.arange(len(members))
-    kept = np.lexsort((targets, turn))[:limit]
-    subset = Subset(cast(Any, images), kept.tolist())
-    subset.targets = targets[kept].tolist()  # type: ignore[attr-defined]
-    return cast(ImageSource, subset)
+    return images.take(np.lexsort((targets, turn))[:limit].tolist())
 
 
 def _digits(name: str, root: str | None) -> Source:
