@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import TypeAdapter
 
+from reproduction.compose import compose
 from reproduction.config import CONF_DIR, Config
+from reproduction.parse import parse
 from reproduction.reporting.recipes import as_table, compare_recipes, read_recipes
 from reproduction.storage import write_text
 
@@ -17,6 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION, DIFFERENCES = DOCS / "configuration.md", DOCS / "differences.md"
 BEGIN, END = "<!-- written by scripts/write_docs.py -->\n\n", "\n<!-- end -->\n"
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
+TABLES = ("table1", "table2", "published")  # folders of conf/experiment
 INTRODUCTION = """# Configuration
 
 `python train.py group=option key=value ...`; several values with `-m`. A mistyped key, value or
@@ -133,10 +136,20 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     return " ".join([WORDS[schema["type"]], *(f"{sign} {limit:g}" for sign, limit in limits)])
 
 
+def experiments() -> dict[str, Config]:
+    """Of Tables 1 and 2 and as published, as composed."""
+    folder = CONF_DIR / "experiment"
+    paths = [path for name in TABLES for path in sorted((folder / name).glob("*.yaml"))]
+    names = [str(path.relative_to(folder).with_suffix("")) for path in paths]
+    composed = (compose("train", [f"experiment={name}"]).raw for name in names)
+    return dict(zip(names, (parse(raw, needs_data=False) for raw in composed), strict=True))
+
+
 def recipes() -> str:
     """docs/differences.md with the table of the recipes between its marks."""
     before, _, rest = DIFFERENCES.read_text().partition(BEGIN)
-    return before + BEGIN + as_table(compare_recipes(read_recipes())) + END + rest.partition(END)[2]
+    table = as_table(compare_recipes(read_recipes(), experiments()))
+    return before + BEGIN + table + END + rest.partition(END)[2]
 
 
 def main() -> None:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from reproduction.compose import compose
 from reproduction.config import Config
-from reproduction.data.broken import BrokenImages
 from reproduction.data.build import (
     build_broken_images,
     build_evaluation_loader,
     build_training_images,
     build_training_loader,
 )
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import _open, load_source
 from reproduction.errors import UserError
 from reproduction.identity import run_hash

@@ -14,13 +14,13 @@ import torch
 
 from reproduction.compose import compose
 from reproduction.config import Config
-from reproduction.data.broken import BrokenImages
 from reproduction.data.build import (
     build_evaluation_loader,
     build_training_images,
     statistics_warning,
 )
 from reproduction.data.loaders import (
+    BrokenImages,
     EvaluationImages,
     TrainingBatches,
     evaluation_loader,

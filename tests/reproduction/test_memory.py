@@ -11,12 +11,11 @@ from PIL import Image
 
 from reproduction.compose import compose
 from reproduction.config import Config
-from reproduction.data import memory
-from reproduction.data.broken import BrokenImages
+from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
-from reproduction.data.loaders import TrainingBatches
-from reproduction.data.memory import held
-from reproduction.data.sources import ArrayImages, Source, load_source
+from reproduction.data.images import ArrayImages, held
+from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.sources import Source, load_source
 from reproduction.errors import UserError
 from reproduction.identity import run_hash
 from reproduction.parse import parse
@@ -76,8 +75,8 @@ def test_a_folder_is_held_when_it_fits_and_no_more_headers_are_read_than_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     looked_at: list[str] = []
-    size_of = memory.image_size
-    monkeypatch.setattr(memory, "image_size", lambda path: looked_at.append(path) or size_of(path))
+    size_of = images.image_size
+    monkeypatch.setattr(images, "image_size", lambda path: looked_at.append(path) or size_of(path))
     root = write_images(tmp_path / "images", ["cat"], train=5, held_out=2, size=TWO_FIT)
     source = load_source("image_folder", str(root), None)
     assert held(source.train, 1, threads=1) is source.train

@@ -18,11 +18,10 @@ from PIL import Image
 
 from reproduction.compose import compose
 from reproduction.config import Config
-from reproduction.data.broken import BrokenImages
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.folders import missing_data
 from reproduction.data.images import load_image
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import load_source
 from reproduction.errors import UserError
 from reproduction.parse import parse

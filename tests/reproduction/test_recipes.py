@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from reproduction.reporting.recipes import Setting, compare_recipes, meant, read_recipes
-from scripts.write_docs import CONFIGURATION, DIFFERENCES, configuration, recipes
+from scripts.write_docs import CONFIGURATION, DIFFERENCES, configuration, experiments, recipes
 
 TOLD = read_recipes()
 
 
 @pytest.fixture(scope="module")
 def settings() -> list[Setting]:
-    return compare_recipes(TOLD)
+    return compare_recipes(TOLD, experiments())
 
 
 def unexplained(settings: list[Setting]) -> list[Setting]:
@@ -49,12 +49,13 @@ def test_every_published_value_belongs_to_a_setting(settings: list[Setting]):
     assert set(TOLD["ours_alone"]) <= {x.key for x in settings if x.published == "not told"}
 
 
-def test_a_changed_value_is_noticed(settings: list[Setting]):
+def test_a_changed_value_is_noticed():
+    configs = experiments()
     changed, superfluous = copy.deepcopy(TOLD), copy.deepcopy(TOLD)
     changed["published"][0]["values"]["recipe.batch_size"] = 256
-    assert {x.key for x in unexplained(compare_recipes(changed))} == {"recipe.batch_size"}
+    assert {x.key for x in unexplained(compare_recipes(changed, configs))} == {"recipe.batch_size"}
     superfluous["reasons"].append({"key": "recipe.lr", "in": ["table1/*"], "why": "-"})
-    found = compare_recipes(superfluous)
+    found = compare_recipes(superfluous, configs)
     assert [x["key"] for x in idle_reasons(found, superfluous)] == ["recipe.lr"]
 
 

@@ -16,9 +16,9 @@ from reproduction.benchmark.scope import Scope
 from reproduction.benchmark.timing import Row, summary, time_in_turns
 from reproduction.benchmark.trainers import step_config
 from reproduction.data.build import build_training_images
+from reproduction.data.images import ArrayImages, FileImages, ImageSource, held
 from reproduction.data.loaders import TrainingImages
-from reproduction.data.memory import held
-from reproduction.data.sources import ArrayImages, FileImages, ImageSource, Source
+from reproduction.data.sources import Source
 
 PHOTO = (375, 500)  # rows and columns, usual ones of ImageNet
 MIB_OF_PHOTOS = 8  # enough to hold them all

@@ -11,9 +11,8 @@ from reproduction.benchmark.oracle import Oracle
 from reproduction.benchmark.scope import TRAINED_AS
 from reproduction.cli import compose
 from reproduction.config import Config
-from reproduction.data.broken import BrokenImages
 from reproduction.data.build import build_training_inputs
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.models.build import build_module, place
 from reproduction.parse import parse
 from reproduction.runs import RunFolder

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 
 import torch
 import yaml
+from timm.data import create_transform
 from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
-from reproduction.data.broken import BrokenImages
+from reproduction.data.images import ImageSource, held
 from reproduction.data.inputs import (
     Erasing,
     TrainingInputs,
@@ -16,15 +17,15 @@ from reproduction.data.inputs import (
     build_normalize,
 )
 from reproduction.data.loaders import (
+    BrokenImages,
     EvaluationImages,
     TrainingBatches,
     TrainingImages,
+    Transform,
     evaluation_loader,
     training_loader,
 )
-from reproduction.data.memory import held
-from reproduction.data.sources import ImageSource, Source, load_source
-from reproduction.data.transforms import Transform, evaluation_transform, training_transform
+from reproduction.data.sources import Source, load_source
 from reproduction.errors import UserError
 
 Statistics = tuple[list[float], list[float]]
@@ -37,18 +38,20 @@ def build_source(dataset: Dataset) -> Source:
 
 
 def build_training_images(config: Config, source: Source) -> TrainingImages:
-    """Augmented training images."""
-    settings = config.recipe.transforms
+    """Training images, augmented by timm: `3 s s` uint8."""
+    settings, size = config.recipe.transforms, config.model.image_size
     try:
-        transform = training_transform(
-            image_size=config.model.image_size,
-            scale=settings.scale,
-            ratio=settings.ratio,
+        transform = create_transform(
+            (3, size, size),
+            is_training=True,
+            scale=(settings.scale[0], settings.scale[1]),
+            ratio=(settings.ratio[0], settings.ratio[1]),
             interpolation=settings.interpolation,
             hflip=settings.hflip,
-            color_jitter=settings.color_jitter,
+            color_jitter=settings.color_jitter,  # timm skips it beside auto-augment
             auto_augment=settings.auto_augment,
-            mean=config.dataset.mean,
+            mean=tuple(config.dataset.mean),  # the colour of what auto-augment moves in
+            normalize=False,
         )
     except (ValueError, AssertionError, NotImplementedError) as error:  # timm's, of policies
         policy = settings.auto_augment
@@ -57,9 +60,13 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
 
 
 def build_evaluation_transform(config: Config) -> Transform:
-    """The transform of held-out images."""
-    return evaluation_transform(
-        image_size=config.model.image_size, crop_pct=config.recipe.transforms.eval_crop_pct
+    """PIL image -> `3 s s` uint8: the centre crop is `eval_crop_pct` of the shorter side."""
+    return create_transform(
+        (3, config.model.image_size, config.model.image_size),
+        is_training=False,
+        interpolation="bicubic",
+        crop_pct=config.recipe.transforms.eval_crop_pct,
+        normalize=False,
     )
 
 

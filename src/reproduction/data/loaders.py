@@ -1,24 +1,57 @@
-"""Batches that depend on seed and epoch alone, not on workers or the number of processes."""
+"""Batches that depend on seed and epoch alone, not on workers or the number of processes.
+
+An image whose file is not readable can be left out of its batch; it is named once, and counted.
+"""
 
 import math
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.util import Finalize
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from reproduction.data.broken import Broken, collate_readable, loaded
+from reproduction.data.images import ImageSource
 from reproduction.data.seeding import Purpose, generators_kept, seed_generators
-from reproduction.data.sources import ImageSource
-from reproduction.data.transforms import Transform
 from reproduction.errors import STOP_SIGNALS, UserError
+from reproduction.stdout import warn
 
 START = "fork"  # shares images in memory; ranks that we start ourselves would have another
+Transform = Callable[[Image.Image], Tensor]
+Batch = list[Tensor]  # images, classes
+
+
+class Broken(NamedTuple):
+    """What comes in place of an image: its number and why it cannot be read, with the file."""
+
+    number: int
+    reason: str
+
+
 Item = tuple[Tensor, int] | Broken
+
+
+def loaded(images: ImageSource, index: int, skips: bool) -> tuple[Image.Image, int] | Broken:
+    """An image and its class; of a broken one RuntimeError, or Broken if such are skipped."""
+    try:
+        return images[index]
+    except RuntimeError as error:
+        if not skips:
+            raise
+        return Broken(index, str(error))
+
+
+def collate_readable(items: Sequence[Any]) -> tuple[Batch, list[Broken]]:
+    """The batch without broken images, empty tensors if none is left; and the broken ones."""
+    readable = [item for item in items if not isinstance(item, Broken)]
+    broken = [item for item in items if isinstance(item, Broken)]
+    empty = [torch.empty(0), torch.empty(0, dtype=torch.long)]
+    return default_collate(readable) if readable else empty, broken
 
 
 class TrainingImages(Dataset[Item]):
@@ -93,17 +126,8 @@ def training_loader(
     images: TrainingImages, batches: TrainingBatches, workers: int, pin_memory: bool
 ) -> DataLoader[Item]:
     """Loads this rank's shares, from where `batches` starts."""
-    return DataLoader(
-        images,
-        batch_sampler=batches,
-        num_workers=workers,
-        multiprocessing_context=START if workers else None,
-        persistent_workers=workers > 0,
-        pin_memory=pin_memory,
-        worker_init_fn=_leave_signals_to_parent,
-        collate_fn=collate_readable if images.skips else None,
-        generator=torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
-    )
+    settings = _settings(images, workers, pin_memory)
+    return DataLoader(images, batch_sampler=batches, **settings)
 
 
 def evaluation_loader(
@@ -116,18 +140,74 @@ def evaluation_loader(
     ranks: int = 1,
 ) -> DataLoader[Item]:
     """Every image exactly once over all ranks, without padding."""
-    return DataLoader(
-        images,
-        batch_size=batch_size,
-        sampler=range(rank, num_images, ranks),
-        num_workers=workers,
-        multiprocessing_context=START if workers else None,
-        persistent_workers=workers > 0,
-        pin_memory=pin_memory,
-        worker_init_fn=_leave_signals_to_parent,
-        collate_fn=collate_readable if images.skips else None,
-        generator=torch.Generator(),
-    )
+    settings = _settings(images, workers, pin_memory)
+    share = range(rank, num_images, ranks)
+    return DataLoader(images, batch_size=batch_size, sampler=share, **settings)
+
+
+def _settings(
+    images: TrainingImages | EvaluationImages, workers: int, pin_memory: bool
+) -> dict[str, Any]:
+    """What both kinds of loaders have in common."""
+    return {
+        "num_workers": workers,
+        "multiprocessing_context": START if workers else None,
+        "persistent_workers": workers > 0,
+        "pin_memory": pin_memory,
+        "worker_init_fn": _leave_signals_to_parent,
+        "collate_fn": collate_readable if images.skips else None,
+        "generator": torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
+    }
+
+
+class World(Protocol):
+    """The ranks; see training/distributed.py."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def sum(self, values: Tensor) -> Tensor: ...
+
+
+class BrokenImages:
+    """The broken ones of a run's images that have come up so far; a new one is told on stderr.
+
+    `num_images` is 0 where none is left out.
+    """
+
+    def __init__(self, num_images: int):
+        self.num_images = num_images
+        self.known: set[int] = set()
+
+    def leave_out(self, batches: Iterable[Any], first: int) -> "Readable":
+        """What a loader with `collate_readable` gives, its images counted from `first` on."""
+        return Readable(batches, self, first)
+
+    def note(self, number: int, reason: str) -> None:
+        if number not in self.known:
+            self.known.add(number)
+            warn(f"warning: left out: {reason}")
+
+    def agree(self, world: World) -> None:
+        """Every rank comes to know what any of them has met; all have to ask."""
+        if world.size > 1 and self.num_images:
+            met = torch.zeros(self.num_images, dtype=torch.int32, device=world.device)
+            met[sorted(self.known)] = 1
+            self.known = set(world.sum(met).nonzero().flatten().tolist())
+
+
+class Readable:
+    """The batches of a loader without their broken images, which are noted."""
+
+    def __init__(self, batches: Iterable[Any], broken: BrokenImages, first: int):
+        self.batches, self.broken, self.first = batches, broken, first
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch, left_out in self.batches:
+            for number, reason in left_out:
+                self.broken.note(self.first + number, reason)
+            yield batch
 
 
 def worker_death(text: str) -> str | None:

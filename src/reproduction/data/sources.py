@@ -1,29 +1,27 @@
 """The five data sets as pairs of (PIL image, class index) with the published split."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import fcntl
+import os
+import socket
+import tarfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
-from PIL import Image
-from torch.utils.data import Subset
+from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
 from reproduction.data.folders import EXTENSIONS, class_names, image_files, split_folders
-from reproduction.data.images import load_image
-from reproduction.errors import UserError
+from reproduction.data.images import ArrayImages, FileImages, ImageSource
+from reproduction.data.stand_ins import STAND_INS, cifar_digests
+from reproduction.errors import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
-
-
-class ImageSource(Protocol):
-    """Images by index, RuntimeError names a broken one; `targets` are known without decoding."""
-
-    targets: list[int]
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
+SILENCE = 60  # seconds after which a server that sends nothing is given up
 
 
 @dataclass(frozen=True)
@@ -35,43 +33,13 @@ class Source:
     classes: list[str]
 
 
-class ArrayImages:
-    """Images held in memory: each is uint8, `h w` if grey, else `h w 3`."""
-
-    def __init__(self, images: Sequence[np.ndarray] | np.ndarray, targets: Iterable[int]):
-        self.images, self.targets = images, [int(t) for t in targets]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        image = Image.fromarray(self.images[index])  # a copy: what is held stays as it is
-        return image if image.mode == "RGB" else image.convert("RGB"), self.targets[index]
-
-
-class FileImages:
-    """Images that are read from their files, each when it is asked for."""
-
-    def __init__(self, samples: list[tuple[str, int]]):
-        self.samples, self.targets = samples, [target for _, target in samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, target = self.samples[index]
-        return load_image(path), target
-
-
 def load_source(name: str, root: str | None, limit: int | None) -> Source:
     """Opens a data set, downloading CIFAR on first use; keeps `limit` training images if given.
 
     Raises UserError when the download fails or `limit` exceeds the training images.
     """
     source = _open(name, root)
-    if limit is None:
-        return source
-    return Source(limited(source.train, limit), source.held_out, source.classes)
+    return source if limit is None else replace(source, train=_limited(source.train, limit))
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +48,7 @@ def _open(name: str, root: str | None) -> Source:
     return _LOADERS[name](name, root)
 
 
-def limited(images: ImageSource, limit: int) -> ImageSource:
+def _limited(images: ImageSource, limit: int) -> ImageSource:
     """The first `limit` images when classes take turns, so that classes stay balanced."""
     if limit > len(images):
         raise UserError(f"dataset.limit={limit}: there are {len(images)} training images")
@@ -89,10 +57,7 @@ def limited(images: ImageSource, limit: int) -> ImageSource:
     for label in np.unique(targets):
         members = np.flatnonzero(targets == label)
         turn[members] = np.arange(len(members))
-    kept = np.lexsort((targets, turn))[:limit]
-    subset = Subset(cast(Any, images), kept.tolist())
-    subset.targets = targets[kept].tolist()  # type: ignore[attr-defined]
-    return cast(ImageSource, subset)
+    return images.take(np.lexsort((targets, turn))[:limit].tolist())
 
 
 def _digits(name: str, root: str | None) -> Source:
@@ -115,10 +80,67 @@ def _digits(name: str, root: str | None) -> Source:
 
 
 def _cifar(name: str, root: str | None) -> Source:
-    from reproduction.data.cifar import read_cifar  # torchvision takes a second to import
+    """torchvision's, which unpickles no file of another MD5 than its lists say."""
+    kind: Any = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
+    place = Path(str(root)).expanduser()
+    if os.path.lexists(place / kind.base_folder / STAND_INS):
+        kind = _expecting(kind, cifar_digests(name))
+        if problem := _cifar_problem(kind, place):
+            reason = f"its stand-in images are broken ({problem}), remove the folder"
+            raise UserError(f"dataset.root={root}: {reason}")
+    else:
+        try:
+            _fetch(kind, place)
+        except (OSError, RuntimeError, ValueError, tarfile.TarError) as error:
+            raise UserError(
+                f"dataset.root={root}: {name} is not there and could not be downloaded "
+                f"({first_line(error)}); put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into "
+                f"{place.absolute()}"
+            ) from error
+    with warnings.catch_warnings(action="ignore"):  # numpy's, of what an old one has pickled
+        halves = [kind(place, train=is_train) for is_train in (True, False)]
+    train, held_out = (ArrayImages(half.data, half.targets) for half in halves)
+    return Source(train, held_out, halves[0].classes)
 
-    train, held_out, classes = read_cifar(name, str(root))
-    return Source(ArrayImages(*train), ArrayImages(*held_out), classes)
+
+def _expecting(kind: Any, digests: dict[str, str]) -> Any:
+    """The same class of torchvision's, for files of other MD5s."""
+    expected: dict[str, Any] = {"meta": kind.meta | {"md5": digests[kind.meta["filename"]]}}
+    for files in ("train_list", "test_list"):
+        expected[files] = [(file, digests[file]) for file, _ in getattr(kind, files)]
+    return type(kind.__name__, (kind,), expected)
+
+
+def _cifar_problem(kind: Any, place: Path) -> str | None:
+    """The first file that is not as it should be, and what is wrong with it; None if all are."""
+    meta = kind.meta["filename"], kind.meta["md5"]
+    for file, md5 in (*kind.train_list, *kind.test_list, meta):
+        path = place / kind.base_folder / file
+        try:
+            if not check_integrity(path, md5):
+                return f"{path}: is missing or has another MD5"
+        except OSError as error:
+            return str(error)
+    return None
+
+
+def _fetch(kind: Any, place: Path) -> None:
+    """Downloads and unpacks what is not there and whole; one process does it, others wait."""
+    if _cifar_problem(kind, place) is None:
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / f".{kind.filename}.lock").open("a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # until it is closed: the system closes a killed one's
+        if _cifar_problem(kind, place) is None:
+            return
+        patience = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(SILENCE)
+        try:
+            download_and_extract_archive(kind.url, place, filename=kind.filename, md5=kind.tgz_md5)
+        finally:
+            socket.setdefaulttimeout(patience)
+        if problem := _cifar_problem(kind, place):
+            raise RuntimeError(problem)
 
 
 def _folders(name: str, root: str | None) -> Source:

@@ -4,7 +4,6 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,10 @@ import yaml
 from PIL import Image
 
 from reproduction.data.folders import IMAGENET_CLASSES
-from reproduction.errors import first_line
 
-DIGESTS = "stand_ins.yaml"  # file -> MD5, where CIFAR has published ones
+STAND_INS = "stand_ins.yaml"  # marks a CIFAR folder of them; its MD5s are for people
 NOISE = 60  # of 256 grey levels; the rest of a pixel tells the class
 FOLDER_CLASSES = 10
-Pixels = np.ndarray
 
 
 def make_stand_ins(name: str, root: Path) -> None:
@@ -32,7 +29,13 @@ def make_stand_ins(name: str, root: Path) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{name}-") as temporary:
         whole = Path(temporary, name)
-        _WRITERS[name](whole)
+        match name:
+            case "imagenet1k":
+                _write_folders(whole, [f"n{i:08d}" for i in range(IMAGENET_CLASSES)], 1, 1)
+            case "image_folder":
+                _write_folders(whole, [f"class_{i}" for i in range(FOLDER_CLASSES)], 8, 4)
+            case "cifar10" | "cifar100":
+                _write_cifar(whole, name)
         try:
             os.rename(whole, root)
         except OSError:
@@ -40,56 +43,42 @@ def make_stand_ins(name: str, root: Path) -> None:
                 raise
 
 
-def own_digests(folder: Path) -> dict[str, str] | None:
-    """The MD5 of each file in a CIFAR folder of stand-ins; None for the real data set.
-
-    OSError or ValueError if they cannot be read.
-    """
-    path = folder / DIGESTS
-    if not os.path.lexists(path):
-        return None
-    try:
-        digests = yaml.safe_load(path.read_text()) if path.is_file() else None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path}: {first_line(error)}") from error
-    if not isinstance(digests, dict):
-        raise ValueError(f"{path}: holds no digests")
-    return digests
+def cifar_digests(name: str) -> dict[str, str]:
+    """The MD5 of each file of a CIFAR's stand-ins, whatever a folder itself says of them."""
+    return {
+        file: hashlib.md5(content, usedforsecurity=False).hexdigest()
+        for file, content in _cifar_files(name).items()
+    }
 
 
-def _cifar10(root: Path) -> None:
-    folder = root / "cifar-10-batches-py"
+def _write_cifar(root: Path, name: str) -> None:
+    folder = root / {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[name]
     folder.mkdir(parents=True)
-    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    for seed, name in enumerate(names):
-        labels = list(range(10)) * (5 if name == "test_batch" else 2)
-        content = {"batch_label": name, "labels": labels, "data": _rows(labels, 10, seed)}
-        _write(folder / name, content)
-    label_names = [f"stand-in {label}" for label in range(10)]
-    _write(folder / "batches.meta", {"label_names": label_names, "num_vis": 3072})
-    _write_digests(folder)
+    for file, content in _cifar_files(name).items():
+        (folder / file).write_bytes(content)
+    (folder / STAND_INS).write_text(yaml.safe_dump(cifar_digests(name)))
 
 
-def _cifar100(root: Path) -> None:
-    folder = root / "cifar-100-python"
-    folder.mkdir(parents=True)
-    for seed, (name, each) in enumerate({"train": 2, "test": 1}.items()):
-        labels = list(range(100)) * each
-        coarse = [label // 5 for label in labels]
-        content = {"batch_label": name, "fine_labels": labels, "coarse_labels": coarse}
-        _write(folder / name, {**content, "data": _rows(labels, 100, seed)})
-    fine, coarse_names = ([f"stand-in {i}" for i in range(n)] for n in (100, 20))
-    _write(folder / "meta", {"fine_label_names": fine, "coarse_label_names": coarse_names})
-    _write_digests(folder)
+def _cifar_files(name: str) -> dict[str, bytes]:
+    """What is in each file, pickled as published."""
+    files: dict[str, dict[str, object]] = {}
+    if name == "cifar10":
+        for seed, file in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
+            labels = list(range(10)) * (5 if file == "test_batch" else 2)
+            files[file] = {"batch_label": file, "labels": labels, "data": _rows(labels, 10, seed)}
+        files["batches.meta"] = {"label_names": _names(10), "num_vis": 3072}
+    else:
+        for seed, (file, each) in enumerate({"train": 2, "test": 1}.items()):
+            labels = list(range(100)) * each
+            coarse = [label // 5 for label in labels]
+            files[file] = {"batch_label": file, "fine_labels": labels, "coarse_labels": coarse}
+            files[file]["data"] = _rows(labels, 100, seed)
+        files["meta"] = {"fine_label_names": _names(100), "coarse_label_names": _names(20)}
+    return {file: pickle.dumps(content, protocol=2) for file, content in files.items()}
 
 
-def _imagenet(root: Path) -> None:
-    classes = [f"n{label:08d}" for label in range(IMAGENET_CLASSES)]
-    _write_folders(root, classes, train=1, held_out=1)
-
-
-def _image_folder(root: Path) -> None:
-    _write_folders(root, [f"class_{label}" for label in range(FOLDER_CLASSES)], 8, 4)
+def _names(classes: int) -> list[str]:
+    return [f"stand-in {label}" for label in range(classes)]
 
 
 def _write_folders(root: Path, classes: list[str], train: int, held_out: int) -> None:
@@ -102,30 +91,10 @@ def _write_folders(root: Path, classes: list[str], train: int, held_out: int) ->
                 Image.fromarray(pixels).save(folder / f"{name}_{i}.JPEG")
 
 
-def _rows(labels: list[int], classes: int, seed: int) -> Pixels:
+def _rows(labels: list[int], classes: int, seed: int) -> np.ndarray:
     """Noise around a colour of the class's own: `n 3072` uint8, channels first as CIFAR has it."""
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, NOISE, (len(labels), 3, 1024))
     position = np.asarray(labels)[:, None] * np.array([1, 7, 31])  # differs in each channel
     colour = (position % classes) * (255 - NOISE) // max(1, classes - 1)
     return (noise + colour[:, :, None]).astype(np.uint8).reshape(len(labels), 3072)
-
-
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    path.write_bytes(pickle.dumps(content, protocol=2))
-
-
-def _write_digests(folder: Path) -> None:
-    digests = {
-        path.name: hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-        for path in folder.iterdir()
-    }
-    (folder / DIGESTS).write_text(yaml.safe_dump(digests))
-
-
-_WRITERS: dict[str, Callable[[Path], None]] = {
-    "cifar10": _cifar10,
-    "cifar100": _cifar100,
-    "imagenet1k": _imagenet,
-    "image_folder": _image_folder,
-}

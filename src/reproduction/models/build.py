@@ -17,9 +17,8 @@ from reproduction.model_config import CCT as CCTConfig
 from reproduction.model_config import AnyModel
 from reproduction.model_config import ViT as ViTConfig
 from reproduction.models.cct import CCT
-from reproduction.models.library import build_library_model
+from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
-from reproduction.models.vit import build_vit
 from reproduction.models.weights import fitting, read_weights
 from tokenmixup import TokenMixup, attach
 from tokenmixup.contexts import evaluating

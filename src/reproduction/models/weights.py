@@ -4,6 +4,7 @@ A file is known by its content, never by its name, and reading it executes nothi
 """
 
 import argparse
+import errno
 import json
 import re
 import warnings
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from reproduction.digest import KEY, WRITER, verify
 from reproduction.errors import UserError, first_line
 from reproduction.models.names import State, from_jax, in_our_names
+from reproduction.ranks import is_first_rank
+from reproduction.stdout import warn
 
 # Where a dictionary keeps its parameters, if not on top: our runs, timm's and others' training
 # scripts. Averaged weights go first, as with timm's own loader.
@@ -29,6 +32,11 @@ KEPT_UNDER = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 HEAD = ("head.weight", "head.bias")
 MOST_UNPACKED = 100  # times the size of its archive: weights hardly shrink, bombs do
 BYTEARRAY = b"bytearray"
+# Errors of a file that may be whole and readable later.
+PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES, errno.EPERM}
+
+Newest = tuple[Path, Any]
+Check = Callable[[Path, Any], None]
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,34 @@ def read_file(origin: str, path: Path) -> Any:
     except Exception as error:  # torch, safetensors, numpy and zipfile raise many kinds
         raise UserError(f"{origin}: not readable: {_reason(error)}") from error
     return content
+
+
+def read_newest(key: str, paths: list[Path], check: Check = lambda path, content: None) -> Newest:
+    """The first of a run's checkpoints that is readable, and what it holds.
+
+    `check` raises UserError for what is no use either. Says on stderr what could not be read;
+    UserError if that is all of them.
+    """
+    refused: list[UserError] = []
+    for path in paths:
+        try:
+            content = read_file(f"{key}={path}", path)
+            check(path, content)
+        except UserError as error:
+            if _will_pass(error.__cause__):
+                raise
+            refused.append(error)
+            continue
+        for reason in refused if is_first_rank() else []:
+            warn(f"warning: {reason}; going back to {path.name}")
+        return path, content
+    others = "".join(f", nor is {path.name} of use" for path in paths[1:])
+    raise UserError(f"{refused[0]}{others}")
+
+
+def _will_pass(cause: BaseException | None) -> bool:
+    """Whether a file could not be read now, but may be whole."""
+    return isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in PASSING)
 
 
 def _reason(error: Exception) -> str:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.data.broken import collate_readable
 from reproduction.data.build import build_training_images
 from reproduction.data.inputs import Normalize, build_normalize
+from reproduction.data.loaders import collate_readable
 from reproduction.errors import UserError
 from reproduction.reporting.trained import block_inputs, load_trained
 from reproduction.runs import RunFolder

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR
-from reproduction.parse import parse
+from reproduction.config import Config
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
-FOLDERS = ("table1", "table2", "published")  # of conf/experiment
 LEFT_OUT = (  # where and how a run is made, not what it computes
     *("name", "device", "restarts", "resume", "output_root", "checkpoint.*", "logger.*"),
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
@@ -42,19 +39,24 @@ def read_recipes() -> dict[str, Any]:
     return yaml.safe_load(RECIPES.read_text())
 
 
-def compare_recipes(told: Mapping[str, Any]) -> list[Setting]:
+def compare_recipes(told: Mapping[str, Any], configs: Mapping[str, Config]) -> list[Setting]:
     """Every setting of every experiment, by what `told` knows of the published ones.
 
-    KeyError for a setting that it does not name.
+    `configs`: of each experiment of Tables 1 and 2, as composed. KeyError for a setting that `told`
+    does not name.
     """
-    return [setting for name in _experiments() for setting in _compared(name, told)]
+    return [
+        setting
+        for experiment, config in configs.items()
+        for setting in _compared(experiment, config, told)
+    ]
 
 
-def _compared(experiment: str, told: Mapping[str, Any]) -> Iterator[Setting]:
+def _compared(experiment: str, config: Config, told: Mapping[str, Any]) -> Iterator[Setting]:
     published: dict[str, Any] = {}
     for entry in told["published"]:
         published |= entry["values"] if meant(entry, experiment) else {}
-    for key, ours in _settings(experiment):
+    for key, ours in _settings(config):
         if key not in published and key not in told["ours_alone"]:
             raise KeyError(f"{experiment}: nothing is told of {key}={ours}")
         reasons = [x["why"] for x in told["reasons"] if x["key"] == key and meant(x, experiment)]
@@ -66,15 +68,8 @@ def meant(entry: Mapping[str, Any], experiment: str) -> bool:
     return any(fnmatch(experiment, pattern) for pattern in entry["in"])
 
 
-def _experiments() -> list[str]:
-    folder = CONF_DIR / "experiment"
-    paths = [path for name in FOLDERS for path in sorted((folder / name).glob("*.yaml"))]
-    return [str(path.relative_to(folder).with_suffix("")) for path in paths]
-
-
-def _settings(experiment: str) -> Iterator[tuple[str, Any]]:
+def _settings(config: Config) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of what an experiment computes."""
-    config = parse(compose("train", [f"experiment={experiment}"]).raw, needs_data=False)
     stack = dataclasses.asdict(config.augmentation)
     values = dataclasses.asdict(config) | {
         "augmentation": {name: part for name, part in stack.items() if part is not None}

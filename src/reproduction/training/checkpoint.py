@@ -13,8 +13,7 @@ from reproduction.errors import UserError
 from reproduction.model_config import AnyModel
 from reproduction.models.build import build_model, without_start
 from reproduction.models.names import State
-from reproduction.models.newest import Newest, read_newest
-from reproduction.models.weights import fitting, read_file, weights_of
+from reproduction.models.weights import Newest, fitting, read_file, read_newest, weights_of
 from reproduction.runs import RunFolder
 from reproduction.storage import replacing
 

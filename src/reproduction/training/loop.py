@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.data.broken import BrokenImages
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.errors import PlainError, Stopped, UserError, first_line
 from reproduction.heap import give_back_freed_memory
 from reproduction.identity import run_hash

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from reproduction.config import Config
-from reproduction.data.broken import Broken
 from reproduction.data.build import build_source, build_training_images
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import Broken, TrainingBatches
 from reproduction.errors import UserError, first_line
 from reproduction.models.build import (
     build_module,

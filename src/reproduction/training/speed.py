@@ -10,9 +10,8 @@ import torch
 
 from reproduction.config import Config
 from reproduction.cost import Speed, as_measured, sizes_of
-from reproduction.data.broken import BrokenImages
 from reproduction.data.build import build_training_inputs
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.errors import UserError
 from reproduction.models.build import build_module, count_macs, place, without_start
 from reproduction.runs import RunFolder
