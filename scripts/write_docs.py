@@ -1,139 +1,19 @@
 """Writes what is written from code and data: docs/configuration.md, and the recipes' table."""
 
 import argparse
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
-from pydantic import TypeAdapter
 
 from reproduction.compose import compose
 from reproduction.config import CONF_DIR, Config
 from reproduction.parse import parse
 from reproduction.reporting.recipes import as_table, compare_recipes, read_recipes
+from reproduction.reporting.reference import configuration_page
 from reproduction.storage import write_text
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION, DIFFERENCES = DOCS / "configuration.md", DOCS / "differences.md"
 BEGIN, END = "<!-- written by scripts/write_docs.py -->\n\n", "\n<!-- end -->\n"
-GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 TABLES = ("table1", "table2", "published")  # folders of conf/experiment
-INTRODUCTION = """# Configuration
-
-`python train.py group=option key=value ...`; several values with `-m`. A mistyped key, value or
-option ends in one line before anything is written. This page is written from `conf/` and the schema
-by `python scripts/write_docs.py`; `python train.py --help` shows the values in use.
-"""
-
-
-class Section(NamedTuple):
-    """Keys below `prefix`, of a class of the schema, with values and comments of a file."""
-
-    title: str
-    schema: str
-    prefix: str
-    file: str
-
-
-SECTIONS = (
-    Section("Run", "Config", "", "train.yaml"),
-    Section("Checkpoints", "Checkpoint", "checkpoint.", "train.yaml"),
-    Section("Horizontal TokenMixup", "HTM", "augmentation.htm.", "augmentation/htm.yaml"),
-    Section("Vertical TokenMixup", "VTM", "augmentation.vtm.", "augmentation/vtm.yaml"),
-    Section("Input mixup", "InputMix", "augmentation.mixup.", "augmentation/mixup.yaml"),
-    Section("CutMix", "InputMix", "augmentation.cutmix.", "augmentation/cutmix.yaml"),
-    Section(
-        "Manifold mixup",
-        "ManifoldMixup",
-        "augmentation.manifold_mixup.",
-        "augmentation/manifold_mixup.yaml",
-    ),
-    Section("Recipe", "Recipe", "recipe.", "recipe/cifar_cct.yaml"),
-    Section("Transforms", "Transforms", "recipe.transforms.", "recipe/cifar_cct.yaml"),
-    Section("Data set", "Dataset", "dataset.", "dataset/image_folder.yaml"),
-    Section("CCT, CVT, ViT-Lite", "CCT", "model.", "model/cct_7_3x1.yaml"),
-    Section("ViT of timm's", "ViT", "model.", "model/vit_base_patch16_224.yaml"),
-    Section("Other models", "Library", "model.", "model/resnet18.yaml"),
-    Section("wandb", "Wandb", "logger.", "logger/wandb.yaml"),
-)
-
-
-def configuration() -> str:
-    """The page."""
-    schema = TypeAdapter(Config).json_schema()
-    definitions = schema["$defs"] | {"Config": schema}
-    parts = [INTRODUCTION, "## Groups\n", "| group | options |\n|---|---|"]
-    parts += [f"| `{group}` | {', '.join(_options(group))} |" for group in GROUPS]
-    for section in SECTIONS:
-        parts.append(f"\n## {section.title}\n\nValues of `conf/{section.file}`.\n")
-        parts.append("| key | value | allowed | |\n|---|---|---|---|")
-        parts += _rows(section, definitions[section.schema]["properties"])
-    return "\n".join(parts) + "\n"
-
-
-def _options(group: str) -> Iterator[str]:
-    """Names, the default one first."""
-    folder = CONF_DIR / group
-    names = sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.rglob("*.yaml"))
-    entries = yaml.safe_load((CONF_DIR / "train.yaml").read_text())["defaults"]
-    chosen = next((x[group] for x in entries if isinstance(x, dict) and group in x), None)
-    for name in sorted(names, key=lambda name: name != chosen):
-        yield f"`{name}`" + (" (default)" if name == chosen else "")
-
-
-def _rows(section: Section, properties: Mapping[str, Any]) -> Iterator[str]:
-    told = _told(CONF_DIR / section.file)
-    for name, schema in properties.items():
-        value, comment = told.get(section.prefix + name, told.get(name, ("", "")))
-        if value and "$ref" not in schema:
-            cells = (f"`{section.prefix}{name}`", value, _allowed(schema), comment)
-            yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
-
-def _told(path: Path) -> dict[str, tuple[str, str]]:
-    """Key -> value and comment, as they stand in a file; of nested keys the last name as well."""
-    found: dict[str, tuple[str, str]] = {}
-    parent = ""
-    for line in path.read_text().splitlines():
-        key = re.match(r"( *)(\w+): *(.*?) *(?:# (.*))?$", line)
-        if key is None or key[2] in ("defaults", "hydra"):
-            continue
-        parent = parent if key[1] else ""
-        if key[3]:
-            found[key[2] if not parent else f"{parent}.{key[2]}"] = (key[3], key[4] or "")
-            found.setdefault(key[2], (key[3], key[4] or ""))
-        elif not key[1]:
-            parent = key[2]
-    return found
-
-
-WORDS = {
-    "integer": "whole number",
-    "number": "number",
-    "boolean": "true, false",
-    "string": "text",
-    "object": "mapping",
-    "null": "null",
-}
-BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-
-
-def _allowed(schema: Mapping[str, Any]) -> str:
-    """A type with its range, in words; bounds that nobody meets are left out."""
-    if "anyOf" in schema:
-        return " or ".join(_allowed(choice) for choice in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(schema["enum"])
-    if "const" in schema:
-        return str(schema["const"])
-    if schema["type"] == "array":
-        return f"list: {_allowed(schema['items'])}"
-    limits = [(sign, schema[key]) for key, sign in BOUNDS.items() if schema.get(key, 1e9) < 1e9]
-    if [sign for sign, _ in limits] == [">=", "<="]:
-        return f"{WORDS[schema['type']]}, {limits[0][1]:g} to {limits[1][1]:,}"
-    return " ".join([WORDS[schema["type"]], *(f"{sign} {limit:g}" for sign, limit in limits)])
 
 
 def experiments() -> dict[str, Config]:
@@ -145,7 +25,7 @@ def experiments() -> dict[str, Config]:
     return dict(zip(names, (parse(raw, needs_data=False) for raw in composed), strict=True))
 
 
-def recipes() -> str:
+def differences_page() -> str:
     """docs/differences.md with the table of the recipes between its marks."""
     before, _, rest = DIFFERENCES.read_text().partition(BEGIN)
     table = as_table(compare_recipes(read_recipes(), experiments()))
@@ -154,7 +34,7 @@ def recipes() -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS).parse_args()
-    for path, text in ((CONFIGURATION, configuration()), (DIFFERENCES, recipes())):
+    for path, text in ((CONFIGURATION, configuration_page()), (DIFFERENCES, differences_page())):
         write_text(path, text)
         print(f"written to {path}")
 

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from reproduction.reporting.recipes import Setting, compare_recipes, meant, read_recipes
-from scripts.write_docs import CONFIGURATION, DIFFERENCES, configuration, experiments, recipes
+from scripts.write_docs import (
+    CONFIGURATION,
+    DIFFERENCES,
+    configuration_page,
+    differences_page,
+    experiments,
+)
 
 TOLD = read_recipes()
 
@@ -61,5 +67,5 @@ def test_a_changed_value_is_noticed():
 
 def test_written_pages_are_current():
     """Else python scripts/write_docs.py writes them."""
-    assert CONFIGURATION.read_text() == configuration()
-    assert DIFFERENCES.read_text() == recipes()
+    assert CONFIGURATION.read_text() == configuration_page()
+    assert DIFFERENCES.read_text() == differences_page()
