@@ -11,7 +11,7 @@ import torch
 
 from reproduction.chaos.compare import differences, last_state
 from reproduction.chaos.notes import Note, notes_of
-from reproduction.chaos.report import BEGIN, END, line, write_outcomes
+from reproduction.chaos.report import line, write_outcomes
 from reproduction.chaos.runs import Outcome
 from reproduction.compose import compose
 from reproduction.jobs import resolve
@@ -81,7 +81,7 @@ def test_outcomes_are_told_in_a_line_a_file_and_on_a_page(tmp_path: Path):
     outcome = Outcome("kills", {"kills": 3}, ["what differs"], [{"phase": "step", "kills": 3}], 2.0)
     assert line(outcome) == "kills: kills 3; 1 differences; 2 s"
     page = tmp_path / "page.md"
-    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\n")
+    page.write_text("# Title\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\n")
     write_outcomes(tmp_path, [outcome], "a machine", str(page))
     assert json.loads((tmp_path / "chaos.json").read_text())["parts"][0]["counts"] == {"kills": 3}
     assert "| kills | kills 3 | 1 | 2 |" in page.read_text()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.compose import compose
 from reproduction.errors import PlainError
 from reproduction.parse import parse
@@ -18,7 +17,7 @@ from reproduction.training.finite import NonFinite
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics
 from reproduction.training.update import Update
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, small_trainer
 from tests.reproduction.test_average import small_model
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
 from tokenmixup import detectors, horizontal
@@ -31,8 +30,8 @@ Poison = Callable[[pytest.MonkeyPatch, Trainer], None]
 
 
 def trainer_of(*told: str) -> Trainer:
-    small = ["model.embed_dim=16", "recipe.warmup_epochs=0", *told]
-    return bare_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "float32", *small), CPU)
+    small = ("model.embed_dim=16", "recipe.warmup_epochs=0")
+    return small_trainer(["htm", "vtm"], *small, *told)
 
 
 def step(trainer: Trainer, images: Tensor | None = None) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reproduction.benchmark.page import put_on_page
 from reproduction.chaos.runs import Outcome
 from reproduction.storage import write_text
+from scripts.benchmark.page import put_on_page
 
-BEGIN, END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
+MARK = "chaos"
 
 
 def write_outcomes(
@@ -22,7 +22,7 @@ def write_outcomes(
     text = markdown(outcomes, machine)
     write_text(folder / "chaos.md", text)
     if page is not None:
-        put_on_page(Path(page), text, (BEGIN, END))
+        put_on_page(Path(page), text, MARK)
 
 
 def line(outcome: Outcome) -> str:

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from reproduction.benchmark.page import check_page
 from reproduction.chaos.disk import fill_disk
 from reproduction.chaos.harm import harm_files
 from reproduction.chaos.kills import kill_ranks, kill_runs
 from reproduction.chaos.locks import contend
-from reproduction.chaos.report import BEGIN, END, line, write_outcomes
+from reproduction.chaos.report import MARK, line, write_outcomes
 from reproduction.chaos.runs import Outcome, Place
 from reproduction.chaos.settings import vary_settings
 from reproduction.chaos.shares import evaluate_in_shares
 from reproduction.errors import UserError, first_line
 from reproduction.hardware import hardware_name
 from reproduction.runs import check_writable
+from scripts.benchmark.page import check_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def run_chaos(request: Request) -> list[Outcome]:
     folder = Path(request.outputs, "chaos")
     check_writable(folder / "chaos.json", f"outputs={request.outputs}")
     if request.page is not None:
-        check_page(Path(request.page), (BEGIN, END))
+        check_page(Path(request.page), MARK)
     parts, outcomes = _parts(request, folder.absolute()), []
     for name in request.parts:
         start = time.perf_counter()

@@ -1,22 +1,19 @@
-"""scripts/benchmark.py from its command line to its files."""
+"""`python -m scripts.benchmark` from its command line to its files."""
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from reproduction.benchmark.appetite import FEEDS, FILES
-from reproduction.benchmark.scope import SECTIONS
-
-SCRIPT = str(Path(__file__).parents[3] / "scripts" / "benchmark.py")
+from scripts.benchmark.__main__ import SECTIONS, main
+from scripts.benchmark.pipeline import FEEDS, FILES
 
 
 def call(monkeypatch: pytest.MonkeyPatch, outputs: Path, *args: str) -> None:
-    monkeypatch.setattr(sys, "argv", [SCRIPT, "--quick", "--outputs", str(outputs), *args])
-    runpy.run_path(SCRIPT, run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", "--outputs", str(outputs), *args])
+    main()
 
 
 def test_a_quick_run_of_all_that_takes_no_process(monkeypatch, capsys, tmp_path: Path):
@@ -76,5 +73,5 @@ def test_bad_arguments_end_in_one_line(monkeypatch, capsys, tmp_path: Path, args
         call(monkeypatch, tmp_path, "--device", "cpu", *args)
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"benchmark.py: {message}")
+    assert line.startswith(f"benchmark: {message}")
     assert not list(tmp_path.iterdir())

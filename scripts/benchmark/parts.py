@@ -1,8 +1,9 @@
-"""The gain matrix: ours against forms of `b b t` memory, and how it grows.
+"""What HTM consists of: its detectors (Table 3), its parts, and the gain matrix.
 
 Letters: b samples, t tokens.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -13,21 +14,85 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reproduction.benchmark.memory import peak_bytes
-from reproduction.benchmark.oracle import gain_by_repetition
-from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import (
-    Work,
-    calls_on,
-    compared,
-    spread_of,
-    summary,
-    time_in_turns,
-)
-from tokenmixup import gain_matrix, optimal_assignment
+from reproduction.config import Config
+from reproduction.latency import build_step, detector_configs, mix, mixing_batch
+from reproduction.plan import Settings
+from reproduction.timing import Work, spread_of, time_in_turns
+from reproduction.training.evaluate import autocast
+from scripts.benchmark.measure import calls_on, compared, peak_mib, summary
+from scripts.benchmark.scope import Scope
+from scripts.benchmark.steps import precision_on
+from tests.oracle import gain_by_repetition
+from tokenmixup import difficulty, gain_matrix, mix_horizontal, optimal_assignment
+from tokenmixup.horizontal import take_from_donors
 
 RHO = 0.005
-Form = Callable[[Tensor, float], Tensor]
+
+
+def measure_detectors(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+    """The three detectors with all that follows, relative to attention."""
+    configs, precision = detector_configs(Settings()), precision_on(device)
+    works: dict[str, Work] = {
+        name: build_step(configs[name], scope.detectors, device, precision)
+        for name in ("attention", "gradient", "random")
+    }
+    return [
+        {
+            "title": _title("detectors", configs["attention"], scope),
+            "about": f"{precision}, gradient in float32; saliency, assignment and mixing",
+            "rows": compared(works, scope.pairs, calls_on(device)),
+        }
+    ]
+
+
+def measure_parts(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+    """The parts of HTM by attention, as shares of the three that follow one another."""
+    config, precision = detector_configs(Settings())["attention"], precision_on(device)
+    works = htm_parts(config, scope.detectors, device, precision)
+    about = f"{precision}; all three: saliency, assignment (gain matrix and host), mixing"
+    rows = compared(works, scope.pairs, calls_on(device))
+    return [{"title": _title("parts of HTM", config, scope), "about": about, "rows": rows}]
+
+
+def _title(what: str, config: Config, scope: Scope) -> str:
+    return f"{what}: {config.model.name}, batch of {scope.detectors}"
+
+
+def htm_parts(
+    config: Config, batch_size: int, device: torch.device, precision: str
+) -> dict[str, Work]:
+    """Part -> its work on what enters the HTM block for a batch of random images."""
+    module, images, targets, entry = mixing_batch(config, batch_size, device, precision)
+    htm: Any = module.htm
+    scorenet: Any = module.scorenet
+    known = dataclasses.replace(entry)
+    with autocast(device, precision):
+        saliency = known.own_saliency()
+    gain = gain_matrix(saliency, htm.rho)
+    donor = optimal_assignment(gain).to(device)
+    is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
+    blend = partial(mix_horizontal, rho=htm.rho, pair=lambda *_: donor)
+    moved = blend(entry.tokens, targets, saliency, is_easy).moved
+
+    def autocasting(work: Callable[[], object]) -> Work:
+        def wrapped() -> None:
+            with autocast(device, precision):
+                work()
+
+        return wrapped
+
+    parts: dict[str, Work] = {
+        "all three": lambda: mix(module, images, targets, entry),
+        "saliency": lambda: dataclasses.replace(entry).own_saliency(),
+        "gain matrix": lambda: gain_matrix(saliency, htm.rho),
+        "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
+        "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
+        "mixing of projections": lambda: [
+            take_from_donors(y, moved, in_place=True) for y in known.projected
+        ],
+        "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
+    }
+    return {name: autocasting(work) for name, work in parts.items()}
 
 
 def gain_by_broadcast(saliency: Tensor, rho: float) -> Tensor:
@@ -35,7 +100,7 @@ def gain_by_broadcast(saliency: Tensor, rho: float) -> Tensor:
     return (saliency[None] - saliency[:, None] - rho).clamp(min=0).sum(dim=2)
 
 
-FORMS: Mapping[str, Form] = {
+FORMS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "ours": gain_matrix,
     "by repetition": gain_by_repetition,
     "by broadcast": gain_by_broadcast,
@@ -68,7 +133,7 @@ def _forms(b: int, t: int, pairs: int, device: torch.device, about: str) -> dict
     works: dict[str, Work] = {name: partial(form, saliency, RHO) for name, form in FORMS.items()}
     rows = compared(works, pairs, calls_on(device))
     for name, row in rows.items():
-        row["peak_mib"] = peak_bytes(works.get(name, works["ours"]), device) / 2**20
+        row["peak_mib"] = peak_mib(works.get(name, works["ours"]), device)
     return {"title": f"gain matrix: {b} samples, {t} tokens", "about": about, "rows": rows}
 
 
@@ -86,7 +151,7 @@ def _growth(
         key: {
             "ms": summary(times[key]),
             "assignment_ms": spread_of(solving[key]).median,
-            "peak_mib": peak_bytes(gains[key], device) / 2**20,
+            "peak_mib": peak_mib(gains[key], device),
         }
         for key in inputs
     }

@@ -1,22 +1,28 @@
-"""Training steps of plain, HTM, VTM and both.
+"""Training steps of plain, HTM, VTM and both, and the oracle's.
 
 Every sample is easy (tau = inf) and attention is sharp, so that tokens are really replaced. The
 variants train the same weights in turn, each with an optimiser of its own.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
-from reproduction.benchmark.memory import peak_bytes
-from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import AGAIN, Row, calls_on, compared, spread_of, time_in_turns
-from reproduction.benchmark.trainers import bare_trainer, oracle_trainer, step_config, step_of
+from reproduction.compose import compose
 from reproduction.config import Config
 from reproduction.models.build import count_macs
+from reproduction.parse import parse
+from reproduction.timing import spread_of, time_in_turns
 from reproduction.training.evaluate import DTYPES
-from tokenmixup import Output
+from reproduction.training.loop import Trainer
+from reproduction.training.speed import bare_trainer, step_of
+from reproduction.training.update import Part
+from scripts.benchmark.measure import AGAIN, Row, calls_on, compared, peak_mib
+from scripts.benchmark.scope import CCT, TRAINED_AS, Scope
+from tests.oracle import Oracle
 
 PLAIN = "plain"
 VARIANTS: dict[str, list[str]] = {
@@ -26,10 +32,11 @@ VARIANTS: dict[str, list[str]] = {
     "VTM": ["vtm"],
     "HTM and VTM": ["htm", "vtm"],
 }
-WIDE_KAPPA = {"cct_7_3x1": 80}  # of the paper's CIFAR-100 run with VTM alone
+WIDE_KAPPA = {CCT: 80}  # of the paper's CIFAR-100 run with VTM alone
 FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass
+SHARPNESS = 12  # of new weights, whose attention is nearly even
 
-Step = Callable[[], Output]
+Step = Callable[[], list[Part]]
 
 
 def precision_on(device: torch.device) -> str:
@@ -47,10 +54,9 @@ def _group(
     model: str, batch_size: int, pairs: int, device: torch.device, rate: float
 ) -> dict[str, Any]:
     configs = variant_configs(model, precision_on(device), compiled=device.type == "cuda")
-    first = bare_trainer(configs[PLAIN], device)
-    shared = first.module.model
+    shared = sharp_trainer(configs[PLAIN], device).module.model
     steps = {
-        name: step_of(bare_trainer(config, device, shared), batch_size)
+        name: step_of(sharp_trainer(config, device, shared), batch_size)
         for name, config in configs.items()
     }
     rows = compared(steps, pairs, calls_on(device))
@@ -76,7 +82,7 @@ def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device)
     steps: dict[str, Step] = {}
     for name in (PLAIN, "HTM and VTM"):
         config = step_config(model, VARIANTS[name], ours)
-        steps[name] = step_of(bare_trainer(config, device), batch_size)
+        steps[name] = step_of(sharp_trainer(config, device), batch_size)
         its = step_config(model, VARIANTS[name], theirs)
         steps[f"{name}, oracle"] = step_of(oracle_trainer(its, device), batch_size)
     rows = compared(steps, pairs, calls_on(device))
@@ -101,6 +107,39 @@ def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[
     return configs
 
 
+def step_config(model: str, stack: list[str], precision: str, *overrides: str) -> Config:
+    """The model's own recipe without input mixup; HTM mixes every sample."""
+    dataset, recipe, _ = TRAINED_AS[model]
+    told = [f"model={model}", f"dataset={dataset}", f"recipe={recipe}"]
+    told += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}", *overrides]
+    told += ["augmentation.htm.tau=inf"] if "htm" in stack else []
+    return parse(compose("train", told).raw, needs_data=False)
+
+
+def sharp_trainer(config: Config, device: torch.device, shared: nn.Module | None = None) -> Trainer:
+    """Trains `shared`, or a new model with sharp attention, so that saliency differs.
+
+    One that compiles trains a copy, since others go on with the blocks of `shared` as they are.
+    """
+    classes = TRAINED_AS[config.model.name][2]
+    if shared is not None:
+        return bare_trainer(config, device, classes, deepcopy(shared) if config.compile else shared)
+    trainer = bare_trainer(config, device, classes)
+    model: Any = trainer.module.model
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(SHARPNESS)
+    return trainer
+
+
+def oracle_trainer(config: Config, device: torch.device) -> Trainer:
+    """The same, but training by the oracle, in the memory format of a new model."""
+    trainer = sharp_trainer(config, device)
+    trainer.module.to(memory_format=torch.contiguous_format)
+    trainer.update.parallel = Oracle(trainer.module)
+    return trainer
+
+
 def conditions(config: Config) -> str:
     """Precision, dropout and optimiser, in words."""
     dropout = [f"{name} {value}" for name, value in vars(config.model).items() if "drop" in name]
@@ -109,12 +148,12 @@ def conditions(config: Config) -> str:
 
 def facts_of(step: Step, batch_size: int, row: Row, device: torch.device) -> Row:
     """What else is told of a timed step."""
-    stats = step().stats
+    (part,) = step()
     return {
         "images_per_second": 1000 * batch_size / row["ms"]["median"],
-        "peak_mib": peak_bytes(step, device) / 2**20,
-        "mixed_samples": float(stats["mixed_samples"]),
-        "mixed_tokens": float(stats["mixed_tokens"]),
+        "peak_mib": peak_mib(step, device),
+        "mixed_samples": float(part.output.stats["mixed_samples"]),
+        "mixed_tokens": float(part.output.stats["mixed_tokens"]),
     }
 
 

@@ -3,14 +3,19 @@
 import pytest
 import torch
 
-from reproduction.benchmark.gain import exponent
-from reproduction.benchmark.parts import htm_parts
-from reproduction.benchmark.scope import ON_CPU, ON_GPU, TRAINED_AS, sizes_of
-from reproduction.benchmark.steps import VARIANTS, conditions, variant_configs
-from reproduction.benchmark.trainers import bare_trainer, step_config, step_of
 from reproduction.errors import UserError
 from reproduction.latency import detector_configs
 from reproduction.plan import Settings
+from reproduction.training.speed import step_of
+from scripts.benchmark.parts import exponent, htm_parts
+from scripts.benchmark.scope import ON_CPU, ON_GPU, TRAINED_AS, sizes_of
+from scripts.benchmark.steps import (
+    VARIANTS,
+    conditions,
+    sharp_trainer,
+    step_config,
+    variant_configs,
+)
 
 CPU = torch.device("cpu")
 
@@ -33,12 +38,13 @@ def test_conditions_state_the_dropout():
 
 
 def test_a_step_trains_and_steps_mix_every_sample():
-    plain = bare_trainer(step_config("cct_2_3x2", [], "float32"), CPU)
-    mixing = bare_trainer(step_config("cct_2_3x2", ["htm"], "float32"), CPU, plain.module.model)
+    plain = sharp_trainer(step_config("cct_2_3x2", [], "float32"), CPU)
+    mixing = sharp_trainer(step_config("cct_2_3x2", ["htm"], "float32"), CPU, plain.module.model)
     before = plain.module.model.head.weight.clone()
     step_of(plain, 4)()
     between = plain.module.model.head.weight.clone()
-    stats = step_of(mixing, 4)().stats
+    (part,) = step_of(mixing, 4)()
+    stats = part.output.stats
     after = plain.module.model.head.weight
     assert not torch.equal(before, between) and not torch.equal(between, after)
     assert stats["mixed_samples"] == 4 and stats["mixed_tokens"] > 1
@@ -51,14 +57,14 @@ def test_compiled_variants_leave_the_shared_model_alone():
         "plain, compiled",
         "HTM and VTM, compiled",
     }
-    shared = bare_trainer(configs["plain"], CPU).module.model
-    compiled = bare_trainer(configs["plain, compiled"], CPU, shared).module.model
+    shared = sharp_trainer(configs["plain"], CPU).module.model
+    compiled = sharp_trainer(configs["plain, compiled"], CPU, shared).module.model
     assert "forward" in vars(compiled.blocks[0]) and "forward" not in vars(shared.blocks[0])
 
 
 def test_the_trainer_of_a_benchmark_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    step_of(bare_trainer(step_config("cct_2_3x2", ["vtm"], "float32"), CPU), 2)()
+    step_of(sharp_trainer(step_config("cct_2_3x2", ["vtm"], "float32"), CPU), 2)()
     assert not list(tmp_path.iterdir())
 
 

@@ -1,8 +1,8 @@
-"""Input pipeline: images that one worker decodes, augments and batches in a second."""
+"""Input pipeline: images that one worker loads in a second, and workers that feed a step."""
 
+import math
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,19 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from reproduction.benchmark.appetite import FEEDS, FILES, PHOTOS, SMALL
-from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import Row, summary, time_in_turns
-from reproduction.benchmark.trainers import step_config
 from reproduction.data.build import build_training_images
-from reproduction.data.loaders import TrainingImages
 from reproduction.data.memory import held
 from reproduction.data.sources import ArrayImages, FileImages, ImageSource, Source
+from reproduction.timing import time_in_turns
+from scripts.benchmark.measure import Row, summary
+from scripts.benchmark.report import Report
+from scripts.benchmark.scope import CCT, VIT, Scope
+from scripts.benchmark.steps import step_config
 
+SMALL = "CIFAR, held in memory, to 32 px"
+FILES = "JPEG of 500 x 375, to 224 px"
+PHOTOS = "500 x 375, held in memory, to 224 px"
+FEEDS = {SMALL: CCT, FILES: VIT, PHOTOS: VIT}  # images -> model that trains on such
 PHOTO = (375, 500)  # rows and columns, usual ones of ImageNet
 MIB_OF_PHOTOS = 8  # enough to hold them all
 GRAIN = 8  # pixels between the colours that a made-up photo is interpolated from
@@ -53,11 +57,7 @@ def _load(model: str, images: ImageSource, number: int) -> Callable[[], object]:
     config = step_config(model, [], "float32")
     training = build_training_images(config, Source(images, images, []))
     keys = [(0, index % len(images)) for index in range(number)]
-    return partial(_batch, training, keys)
-
-
-def _batch(images: TrainingImages, keys: list[tuple[int, int]]) -> object:
-    return default_collate(images.__getitems__(keys))
+    return lambda: default_collate(training.__getitems__(keys))
 
 
 def small_images() -> ImageSource:
@@ -78,3 +78,33 @@ def photos(folder: Path) -> ImageSource:
         image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
         image.save(path, quality=90)
     return FileImages([(path, 0) for path in paths])
+
+
+def appetite(report: Report) -> dict[str, Any]:
+    """A group of rows for every kind of images: images/s of a plain step, workers that feed it.
+
+    None where a step is not measured, as a GPU's in the report of a CPU.
+    """
+    (pipeline,) = report["sections"]["pipeline"]
+    rows: dict[str, dict[str, float | None]] = {}
+    for images, model in FEEDS.items():
+        loaded = pipeline["rows"][images]["images_per_second"]
+        for step, consumed in _steps(report, model):
+            workers = None if consumed is None else math.ceil(consumed / loaded)
+            rows[f"{step}: {images}"] = {"images_per_second": consumed, "workers": workers}
+    about = "images/s of plain training steps in this report, and the workers that load as many"
+    return {"title": "data-loading workers needed", "about": about, "rows": rows}
+
+
+def _steps(report: Report, model: str) -> Iterator[tuple[str, float | None]]:
+    """(what, images/s) of the model's plain steps on this device, and of a GPU if it is none."""
+    groups: list[Mapping[str, Any]] = report["sections"].get("steps", [])
+    device = report["machine"]["device"]
+    found = [group for group in groups if group["title"].startswith(f"training step: {model},")]
+    for group in found:
+        what = group["title"].removeprefix("training step: ")
+        yield f"{what}, {device}", group["rows"]["plain"]["images_per_second"]
+    if not found:
+        yield f"{model}, {device}", None
+    if device != "cuda":
+        yield f"{model}, cuda", None

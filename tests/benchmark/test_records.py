@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 
-from reproduction.benchmark.goals import GOALS, Figure, figure_of, verdict
-from reproduction.benchmark.page import BEGIN, END, check_page, markdown, put_on_page
-from reproduction.benchmark.picture import draw_benchmark
-from reproduction.benchmark.records import add_groups, check_machine, read_report, slower
 from reproduction.errors import UserError
+from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page
+from scripts.benchmark.report import (
+    GOALS,
+    Figure,
+    add_groups,
+    check_machine,
+    figure_of,
+    read_report,
+    slower,
+    verdict,
+)
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 MACHINE: dict[str, Any] = {
     "hardware": "a machine",
@@ -134,8 +143,8 @@ def test_an_uncommitted_change_is_shown_beside_the_revision():
 def test_tables_replace_what_stands_between_the_marks(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nend\n")
-    put_on_page(page, "new\n")
-    put_on_page(page, "newer\n")
+    put_on_page(page, "new\n", "tables")
+    put_on_page(page, "newer\n", "tables")
     assert page.read_text() == f"# Title\n\n{BEGIN}\nnewer\n{END}\n\nend\n"
 
 
@@ -145,7 +154,7 @@ def test_a_page_without_marks_is_refused(tmp_path: Path, content: str | None):
     if content is not None:
         page.write_text(content)
     with pytest.raises(UserError, match=r"page=.*page\.md: "):
-        check_page(page)
+        check_page(page, "tables")
 
 
 def test_the_picture_shows_each_group(tmp_path: Path, drawn_texts: dict[str, list[str]]):

@@ -6,9 +6,10 @@ tests/tokenmixup/test_attach.py holds whole models against it.
 import pytest
 import torch
 
-from reproduction.benchmark.gain import FORMS
-from reproduction.benchmark.oracle import Oracle, gain_by_repetition, mix, most_salient
-from reproduction.benchmark.trainers import bare_trainer, oracle_trainer, step_config, step_of
+from reproduction.training.speed import step_of
+from scripts.benchmark.parts import FORMS
+from scripts.benchmark.steps import oracle_trainer, sharp_trainer, step_config
+from tests.oracle import Oracle, gain_by_repetition, mix, most_salient
 from tokenmixup import training_loss
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def test_the_oracle_trains_every_weight_in_low_precision():
 
     They would cost the oracle less, too.
     """
-    oracle = Oracle(bare_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "bf16"), CPU).module)
+    oracle = Oracle(sharp_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "bf16"), CPU).module)
     with torch.autocast("cpu", torch.bfloat16):
         output = oracle(torch.randn(4, 3, 32, 32), torch.eye(10)[:4])
     training_loss(output, 0.1).backward()
@@ -65,11 +66,11 @@ def test_three_steps_of_the_trainer_equal_the_oracles(stack: list[str]):
     """With stochastic depth, clipping, optimiser and all."""
     config = step_config("cct_2_3x2", stack, "float32")
     found, expected = (
-        step_of(build(config, CPU), batch_size=4) for build in (bare_trainer, oracle_trainer)
+        step_of(build(config, CPU), batch_size=4) for build in (sharp_trainer, oracle_trainer)
     )
     images = []
     for _ in range(3):
-        ours, theirs = found(), expected()
+        (ours,), (theirs,) = ([part.output for part in step()] for step in (found, expected))
         torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(ours.targets, theirs.targets, atol=1e-5, rtol=1e-4)
         images.append(ours.stats["mixed_tokens"])

@@ -1,11 +1,10 @@
-"""How much is measured. Imports nothing heavy."""
+"""How much is measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reproduction.errors import UserError
 
-SECTIONS = ("steps", "oracle", "detectors", "parts", "gain", "pipeline", "startup")
 CCT, VIT = "cct_7_3x1", "vit_base_patch16_224"
 Size = tuple[str, int]  # model, batch
 # model -> data set, recipe, classes

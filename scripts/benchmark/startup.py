@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from reproduction.benchmark.scope import Scope
-from reproduction.benchmark.timing import Row, Work, summary, time_in_turns
 from reproduction.config import CONF_DIR
+from reproduction.timing import Work, time_in_turns
+from scripts.benchmark.measure import Row, summary
+from scripts.benchmark.scope import Scope
 
 TRAIN = CONF_DIR.parent / "train.py"
 COMMANDS = {"--help": 0, "recipe.epochs=0": 2}  # argument -> status

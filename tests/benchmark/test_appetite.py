@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from reproduction.benchmark.appetite import FEEDS, FILES, PHOTOS, SMALL, appetite
+from scripts.benchmark.pipeline import FEEDS, FILES, PHOTOS, SMALL, appetite
 
 
 def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:

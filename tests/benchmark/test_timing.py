@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from reproduction.benchmark import timing
-from reproduction.benchmark.timing import WARM_UP, compared, spread_of, summary, time_in_turns
+from reproduction import timing
+from reproduction.timing import WARM_UP, spread_of, time_in_turns
+from scripts.benchmark.measure import compared, summary
 
 
 @pytest.fixture
