@@ -126,7 +126,7 @@ bench: .venv/installed  ## measure what training costs on this machine; SECTIONS
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS= RANK_KILLS= MINUTES=
-	$(BIN)/python scripts/chaos.py $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
+	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves

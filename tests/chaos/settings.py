@@ -1,4 +1,4 @@
-"""Evaluation by one, two and three ranks."""
+"""What must not change a result: workers that load, a logger, ranks that evaluate."""
 
 import json
 import subprocess
@@ -10,22 +10,37 @@ from typing import Any, cast
 import numpy as np
 from PIL import Image
 
-from reproduction.chaos.runs import Outcome, Place
 from reproduction.compose import compose
 from reproduction.config import CONF_DIR
 from reproduction.data.build import build_broken_images, build_evaluation_loader, build_source
 from reproduction.evaluation import resolve
+from tests.chaos.runs import Outcome, Place, differences
 
+SAME = {
+    "workers-1": ("dataset.workers=1",),
+    "workers-3": ("dataset.workers=3",),
+    "wandb": ("logger=wandb", "logger.mode=offline"),
+    "wandb-workers-2": ("logger=wandb", "logger.mode=offline", "dataset.workers=2"),
+}
 IMAGES = (11, 10_007)  # primes
 EVAL = CONF_DIR.parent / "eval.py"
 MODEL = ("model.embed_dim=16", "device=cpu", "dataset=image_folder")
 
 
+def vary_settings(place: Place) -> Outcome:
+    """Trains one run with each of them, and compares all with the one without any."""
+    found: list[str] = []
+    for name, args in {"workers-0": (), **SAME}.items():
+        found += place.finish(name, "recipe.epochs=4", *args) or differences(
+            place.folder(name), place.folder("workers-0")
+        )
+    return Outcome("0, 1, 3 workers; with and without wandb", {"runs": 1 + len(SAME)}, found)
+
+
 def evaluate_in_shares(place: Place) -> Outcome:
     """Evaluates a run of digits on noise, so that no two images are the same."""
-    place.run("evaluated", "recipe.epochs=2")
+    found = place.finish("evaluated", "recipe.epochs=2")
     checkpoint = place.folder("evaluated").best_path
-    found: list[str] = []
     rows = []
     for images in IMAGES:
         root = _write_images(place.root / f"images-{images}", images)

@@ -3,21 +3,21 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from reproduction.chaos.compare import differences, last_state
-from reproduction.chaos.notes import Note, notes_of
-from reproduction.chaos.report import line, write_outcomes
-from reproduction.chaos.runs import Outcome
 from reproduction.compose import compose
 from reproduction.jobs import resolve
 from reproduction.runs import RunFolder
 from reproduction.training.checkpoint import save_last
 from reproduction.training.train import run_training
+from tests.chaos.__main__ import line, main, write_outcomes
+from tests.chaos.child import Note, notes_of
+from tests.chaos.runs import Outcome, differences, last_state
 from tests.reproduction.conftest import SMALL
 
 
@@ -77,12 +77,24 @@ def test_notes_outlive_who_wrote_them(tmp_path: Path):
     assert (step, phase) == (7, "loading")
 
 
-def test_outcomes_are_told_in_a_line_a_file_and_on_a_page(tmp_path: Path):
+def test_outcomes_are_told_in_a_line_and_in_files(tmp_path: Path):
     outcome = Outcome("kills", {"kills": 3}, ["what differs"], [{"phase": "step", "kills": 3}], 2.0)
     assert line(outcome) == "kills: kills 3; 1 differences; 2 s"
-    page = tmp_path / "page.md"
-    page.write_text("# Title\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\n")
-    write_outcomes(tmp_path, [outcome], "a machine", str(page))
+    write_outcomes(tmp_path, [outcome], "a machine")
     assert json.loads((tmp_path / "chaos.json").read_text())["parts"][0]["counts"] == {"kills": 3}
-    assert "| kills | kills 3 | 1 | 2 |" in page.read_text()
-    assert "| step | 3 |" in (tmp_path / "chaos.md").read_text()
+    text = (tmp_path / "chaos.md").read_text()
+    assert "| kills | kills 3 | 1 | 2 |" in text and "| step | 3 |" in text
+
+
+def test_a_part_is_told_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\nend\n")
+    args = ["--parts", "files", "--outputs", str(tmp_path), "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["chaos", *args])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert capsys.readouterr().out.startswith("damaged files: own refused 500, foreign refused ")
+    told = (tmp_path / "chaos" / "chaos.md").read_text()
+    begin, finish = "<!-- chaos: begin -->\n", "<!-- chaos: end -->\n"
+    assert page.read_text() == f"# Title\n{begin}{told}{finish}end\n"

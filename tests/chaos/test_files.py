@@ -4,9 +4,8 @@ import pickle
 import resource
 from pathlib import Path
 
-from reproduction.chaos.files import HARMS, harm_foreign, harm_own
-from reproduction.chaos.malice import malicious_files
-from reproduction.chaos.originals import foreign_files, other_files, own_files
+from tests.chaos.files import HARMS, foreign_files, harm_foreign, harm_own, other_files, own_files
+from tests.chaos.malice import malicious_files
 
 MOST_MEMORY = 200  # MiB more than before, at any time
 
