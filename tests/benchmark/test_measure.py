@@ -1,12 +1,15 @@
-"""Times are taken in turns, warm, and beside the baseline's own noise."""
+"""Times in turns, warm, beside the baseline's own noise; memory of known allocations."""
 
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from reproduction import timing
 from reproduction.timing import WARM_UP, spread_of, time_in_turns
-from scripts.benchmark.measure import compared, summary
+from scripts.benchmark.measure import compared, peak_mib, summary
+
+MEGABYTE = torch.zeros(1000, 250)
 
 
 @pytest.fixture
@@ -79,3 +82,20 @@ def test_the_interval_holds_the_median_and_narrows_with_the_rounds():
 
 def test_spread_is_median_and_quartiles():
     assert spread_of([5, 1, 2, 4, 3]) == (3.0, 2.0, 4.0)
+
+
+def test_peak_counts_what_is_held_at_once():
+    def work() -> None:
+        for _ in range(3):
+            twice = MEGABYTE * 2
+            del twice
+        first = MEGABYTE + 1
+        second = first + 1
+        del first, second
+
+    held = peak_mib(work, torch.device("cpu"))
+    assert 2_000_000 <= held * 2**20 < 2_010_000
+
+
+def test_what_stood_before_is_not_counted():
+    assert peak_mib(lambda: MEGABYTE.add_(1), torch.device("cpu")) < 0.01
