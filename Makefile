@@ -122,11 +122,11 @@ audit: .venv-tools/installed  ## look the locked packages up among known vulnera
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
 bench: .venv/installed  ## measure what training costs on this machine; SECTIONS= PAIRS= COMPARE=
-	$(BIN)/python scripts/benchmark.py $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
+	$(BIN)/python -m scripts.benchmark $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS= RANK_KILLS= MINUTES=
-	$(BIN)/python scripts/chaos.py $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
+	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves

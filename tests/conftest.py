@@ -1,11 +1,15 @@
-"""Small models that every test can build anew."""
+"""Small models that every test can build anew, and the texts of pictures."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import timm
 import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from torch import nn
 
 from reproduction.models.cct import CCT
@@ -88,3 +92,18 @@ def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(6, 3, size, size, generator=generator)
     return images, torch.randn(6, CLASSES, generator=generator).softmax(dim=1)
+
+
+@pytest.fixture
+def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Name of each picture that is saved -> the texts in it."""
+    found: dict[str, list[str]] = {}
+    save = Figure.savefig
+
+    def note(picture: Figure, path: Path, **settings: Any) -> None:
+        save(picture, path, **settings)
+        texts = (text.get_text() for text in picture.findobj(Text) if text.get_visible())
+        found[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.*.tmp
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    return found

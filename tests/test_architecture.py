@@ -1,4 +1,4 @@
-"""The imports go one way: scripts -> reproduction -> tokenmixup -> torch."""
+"""The imports go one way: scripts, tests -> reproduction -> tokenmixup -> torch."""
 
 import ast
 import subprocess
@@ -78,6 +78,7 @@ def imports(path: Path) -> Iterator[str]:
 def test_imports_go_one_way(file: Path):
     for module in imports(SOURCE / file):
         top = module.partition(".")[0]
+        assert top not in ("scripts", "tests"), module
         if file.parts[0] == "tokenmixup":
             assert top in LIBRARY_NEEDS | STANDARD, module
         if top in ("hydra", "omegaconf"):

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reproduction.benchmark.timing import spread_of, time_in_turns
 from reproduction.cells import read_cells
 from reproduction.config import Config
 from reproduction.errors import UserError
@@ -33,6 +32,7 @@ from reproduction.reporting.latency import FILE
 from reproduction.reporting.trained import block_inputs
 from reproduction.runs import check_writable
 from reproduction.storage import write_text
+from reproduction.timing import spread_of, time_in_turns
 from reproduction.training.distributed import resolve_device
 from reproduction.training.evaluate import autocast
 from tokenmixup import HorizontalMix, TokenMixup

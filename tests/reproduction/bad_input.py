@@ -560,8 +560,8 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "scripts/list_models.py typo_*": ["typo_*", "no such model"],
         "scripts/list_models.py a b": ["b"],
         "scripts/model_stats.py --typo": ["--typo"],
-        "scripts/benchmark.py --sections typo": ["typo"],
-        "scripts/benchmark.py --pairs x": ["x"],
+        "scripts/benchmark --sections typo": ["typo"],
+        "scripts/benchmark --pairs x": ["x"],
         "scripts/measure_differences.py --typo": ["--typo"],
     },
 }

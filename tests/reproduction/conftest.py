@@ -7,17 +7,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.text import Text
+import torch
 from PIL import Image
 
 import eval as eval_script
 import train as train_script
 from reproduction.cli import run
+from reproduction.compose import compose
 from reproduction.config import Config
+from reproduction.parse import parse
 from reproduction.plan import Settings, point_configs
 from reproduction.training.loop import Trainer
+from reproduction.training.speed import bare_trainer
 from scripts import export as export_script
+from tests.conftest import sharpened
 
 # A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
 SMALL = [
@@ -85,21 +88,6 @@ def unevaluated() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Name of each picture that is saved -> the texts in it."""
-    found: dict[str, list[str]] = {}
-    save = Figure.savefig
-
-    def note(picture: Figure, path: Path, **settings: Any) -> None:
-        save(picture, path, **settings)
-        texts = (text.get_text() for text in picture.findobj(Text) if text.get_visible())
-        found[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.*.tmp
-
-    monkeypatch.setattr(Figure, "savefig", note)
-    return found
-
-
 @pytest.fixture(scope="session")
 def configs() -> dict[str, Config]:
     """Of every cell, by its experiment, and value of a sweep, as `tau=2`: as the paper trained."""
@@ -116,6 +104,15 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], No
         return whole(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", eventful_step)
+
+
+def small_trainer(stack: list[str], *told: str, device: str = "cpu") -> Trainer:
+    """Without images and files, of CCT-2/3x2 with sharp attention; HTM mixes every sample."""
+    args = [f"augmentation=[{','.join(stack)}]", *told]
+    args += ["augmentation.htm.tau=inf"] if "htm" in stack else []
+    trainer = bare_trainer(parse(compose("train", args).raw), torch.device(device), classes=10)
+    sharpened(trainer.module.model)
+    return trainer
 
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:

@@ -153,11 +153,11 @@ def test_the_trainers_own_steps_are_measured_with_every_sample_mixed(tmp_path, m
 
 
 def test_a_cpu_gets_as_many_images_as_make_a_step_of_two_seconds(monkeypatch):
-    def seconds(work: Any, calls: int, device: torch.device) -> float:
+    def half_a_second(work: Any, calls: int = 1) -> float:
         work()
         return 0.5
 
-    monkeypatch.setattr(measuring, "_seconds", seconds)
+    monkeypatch.setattr(measuring, "time_calls", half_a_second)
     assert measure_speed(config_of(*SMALL, "recipe.batch_size=64"), "cpu").batch_size == 8
     assert measure_speed(config_of(*SMALL), "cpu").batch_size == 6  # the recipe's
     assert measure_speed(config_of(*SMALL), "cpu", 10).batch_size == 10

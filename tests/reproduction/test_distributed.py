@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from reproduction.chaos.compare import differences
 from reproduction.compose import compose
 from reproduction.data.build import build_source
 from reproduction.data.loaders import EvaluationImages, evaluation_loader
@@ -24,6 +23,7 @@ from reproduction.training.distributed import World, _how
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import NoLog
 from reproduction.training.train import build_trainer, run_training
+from tests.chaos.runs import differences
 from tests.reproduction.conftest import Command
 
 ROOT = Path(__file__).parents[2]

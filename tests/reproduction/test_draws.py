@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.training.distributed import World
+from tests.reproduction.conftest import small_trainer
 from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
 def drawn(stack: list[str], *, seed: int = 0, rank: int = 0, steps: int = STEPS) -> list[Drawn]:
     erasing = "recipe.transforms.erasing_prob=1"
     small = ["model.embed_dim=16", "recipe.warmup_epochs=0", f"seed={seed}", erasing]
-    trainer = bare_trainer(step_config("cct_2_3x2", stack, "float32", *small), CPU)
+    trainer = small_trainer(stack, *small)
     trainer.update.world = World(rank, 2, CPU)
     seen: list[Drawn] = []
 
@@ -67,7 +67,7 @@ def test_every_step_rank_and_seed_mixes_erases_and_drops_otherwise(stack: list[s
 def test_every_step_rank_and_seed_erases_other_boxes_with_other_noise():
     """Without mixing, so that erasing alone tells them apart."""
     found = [*drawn([]), *drawn([], rank=1), *drawn([], seed=1)]
-    trainer = bare_trainer(step_config("cct_2_3x2", [], "float32", "model.embed_dim=16"), CPU)
+    trainer = small_trainer([], "model.embed_dim=16")
     plain = trainer.update.inputs.normalize(IMAGES)
     masks = [boxes(plain, one.images) for one in found]
     for (one, mask), (other, its) in combinations(zip(found, masks, strict=True), 2):

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.errors import PlainError
 from reproduction.training import metrics
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics, NonFinite
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, small_trainer
 from tests.reproduction.test_average import small_model, step_of
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
 from tokenmixup import detectors, horizontal
@@ -27,8 +26,8 @@ Poison = Callable[[pytest.MonkeyPatch, Trainer], None]
 
 
 def trainer_of(*told: str) -> Trainer:
-    small = ["model.embed_dim=16", "recipe.warmup_epochs=0", *told]
-    return bare_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "float32", *small), CPU)
+    small = ("model.embed_dim=16", "recipe.warmup_epochs=0")
+    return small_trainer(["htm", "vtm"], *small, *told)
 
 
 def step(trainer: Trainer, images: Tensor | None = None) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.chaos.locks import contend
 from reproduction.compose import compose
 from reproduction.errors import UserError
 from reproduction.jobs import resolve
 from reproduction.locking import hold
 from reproduction.runs import LOCK, RunFolder
+from tests.chaos.folder import contend
 from tests.reproduction.conftest import SMALL, Command
 
 ONLOOKER = """

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.compose import compose
 from reproduction.config import Recipe
 from reproduction.parse import parse
 from reproduction.training.optim import build_optimizer, build_schedule, load_optimizer
 from tests.conftest import CLASSES, small_vit
+from tests.reproduction.conftest import small_trainer
 from tokenmixup import attach
 
 OPTIMIZERS = ["adamw", "sgd"]
@@ -66,8 +66,7 @@ def test_sgd_is_plain_momentum():
 
 def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
     told = [f"recipe.optimizer={optimizer}", f"recipe.lr={lr}", "recipe.warmup_epochs=0"]
-    config = step_config("cct_2_3x2", ["htm", "vtm"], "float32", "model.embed_dim=16", *told)
-    trainer = bare_trainer(config, torch.device("cpu"))
+    trainer = small_trainer(["htm", "vtm"], "model.embed_dim=16", *told)
     for group in trainer.update.optimizer.param_groups:
         assert group["fused"]
         group["fused"] = fused

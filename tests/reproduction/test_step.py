@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics
 from reproduction.training.step import Part, TrainingStep
+from tests.reproduction.conftest import small_trainer
 
 CPU = torch.device("cpu")
 PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.warmup_epochs=0"]
@@ -20,8 +20,7 @@ SGD = [*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1"]  # Adam's steps take the
 
 
 def trainer_of(stack: list[str], count: int, *told: str) -> Trainer:
-    steps = f"recipe.grad_accum_steps={count}"
-    return bare_trainer(step_config("cct_2_3x2", stack, "float32", steps, *told), CPU)
+    return small_trainer(stack, f"recipe.grad_accum_steps={count}", *told)
 
 
 def images_of(count: int) -> tuple[Tensor, Tensor]:

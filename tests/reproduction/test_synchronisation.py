@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reproduction.benchmark.trainers import bare_trainer, step_config
 from reproduction.training.loop import Trainer
+from tests.reproduction.conftest import small_trainer
 from tokenmixup import HTM, attach
 
 aten = torch.ops.aten
@@ -66,9 +66,8 @@ def counted() -> Iterator[Counter[str]]:
         yield questions.asked
 
 
-def trainer_on(device: str, stack: list[str], *told: str, precision: str = "float32") -> Trainer:
-    config = step_config("cct_2_3x2", stack, precision, *told)
-    trainer = bare_trainer(config, torch.device(device))
+def trainer_on(device: str, stack: list[str], *told: str) -> Trainer:
+    trainer = small_trainer(stack, *told, device=device)
     for group in trainer.update.optimizer.param_groups:
         group["fused"] = device != "meta"  # which no fused kernel knows
     return trainer
@@ -144,7 +143,7 @@ def test_questions_are_counted():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 def test_a_gpu_waits_for_nothing_but_that_copy(stack: list[str]):
-    trainer = trainer_on("cuda", stack, precision="bf16")
+    trainer = trainer_on("cuda", stack, "recipe.precision=bf16")
     step(trainer)  # the first one allocates and chooses kernels
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reproduction.benchmark.oracle import Oracle
 from tests.conftest import CLASSES, small_cct, small_vit, small_vit_lite
+from tests.oracle import Oracle
 from tokenmixup import HTM, VTM, Output, attach, training_loss
 
 EVERYTHING = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed

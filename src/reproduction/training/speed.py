@@ -1,12 +1,12 @@
 """How fast the trainer trains and evaluates a configuration on the machine at hand."""
 
 import math
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from reproduction.config import Config
 from reproduction.cost import Speed, as_measured, sizes_of
@@ -15,15 +15,52 @@ from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.errors import UserError
 from reproduction.models.build import build_module, count_macs, place, without_start
 from reproduction.runs import RunFolder
+from reproduction.timing import Work, time_calls
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
+from reproduction.training.step import Part
 
 ROUNDS = 5
 ROUND_SECONDS = 0.5  # at least
 FEW_IMAGES, STEP_SECONDS = 2, 2.0  # on a CPU: tried first, and how long a step should take
 
-Work = Callable[[], None]
+
+def bare_trainer(
+    config: Config, device: torch.device, classes: int, model: nn.Module | None = None
+) -> Trainer:
+    """The trainer of a run without images and files: of `model`, or of one with new weights."""
+    nothing: Any = []
+    torch.manual_seed(config.seed)
+    module = build_module(
+        without_start(config.model), config.augmentation, classes, config.recipe.non_finite
+    )
+    if model is not None:
+        module.model = model
+    return Trainer(
+        config,
+        World(0, 1, device),
+        RunFolder(config.output_root),
+        module=place(module, device).train(),
+        classes=[str(label) for label in range(classes)],
+        inputs=build_training_inputs(config, classes, device),
+        batches=TrainingBatches(1, 1, config.seed),
+        train_loader=nothing,
+        eval_loader=nothing,
+        broken=BrokenImages(0),
+    )
+
+
+def step_of(trainer: Trainer, batch_size: int) -> Callable[[], list[Part]]:
+    """One batch after another through `Trainer.train_step`, always of the same random images."""
+    images, targets = _made_up(trainer, batch_size)
+
+    def step() -> list[Part]:
+        parts = trainer.train_step(images, targets, batch_size)
+        trainer.step += 1
+        return parts
+
+    return step
 
 
 def measure_speed(config: Config, device: str, batch_size: int | None = None) -> Speed:
@@ -32,11 +69,10 @@ def measure_speed(config: Config, device: str, batch_size: int | None = None) ->
     `device` is `cpu` or `cuda`. Unless `batch_size` is given it is the recipe's, on a CPU as much
     of it as makes a step of two seconds. Raises UserError if it exceeds the GPU's memory.
     """
-    world = World(0, 1, torch.device(device))
     least = config.recipe.grad_accum_steps
     if batch_size is not None and batch_size < least:
         raise UserError(f"--batch-size={batch_size}: recipe.grad_accum_steps={least} needs as many")
-    trainer = _build_trainer(as_measured(config), world, sizes_of(config).classes)
+    trainer = bare_trainer(as_measured(config), torch.device(device), sizes_of(config).classes)
     size = batch_size or (config.recipe.batch_size if device == "cuda" else _cpu_batch(trainer))
     try:
         return _measure(trainer, size)
@@ -44,38 +80,18 @@ def measure_speed(config: Config, device: str, batch_size: int | None = None) ->
         raise UserError(f"--batch-size={size}: too large for the memory of this GPU") from error
 
 
-def _build_trainer(config: Config, world: World, classes: int) -> Trainer:
-    """The trainer of a run, without images and with new weights."""
-    nothing: Any = []
-    torch.manual_seed(config.seed)
-    module = build_module(without_start(config.model), config.augmentation, classes)
-    module.train()
-    return Trainer(
-        config,
-        world,
-        RunFolder(config.output_root),
-        module=place(module, world.device),
-        classes=[str(label) for label in range(classes)],
-        inputs=build_training_inputs(config, classes, world.device),
-        batches=TrainingBatches(1, 1, config.seed),
-        train_loader=nothing,
-        eval_loader=nothing,
-        broken=BrokenImages(0),
-    )
-
-
 def _cpu_batch(trainer: Trainer) -> int:
     """So many images that a step takes STEP_SECONDS; at most those of the recipe."""
     few = max(FEW_IMAGES, trainer.recipe.grad_accum_steps)
-    step, _ = _work(trainer, few)
-    seconds = min(_seconds(step, 1, trainer.world.device) for _ in range(2))
+    step = step_of(trainer, few)
+    seconds = min(time_calls(step) for _ in range(2))
     return max(few, min(trainer.recipe.batch_size, int(few * STEP_SECONDS / seconds)))
 
 
 def _measure(trainer: Trainer, batch_size: int) -> Speed:
     training, evaluation = (
-        [batch_size / seconds for seconds in _rounds(work, trainer.world.device)]
-        for work in _work(trainer, batch_size)
+        [batch_size / seconds for seconds in _rounds(work)]
+        for work in (step_of(trainer, batch_size), _evaluation_of(trainer, batch_size))
     )
     return Speed(
         batch_size=batch_size,
@@ -87,34 +103,21 @@ def _measure(trainer: Trainer, batch_size: int) -> Speed:
     )
 
 
-def _work(trainer: Trainer, batch_size: int) -> tuple[Work, Work]:
-    """A training step and the evaluation of a batch."""
+def _evaluation_of(trainer: Trainer, batch_size: int) -> Work:
+    batches, normalize = [[*_made_up(trainer, batch_size)]], trainer.update.inputs.normalize
+    precision = trainer.recipe.precision
+    return lambda: evaluate(trainer.module, normalize, batches, trainer.world, precision)
+
+
+def _made_up(trainer: Trainer, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Random images as workers load them, and targets."""
     device, size = trainer.world.device, trainer.config.model.image_size
-    images = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8, device=device)
-    targets = torch.arange(batch_size, device=device) % len(trainer.classes)
-
-    def step() -> None:
-        trainer.train_step(images, targets, batch_size)
-        trainer.step += 1
-
-    def evaluation() -> None:
-        batches, normalize = [[images, targets]], trainer.update.inputs.normalize
-        evaluate(trainer.module, normalize, batches, trainer.world, trainer.recipe.precision)
-
-    return step, evaluation
+    images = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8).to(device)
+    return images, torch.arange(batch_size, device=device) % len(trainer.classes)
 
 
-def _rounds(work: Work, device: torch.device) -> list[float]:
+def _rounds(work: Work) -> list[float]:
     """Seconds of one call, warm, in each of ROUNDS."""
-    once = min(_seconds(work, 1, device) for _ in range(2))
+    once = min(time_calls(work) for _ in range(2))
     calls = math.ceil(ROUND_SECONDS / once)
-    return [_seconds(work, calls, device) / calls for _ in range(ROUNDS)]
-
-
-def _seconds(work: Work, calls: int, device: torch.device) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return [time_calls(work, calls) / calls for _ in range(ROUNDS)]

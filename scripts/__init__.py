@@ -1,0 +1,1 @@
+"""Commands beside train.py and eval.py."""

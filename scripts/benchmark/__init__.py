@@ -1,0 +1,1 @@
+"""What training costs on the machine at hand: `python -m scripts.benchmark`."""

@@ -1,0 +1,156 @@
+"""Measures what training costs here: steps, detectors, parts, gain matrix, pipeline, start-up."""
+
+import argparse
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reproduction.errors import PlainError, UserError
+from reproduction.hardware import hardware_name
+from reproduction.heap import keep_freed_memory
+from reproduction.runs import check_writable
+from reproduction.storage import write_text
+from reproduction.training.distributed import resolve_device
+from reproduction.training.train import git_revision
+from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page
+from scripts.benchmark.parts import measure_detectors, measure_gain, measure_parts
+from scripts.benchmark.pipeline import measure_pipeline
+from scripts.benchmark.report import (
+    FILE,
+    Group,
+    Report,
+    add_groups,
+    check_machine,
+    read_report,
+    slower,
+)
+from scripts.benchmark.scope import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
+from scripts.benchmark.startup import measure_startup
+from scripts.benchmark.steps import measure_oracle, measure_steps
+
+MARKDOWN, MARK = "benchmark.md", "benchmark"
+LIBRARIES = ("torch", "timm", "numpy", "scipy")
+SECTIONS: Mapping[str, Callable[[Scope, torch.device], list[Group]]] = {
+    "steps": measure_steps,
+    "oracle": measure_oracle,
+    "detectors": measure_detectors,
+    "parts": measure_parts,
+    "gain": measure_gain,
+    "pipeline": measure_pipeline,
+    "startup": measure_startup,
+}
+FEWER = ("pipeline", "startup")  # rounds: what is timed there takes long, or varies little
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="benchmark", description=__doc__, usage=argparse.SUPPRESS
+    )
+    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
+    options.add_argument("--pairs", type=int, help="interleaved rounds (default: 40)")
+    options.add_argument(
+        "--sizes", nargs="+", default=(), metavar="MODEL:BATCH", help="of the training steps"
+    )
+    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
+    options.add_argument("--compare", metavar="OLD.json", help="print what got slower since")
+    options.add_argument("--page", metavar="FILE.md", help="put the tables on this page as well")
+    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    return options
+
+
+def main() -> None:
+    options = parser()
+    args = options.parse_args()
+    try:
+        folder, found = run_benchmark(args)
+    except UserError as error:
+        options.exit(2, f"benchmark: {error}\n")
+    except PlainError as error:
+        options.exit(1, f"benchmark: {error}\n")
+    print((folder / MARKDOWN).read_text())
+    print(f"written to {folder}")
+    if args.compare:
+        print("\n".join(found) or f"nothing got slower than in {args.compare}")
+
+
+def run_benchmark(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """(folder that was written, what got slower); each section is written as soon as it is done.
+
+    Raises UserError before anything is measured, PlainError where a GPU's memory is too small.
+    """
+    device = resolve_device(args.device, 1)
+    scope = _scope(args, device)
+    machine = _machine(device)
+    folder = Path(args.outputs, "benchmark-quick" if args.quick else "benchmark")
+    check_writable(folder / FILE, f"outputs={args.outputs}")
+    if (folder / FILE).exists():
+        check_machine(read_report(folder / FILE), machine, str(folder / FILE))
+    earlier = read_report(Path(args.compare)) if args.compare else None
+    if earlier is not None:
+        check_machine(earlier, machine, f"compare={args.compare}", except_for=("versions",))
+    if args.page is not None:
+        check_page(Path(args.page), MARK)
+    if device == "cpu":
+        keep_freed_memory()  # as in training; else it would begin with the first model
+    measured: Report = {"machine": machine, "sections": {}}
+    for name in args.sections:
+        print(f"measuring {name}", flush=True)
+        measured["sections"][name] = _section(name, scope, device, args.quick)
+        report = add_groups(folder / FILE, machine, name, measured["sections"][name])
+        write_text(folder / MARKDOWN, markdown(report))
+        draw_benchmark(folder / "benchmark.png", report)
+    if args.page is not None:
+        put_on_page(Path(args.page), (folder / MARKDOWN).read_text(), MARK)
+    return folder, [] if earlier is None else slower(earlier, measured)
+
+
+def _scope(args: argparse.Namespace, device: str) -> Scope:
+    scope = QUICK if args.quick else ON_GPU if device == "cuda" else ON_CPU
+    if args.pairs is not None:
+        if args.pairs < 1:
+            raise UserError(f"pairs={args.pairs}: must be 1 or more")
+        scope = dataclasses.replace(scope, pairs=args.pairs)
+    if args.sizes:
+        scope = dataclasses.replace(scope, steps=sizes_of(args.sizes))
+    return scope
+
+
+def _machine(device: str) -> dict[str, Any]:
+    versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    return {
+        "hardware": hardware_name(device),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "versions": versions,
+    }
+
+
+def _section(name: str, scope: Scope, device: str, quick: bool) -> list[Group]:
+    """The groups, and how they were measured."""
+    start, before = time.perf_counter(), os.getloadavg()[0]
+    try:
+        groups = SECTIONS[name](scope, torch.device(device))
+    except torch.OutOfMemoryError as error:
+        raise PlainError(
+            f"{name}: does not fit into the GPU's memory; what was before is kept"
+        ) from error
+    measured = {
+        "rounds": scope.starts if name in FEWER else scope.pairs,
+        "quick": quick,
+        "load_average": [round(load, 2) for load in (before, os.getloadavg()[0])],
+        "seconds": round(time.perf_counter() - start, 1),
+        "git_revision": git_revision(),
+    }
+    return [{**group, "measured": measured} for group in groups]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""benchmark.json: what was measured, on what, what got slower since, and what was to be reached.
+
+{"machine": {...}, "sections": {name: [{"title", "about", "rows", "measured": {...}}]}}, by groups.
+Rows are keyed by name and hold `ms` and mostly `ratio`, each with median, quartiles (low, high)
+and the interval of the median.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reproduction.errors import UserError, first_line
+from reproduction.storage import write_text
+
+FILE = "benchmark.json"
+Report = dict[str, Any]
+Group = dict[str, Any]
+Key = tuple[str, str, str]  # title of a group, row, column
+
+
+def read_report(path: Path) -> Report:
+    """UserError if it is none."""
+    try:
+        report = json.loads(path.read_text())
+        _ = {**report["machine"]}, [*spreads(report)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is no benchmark.json: {first_line(error)}") from error
+    return report
+
+
+def add_groups(path: Path, machine: dict[str, Any], section: str, groups: list[Group]) -> Report:
+    """Puts groups into the file; keeps those of other titles. UserError: of another machine."""
+    report: Report = {"machine": machine, "sections": {}}
+    if path.exists():
+        report = read_report(path)
+        check_machine(report, machine, str(path))
+    new = {group["title"]: group for group in groups}
+    kept = {group["title"]: group for group in report["sections"].get(section, [])}
+    report["sections"][section] = [*(kept | new).values()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def check_machine(
+    report: Report, machine: dict[str, Any], where: str, except_for: Sequence[str] = ()
+) -> None:
+    """UserError unless the report is of this machine and of the same library versions."""
+    for what, value in machine.items():
+        before = report["machine"].get(what)
+        if before != value and what not in except_for:
+            raise UserError(f"{where}: measured with {what} {before}, this is {value}")
+
+
+def spreads(report: Report) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """Every time and ratio."""
+    for groups in report["sections"].values():
+        for group in groups:
+            for name, row in group["rows"].items():
+                for column in ("ms", "ratio"):
+                    if column in row:
+                        yield (group["title"], name, column), row[column]
+
+
+def slower(old: Report, new: Report) -> list[str]:
+    """What got slower beyond the noise: the medians' intervals do not overlap.
+
+    UserError if the two have no figure in common.
+    """
+    before, now = dict(spreads(old)), dict(spreads(new))
+    if not (common := before.keys() & now.keys()):
+        raise UserError("compare: the earlier run has none of what was measured")
+    lines = []
+    for key in (key for key in now if key in common):
+        then, here = before[key], now[key]
+        if here["interval"][0] > then["interval"][1]:
+            title, row, column = key
+            unit = " ms" if column == "ms" else " times the first row"
+            change = f"{then['median']:.4g} -> {here['median']:.4g}{unit}"
+            lines.append(f"slower: {title}: {row}: {change}")
+    return lines
+
+
+CCT_2, CCT_7 = "training step: cct_2_3x2, batch of 128", "training step: cct_7_3x1, batch of 16"
+VIT_ON_GPU = "training step: vit_base_patch16_224, batch of 128"
+GAIN = "gain matrix: 504 samples, 196 tokens"
+GAIN_KEPT = f"{GAIN}, memory kept"
+
+
+class Goal(NamedTuple):
+    """`sign` is <= or >=; the figure stands under `column` of a row, or is a group's exponent."""
+
+    what: str
+    sign: str
+    bound: float
+    title: str
+    row: str
+    column: str = "ratio"
+
+
+GOALS = (
+    Goal("HTM / plain, CCT-2/3x2", "<=", 1.05, CCT_2, "HTM"),
+    Goal("VTM / plain, CCT-2/3x2", "<=", 1.04, CCT_2, "VTM"),
+    Goal("HTM / plain, CCT-7/3x1", "<=", 1.05, CCT_7, "HTM"),
+    Goal("VTM / plain, CCT-7/3x1", "<=", 1.04, CCT_7, "VTM"),
+    Goal("HTM / plain, ViT-B/16 on a GPU", "<=", 1.05, VIT_ON_GPU, "HTM"),
+    Goal("gradient / attention", ">=", 30, "detectors: cct_7_3x1, batch of 128", "gradient"),
+    Goal("gain matrix: repeated / ours", ">=", 10, GAIN, "by repetition"),
+    Goal("gain matrix: broadcast / ours", ">=", 3, GAIN, "by broadcast"),
+    Goal("the same, freed memory kept: repeated / ours", ">=", 10, GAIN_KEPT, "by repetition"),
+    Goal("the same, freed memory kept: broadcast / ours", ">=", 3, GAIN_KEPT, "by broadcast"),
+    Goal("memory grows with b to the", "<=", 2, "gain matrix: growth with samples", "", "memory"),
+    Goal("memory grows with t to the", "<=", 1, "gain matrix: growth with tokens", "", "memory"),
+    Goal(
+        "plain step: oracle / ours, CCT-7/3x1",
+        ">=",
+        1.1,
+        "oracle: cct_7_3x1, batch of 16",
+        "plain, oracle",
+    ),
+    Goal("train.py --help [ms]", "<=", 2000, "start-up", "python train.py --help", "ms"),
+    Goal("a refusal [ms]", "<=", 3000, "start-up", "python train.py recipe.epochs=0", "ms"),
+)
+
+
+class Figure(NamedTuple):
+    """A measured value, and where it was timed the 95 % confidence interval of this median."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+def figure_of(goal: Goal, report: Report) -> Figure | None:
+    """None if it is not measured."""
+    for group in chain.from_iterable(report["sections"].values()):
+        if group["title"] == goal.title:
+            if not goal.row:
+                return Figure(group["exponents"][goal.column])
+            found: Any = group["rows"][goal.row][goal.column]
+            return Figure(found["median"], tuple(found["interval"]))
+    return None
+
+
+def verdict(goal: Goal, figure: Figure) -> str:
+    """Whether the value meets the goal, and whether that is beyond its interval."""
+    is_met = figure.value <= goal.bound if goal.sign == "<=" else figure.value >= goal.bound
+    word = "met" if is_met else "missed"
+    low, high = figure.interval or (figure.value,) * 2
+    return f"{word}, within noise" if low <= goal.bound <= high and low < high else word

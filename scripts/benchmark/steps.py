@@ -1,0 +1,164 @@
+"""Training steps of plain, HTM, VTM and both, and the oracle's.
+
+Every sample is easy (tau = inf) and attention is sharp, so that tokens are really replaced. The
+variants train the same weights in turn, each with an optimiser of its own.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from reproduction.compose import compose
+from reproduction.config import Config
+from reproduction.models.build import count_macs
+from reproduction.parse import parse
+from reproduction.timing import spread_of, time_in_turns
+from reproduction.training.evaluate import DTYPES
+from reproduction.training.loop import Trainer
+from reproduction.training.speed import bare_trainer, step_of
+from reproduction.training.step import Part
+from scripts.benchmark.measure import AGAIN, Row, calls_on, compared, peak_mib
+from scripts.benchmark.scope import CCT, TRAINED_AS, Scope
+from tests.oracle import Oracle
+
+PLAIN = "plain"
+VARIANTS: dict[str, list[str]] = {
+    PLAIN: [],
+    PLAIN + AGAIN: [],
+    "HTM": ["htm"],
+    "VTM": ["vtm"],
+    "HTM and VTM": ["htm", "vtm"],
+}
+WIDE_KAPPA = {CCT: 80}  # of the paper's CIFAR-100 run with VTM alone
+FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass
+SHARPNESS = 12  # of new weights, whose attention is nearly even
+
+Step = Callable[[], list[Part]]
+
+
+def precision_on(device: torch.device) -> str:
+    """What is timed: float32 on a CPU, which has no fast lower precision."""
+    return "bf16" if device.type == "cuda" else "float32"
+
+
+def measure_steps(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+    """A group for each size: times, ratios to plain, images/s, peak memory, what was mixed."""
+    rate = matrix_rate(scope.matrix, device)
+    return [_group(model, size, scope.pairs, device, rate) for model, size in scope.steps]
+
+
+def _group(
+    model: str, batch_size: int, pairs: int, device: torch.device, rate: float
+) -> dict[str, Any]:
+    configs = variant_configs(model, precision_on(device), compiled=device.type == "cuda")
+    shared = sharp_trainer(configs[PLAIN], device).module.model
+    steps = {
+        name: step_of(sharp_trainer(config, device, shared), batch_size)
+        for name, config in configs.items()
+    }
+    rows = compared(steps, pairs, calls_on(device))
+    macs = count_macs(shared, configs[PLAIN].model.image_size).total
+    for name, row in rows.items():
+        row.update(facts_of(steps[name], batch_size, row, device))
+        row["share_of_rate"] = FLOPS_PER_MAC * macs * row["images_per_second"] / rate
+    return {
+        "title": f"training step: {model}, batch of {batch_size}",
+        "about": f"{conditions(configs[PLAIN])}; matrix products run at {rate / 1e12:.3g} TFLOP/s",
+        "rows": rows,
+    }
+
+
+def measure_oracle(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+    """Our steps beside the oracle's, which on a GPU runs in float16 as the published code."""
+    return [_oracle_group(model, size, scope.pairs, device) for model, size in scope.oracle]
+
+
+def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device) -> dict[str, Any]:
+    ours = precision_on(device)
+    theirs = "float16" if device.type == "cuda" else ours
+    steps: dict[str, Step] = {}
+    for name in (PLAIN, "HTM and VTM"):
+        config = step_config(model, VARIANTS[name], ours)
+        steps[name] = step_of(sharp_trainer(config, device), batch_size)
+        its = step_config(model, VARIANTS[name], theirs)
+        steps[f"{name}, oracle"] = step_of(oracle_trainer(its, device), batch_size)
+    rows = compared(steps, pairs, calls_on(device))
+    for name, row in rows.items():
+        row.update(facts_of(steps.get(name, steps[PLAIN]), batch_size, row, device))
+    about = f"ours: {conditions(config)}; the oracle: {theirs}, a map of every block"
+    return {"title": f"oracle: {model}, batch of {batch_size}", "about": about, "rows": rows}
+
+
+def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[str, Config]:
+    """Variant -> configuration of a run, for the variants that a model is measured with.
+
+    `compiled` adds plain and both with compiled blocks.
+    """
+    configs = {name: step_config(model, stack, precision) for name, stack in VARIANTS.items()}
+    if kappa := WIDE_KAPPA.get(model):
+        wide = step_config(model, ["vtm"], precision, f"augmentation.vtm.kappa={kappa}")
+        configs[f"VTM, kappa {kappa}"] = wide
+    for name in (PLAIN, "HTM and VTM") if compiled else ():
+        config = step_config(model, VARIANTS[name], precision, "compile=true")
+        configs[f"{name}, compiled"] = config
+    return configs
+
+
+def step_config(model: str, stack: list[str], precision: str, *overrides: str) -> Config:
+    """The model's own recipe without input mixup; HTM mixes every sample."""
+    dataset, recipe, _ = TRAINED_AS[model]
+    told = [f"model={model}", f"dataset={dataset}", f"recipe={recipe}"]
+    told += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}", *overrides]
+    told += ["augmentation.htm.tau=inf"] if "htm" in stack else []
+    return parse(compose("train", told).raw, needs_data=False)
+
+
+def sharp_trainer(config: Config, device: torch.device, shared: nn.Module | None = None) -> Trainer:
+    """Trains `shared`, or a new model with sharp attention, so that saliency differs.
+
+    One that compiles trains a copy, since others go on with the blocks of `shared` as they are.
+    """
+    classes = TRAINED_AS[config.model.name][2]
+    if shared is not None:
+        return bare_trainer(config, device, classes, deepcopy(shared) if config.compile else shared)
+    trainer = bare_trainer(config, device, classes)
+    model: Any = trainer.module.model
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(SHARPNESS)
+    return trainer
+
+
+def oracle_trainer(config: Config, device: torch.device) -> Trainer:
+    """The same, but training by the oracle, in the memory format of a new model."""
+    trainer = sharp_trainer(config, device)
+    trainer.module.to(memory_format=torch.contiguous_format)
+    trainer.update.parallel = Oracle(trainer.module)
+    return trainer
+
+
+def conditions(config: Config) -> str:
+    """Precision, dropout and optimiser, in words."""
+    dropout = [f"{name} {value}" for name, value in vars(config.model).items() if "drop" in name]
+    return ", ".join([config.recipe.precision, *dropout, config.recipe.optimizer])
+
+
+def facts_of(step: Step, batch_size: int, row: Row, device: torch.device) -> Row:
+    """What else is told of a timed step."""
+    (part,) = step()
+    return {
+        "images_per_second": 1000 * batch_size / row["ms"]["median"],
+        "peak_mib": peak_mib(step, device),
+        "mixed_samples": float(part.output.stats["mixed_samples"]),
+        "mixed_tokens": float(part.output.stats["mixed_tokens"]),
+    }
+
+
+def matrix_rate(rows: int, device: torch.device) -> float:
+    """FLOP/s of a square product in the precision of the steps: what the machine can do."""
+    a = torch.randn(rows, rows, device=device, dtype=DTYPES[precision_on(device)])
+    ms = time_in_turns({"product": lambda: a @ a}, 20, calls_on(device))["product"]
+    return 2 * rows**3 / (spread_of(ms).median / 1000)

@@ -1,1 +1,0 @@
-"""What training costs on the machine at hand; `scripts/benchmark.py` runs it."""

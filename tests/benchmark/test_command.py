@@ -1,0 +1,77 @@
+"""`python -m scripts.benchmark` from its command line to its files."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.benchmark.__main__ import SECTIONS, main
+from scripts.benchmark.pipeline import FEEDS, FILES
+
+
+def call(monkeypatch: pytest.MonkeyPatch, outputs: Path, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", "--outputs", str(outputs), *args])
+    main()
+
+
+def test_a_quick_run_of_all_that_takes_no_process(monkeypatch, capsys, tmp_path: Path):
+    sections = [name for name in SECTIONS if name != "startup"]
+    call(monkeypatch, tmp_path, "--device", "cpu", "--sections", *sections)
+    folder = tmp_path / "benchmark-quick"
+    written = sorted(path.name for path in folder.iterdir())
+    assert written == ["benchmark.json", "benchmark.md", "benchmark.pdf", "benchmark.png"]
+    report = json.loads((folder / "benchmark.json").read_text())
+    assert report["machine"]["threads"] == torch.get_num_threads()
+    assert list(report["sections"]) == sections
+    (steps,) = report["sections"]["steps"]
+    assert list(steps["rows"]) == ["plain", "plain, again", "HTM", "VTM", "HTM and VTM"]
+    for name, row in steps["rows"].items():
+        assert row["ms"]["median"] > 0 and row["peak_mib"] > 1
+        assert row["images_per_second"] == pytest.approx(4000 / row["ms"]["median"])
+        assert row["mixed_samples"] == (4 if "HTM" in name else 0)
+    (oracle,) = report["sections"]["oracle"]
+    assert oracle["rows"]["HTM and VTM, oracle"]["mixed_tokens"] > 1
+    (detectors,) = report["sections"]["detectors"]
+    assert detectors["rows"]["gradient"]["ratio"]["median"] > 1
+    (pipeline,) = report["sections"]["pipeline"]
+    assert list(pipeline["rows"]) == list(FEEDS)
+    assert all(row["images_per_second"] > 1 for row in pipeline["rows"].values())
+    out = capsys.readouterr().out
+    assert (folder / "benchmark.md").read_text() in out
+    assert f"| vit_base_patch16_224, cuda: {FILES} | not measured | not measured |" in out
+    assert "A quick try, not a measurement." in out
+
+
+def test_an_earlier_run_is_compared_with(monkeypatch, capsys, tmp_path: Path):
+    args = ["--device", "cpu", "--sections", "gain"]
+    call(monkeypatch, tmp_path, *args)
+    path = tmp_path / "benchmark-quick" / "benchmark.json"
+    report = json.loads(path.read_text())
+    row = report["sections"]["gain"][0]["rows"]["ours"]
+    row["ms"] = {"median": 1e-6, "low": 1e-6, "high": 1e-6, "interval": [1e-6, 1e-6]}
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(report))
+    capsys.readouterr()
+    call(monkeypatch, tmp_path, *args, "--compare", str(old))
+    out = capsys.readouterr().out
+    assert "slower: gain matrix: 12 samples, 16 tokens: ours: 1e-06 -> " in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--pairs", "0"], "pairs=0: must be 1 or more"),
+        (["--sizes", "resnet18:8"], "sizes=resnet18:8: the model must be one of"),
+        (["--compare", "nowhere.json"], "nowhere.json: is no benchmark.json"),
+        (["--page", "nowhere.md"], "page=nowhere.md: No such file"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(monkeypatch, capsys, tmp_path: Path, args, message: str):
+    with pytest.raises(SystemExit) as end:
+        call(monkeypatch, tmp_path, "--device", "cpu", *args)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"benchmark: {message}")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,77 @@
+"""The oracle against definitions spelled out, and the trainer's steps against the oracle's.
+
+tests/tokenmixup/test_attach.py holds whole models against it.
+"""
+
+import pytest
+import torch
+
+from reproduction.training.speed import step_of
+from scripts.benchmark.parts import FORMS
+from scripts.benchmark.steps import oracle_trainer, sharp_trainer, step_config
+from tests.oracle import Oracle, gain_by_repetition, mix, most_salient
+from tokenmixup import training_loss
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.02, float("inf")])
+def test_all_forms_of_the_gain_equal_its_sum(rho: float):
+    saliency = torch.randn(5, 7).softmax(dim=1)
+    expected = torch.zeros(5, 5)
+    for i in range(5):
+        for j in range(5):
+            expected[i, j] = sum(
+                max(float(d - r) - rho, 0) for d, r in zip(saliency[j], saliency[i], strict=True)
+            )
+    for form in FORMS.values():
+        torch.testing.assert_close(form(saliency, rho), expected, atol=1e-6, rtol=1e-5)
+    assert gain_by_repetition(saliency, rho).shape == (5, 5)
+
+
+def test_mix_by_hand():
+    """Sample 0 takes token 1 of sample 1, hard sample 1 stays; a token's value says whose it is."""
+    saliency = torch.tensor([[0.6, 0.1, 0.3], [0.1, 0.8, 0.1]])
+    tokens = torch.tensor([[9.0, 1.0, 2.0, 3.0], [8.0, 4.0, 5.0, 6.0]])[..., None]
+    is_easy = torch.tensor([True, False])
+    x, targets, moved, mask = mix(tokens, torch.eye(2), saliency, is_easy, 0.1, prefix=1)
+    assert x[..., 0].tolist() == [[9, 1, 5, 3], [8, 4, 5, 6]]
+    assert mask.tolist() == [[False, True, False], [False] * 3]
+    torch.testing.assert_close(moved[0], torch.tensor([0.6, 0.8, 0.3]))
+    torch.testing.assert_close(targets[0], torch.tensor([0.9 / 1.7, 0.8 / 1.7]))
+    assert targets[1].tolist() == [0, 1]
+
+
+def test_most_salient_leaves_the_prefix_out():
+    tokens = torch.tensor([[9.0, 1.0, 2.0, 3.0]])[..., None]
+    chosen = most_salient(tokens, torch.tensor([[0.2, 0.1, 0.7]]), 2, prefix=1)
+    assert chosen.flatten().tolist() == [3, 1]
+
+
+def test_the_oracle_trains_every_weight_in_low_precision():
+    """A cast cached without gradient would leave the projections of saliency's blocks as they are.
+
+    They would cost the oracle less, too.
+    """
+    oracle = Oracle(sharp_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "bf16"), CPU).module)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = oracle(torch.randn(4, 3, 32, 32), torch.eye(10)[:4])
+    training_loss(output, 0.1).backward()
+    for name, parameter in oracle.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("stack", [[], ["htm"], ["vtm"], ["htm", "vtm"]], ids=str)
+def test_three_steps_of_the_trainer_equal_the_oracles(stack: list[str]):
+    """With stochastic depth, clipping, optimiser and all."""
+    config = step_config("cct_2_3x2", stack, "float32")
+    found, expected = (
+        step_of(build(config, CPU), batch_size=4) for build in (sharp_trainer, oracle_trainer)
+    )
+    images = []
+    for _ in range(3):
+        (ours,), (theirs,) = ([part.output for part in step()] for step in (found, expected))
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.targets, theirs.targets, atol=1e-5, rtol=1e-4)
+        images.append(ours.stats["mixed_tokens"])
+    assert all(number > 1 for number in images) == ("htm" in stack)

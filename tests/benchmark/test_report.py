@@ -1,0 +1,170 @@
+"""benchmark.json: kept, compared, and written as tables."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reproduction.errors import UserError
+from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page
+from scripts.benchmark.report import (
+    GOALS,
+    Figure,
+    add_groups,
+    check_machine,
+    figure_of,
+    read_report,
+    slower,
+    verdict,
+)
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+MACHINE: dict[str, Any] = {
+    "hardware": "a machine",
+    "device": "cpu",
+    "threads": 2,
+    "versions": {"torch": "2"},
+}
+
+
+def spread(median: float) -> dict[str, Any]:
+    interval = [median * 0.995, median * 1.005]
+    return {"median": median, "low": median * 0.99, "high": median * 1.01, "interval": interval}
+
+
+TITLE = "training step: cct_7_3x1, batch of 16"
+
+
+def section(ratio: float, ms: float = 1234.5, title: str = TITLE) -> list[dict[str, Any]]:
+    rows = {
+        "plain": {"ms": spread(ms), "ratio": spread(1)},
+        "plain, again": {"ms": spread(ms), "ratio": spread(1.002)},
+        "HTM": {"ms": spread(ms * ratio), "ratio": spread(ratio), "images_per_second": 12.345},
+        "VTM": {"ms": spread(ms), "ratio": spread(1)},
+    }
+    measured = {
+        "rounds": 40,
+        "quick": False,
+        "load_average": [0.5, 2.25],
+        "seconds": 3,
+        "git_revision": "0123456789abcdef",
+    }
+    return [{"title": title, "about": "float32", "rows": rows, "measured": measured}]
+
+
+def report(ratio: float, ms: float = 1234.5) -> dict[str, Any]:
+    return {"machine": MACHINE, "sections": {"steps": section(ratio, ms)}}
+
+
+def test_groups_of_the_same_machine_are_kept(tmp_path: Path):
+    path = tmp_path / "benchmark" / "benchmark.json"
+    add_groups(path, MACHINE, "steps", section(1.1))
+    add_groups(path, MACHINE, "oracle", section(1.2))
+    assert list(read_report(path)["sections"]) == ["steps", "oracle"]
+    add_groups(path, MACHINE, "steps", section(1.3, title="another size"))
+    add_groups(path, MACHINE, "steps", section(1.4))
+    first, second = read_report(path)["sections"]["steps"]
+    assert (first["title"], second["title"]) == (TITLE, "another size")
+    assert first["rows"]["HTM"]["ratio"]["median"] == 1.4
+    before = path.read_text()
+    with pytest.raises(UserError, match=r"benchmark\.json: measured with threads 2, this is 8"):
+        add_groups(path, {**MACHINE, "threads": 8}, "steps", section(1.3))
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", "[]", '{"machine": {}, "sections": {"steps": [1]}}', '{"sections": {}}']
+)
+def test_what_is_no_report_is_refused(tmp_path: Path, content: str | None):
+    path = tmp_path / "old.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"old\.json: is no benchmark\.json"):
+        read_report(path)
+
+
+def test_slower_is_beyond_the_noise_of_both():
+    assert slower(report(1.04), report(1.05)) == []
+    assert len(slower(report(1.04), report(1.06))) == 2
+    found = slower(report(1.04), report(1.20))
+    assert found == [
+        "slower: training step: cct_7_3x1, batch of 16: HTM: 1284 -> 1481 ms",
+        "slower: training step: cct_7_3x1, batch of 16: HTM: 1.04 -> 1.2 times the first row",
+    ]
+    assert slower(report(1.20), report(1.04)) == []
+
+
+def test_machines_are_not_compared_with_one_another():
+    other = {**report(1), "machine": {**MACHINE, "threads": 1}}
+    with pytest.raises(UserError, match="old: measured with threads 1, this is 2"):
+        check_machine(other, MACHINE, "old")
+    newer = {**MACHINE, "versions": {"torch": "3"}}
+    with pytest.raises(UserError, match="versions"):
+        check_machine(report(1), newer, "old")
+    check_machine(report(1), newer, "old", except_for=("versions",))
+
+
+def test_runs_without_a_common_figure_are_not_compared():
+    with pytest.raises(UserError, match="compare: the earlier run has none of what was measured"):
+        slower({"machine": MACHINE, "sections": {}}, report(1))
+
+
+def test_tables_show_every_row_with_the_noise_beside_and_the_goals():
+    lines = markdown(report(1.043)).splitlines()
+    assert "| plain, again | 1,234 (1,222 to 1,247) | 1.002 (0.9920 to 1.012) |  |" in lines
+    assert any(line.startswith("| HTM | 1,288 ") and line.endswith("| 12.35 |") for line in lines)
+    assert "| HTM / plain, CCT-7/3x1 | <= 1.05 | 1.043 | 1.038 to 1.048 | met |" in lines
+    assert "| HTM / plain, CCT-2/3x2 | <= 1.05 | not measured |  |  |" in lines
+    assert "40 rounds, load average 0.5 before and 2.2 after, revision 0123456789ab." in lines
+
+
+def test_a_missed_goal_is_called_so():
+    (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
+    found = figure_of(goal, report(1.06))
+    assert found is not None and found.value == 1.06
+    assert "| <= 1.05 | 1.060 | 1.055 to 1.065 | missed |" in markdown(report(1.06))
+
+
+def test_a_verdict_tells_whether_noise_could_turn_it():
+    (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
+    assert verdict(goal, Figure(1.05, (1.05, 1.05))) == verdict(goal, Figure(1.05)) == "met"
+    assert verdict(goal, Figure(1.04, (1.03, 1.06))) == "met, within noise"
+    assert verdict(goal, Figure(1.06, (1.04, 1.07))) == "missed, within noise"
+
+
+def test_an_uncommitted_change_is_shown_beside_the_revision():
+    whole = report(1)
+    whole["sections"]["steps"][0]["measured"]["git_revision"] += "-dirty"
+    assert "revision 0123456789ab-dirty." in markdown(whole)
+
+
+def test_tables_replace_what_stands_between_the_marks(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nend\n")
+    put_on_page(page, "new\n", "tables")
+    put_on_page(page, "newer\n", "tables")
+    assert page.read_text() == f"# Title\n\n{BEGIN}\nnewer\n{END}\n\nend\n"
+
+
+@pytest.mark.parametrize("content", [None, "no marks", f"{END} {BEGIN}"])
+def test_a_page_without_marks_is_refused(tmp_path: Path, content: str | None):
+    page = tmp_path / "page.md"
+    if content is not None:
+        page.write_text(content)
+    with pytest.raises(UserError, match=r"page=.*page\.md: "):
+        check_page(page, "tables")
+
+
+def test_the_picture_shows_each_group(tmp_path: Path, drawn_texts: dict[str, list[str]]):
+    whole = report(1.043)
+    rows = {
+        f"{b} x 196": {"ms": spread(b), "assignment_ms": b**3, "peak_mib": b**2} for b in (2, 4)
+    }
+    exponents = {"time": 1.0, "memory": 2.0, "time of the assignment": 3.0}
+    growth = {"title": "growth", "about": "", "rows": rows, "exponents": exponents}
+    whole["sections"]["gain"] = [growth]
+    draw_benchmark(tmp_path / "picture.png", json.loads(json.dumps(whole)))
+    texts = drawn_texts["picture"]
+    assert {"1.04", "HTM", "plain, again", "memory [MiB], exponent 2.00", "samples"} <= set(texts)

@@ -1,0 +1,92 @@
+"""What the benchmark times is what the trainer does."""
+
+import pytest
+import torch
+
+from reproduction.errors import UserError
+from reproduction.latency import detector_configs
+from reproduction.plan import Settings
+from reproduction.training.speed import step_of
+from scripts.benchmark.parts import exponent, htm_parts
+from scripts.benchmark.scope import ON_CPU, ON_GPU, TRAINED_AS, sizes_of
+from scripts.benchmark.steps import (
+    VARIANTS,
+    conditions,
+    sharp_trainer,
+    step_config,
+    variant_configs,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("model", TRAINED_AS)
+def test_variants_are_the_recipe_with_and_without(model: str):
+    configs = variant_configs(model, "float32")
+    for name, stack in VARIANTS.items():
+        assert configs[name].augmentation.stack == stack
+    wide = {name for name in configs if name not in VARIANTS}
+    assert wide == ({"VTM, kappa 80"} if model == "cct_7_3x1" else set())
+    assert configs["HTM"].augmentation.htm.tau == float("inf")
+
+
+def test_conditions_state_the_dropout():
+    assert conditions(step_config("cct_7_3x1", [], "bf16")) == (
+        "bf16, attn_drop 0.1, drop_path 0.1, drop 0.0, adamw"
+    )
+    assert "pos_drop_rate 0.0" in conditions(step_config("vit_base_patch16_224", [], "bf16"))
+
+
+def test_a_step_trains_and_steps_mix_every_sample():
+    plain = sharp_trainer(step_config("cct_2_3x2", [], "float32"), CPU)
+    mixing = sharp_trainer(step_config("cct_2_3x2", ["htm"], "float32"), CPU, plain.module.model)
+    before = plain.module.model.head.weight.clone()
+    step_of(plain, 4)()
+    between = plain.module.model.head.weight.clone()
+    (part,) = step_of(mixing, 4)()
+    stats = part.output.stats
+    after = plain.module.model.head.weight
+    assert not torch.equal(before, between) and not torch.equal(between, after)
+    assert stats["mixed_samples"] == 4 and stats["mixed_tokens"] > 1
+    assert (plain.step, mixing.step) == (1, 1)
+
+
+def test_compiled_variants_leave_the_shared_model_alone():
+    configs = variant_configs("cct_2_3x2", "float32", compiled=True)
+    assert {name for name, config in configs.items() if config.compile} == {
+        "plain, compiled",
+        "HTM and VTM, compiled",
+    }
+    shared = sharp_trainer(configs["plain"], CPU).module.model
+    compiled = sharp_trainer(configs["plain, compiled"], CPU, shared).module.model
+    assert "forward" in vars(compiled.blocks[0]) and "forward" not in vars(shared.blocks[0])
+
+
+def test_the_trainer_of_a_benchmark_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    step_of(sharp_trainer(step_config("cct_2_3x2", ["vtm"], "float32"), CPU), 2)()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_parts_of_htm_are_those_of_its_whole():
+    config = detector_configs(Settings(scale="smoke"))["attention"]
+    parts = htm_parts(config, 3, CPU, "float32")
+    for work in parts.values():
+        work()
+    assert next(iter(parts)) == "all three" and len(parts) == 7
+
+
+def test_exponent_is_that_of_a_power_law():
+    assert exponent([1, 2, 4], [3, 12, 48]) == 2
+    assert exponent([32, 64, 1024], [5, 5, 5]) == 0
+
+
+def test_sizes_are_models_with_their_batches():
+    assert sizes_of(["cct_7_3x1:128"]) == (("cct_7_3x1", 128),)
+    assert {model for model, _ in (*ON_CPU.steps, *ON_GPU.steps)} == set(TRAINED_AS)
+
+
+@pytest.mark.parametrize("size", ["resnet18:4", "cct_7_3x1", "cct_7_3x1:1", "cct_7_3x1:x"])
+def test_other_sizes_are_refused(size: str):
+    with pytest.raises(UserError, match=f"sizes={size}: "):
+        sizes_of([size])

@@ -1,0 +1,123 @@
+"""Kills runs and ranks, fills a disk, contends for a folder, and compares with undisturbed runs."""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reproduction.errors import UserError, first_line
+from reproduction.hardware import hardware_name
+from reproduction.runs import check_writable
+from reproduction.storage import write_text
+from reproduction.terminal import positive
+from scripts.benchmark.page import check_page, put_on_page
+from tests.chaos.files import harm_files
+from tests.chaos.folder import contend, fill_disk
+from tests.chaos.kills import Moments, kill_ranks, kill_runs
+from tests.chaos.runs import Outcome, Place
+from tests.chaos.settings import evaluate_in_shares, vary_settings
+
+MARK = "chaos"
+Part = Callable[[Place, argparse.Namespace, Moments], Outcome]
+PARTS: Mapping[str, Part] = {
+    "kills": lambda place, args, moments: kill_runs(place, args.kills, moments),
+    "ranks": lambda place, args, moments: kill_ranks(place, args.rank_kills, moments),
+    "settings": lambda place, args, moments: vary_settings(place),
+    "disk": lambda place, args, moments: fill_disk(place),
+    "evaluation": lambda place, args, moments: evaluate_in_shares(place),
+    "lock": lambda place, args, moments: contend(place.root, processes=4, rounds=500),
+    "files": lambda place, args, moments: harm_files(place.root, args.seed),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(prog="chaos", description=__doc__, usage=argparse.SUPPRESS)
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    options.add_argument("--kills", type=positive, default=50, help="of whole runs")
+    options.add_argument("--rank-kills", type=positive, default=10, help="of one of two ranks")
+    options.add_argument("--minutes", type=positive, default=40, help="after which no more kills")
+    options.add_argument("--seed", type=int, default=0, help="of the moments")
+    options.add_argument("--page", metavar="FILE.md", help="put the tables on this page as well")
+    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    return options
+
+
+def main() -> None:
+    options = parser()
+    args = options.parse_args()
+    try:
+        outcomes = run_chaos(args)
+    except UserError as error:
+        options.exit(2, f"chaos: {error}\n")
+    sys.exit(any(outcome.differences for outcome in outcomes))
+
+
+def run_chaos(args: argparse.Namespace) -> list[Outcome]:
+    """What came of each part; UserError before anything begins."""
+    folder = Path(args.outputs, "chaos").absolute()
+    check_writable(folder / "chaos.json", f"outputs={args.outputs}")
+    if args.page is not None:
+        check_page(Path(args.page), MARK)
+    moments = Moments(np.random.default_rng(args.seed), time.monotonic() + 60 * args.minutes)
+    outcomes: list[Outcome] = []
+    for name in args.parts:
+        place, start = Place(folder / name, folder / f"{name}-logs"), time.perf_counter()
+        place.clear()
+        try:
+            outcome = PARTS[name](place, args, moments)
+        except (UserError, TimeoutError, subprocess.TimeoutExpired) as error:  # the others go on
+            outcome = Outcome(name, {}, [first_line(error)])
+        outcome.seconds = round(time.perf_counter() - start, 1)
+        outcomes.append(outcome)
+        print(line(outcome), *outcome.differences, sep="\n  ", flush=True)
+        write_outcomes(folder, outcomes, hardware_name("cpu"))
+    if args.page is not None:
+        put_on_page(Path(args.page), (folder / "chaos.md").read_text(), MARK)
+    return outcomes
+
+
+def write_outcomes(folder: Path, outcomes: Sequence[Outcome], machine: str) -> None:
+    """Writes chaos.json and chaos.md: a table of all parts, and one for each that has rows."""
+    found = {"machine": machine, "parts": [dataclasses.asdict(outcome) for outcome in outcomes]}
+    write_text(folder / "chaos.json", json.dumps(found, indent=2) + "\n")
+    summary = [
+        {
+            "part": outcome.part,
+            "what": _counts(outcome),
+            "differences": len(outcome.differences),
+            "seconds": round(outcome.seconds),
+        }
+        for outcome in outcomes
+    ]
+    parts = [f"{machine}.", _table(summary)]
+    parts += [f"{one.part}:\n\n{_table(one.rows)}" for one in outcomes if one.rows]
+    write_text(folder / "chaos.md", "\n\n".join(parts) + "\n")
+
+
+def line(outcome: Outcome) -> str:
+    """One line for a terminal."""
+    return (
+        f"{outcome.part}: {_counts(outcome)}; {len(outcome.differences)} differences; "
+        f"{outcome.seconds:.0f} s"
+    )
+
+
+def _counts(outcome: Outcome) -> str:
+    return ", ".join(f"{name} {count}" for name, count in outcome.counts.items())
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    head = list(rows[0])
+    lines = [head, ["---"] * len(head), *([str(row.get(key, "")) for key in head] for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""train.py without its pictures, which notes what it does: child FILE [train.py's arguments]."""
+
+import mmap
+import os
+import runpy
+import struct
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reproduction.config import CONF_DIR
+from reproduction.reporting import report
+from reproduction.training.loop import Trainer
+
+TRAIN = CONF_DIR.parent / "train.py"
+PHASES = ("start-up", "loading", "step", "log line", "evaluation", "checkpoint", "report")
+PHASE_OF = {  # a method of Trainer
+    "_train_batches": "loading",
+    "_flush": "log line",
+    "_end_epoch": "evaluation",
+    "_save": "checkpoint",
+}
+LAYOUT = struct.Struct("<IIB")
+
+
+class Note(NamedTuple):
+    """`step`: the last whole one, of this process or of one before it."""
+
+    step: int
+    process: int
+    phase: str
+
+
+class Notes:
+    """Written by one process and read by another through memory that they share."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            if file.tell() < LAYOUT.size:
+                file.truncate(LAYOUT.size)
+            self.memory = mmap.mmap(file.fileno(), LAYOUT.size)
+
+    def read(self) -> Note:
+        step, process, phase = LAYOUT.unpack(self.memory)
+        return Note(step, process, PHASES[phase])
+
+    def write(self, step: int | None = None, phase: str = "start-up") -> None:
+        """Keeps the step if none is given."""
+        step = self.read().step if step is None else step
+        LAYOUT.pack_into(self.memory, 0, step, os.getpid(), PHASES.index(phase))
+
+
+def notes_of(path: Path, rank: int = 0) -> Notes:
+    """The notes of one rank."""
+    return Notes(path.with_name(f"{path.name}.{rank}"))
+
+
+def main() -> None:
+    notes = notes_of(Path(sys.argv[1]), int(os.environ.get("RANK", "0")))
+    notes.write()
+    for name, phase in PHASE_OF.items():
+        setattr(Trainer, name, _noting(notes, phase, getattr(Trainer, name)))
+    setattr(Trainer, "train_step", _counting(notes, Trainer.train_step))
+    setattr(report, "write_report", _noting(notes, "report", report.write_report))
+    setattr(report, "_draw", lambda folder: {})  # which takes longer than such a run
+    sys.argv = [str(TRAIN), *sys.argv[2:]]
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
+def _noting(notes: Notes, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        before = notes.read().phase
+        notes.write(phase=phase)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            notes.write(phase=before)
+
+    return noted
+
+
+def _counting(notes: Notes, step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def counted(self: Trainer, *args: Any) -> Any:
+        notes.write(phase="step")
+        parts = step(self, *args)
+        notes.write(self.step + 1, phase="loading")
+        return parts
+
+    return counted
+
+
+if __name__ == "__main__":
+    main()

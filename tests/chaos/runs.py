@@ -1,0 +1,189 @@
+"""Runs of seconds, as processes that can be killed, and in what two of them differ."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reproduction.errors import UserError
+from reproduction.identity import flatten, hash_of
+from reproduction.models.weights import read_file
+from reproduction.runs import RunFolder
+from reproduction.training.checkpoint import load_last
+from tests.chaos.child import Notes, notes_of
+
+SMALL = (
+    *("augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=2.4", "augmentation.htm.rho=0"),
+    *("model.embed_dim=16", "dataset.limit=80", "recipe.batch_size=10", "recipe.epochs=12"),
+    *("recipe.transforms.erasing_prob=0.5", "recipe.log_every=2", "device=cpu"),
+)
+PATIENCE = 300.0  # seconds for a start and some steps on a machine that others use as well
+# What tells how fast a run was; metrics_size counts the digits of that.
+TIMES = {"seconds", "train_seconds", "metrics_size", "images_per_second"}
+RESULTS = ("top1_", "top5_", "epochs", "steps", "status", "parameters", "seed", "devices")
+
+
+@dataclass
+class Outcome:
+    """What a part has done, with `rows` for a table, and what was not as it should be."""
+
+    part: str
+    counts: Mapping[str, object]
+    differences: list[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the runs of a part are, and apart from them what they say and what is noted of them."""
+
+    root: Path
+    logs: Path
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self.root / name)
+
+    def clear(self) -> None:
+        for path in (self.root, self.logs):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+
+    def notes(self, name: str, rank: int = 0) -> Notes:
+        return notes_of(self.logs / f"{name}.notes", rank)
+
+    def errors(self, name: str) -> str:
+        return (self.logs / f"{name}.err").read_text()
+
+    @contextmanager
+    def started(
+        self, name: str, *args: str, launcher: tuple[str, ...] = ()
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A run at work in a session of its own, of which nothing is left in the end."""
+        where = (f"name={name}", f"output_root={self.root}", "resume=auto")
+        notes = str(self.logs / f"{name}.notes")
+        child = ("-m", "tests.chaos.child", notes)
+        command = [sys.executable, *launcher, *child, *where, *SMALL, *args]
+        with (self.logs / f"{name}.err").open("w") as errors:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            kill_group(process)
+
+    def finish(self, name: str, *args: str, launcher: tuple[str, ...] = ()) -> list[str]:
+        """Lets a run come to its end, and says what is wrong with that."""
+        with self.started(name, *args, launcher=launcher) as process:
+            status = process.wait(PATIENCE)
+        return [f"{name}: status {status}: {self.errors(name)[-300:]}"] if status else []
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for the process and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for_step(process: subprocess.Popen[bytes], notes: Notes, step: int, phase: str) -> bool:
+    """Waits until the run has done `step` and is in `phase`; False if it ends before.
+
+    TimeoutError after PATIENCE seconds.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None:
+        note = notes.read()
+        if note.step >= step and note.phase == phase:
+            return True
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"step {step} does not come, the run is at {note}")
+        time.sleep(0.0005)
+    return False
+
+
+def differences(one: RunFolder, other: RunFolder) -> list[str]:
+    """What differs in checkpoint, best weights, lines and result; empty if nothing but times."""
+    return [*_of_checkpoints(one, other), *_of_metrics(one, other), *_of_results(one, other)]
+
+
+def _of_checkpoints(one: RunFolder, other: RunFolder) -> Iterator[str]:
+    for name, read in (("checkpoint", last_state), ("best.safetensors", _best)):
+        try:
+            ours, theirs = (dict(_leaves(read(run))) for run in (one, other))
+        except UserError as error:
+            yield f"{one.path.name}: {name}: {error}"
+            continue
+        for key in sorted(ours.keys() | theirs.keys()):
+            if key.rpartition(".")[2] not in TIMES and not _is_same(ours.get(key), theirs.get(key)):
+                yield f"{one.path.name}: {name}: {key}"
+
+
+def last_state(run: RunFolder) -> dict[str, Any]:
+    """The newest training state; UserError if there is none that can be read."""
+    found = load_last(run, hash_of(run.read_config()))
+    if found is None:
+        raise UserError(f"{run.path}: holds no checkpoint")
+    return found[1]
+
+
+def _best(run: RunFolder) -> Any:
+    return read_file(f"checkpoint={run.best_path}", run.best_path)
+
+
+def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in a training state."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, list | tuple):
+        yield from _leaves(dict(enumerate(state)), name)
+    else:
+        yield name, state
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one == other
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.numpy(force=True).tobytes() == other.numpy(force=True).tobytes()
+
+
+def _of_metrics(one: RunFolder, other: RunFolder) -> Iterator[str]:
+    for kind, ours, theirs in zip(
+        ("batches", "epochs"), one.read_metrics(), other.read_metrics(), strict=True
+    ):
+        if len(ours) != len(theirs):
+            yield f"{one.path.name}: {len(ours)} lines of {kind} for {len(theirs)}"
+        for mine, its in zip(ours, theirs, strict=False):
+            if _without_times(mine) != _without_times(its):
+                yield f"{one.path.name}: line of {kind}: {mine}"
+
+
+def _of_results(one: RunFolder, other: RunFolder) -> Iterator[str]:
+    ours, theirs = (
+        {key: value for key, value in flatten(run.read_summary()) if key.startswith(RESULTS)}
+        for run in (one, other)
+    )
+    if ours != theirs:
+        yield f"{one.path.name}: summary: {ours} for {theirs}"
+
+
+def _without_times(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key not in TIMES}

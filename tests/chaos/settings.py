@@ -1,0 +1,94 @@
+"""What must not change a result: workers that load, a logger, ranks that evaluate."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from PIL import Image
+
+from reproduction.compose import compose
+from reproduction.config import CONF_DIR
+from reproduction.data.build import build_broken_images, build_evaluation_loader, build_source
+from reproduction.evaluation import resolve
+from tests.chaos.runs import Outcome, Place, differences
+
+SAME = {
+    "workers-1": ("dataset.workers=1",),
+    "workers-3": ("dataset.workers=3",),
+    "wandb": ("logger=wandb", "logger.mode=offline"),
+    "wandb-workers-2": ("logger=wandb", "logger.mode=offline", "dataset.workers=2"),
+}
+IMAGES = (11, 10_007)  # primes
+EVAL = CONF_DIR.parent / "eval.py"
+MODEL = ("model.embed_dim=16", "device=cpu", "dataset=image_folder")
+
+
+def vary_settings(place: Place) -> Outcome:
+    """Trains one run with each of them, and compares all with the one without any."""
+    found: list[str] = []
+    for name, args in {"workers-0": (), **SAME}.items():
+        found += place.finish(name, "recipe.epochs=4", *args) or differences(
+            place.folder(name), place.folder("workers-0")
+        )
+    return Outcome("0, 1, 3 workers; with and without wandb", {"runs": 1 + len(SAME)}, found)
+
+
+def evaluate_in_shares(place: Place) -> Outcome:
+    """Evaluates a run of digits on noise, so that no two images are the same."""
+    found = place.finish("evaluated", "recipe.epochs=2")
+    checkpoint = place.folder("evaluated").best_path
+    rows = []
+    for images in IMAGES:
+        root = _write_images(place.root / f"images-{images}", images)
+        args = (f"checkpoint={checkpoint}", *MODEL, f"dataset.root={root}")
+        counted = {ranks: _counted(place, ranks, args) for ranks in (1, 2, 3)}
+        rows += [{"images": images, "ranks": ranks, **row} for ranks, row in counted.items()]
+        for ranks, row in counted.items():
+            if row != counted[1]:
+                found.append(f"{images} images, {ranks} ranks: {row} for {counted[1]}")
+            found += _not_once(images, ranks, args)
+    return Outcome("evaluation by 1, 2, 3 ranks", {"evaluations": len(rows)}, found, rows)
+
+
+def _write_images(root: Path, held_out: int) -> Path:
+    """Noise of 8 x 8 pixels in ten classes that are called as the digits are."""
+    rng = np.random.default_rng(0)
+    for split, number in (("train", 10), ("val", held_out)):
+        for label in range(10):
+            (root / split / str(label)).mkdir(parents=True)
+        for i in range(number):
+            pixels = rng.integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / split / str(i % 10) / f"{i}.png")
+    return root
+
+
+def _counted(place: Place, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
+    """How many images eval.py counts as right at first, and among five."""
+    output = place.root / f"evaluated-by-{ranks}"
+    command = [sys.executable, str(EVAL), *args, f"devices={ranks}", f"output_root={output}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        return {"error": ended.stderr[-300:]}
+    (path,) = output.glob("evaluations/*.json")
+    result = json.loads(path.read_text())
+    right = {key: result[key] * result["images"] / 100 for key in ("top1", "top5")}
+    loss = round(result["eval_loss"], 5)  # a sum, whose order differs
+    return {key: round(count, 6) for key, count in right.items()} | {"loss": loss}
+
+
+def _not_once(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
+    """What the ranks' loaders do not load exactly once."""
+    config = resolve(compose("eval", [*args, f"devices={ranks}"])).config
+    source = build_source(config.dataset)
+    none = build_broken_images(config, source)
+    loaders = [
+        build_evaluation_loader(config, source, rank, ranks, pin=False, broken=none)
+        for rank in range(ranks)
+    ]
+    loaded = [index for loader in loaders for index in cast(Any, loader).sampler]
+    if sorted(loaded) != list(range(images)):
+        yield f"{images} images, {ranks} ranks: not each of them once"

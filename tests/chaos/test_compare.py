@@ -1,0 +1,100 @@
+"""The comparison that `make chaos` rests on, and what it tells. Its kills: test_distributed.py."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from reproduction.compose import compose
+from reproduction.jobs import resolve
+from reproduction.runs import RunFolder
+from reproduction.training.checkpoint import save_last
+from reproduction.training.train import run_training
+from tests.chaos.__main__ import line, main, write_outcomes
+from tests.chaos.child import Note, notes_of
+from tests.chaos.runs import Outcome, differences, last_state
+from tests.reproduction.conftest import SMALL
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    root = tmp_path_factory.mktemp("chaos")
+    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *SMALL])))
+    return RunFolder(root / "whole")
+
+
+def change_lines(run: RunFolder, change: Callable[[list[str]], list[str]]) -> None:
+    lines = run.metrics_path.read_text().splitlines()
+    run.metrics_path.write_text("\n".join(change(lines)) + "\n")
+
+
+def flip_last_bit(run: RunFolder) -> None:
+    state = last_state(run)
+    state["module"]["model.head.bias"].view(torch.int32)[0] ^= 1
+    save_last(run.last_path, state)
+
+
+HARMS: dict[str, tuple[Callable[[RunFolder], object], str]] = {
+    "a bit": (flip_last_bit, "checkpoint: module.model.head.bias"),
+    "best": (lambda run: run.best_path.write_bytes(b"other"), "best.safetensors"),
+    "twice": (lambda run: change_lines(run, lambda x: [*x, x[-1]]), "3 lines of epochs for 2"),
+    "loss": (
+        lambda run: change_lines(run, lambda x: [x[0].replace('"loss": 2', '"loss": 3'), *x[1:]]),
+        "line of batches",
+    ),
+    "result": (lambda run: run.write_summary(top1_last=0.0), "summary"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_differences_are_found(tmp_path: Path, whole: RunFolder, harm: str):
+    mine = RunFolder(shutil.copytree(whole.path, tmp_path / "mine"))
+    apply, told = HARMS[harm]
+    apply(mine)
+    found = differences(mine, whole)
+    assert found and told in found[0]
+
+
+def test_speeds_make_no_difference(tmp_path: Path, whole: RunFolder):
+    mine = RunFolder(shutil.copytree(whole.path, tmp_path / "mine"))
+    mine.write_summary(seconds=1e6, images_per_second=0.1)
+    speed = re.compile(r'(?<="images_per_second": )[0-9.]+')
+    change_lines(mine, lambda lines: [speed.sub(lambda x: "1" * len(x[0]), y) for y in lines])
+    assert differences(mine, whole) == []
+
+
+def test_notes_outlive_who_wrote_them(tmp_path: Path):
+    notes = notes_of(tmp_path / "run.notes", rank=1)
+    assert notes.read() == Note(0, 0, "start-up")
+    notes.write(7, phase="checkpoint")
+    notes.write(phase="loading")
+    step, _, phase = notes_of(tmp_path / "run.notes", rank=1).read()
+    assert (step, phase) == (7, "loading")
+
+
+def test_outcomes_are_told_in_a_line_and_in_files(tmp_path: Path):
+    outcome = Outcome("kills", {"kills": 3}, ["what differs"], [{"phase": "step", "kills": 3}], 2.0)
+    assert line(outcome) == "kills: kills 3; 1 differences; 2 s"
+    write_outcomes(tmp_path, [outcome], "a machine")
+    assert json.loads((tmp_path / "chaos.json").read_text())["parts"][0]["counts"] == {"kills": 3}
+    text = (tmp_path / "chaos.md").read_text()
+    assert "| kills | kills 3 | 1 | 2 |" in text and "| step | 3 |" in text
+
+
+def test_a_part_is_told_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\nend\n")
+    args = ["--parts", "files", "--outputs", str(tmp_path), "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["chaos", *args])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert capsys.readouterr().out.startswith("damaged files: own refused 500, foreign refused ")
+    told = (tmp_path / "chaos" / "chaos.md").read_text()
+    begin, finish = "<!-- chaos: begin -->\n", "<!-- chaos: end -->\n"
+    assert page.read_text() == f"# Title\n{begin}{told}{finish}end\n"
