@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from reproduction.reporting.collect import CellRuns, Collection
-from reproduction.reporting.folder import METRICS, Result
+from reproduction.reporting.collect import METRICS, Result
 from reproduction.reporting.statistics import Comparison, Spread, compare, flat_spread, spread
 
 TESTED = "top1_last"

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from reproduction.errors import UserError
 from reproduction.reporting.collect import REPORT, Collection
 from reproduction.reporting.columns import NOTHING, short_revision
-from reproduction.reporting.folder import Run
+from reproduction.reporting.collect import Run
 from reproduction.reporting.pictures import Picture
 from reproduction.reporting.render import FORMATS
 from reproduction.reporting.tables import Table

@@ -107,7 +107,12 @@ def _planned(sources: Sources) -> Iterator[tuple[str, str, str | None, Draw]]:
             continue
         at = f" at {sources.scale} scale, {experiment}"
         figure3, pairs = partial(_saliency, experiment), partial(_pairs, experiment)
-        yield f"figure3{suffix}", f"Figure 3{at}: saliency by gradient and by attention", None, figure3
+        yield (
+            f"figure3{suffix}",
+            f"Figure 3{at}: saliency by gradient and by attention",
+            None,
+            figure3,
+        )
         yield f"mixed_pairs{suffix}", f"Mixed pairs{at}", None, pairs
     title = f"Figure 4 at {sources.scale} scale, {CIFAR}: what HTM mixes over training"
     yield "figure4", title, None, _curriculum

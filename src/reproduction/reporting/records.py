@@ -6,7 +6,7 @@ from typing import Any
 
 from reproduction.cells import Cell
 from reproduction.reporting.collect import Collection
-from reproduction.reporting.folder import METRICS
+from reproduction.reporting.collect import METRICS
 from reproduction.reporting.latency import (
     Latency,
     Measurement,
