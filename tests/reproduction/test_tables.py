@@ -11,8 +11,7 @@ from reproduction.cells import read_cells
 from reproduction.compose import compose
 from reproduction.errors import UserError
 from reproduction.parse import parse
-from reproduction.reporting.collect import Collection, collect
-from reproduction.reporting.collect import METRICS
+from reproduction.reporting.collect import METRICS, Collection, collect
 from reproduction.reporting.records import Record
 from reproduction.reporting.tables import Table
 from tests.reproduction.conftest import SMALL, Command

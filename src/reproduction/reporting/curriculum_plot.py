@@ -9,8 +9,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from reproduction.reporting.curriculum import (
+from reproduction.reporting.curves import (
+    LEAST_EPOCHS,
     Distribution,
+    Epoch,
+    Regimes,
     Trace,
     describe,
     length,
@@ -18,9 +21,7 @@ from reproduction.reporting.curriculum import (
     regimes_of,
     values_of,
 )
-from reproduction.reporting.curves import Epoch
 from reproduction.reporting.figures import BLUE, GREEN, GREY, ORANGE, SKY, VERMILION, figure
-from reproduction.reporting.regimes import LEAST_EPOCHS, Regimes
 
 
 def draw_curriculum(

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from reproduction.reporting.collect import CellRuns, Collection
-from reproduction.reporting.collect import METRICS, Result
+from reproduction.reporting.collect import METRICS, CellRuns, Collection, Result
 from reproduction.reporting.statistics import Comparison, Spread, compare, flat_spread, spread
 
 TESTED = "top1_last"

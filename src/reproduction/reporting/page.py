@@ -9,9 +9,8 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from reproduction.errors import UserError
-from reproduction.reporting.collect import REPORT, Collection
+from reproduction.reporting.collect import REPORT, Collection, Run
 from reproduction.reporting.columns import NOTHING, short_revision
-from reproduction.reporting.collect import Run
 from reproduction.reporting.pictures import Picture
 from reproduction.reporting.render import FORMATS
 from reproduction.reporting.tables import Table

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reproduction.cells import Cell
-from reproduction.reporting.collect import Collection
-from reproduction.reporting.collect import METRICS
+from reproduction.reporting.collect import METRICS, Collection
 from reproduction.reporting.latency import (
     Latency,
     Measurement,
