@@ -12,12 +12,11 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.reporting.collect import CellRuns, Collection
 from reproduction.reporting.columns import spread_text
-from reproduction.reporting.curriculum_plot import draw_curriculum
 from reproduction.reporting.curves import Trace, describe, length, read_trace, regimes_of
 from reproduction.reporting.figures import ROLLOUT_IS_ONE_STEP, copy_picture
 from reproduction.reporting.latency import Measurement, in_ms, printed_latencies
 from reproduction.reporting.latency import command as latency_command
-from reproduction.reporting.plots import draw_latency, draw_sensitivity
+from reproduction.reporting.plots import draw_curriculum, draw_latency, draw_sensitivity
 from reproduction.reporting.sweeps import SweepRecord
 from reproduction.reporting.tables import FULL, Table, mark
 

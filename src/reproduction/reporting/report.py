@@ -27,9 +27,9 @@ CAPTIONS = {
         "framed. Tokens mix inside the network; the patches stand for them."
     ),
     "saliency.png": (
-        "Figure 3: saliency of the tokens that enter the HTM block, by gradient and by attention, on images "
-        "without augmentation, each from its smallest to its greatest value; mean entropy over a "
-        "batch."
+        "Figure 3: saliency of the tokens that enter the HTM block, by gradient and by attention, "
+        "on images without augmentation, each from its smallest to its greatest value; mean entropy "
+        "over a batch."
     ),
     "difficulty.png": (
         "Difficulty of training images without augmentation; those below tau, the line, are easy. "
