@@ -45,7 +45,6 @@ ALLOWED = {
         "reproduction.scales",
         "reproduction.config",
         "reproduction.model_config",
-        "reproduction.errors",
         "reproduction.parse",
         "reproduction.models",
         "reproduction.data",

@@ -47,13 +47,13 @@ def write_page(
     try:
         for name, text in files.items():
             write_text(folder / name, text)
-        write_text(folder / PAGE, as_page(folder, tables, pictures, collection))
+        write_text(folder / PAGE, _page(folder, tables, pictures, collection))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error}") from error
     return [folder / name for name in (*files, *drawn, PAGE)]
 
 
-def as_page(
+def _page(
     folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
 ) -> str:
     """The page, self-contained; `tables` are of one scale. Its links lead to ../<run>/.

@@ -32,7 +32,7 @@ from reproduction.reporting.figures import (
     figure,
 )
 from reproduction.reporting.latency import PAPERS, Latency, Measurement, in_ms
-from reproduction.reporting.sweeps import SweepRecord
+from reproduction.reporting.records import SweepRecord
 
 DECADE = 10  # values that span more of it are shown on a logarithmic axis
 GAP = 0.12  # of the axis, before what has no place on it
