@@ -43,6 +43,7 @@ ALLOWED = {
         "reproduction.storage",
         "reproduction.cells",
         "reproduction.scales",
+        "reproduction.compose",
         "reproduction.config",
         "reproduction.model_config",
         "reproduction.parse",

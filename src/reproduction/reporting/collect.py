@@ -141,7 +141,7 @@ def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
         try:
             if not name.isprintable():
                 raise UserError("its name cannot be printed")
-            runs.append(read_run(folder))
+            runs.append(_read_run(folder))
         except UserError as error:
             unused.append(Unused(short(name), str(error)))
     return runs, unused
@@ -188,7 +188,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     )
 
 
-def read_run(path: Path) -> Run:
+def _read_run(path: Path) -> Run:
     """Reads one folder; UserError says in one line why it is no run, or a broken one."""
     folder = RunFolder(path)
     try:
