@@ -24,7 +24,7 @@ def main() -> None:
             raise UserError(f"--images={args.images}: must be 1 or more")
         config = parse_saved(folder.read_config())
         check_writable(path, str(path))
-        from reproduction.reporting.saliency_maps import draw_figure3
+        from reproduction.reporting.gallery import draw_figure3
 
         entropies = draw_figure3(path, config, folder, args.images)
     except UserError as error:

@@ -5,8 +5,13 @@ import sys
 
 from reproduction.compose import compose
 from reproduction.parse import parse
-from reproduction.reporting.model_stats import as_markdown, as_table, differences, measure
-from reproduction.reporting.paper import read_paper
+from reproduction.reporting.model_stats import (
+    as_markdown,
+    as_table,
+    differences,
+    measure,
+    read_paper,
+)
 from reproduction.terminal import print_tables
 
 

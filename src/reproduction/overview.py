@@ -12,12 +12,11 @@ from reproduction.parse import parse
 from reproduction.plan import SWEEPS, Settings, point_configs
 from reproduction.reporting.collect import Collection, collect
 from reproduction.reporting.latency import read_latency
+from reproduction.reporting.model_stats import Counts, PaperRow, measure, read_paper
 from reproduction.reporting.page import report_folder, write_page
-from reproduction.reporting.paper import PaperRow, read_paper
 from reproduction.reporting.pictures import Sources, draw_pictures
-from reproduction.reporting.records import Counts
-from reproduction.reporting.sweeps import Sweep, build_sweep
-from reproduction.reporting.tables import TABLES, build_table
+from reproduction.reporting.records import Sweep
+from reproduction.reporting.tables import TABLES, build_sweep, build_table
 
 Sizes = dict[tuple[int, str], Counts]  # of a table's row
 
@@ -73,10 +72,7 @@ def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:
 
 def count(papers: Sequence[PaperRow]) -> Sizes:
     """Builds each row's model without memory for its weights, in about ten seconds."""
-    from reproduction.reporting.model_stats import measure
-
-    sizes: Sizes = {}
-    for row in papers:
-        stats = measure(row, parse(compose("train", row.command_line).raw))
-        sizes[row.table, row.row] = Counts(stats.parameters, *stats.macs)
-    return sizes
+    return {
+        (row.table, row.row): measure(row, parse(compose("train", row.command_line).raw)).counts
+        for row in papers
+    }

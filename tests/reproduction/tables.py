@@ -13,9 +13,8 @@ import yaml
 from reproduction.config import Config
 from reproduction.overview import read_sources
 from reproduction.reporting.collect import Collection, collect
-from reproduction.reporting.paper import read_paper
+from reproduction.reporting.model_stats import Counts, read_paper
 from reproduction.reporting.pictures import Sources
-from reproduction.reporting.records import Counts
 from reproduction.reporting.tables import TABLES, Table
 
 Configs = Mapping[str, Config]

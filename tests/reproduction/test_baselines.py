@@ -12,8 +12,15 @@ from reproduction.compose import compose
 from reproduction.config import CONF_DIR, Config
 from reproduction.models.build import build_model, build_module
 from reproduction.parse import parse
-from reproduction.reporting.model_stats import RowStats, agrees, differences, measure, verdict
-from reproduction.reporting.paper import PaperRow, read_paper
+from reproduction.reporting.model_stats import (
+    PaperRow,
+    RowStats,
+    agrees,
+    differences,
+    measure,
+    read_paper,
+    verdict,
+)
 from scripts import model_stats
 from tests.reproduction.conftest import Command
 from tokenmixup import Output, training_loss
@@ -44,7 +51,7 @@ def test_every_model_has_the_parameters_that_its_head_states(model: str, stats):
     key = (plain.command_line, classes)
     rows = [s for s in stats.values() if (s.row.command_line, s.row.classes) == key]
     measured = rows[0] if rows else measure(plain, config_of(*plain.command_line))
-    assert measured.parameters == parameters
+    assert measured.counts.parameters == parameters
 
 
 # Millions of parameters, of MACs, and of MACs without the matmuls of attention, measured before
@@ -84,7 +91,10 @@ MEASURED: dict[tuple[int, str], tuple[float, float, float]] = {
 
 def test_all_29_rows_measure_what_they_should(stats):
     found = {
-        key: (round(s.parameters / 1e6, 4), *(round(count / 1e6, 1) for count in s.macs))
+        key: (
+            round(s.counts.parameters / 1e6, 4),
+            *(round(count / 1e6, 1) for count in s.counts.both_macs),
+        )
         for key, s in stats.items()
     }
     assert len(found) == 29

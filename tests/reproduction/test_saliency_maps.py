@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.reporting.saliency_maps import entropy, saliency_maps
+from reproduction.reporting.gallery import entropy, saliency_maps
 from tests.conftest import CLASSES, small_vit
 from tests.reproduction.conftest import SMALL, Command
 from tokenmixup import attach
@@ -55,7 +55,7 @@ def test_maps_do_not_depend_on_how_many_are_taken_at_once(monkeypatch):
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     images, targets = torch.randn(5, 3, 32, 32), torch.eye(CLASSES)
     whole = saliency_maps(module, images, targets)
-    monkeypatch.setattr("reproduction.reporting.saliency_maps.AT_ONCE", 2)
+    monkeypatch.setattr("reproduction.reporting.gallery.GRADIENTS_AT_ONCE", 2)
     torch.testing.assert_close(saliency_maps(module, images, targets), whole)
 
 

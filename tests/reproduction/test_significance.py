@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from reproduction.reporting.significance import significance
+from reproduction.reporting.tables import significance
 from tests.reproduction.tables import Configs, tables_of, write_run
 
 BASELINE = {0: 70.0, 1: 71.0, 2: 72.0, 3: 73.0}

@@ -8,8 +8,8 @@ from scipy.stats import ttest_rel
 
 from reproduction.overview import sweeps_of
 from reproduction.plan import SWEEPS
+from reproduction.reporting.records import SweepRecord
 from reproduction.reporting.render import as_json
-from reproduction.reporting.sweeps import SweepRecord
 from reproduction.reporting.tables import Table
 from tests.reproduction.tables import (
     Configs,

@@ -11,8 +11,7 @@ from reproduction.cells import read_cells
 from reproduction.compose import compose
 from reproduction.errors import UserError
 from reproduction.parse import parse
-from reproduction.reporting.collect import Collection, collect
-from reproduction.reporting.folder import METRICS
+from reproduction.reporting.collect import METRICS, Collection, collect
 from reproduction.reporting.records import Record
 from reproduction.reporting.tables import Table
 from tests.reproduction.conftest import SMALL, Command
@@ -168,7 +167,7 @@ def test_table_2_has_top_5_and_the_others_have_not(tmp_path: Path, configs: Conf
 
 def test_a_run_is_running_while_a_process_holds_it(tmp_path: Path, configs: Configs, monkeypatch):
     write_run(tmp_path, configs[HTM], 1, status="running")
-    monkeypatch.setattr("reproduction.reporting.folder.is_held", lambda folder: True)
+    monkeypatch.setattr("reproduction.reporting.collect.is_held", lambda folder: True)
     tables, _ = tables_of(tmp_path, configs)
     assert record(tables[1], HTM).status == "seed 1 running"
 

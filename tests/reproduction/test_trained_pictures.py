@@ -13,8 +13,14 @@ from reproduction.data.sources import load_source
 from reproduction.models.build import build_module
 from reproduction.parse import parse
 from reproduction.reporting import trained as module_of_trained
-from reproduction.reporting.difficulty import draw_difficulty, image_difficulty
-from reproduction.reporting.gallery import _frames, _named, _over_image, draw_pairs
+from reproduction.reporting.gallery import (
+    _frames,
+    _named,
+    _over_image,
+    draw_difficulty,
+    draw_pairs,
+    image_difficulty,
+)
 from reproduction.reporting.trained import (
     Trained,
     affordable,

@@ -1,20 +1,60 @@
-"""From the folders under outputs/ to the results of each cell; never stops at a broken folder."""
+"""From the folders under outputs/ to the results of each cell; never stops at a broken folder.
+
+Of a folder: config.yaml, summary.json and the end of metrics.jsonl.
+"""
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
-from reproduction.errors import UserError, first_line
+from reproduction.errors import UserError, first_line, in_one_line
 from reproduction.identity import identity
-from reproduction.reporting.folder import Run, read_run, short
+from reproduction.locking import is_held
+from reproduction.reading import parse_json
+from reproduction.reporting.curves import lines_backwards
+from reproduction.runs import RunFolder
 
 REPORT = "report"
 OURS = (REPORT, "data")  # these folders under outputs/ are ours, unless they hold a run
 MOST_KEYS = 3  # that the note on a run of another configuration names
+METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
+ORDERED = (  # the first is never less
+    ("top1_best", "top1_last"),
+    ("top1_best", "top1_median10"),
+    ("top5_best", "top5_last"),
+)
+LONGEST = 300  # characters of an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a finished run has reached, in percent, and what is known of how; None: not known."""
+
+    accuracy: Mapping[str, float]  # of each of METRICS
+    seconds: float | None
+    devices: int | None
+    hardware: str | None
+    parameters: int | None
+    macs: int | None
+    revision: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run folder; `identity` is without the seed, `written` the time of its summary in s."""
+
+    folder: str
+    identity: Mapping[str, Any]
+    seed: int
+    status: str
+    written: float
+    error: str | None = None
+    result: Result | None = None  # of a finished run, and only of one
 
 
 @dataclass(frozen=True)
@@ -32,6 +72,10 @@ class CellRuns:
     finished: Mapping[int, Run] = dataclasses.field(default_factory=dict)
     others: tuple[Run, ...] = ()
 
+    def all(self) -> list[Run]:
+        """In the order of seeds."""
+        return sorted((*self.finished.values(), *self.others), key=_by_seed)
+
 
 @dataclass(frozen=True)
 class Collection:
@@ -43,17 +87,13 @@ class Collection:
 
     def experiments(self, run: Run) -> list[str]:
         """The cells that `run` counts for."""
-        found = self.cells.items()
-        return [name for name, cell in found if run in (*cell.finished.values(), *cell.others)]
+        return [name for name, cell in self.cells.items() if run in cell.all()]
 
     def runs(self) -> list[Run]:
         """Every run of a cell once, in the order of the cells, then of seeds."""
-        found = {
-            run.folder: run
-            for cell in self.cells.values()
-            for run in sorted((*cell.finished.values(), *cell.others), key=_by_seed)
-        }
-        return list(found.values())
+        return list(
+            {run.folder: run for cell in self.cells.values() for run in cell.all()}.values()
+        )
 
 
 def collect(outputs: Path, configs: Mapping[str, Config]) -> Collection:
@@ -63,11 +103,13 @@ def collect(outputs: Path, configs: Mapping[str, Config]) -> Collection:
     folder `outputs`.
     """
     runs, unused = _read_all(outputs)
-    wanted = {name: shared_identity(dataclasses.asdict(c)) for name, c in configs.items()}
-    keys = {name: key_of(found) for name, found in wanted.items()}
+    wanted = {name: identity(dataclasses.asdict(config)) for name, config in configs.items()}
+    for shared in wanted.values():
+        shared.pop("seed")
+    keys = {name: _key(shared) for name, shared in wanted.items()}
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        key = key_of(run.identity)
+        key = _key(run.identity)
         if key in keys.values():
             groups.setdefault(key, []).append(run)
         else:
@@ -80,12 +122,7 @@ def collect(outputs: Path, configs: Mapping[str, Config]) -> Collection:
     return Collection(cells, keys, tuple(sorted(unused, key=lambda entry: entry.folder)))
 
 
-def shared_identity(config: dict[str, Any]) -> dict[str, Any]:
-    """What the runs of one cell have in common: a run's identity without its seed."""
-    return {key: value for key, value in identity(config).items() if key != "seed"}
-
-
-def key_of(shared: Mapping[str, Any]) -> str:
+def _key(shared: Mapping[str, Any]) -> str:
     """One text per configuration."""
     return json.dumps(shared, sort_keys=True, default=repr)
 
@@ -104,7 +141,7 @@ def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
         try:
             if not name.isprintable():
                 raise UserError("its name cannot be printed")
-            runs.append(read_run(folder))
+            runs.append(_read_run(folder))
         except UserError as error:
             unused.append(Unused(short(name), str(error)))
     return runs, unused
@@ -145,6 +182,100 @@ def _nearest(run: Run, wanted: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    keys: Iterable[str] = {*ours, *theirs}
     missing = object()
-    return sorted(key for key in keys if ours.get(key, missing) != theirs.get(key, missing))
+    return sorted(
+        key for key in {*ours, *theirs} if ours.get(key, missing) != theirs.get(key, missing)
+    )
+
+
+def _read_run(path: Path) -> Run:
+    """Reads one folder; UserError says in one line why it is no run, or a broken one."""
+    folder = RunFolder(path)
+    try:
+        return _read(folder)
+    except UserError as error:
+        raise UserError(short(str(error).replace(f"{path}/", "").replace(f"{path} ", ""))) from None
+    except (OSError, RecursionError, OverflowError) as error:
+        raise UserError(f"not readable: {short(first_line(error))}") from error
+
+
+def _read(folder: RunFolder) -> Run:
+    found = identity(folder.read_config())
+    seed = found.pop("seed", None)
+    if type(seed) is not int:
+        raise UserError("is no run folder: config.yaml holds no seed")
+    summary = folder.read_summary()
+    written = folder.summary_path.stat().st_mtime if summary else 0.0
+    status = short(str(summary.get("status", "not begun")))
+    if status == "running" and not is_held(folder):
+        status = "interrupted"  # a killed run could not say so
+    result = _result(summary, found) if status == "finished" else None
+    error = summary.get("error") if result is None else None
+    return Run(
+        folder=folder.path.name,
+        identity=found,
+        seed=seed,
+        status=status if result is not None else status + _progress(folder, found),
+        written=written,
+        error=None if error is None else short(str(error)),
+        result=result,
+    )
+
+
+def _result(summary: dict[str, Any], found: Mapping[str, Any]) -> Result:
+    """Raises UserError if a finished run's summary cannot be that of its configuration."""
+    accuracy = {key: _percentage(summary, key) for key in METRICS}
+    for greater, less in ORDERED:
+        above, below = accuracy[greater], accuracy[less]
+        if above < below:
+            raise UserError(f"summary.json: {greater}={above} must not be below {less}={below}")
+    epochs, steps, whole = summary.get("epochs"), summary.get("steps"), found.get("recipe.epochs")
+    if epochs != whole and (steps is None or steps != found.get("recipe.max_steps")):
+        raise UserError(f"summary.json: finished, but after {epochs} of {whole} epochs")
+    hardware, revision = summary.get("hardware"), summary.get("git_revision")
+    return Result(
+        accuracy=accuracy,
+        seconds=_number(summary, "seconds"),
+        devices=_whole(summary, "devices"),
+        hardware=None if hardware is None else short(str(hardware)),
+        parameters=_whole(summary, "parameters"),
+        macs=_whole(summary, "macs"),
+        revision=None if revision is None else short(str(revision)),
+    )
+
+
+def _percentage(summary: dict[str, Any], key: str) -> float:
+    value = _number(summary, key)
+    if value is None or not 0 <= value <= 100:
+        raise UserError(f"summary.json: finished, but {key} is {summary.get(key)}, no percentage")
+    return value
+
+
+def _number(summary: dict[str, Any], key: str) -> float | None:
+    value = summary.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _whole(summary: dict[str, Any], key: str) -> int | None:
+    value = summary.get(key)
+    return value if type(value) is int else None
+
+
+def _progress(folder: RunFolder, found: Mapping[str, Any]) -> str:
+    """`, in epoch 3 of 310` by the last whole line of metrics.jsonl; nothing if there is none."""
+    if not folder.metrics_path.exists():
+        return ""
+    for line in lines_backwards(folder.metrics_path):
+        try:
+            epoch = parse_json(line)["epoch"]
+        except (ValueError, TypeError, KeyError):
+            continue  # cut off, or no line of ours
+        return f", in epoch {short(str(epoch))} of {found.get('recipe.epochs')}"
+    return ""
+
+
+def short(text: str) -> str:
+    """`text` in one line that fits into a report."""
+    return in_one_line(text, LONGEST)

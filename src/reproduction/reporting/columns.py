@@ -7,10 +7,8 @@ from typing import Any
 
 from reproduction.cells import Cell
 from reproduction.reporting.latency import Latency
-from reproduction.reporting.measured import Measured, known
-from reproduction.reporting.records import Record
-from reproduction.reporting.significance import p_text
-from reproduction.reporting.statistics import Spread
+from reproduction.reporting.records import Measured, Record, known
+from reproduction.reporting.statistics import Spread, p_text
 
 NOTHING = "-"
 SHORT = 10  # digits of a git revision

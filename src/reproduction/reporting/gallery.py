@@ -1,22 +1,46 @@
-"""Mixed pairs of a trained run: receiver, donor, what was replaced, and the labels.
+"""A trained run's pictures: mixed pairs, saliency (Figure 3), and the difficulty of its images.
 
-Letters: b batch, g tokens along a side, h w image.
+Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
 
+import json
+import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
-from reproduction.reporting.figures import ORANGE, figure
-from reproduction.reporting.trained import Sample, Trained, displayable
+from reproduction.config import Config
+from reproduction.errors import UserError
+from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
+from reproduction.reporting.trained import (
+    Sample,
+    Trained,
+    batch_size,
+    block_inputs,
+    displayable,
+    load_trained,
+    some_images,
+)
+from reproduction.runs import RunFolder
+from reproduction.storage import write_text
 from tokenmixup import HorizontalMix
+from tokenmixup.detectors import BlockInput, Detector, by_gradient, by_rollout
+from tokenmixup.saliency import input_gradient
+from tokenmixup.scorenet import difficulty
+from tokenmixup.structure import check_rollout
 
 PAIRS = 4
 LONGEST = 16  # characters of a class that are shown
 SHORT = 10  # of two classes that share a line
+ROWS = 4  # images whose saliency is shown
+GRADIENTS_AT_ONCE = 16  # images whose gradients are held in memory
+AT_ONCE = 64  # images otherwise
+BINS_A_NAT = 10
 
 
 def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
@@ -94,3 +118,121 @@ def _frames(grid: np.ndarray, size: int) -> LineCollection:
         capstyle="round",
         clip_on=False,
     )
+
+
+def draw_figure3(
+    path: Path, config: Config, folder: RunFolder, count: int | None
+) -> dict[str, float]:
+    """draw_saliency_maps of a run over `count` images; UserError if it cannot be done."""
+    if config.augmentation.htm is None:
+        raise UserError(f"{folder.path}: the run was trained without htm")
+    trained = load_trained(config, folder, config.device)
+    try:
+        return draw_saliency_maps(path, trained, some_images(trained, count or batch_size(trained)))
+    except ValueError as error:
+        raise UserError(f"{folder.path}: {error}") from error
+
+
+def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:
+    """Draws a row for each of the first images, min-max scaled.
+
+    Returns the mean entropy of each saliency over the sample, and of a uniform one, in nats, and
+    writes them to a .json beside `path`. ValueError where the model has no such saliency.
+    """
+    maps = saliency_maps(trained.module, sample.images, sample.targets)
+    sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
+    pictures = displayable(sample.images[:ROWS], trained.config)
+    rows = len(pictures)
+    columns, size = 1 + len(maps), (0.5 + 1.65 * (1 + len(maps)), 1.9 * rows + 0.3)
+    with figure(path, rows, columns, figsize=size, squeeze=False) as axes:
+        for row, picture, *saliencies in zip(axes, pictures, *maps.values(), strict=False):
+            row[0].imshow(picture)
+            for ax, saliency in zip(row[1:], saliencies, strict=True):
+                ax.imshow(_scaled(saliency), cmap="viridis", vmin=0, vmax=1)
+            for ax in row:
+                ax.set_axis_off()
+        axes[0][0].set_title("input")
+        for ax, (name, nats) in zip(axes[0][1:], sharpness.items(), strict=True):
+            ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
+        if "full_rollout" not in maps:
+            axes[0][0].figure.supxlabel(ROLLOUT_IS_ONE_STEP, fontsize="small")
+    sharpness["uniform"] = math.log(maps["one_step"].shape[1])
+    write_text(path.with_suffix(".json"), json.dumps(sharpness, indent=2) + "\n")
+    return sharpness
+
+
+def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Saliencies of the tokens that enter the HTM block, each `b t`, by what tells them.
+
+    `images` `b 3 h w`, `targets` `b c`. `full_rollout` goes on to the last block, and is left out
+    where that is the HTM block itself: it would be `one_step`. ValueError where it is not possible.
+    """
+    model, layer = module.model.eval(), module.htm.layer
+    steps = len(model.blocks) - 1 - layer
+    check_rollout(model, layer, steps)
+    detectors: dict[str, Detector] = {"gradient": by_gradient}
+    if steps > 0:
+        detectors["full_rollout"] = partial(by_rollout, steps)
+    detectors["one_step"] = BlockInput.own_saliency
+    parts: dict[str, list[Tensor]] = {name: [] for name in detectors}
+    for some, labels in zip(
+        images.split(GRADIENTS_AT_ONCE), targets.split(GRADIENTS_AT_ONCE), strict=True
+    ):
+        entry = block_inputs(model, some, layer)[layer]
+        entry.pixels = input_gradient(model, some, labels)
+        for name, detect in detectors.items():
+            parts[name].append(detect(entry).cpu())
+    return {name: torch.cat(maps) for name, maps in parts.items()}
+
+
+def entropy(saliency: Tensor) -> float:
+    """Mean entropy over a batch `b t` in nats, of each sample's saliency scaled to sum 1."""
+    share = saliency / saliency.sum(dim=1, keepdim=True)
+    return float(torch.special.entr(share).sum(dim=1).mean())
+
+
+def _scaled(saliency: Tensor) -> np.ndarray:
+    """`t` -> `g g`, from 0 to 1."""
+    g = round(len(saliency) ** 0.5)
+    low, high = saliency.aminmax()
+    return ((saliency - low) / (high - low).clamp(min=1e-12)).reshape(g, g).numpy()
+
+
+def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
+    """Draws the distribution of the difficulty of `sample`; `path`.json holds it as well.
+
+    There, `edges` are in nats, one more than `counts`; the last bin, above what guessing scores, is
+    open above. `tau` is "inf" where every image is mixed.
+    """
+    htm = trained.module.htm
+    assert htm is not None
+    nats = image_difficulty(trained.module, sample)
+    tau = math.inf if htm.ablate == "scorenet" else htm.tau
+    top = math.ceil(math.log(len(trained.source.classes))) + 1
+    edges = np.arange(top * BINS_A_NAT + 1) / BINS_A_NAT
+    counts, _ = np.histogram(nats.clip(max=edges[-1]), edges)
+    with figure(path, figsize=(6, 3)) as ax:
+        ax.stairs(counts, edges, fill=True, color=BLUE)
+        if tau < math.inf:
+            ax.axvline(tau, color=ORANGE)
+        ax.set_title(f"{np.mean(nats < tau):.0%} of {len(nats)} images are easy (tau = {tau:g})")
+        ax.set_xlabel(f"difficulty [nats], {top} and more in the last bin")
+        ax.set_ylabel("images")
+    told = {
+        "edges": edges.tolist(),
+        "counts": counts.tolist(),
+        "tau": tau if tau < math.inf else "inf",
+        "images": len(nats),
+    }
+    write_text(path.with_suffix(".json"), json.dumps(told) + "\n")
+
+
+@torch.no_grad()
+def image_difficulty(module: Any, sample: Sample) -> np.ndarray:
+    """ScoreNet's cross-entropy of each image as HTM judges it, in nats: `b`."""
+    layer, found = module.htm.layer, []
+    batches = (part.split(AT_ONCE) for part in (sample.images, sample.targets))
+    for images, targets in zip(*batches, strict=True):
+        entry = block_inputs(module.model, images, layer)[layer]
+        found.append(difficulty(module.scorenet(entry.tokens, entry.num_prefix_tokens), targets))
+    return torch.cat(found).cpu().numpy()

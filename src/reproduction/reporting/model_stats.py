@@ -1,21 +1,16 @@
-"""Parameters and MACs of the models of Tables 1 and 2 beside the printed figures."""
+"""Tables 1 and 2 as printed, and what the models of their rows measure: parameters and MACs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-import torch
+import yaml
 from rich.table import Table
 
 from reproduction.config import Config
-from reproduction.models.build import (
-    Macs,
-    build_module,
-    count_macs,
-    count_parameters,
-    without_start,
-)
-from reproduction.reporting.paper import PaperRow
 
+PAPER = Path(__file__).with_name("paper.yaml")
 TOLERANCE = 0.005
 COLUMNS = (
     *("table", "row", "model", "pixels", "classes", "params (M)", "paper (M)"),
@@ -29,22 +24,75 @@ CAPTION = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaperRow:
+    """One row: parameters in millions, MACs in billions, accuracies in percent."""
+
+    table: Literal[1, 2]
+    section: Literal["convolutional", "transformer"]
+    row: str
+    model: str
+    classes: int
+    stack: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    parameters: float | None = None
+    macs: float | None = None
+    cifar10: float | None = None
+    cifar100: float | None = None
+    top1: float | None = None
+    top5: float | None = None
+    parameters_note: str | None = None
+    macs_note: str | None = None
+
+    @property
+    def command_line(self) -> list[str]:
+        """What configures the row's model, with the HTM and VTM of its stack."""
+        return [f"model={self.model}", f"augmentation=[{','.join(self.stack)}]", *self.overrides]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Our parameters and MACs of one image, also without attention's matmuls, of a row's model."""
+
+    parameters: int
+    macs: int
+    macs_without_attention: int
+
+    @property
+    def both_macs(self) -> tuple[int, int]:
+        return self.macs, self.macs_without_attention
+
+
 @dataclass(frozen=True)
 class RowStats:
     """What a row's model measures."""
 
     row: PaperRow
     image_size: int
-    parameters: int
-    macs: Macs
+    counts: Counts
+
+
+def read_paper() -> list[PaperRow]:
+    """All 29 rows in the paper's order."""
+    return [PaperRow(**entry) for entry in yaml.safe_load(PAPER.read_text())]
 
 
 def measure(row: PaperRow, config: Config) -> RowStats:
     """Builds the row's model without memory for its weights, and counts."""
+    import torch  # not for the reports, which read what is printed alone
+
+    from reproduction.models.build import (
+        build_module,
+        count_macs,
+        count_parameters,
+        without_start,
+    )
+
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, row.classes)
     size = config.model.image_size
-    return RowStats(row, size, count_parameters(module), count_macs(module.model, size))
+    counts = Counts(count_parameters(module), *count_macs(module.model, size))
+    return RowStats(row, size, counts)
 
 
 def agrees(measured: float, printed: float) -> bool:
@@ -56,10 +104,10 @@ def agrees(measured: float, printed: float) -> bool:
 def differences(stats: RowStats) -> Iterator[tuple[str, str | None]]:
     """(printed figure that does not agree, why as far as known)."""
     row = stats.row
-    if row.parameters is not None and not agrees(stats.parameters / 1e6, row.parameters):
+    if row.parameters is not None and not agrees(stats.counts.parameters / 1e6, row.parameters):
         yield "parameters", row.parameters_note
     macs = row.macs
-    if macs is not None and not any(agrees(count / 1e9, macs) for count in stats.macs):
+    if macs is not None and not any(agrees(count / 1e9, macs) for count in stats.counts.both_macs):
         yield "MACs", row.macs_note
 
 
@@ -71,7 +119,7 @@ def verdict(stats: RowStats) -> str:
         return f"differs: {'; '.join(reasons)}"
     if row.parameters is None and row.macs is None:
         return "nothing printed"
-    if row.macs is not None and not agrees(stats.macs.total / 1e9, row.macs):
+    if row.macs is not None and not agrees(stats.counts.macs / 1e9, row.macs):
         return "matches, MACs by conv + linear"
     return "matches"
 
@@ -99,8 +147,8 @@ def _cells(stats: RowStats) -> list[str]:
     row = stats.row
     return [
         *(str(row.table), row.row, row.model, str(stats.image_size), f"{row.classes:,}"),
-        *(f"{stats.parameters / 1e6:.4f}", _printed(row.parameters)),
-        *(f"{count / 1e9:.4f}" for count in stats.macs),
+        *(f"{stats.counts.parameters / 1e6:.4f}", _printed(row.parameters)),
+        *(f"{count / 1e9:.4f}" for count in stats.counts.both_macs),
         *(_printed(row.macs), verdict(stats)),
     ]
 

@@ -9,9 +9,8 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from reproduction.errors import UserError
-from reproduction.reporting.collect import REPORT, Collection
+from reproduction.reporting.collect import REPORT, Collection, Run
 from reproduction.reporting.columns import NOTHING, short_revision
-from reproduction.reporting.folder import Run
 from reproduction.reporting.pictures import Picture
 from reproduction.reporting.render import FORMATS
 from reproduction.reporting.tables import Table
@@ -48,13 +47,13 @@ def write_page(
     try:
         for name, text in files.items():
             write_text(folder / name, text)
-        write_text(folder / PAGE, as_page(folder, tables, pictures, collection))
+        write_text(folder / PAGE, _page(folder, tables, pictures, collection))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error}") from error
     return [folder / name for name in (*files, *drawn, PAGE)]
 
 
-def as_page(
+def _page(
     folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
 ) -> str:
     """The page, self-contained; `tables` are of one scale. Its links lead to ../<run>/.

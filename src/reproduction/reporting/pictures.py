@@ -12,13 +12,12 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.reporting.collect import CellRuns, Collection
 from reproduction.reporting.columns import spread_text
-from reproduction.reporting.curriculum import Trace, describe, length, read_trace, regimes_of
-from reproduction.reporting.curriculum_plot import draw_curriculum
+from reproduction.reporting.curves import Trace, describe, length, read_trace, regimes_of
 from reproduction.reporting.figures import ROLLOUT_IS_ONE_STEP, copy_picture
 from reproduction.reporting.latency import Measurement, in_ms, printed_latencies
 from reproduction.reporting.latency import command as latency_command
-from reproduction.reporting.plots import draw_latency, draw_sensitivity
-from reproduction.reporting.sweeps import SweepRecord
+from reproduction.reporting.plots import draw_curriculum, draw_latency, draw_sensitivity
+from reproduction.reporting.records import SweepRecord
 from reproduction.reporting.tables import FULL, Table, mark
 
 CIFAR, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"  # whose runs the figures show
@@ -138,7 +137,7 @@ def _sensitivity(table: Table, sources: Sources, path: Path) -> tuple[str, str]:
     values = [record for record in records if record.value is not None]
     if not any(record.results for record in values):
         raise Missing(f"No value has a finished run; {sources.command(table.name)} trains them.")
-    word = records[0].key.rpartition(".")[2]
+    word = records[0].word
     draw_sensitivity(path, records, word=word, mark=table.mark)
     absent = [record.value or "baseline" for record in records if not record.results]
     told = (

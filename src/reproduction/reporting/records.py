@@ -1,31 +1,97 @@
-"""One record per line of a table: what was measured here, beside what the paper prints."""
+"""A record per line of a table: what the runs of one configuration reached, beside the paper."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from reproduction.cells import Cell
-from reproduction.reporting.collect import Collection
-from reproduction.reporting.folder import METRICS
+from reproduction.errors import UserError
+from reproduction.reporting.collect import METRICS, CellRuns, Collection, Result
+from reproduction.reporting.curves import Epoch, last_epoch
 from reproduction.reporting.latency import (
     Latency,
     Measurement,
     flat_latency,
     printed_latencies,
 )
-from reproduction.reporting.measured import Measured, measured
-from reproduction.reporting.paper import PaperRow
+from reproduction.reporting.model_stats import Counts, PaperRow
+from reproduction.reporting.statistics import Comparison, Spread, compare, flat_spread, spread
+from reproduction.runs import RunFolder
 
+TESTED = "top1_last"
 PRINTED = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet-1K": "top1"}  # of a PaperRow
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Our parameters and MACs of one image, also without attention's matmuls, of a row's model."""
+@dataclass(frozen=True, kw_only=True)
+class Measured(ABC):
+    """What the finished runs of one configuration have reached, and how far the others are.
 
-    parameters: int
-    macs: int
-    macs_without_attention: int
+    Accuracies are in percent; `experiment` is None for what the paper only quotes.
+    """
+
+    row: str
+    column: str
+    status: str
+    experiment: str | None = None
+    spreads: Mapping[str, Spread] = field(default_factory=dict)  # of each of METRICS, once run
+    comparison: Comparison | None = None
+    seeds: tuple[int, ...] = ()
+    results: tuple[Result, ...] = ()
+    runs: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What a sentence calls it."""
+        return self.row
+
+    @property
+    def seconds(self) -> Spread | None:
+        """Of a run."""
+        known = [result.seconds for result in self.results if result.seconds is not None]
+        return spread(known) if known else None
+
+    def flat(self) -> dict[str, Any]:
+        """Plain values for a file, without the scale: numbers are unrounded, None unknown."""
+        accuracies = (flat_spread(key, self.spreads.get(key)).items() for key in METRICS)
+        seconds = self.seconds
+        return {
+            **self._place(),
+            "row": self.row,
+            "column": self.column,
+            "experiment": self.experiment,
+            "status": self.status,
+            "n": len(self.seeds),
+            "seeds": list(self.seeds),
+            **dict(chain.from_iterable(accuracies)),
+            **self._beside(),
+            "seconds_mean": seconds and seconds.mean,
+            "devices": known(r.devices for r in self.results),
+            "hardware": known(r.hardware for r in self.results),
+            "git_revisions": known(r.revision for r in self.results),
+            "runs": list(self.runs),
+        }
+
+    @abstractmethod
+    def _place(self) -> dict[str, Any]:
+        """Which table or sweep the line is of."""
+
+    @abstractmethod
+    def _beside(self) -> dict[str, Any]:
+        """What stands beside the accuracies: the paper's, the comparison, ..."""
+
+    def _test(self, reference: str) -> dict[str, Any]:
+        """The comparison with what `reference` names."""
+        found = self.comparison or Comparison(())
+        return {
+            f"difference_to_{reference}": found.difference,
+            "test_seeds": list(found.seeds),
+            "test_t": found.t,
+            "test_p": found.p,
+            "test_note": found.reason,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,36 +112,81 @@ class Record(Measured):
         found = self.spreads.get(metric)
         return None if printed is None or found is None else found.mean - printed
 
-    def flat(self) -> dict[str, Any]:
+    def _place(self) -> dict[str, Any]:
+        return {"table": self.table}
+
+    def _beside(self) -> dict[str, Any]:
+        latencies = {}
+        if self.paper_latency is not None:
+            latencies = flat_latency("latency", self.latency)
+            latencies |= flat_latency("paper_latency", self.paper_latency)
         return {
-            "table": self.table,
-            "row": self.row,
-            "column": self.column,
-            "experiment": self.experiment,
-            "status": self.status,
-            "n": len(self.seeds),
-            "seeds": list(self.seeds),
-            **self.accuracies(),
             "paper_top1": self.paper["top1"],
             "paper_top5": self.paper["top5"],
             **{f"{key}_minus_paper": self.minus_paper(key) for key in METRICS},
             "baseline": self.baseline,
-            **self.test("baseline"),
+            **self._test("baseline"),
             "parameters": self.counts and self.counts.parameters,
             "macs": self.counts and self.counts.macs,
             "macs_without_attention": self.counts and self.counts.macs_without_attention,
             "paper_parameters_m": self.paper.get("parameters"),
             "paper_macs_g": self.paper.get("macs"),
-            **self._latencies(),
-            **self.origin(),
+            **latencies,
         }
 
-    def _latencies(self) -> dict[str, float | None]:
-        if self.paper_latency is None:
-            return {}
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The runs of `experiment` with other values of `key`.
+
+    `values` maps each value, as it is written, to the name of its configuration.
+    """
+
+    name: str
+    experiment: str
+    key: str
+    values: Mapping[str, str]
+
+    @property
+    def word(self) -> str:
+        """The key without its group."""
+        return self.key.rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord(Measured):
+    """One value of the key; without a value the baseline, which has no such key.
+
+    `is_own`: the value of the experiment itself. Mixed samples in a batch, and tokens replaced in
+    each, are means over the last epoch.
+    """
+
+    key: str
+    value: str | None
+    is_own: bool = False
+    paper: float | None = None  # the accuracy that is printed for these runs
+    mixed_samples: Spread | None = None
+    mixed_tokens: Spread | None = None
+    unread: tuple[str, ...] = ()  # why the mixing of some runs is not known
+
+    @property
+    def word(self) -> str:
+        """The key without its group."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def label(self) -> str:
+        return self.row if self.value is None else f"{self.word} = {self.value}"
+
+    def _place(self) -> dict[str, Any]:
+        return {"key": self.key, "value": self.value, "is_own_value": self.is_own}
+
+    def _beside(self) -> dict[str, Any]:
         return {
-            **flat_latency("latency", self.latency),
-            **flat_latency("paper_latency", self.paper_latency),
+            "paper_top1": self.paper,
+            **self._test("own_value"),
+            **flat_spread("mixed_samples", self.mixed_samples),
+            **flat_spread("mixed_tokens", self.mixed_tokens),
         }
 
 
@@ -98,7 +209,7 @@ def records_of(
         ours, printed = {} if latency is None else latency.latencies(), printed_latencies(mine)
         return [
             replace(
-                _trained(cell, collection, None, None),
+                _trained(cell, collection),
                 latency=ours.get(cell.row) if cell.row in printed else None,
                 paper_latency=printed.get(cell.row),
             )
@@ -123,33 +234,110 @@ def _printed(
     """The line of a printed row in one column; none if nothing is printed there."""
     cell = cells.get((row.row, column))
     top1 = getattr(row, PRINTED[column])
+    sizes = {"parameters": row.parameters, "macs": row.macs}
     if cell is not None:
-        yield _trained(cell, collection, row, counts)
+        found = _trained(cell, collection)
+        yield replace(found, paper={**found.paper, **sizes}, counts=counts)
     elif top1 is not None:
-        paper = {"top1": top1, "top5": row.top5, **_sizes(row)}
         yield Record(
             table=row.table,
             row=row.row,
             column=column,
             status="quoted",
-            paper=paper,
+            paper={"top1": top1, "top5": row.top5, **sizes},
             counts=counts,
         )
 
 
-def _trained(
-    cell: Cell, collection: Collection, row: PaperRow | None, counts: Counts | None
-) -> Record:
+def _trained(cell: Cell, collection: Collection) -> Record:
     return Record(
         table=cell.table,
         row=cell.row,
         column=cell.column,
-        paper={"top1": cell.top1, "top5": cell.top5, **_sizes(row)},
+        paper={"top1": cell.top1, "top5": cell.top5},
         baseline=cell.baseline,
-        counts=counts,
-        **measured(cell.experiment, cell.baseline, collection),
+        **_measured(cell.experiment, cell.baseline, collection),
     )
 
 
-def _sizes(row: PaperRow | None) -> dict[str, float | None]:
-    return {} if row is None else {"parameters": row.parameters, "macs": row.macs}
+def sweep_records(
+    sweep: Sweep, cell: Cell, baseline: Cell, collection: Collection, outputs: Path | None
+) -> Iterator[SweepRecord]:
+    """The baseline, and every value of the cell's key; mixing is read where `outputs` is given."""
+    yield SweepRecord(
+        row="baseline",
+        column=baseline.column,
+        key=sweep.key,
+        value=None,
+        paper=baseline.top1,
+        **_measured(baseline.experiment, sweep.experiment, collection),
+    )
+    own = collection.keys[sweep.experiment]
+    for value, name in sweep.values.items():
+        is_own = collection.keys[name] == own
+        found = _measured(name, None if is_own else sweep.experiment, collection)
+        yield SweepRecord(
+            row=f"{value} (as in Table {cell.table})" if is_own else value,
+            column=cell.column,
+            key=sweep.key,
+            value=value,
+            is_own=is_own,
+            paper=cell.top1 if is_own else None,
+            **found,
+            **({} if outputs is None else _mixing(found["runs"], outputs)),
+        )
+
+
+def _mixing(runs: Sequence[str], outputs: Path) -> dict[str, Any]:
+    """Mixed samples and tokens of the runs whose metrics can be read, and why of the others not."""
+    epochs: list[Epoch] = []
+    unread: list[str] = []
+    for run in runs:
+        try:
+            epochs.append(last_epoch(RunFolder(outputs / run).metrics_path))
+        except UserError as error:
+            unread.append(f"Mixed samples and tokens are without {run}: {error}")
+    tokens = [epoch.mixed_tokens for epoch in epochs if epoch.mixed_tokens is not None]
+    return {
+        "mixed_samples": spread([epoch.mixed_samples for epoch in epochs]) if epochs else None,
+        "mixed_tokens": spread(tokens) if tokens else None,
+        "unread": tuple(unread),
+    }
+
+
+def _measured(name: str, reference: str | None, collection: Collection) -> dict[str, Any]:
+    """What Measured holds of the configuration `name`, tested against that of `reference`."""
+    runs = collection.cells.get(name)
+    found = [] if runs is None else list(runs.finished.values())
+    results = tuple(run.result for run in found if run.result is not None)  # of all of them
+    return {
+        "status": _status(runs),
+        "experiment": name,
+        "spreads": {key: spread([r.accuracy[key] for r in results]) for key in METRICS if results},
+        "comparison": _against(name, reference, collection) if reference and results else None,
+        "seeds": tuple(run.seed for run in found),
+        "results": results,
+        "runs": tuple(run.folder for run in found),
+    }
+
+
+def _status(runs: CellRuns | None) -> str:
+    if runs is None:
+        return "no configuration at this scale"
+    parts = [f"{len(runs.finished)} finished"] if runs.finished else []
+    parts += [f"seed {run.seed} {run.status}" for run in runs.others]
+    return "; ".join(parts) or "not run"
+
+
+def _against(name: str, reference: str, collection: Collection) -> Comparison:
+    pair = (collection.cells.get(each, CellRuns()) for each in (name, reference))
+    ours, theirs = (
+        {seed: run.result.accuracy[TESTED] for seed, run in runs.finished.items() if run.result}
+        for runs in pair
+    )
+    return compare(ours, theirs)
+
+
+def known(values: Iterable[Any]) -> list[Any]:
+    """What differs among the values, None left out, in order of appearance."""
+    return list(dict.fromkeys(value for value in values if value is not None))

@@ -6,10 +6,8 @@ from typing import Any
 from reproduction.config import Config
 from reproduction.errors import UserError, first_line
 from reproduction.parse import parse_saved
-from reproduction.reporting.difficulty import draw_difficulty
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
-from reproduction.reporting.gallery import draw_pairs
-from reproduction.reporting.saliency_maps import draw_saliency_maps
+from reproduction.reporting.gallery import draw_difficulty, draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
 from reproduction.runs import RunFolder
 from reproduction.stdout import say, warn

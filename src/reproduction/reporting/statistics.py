@@ -72,3 +72,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(adjusted) - rank) * p_values[test]))
         adjusted[test] = largest
     return adjusted
+
+
+def p_text(p: float) -> str:
+    """Three digits after the point, or two significant ones where those would be zeros."""
+    return f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"

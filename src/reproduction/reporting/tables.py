@@ -1,4 +1,4 @@
-"""A table as data: title, columns as text, records as numbers, notes. Builds the paper's ones."""
+"""A table as data: title, columns as text, records as numbers, notes. Builds tables and sweeps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ import yaml
 from reproduction.cells import Cell
 from reproduction.config import Config
 from reproduction.reporting.collect import Collection
-from reproduction.reporting.columns import Column, columns_of, short_revision
+from reproduction.reporting.columns import Column, columns_of, short_revision, sweep_columns
 from reproduction.reporting.latency import PAPERS, Measurement, command
-from reproduction.reporting.measured import Measured, known
-from reproduction.reporting.paper import PaperRow
-from reproduction.reporting.records import Counts, records_of
-from reproduction.reporting.significance import significance
+from reproduction.reporting.model_stats import Counts, PaperRow
+from reproduction.reporting.records import Measured, Sweep, known, records_of, sweep_records
+from reproduction.reporting.statistics import Comparison, holm, p_text
 from reproduction.scales import FULL, SCALES
 
 TEXTS = Path(__file__).with_name("tables.yaml")
 TABLES = (1, 2, 3, 4, 5)
+LEVEL = 0.05  # of significance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ def build_table(
     `papers` are the printed rows of Tables 1 and 2, `counts` our sizes by (table, row), `latency`
     what was measured for Table 3.
     """
-    texts = read_texts()
+    texts = _texts()
     mine = [cell for cell in cells if cell.table == number]
-    warning = banner(scale, mine, configs)
+    warning = _banner(scale, mine, configs)
     records = [
         replace(record, is_papers=warning is None)
         for record in records_of(number, cells, collection, papers, counts, latency)
@@ -77,7 +77,7 @@ def build_table(
         *texts["notes"][number],
         *([_measurement(latency, scale)] if has_latency else []),
         *significance(records, "the baseline"),
-        *origin_notes(records, collection),
+        *_origin_notes(records, collection),
     ]
     return Table(
         name=f"table{number}",
@@ -91,12 +91,54 @@ def build_table(
     )
 
 
-def read_texts() -> dict[str, Any]:
+def build_sweep(
+    sweep: Sweep,
+    scale: str,
+    *,
+    cells: Sequence[Cell],
+    configs: Mapping[str, Config],
+    collection: Collection,
+    outputs: Path,
+) -> Table:
+    """The sweep at the `scale` at which `configs` were resolved; `outputs` holds the runs."""
+    texts = _texts()
+    by_name = {cell.experiment: cell for cell in cells}
+    cell = by_name[sweep.experiment]
+    assert cell.baseline is not None
+    config = configs[sweep.experiment]
+    has_mixing = config.augmentation.htm is not None
+    baseline, read_from = by_name[cell.baseline], outputs if has_mixing else None
+    records = list(sweep_records(sweep, cell, baseline, collection, read_from))
+    mixing = texts["mixing"].format(batch_size=config.recipe.batch_size)
+    said = mark(scale, [cell], configs)
+    if said is not None:  # the printed accuracies may be of another value of the key
+        records = [replace(record, paper=None) for record in records]
+    return Table(
+        name=sweep.name,
+        title=f"Sensitivity to {sweep.word} at {scale} scale: {texts['sweep_titles'][sweep.name]}",
+        scale=scale,
+        banner=_banner(scale, [cell], configs),
+        mark=said,
+        columns=tuple(sweep_columns(sweep.word, has_mixing)),
+        records=tuple(records),
+        notes=(
+            texts["accuracies"],
+            texts["sweep_difference"].format(word=sweep.word, table=cell.table),
+            *([mixing] if has_mixing else []),
+            *texts["sweep_notes"][sweep.name],
+            *(problem for record in records for problem in record.unread),
+            *significance(records, f"the {sweep.word} of Table {cell.table}"),
+            *_origin_notes(records, collection),
+        ),
+    )
+
+
+def _texts() -> dict[str, Any]:
     """Titles and notes."""
     return yaml.safe_load(TEXTS.read_text())
 
 
-def banner(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> str | None:
+def _banner(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> str | None:
     """What keeps these cells from being the paper's experiments; None if nothing does."""
     warnings = []
     if scale != FULL:
@@ -125,7 +167,36 @@ def _other_data(cells: Sequence[Cell], configs: Mapping[str, Config]) -> list[st
     return sorted(others)
 
 
-def origin_notes(records: Sequence[Measured], collection: Collection) -> Iterator[str]:
+def significance(records: Sequence[Measured], reference: str) -> Iterator[str]:
+    """One note: which differences to `reference` are significant; none without a comparison."""
+    compared = [(record, record.comparison) for record in records if record.comparison is not None]
+    several = len({record.column for record, _ in compared}) > 1
+    tested = [(f"{r.label} on {r.column}" if several else r.label, test) for r, test in compared]
+    found = [(name, test, test.p) for name, test in tested if test.p is not None]
+    sentences = list(_verdicts(found, reference)) if found else []
+    reasons: dict[str, list[str]] = {}
+    for name, test in tested:
+        if test.reason is not None:
+            reasons.setdefault(test.reason, []).append(name)
+    sentences += [f"Without a test, {why}: {'; '.join(rows)}." for why, rows in reasons.items()]
+    if sentences:
+        yield " ".join(sentences)
+
+
+def _verdicts(found: Sequence[tuple[str, Comparison, float]], reference: str) -> Iterator[str]:
+    """The tests that were made, and what is left of them for being so many."""
+    corrected = holm([p for _, _, p in found])
+    lists = {True: list[str](), False: list[str]()}
+    for name, test, p in found:
+        lists[p < LEVEL].append(f"{name} {test.difference:+.2f} (p = {p_text(p)})")
+    yield f"Significant at 5 % against {reference}: {'; '.join(lists[True]) or 'none'}."
+    yield f"Not significant: {'; '.join(lists[False]) or 'none'}."
+    kept = [name for (name, _, _), p in zip(found, corrected, strict=True) if p < LEVEL]
+    tests = f"{len(found)} test{'s' if len(found) > 1 else ''}"
+    yield f"{tests}; by Holm's correction significant: {'; '.join(kept) or 'none'}."
+
+
+def _origin_notes(records: Sequence[Measured], collection: Collection) -> Iterator[str]:
     """Which runs the numbers come from, and which are not counted."""
     names = {record.experiment for record in records if record.experiment is not None}
     yield from _shared(names, collection)
