@@ -43,7 +43,6 @@ ALLOWED = {
         "reproduction.storage",
         "reproduction.cells",
         "reproduction.scales",
-        "reproduction.compose",
         "reproduction.config",
         "reproduction.model_config",
         "reproduction.parse",
