@@ -83,7 +83,7 @@ def run(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
 
 
@@ -219,7 +219,7 @@ def test_two_ranks_stop_after_the_same_step_and_go_on_there_whatever_becomes_of_
     mine = RunFolder(tmp_path / "outputs/mine")
     wait_for(mine.last_path)
     process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=400)
     assert process.returncode == 130, err
     assert len(err.splitlines()) == 1
     assert torch.load(mine.last_path, weights_only=True)["step"] < 35
@@ -267,7 +267,7 @@ def test_a_signal_to_all_its_processes_leaves_a_run_that_can_go_on(
     folder = RunFolder(tmp_path / "outputs/mine")
     wait_for(folder.last_path)
     os.killpg(process.pid, sign)  # as a terminal sends SIGINT, and a cluster SIGTERM
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=400)
     assert process.returncode == 130
     assert "interrupted" in err.splitlines()[-1] and "resume=auto" in err.splitlines()[-1]
     assert folder.read_summary()["status"] == "interrupted"
