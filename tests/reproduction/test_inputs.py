@@ -19,7 +19,7 @@ from reproduction.data.inputs import (
     build_input_mixer,
     build_normalize,
 )
-from reproduction.data.seeding import Purpose, seeded
+from reproduction.data.seeding import Purpose, seed_torch, seeded
 from reproduction.data.sources import load_source
 from reproduction.parse import parse
 
@@ -140,6 +140,14 @@ def test_what_is_drawn_is_a_function_of_seed_step_and_rank():
     erased = [inputs.erase(flat, *key) for key in keys]
     boxes = {tuple((x != 0).flatten().tolist()) for x in erased}
     assert len(boxes) == len(keys)
+
+
+def test_noise_is_not_what_dropout_would_draw_in_the_same_step():
+    blank = torch.full((4, 3, 32, 32), torch.inf)
+    found = Erasing(1.0, "pixel", 1, CPU)(blank, 0, 1, 0)
+    with seeded(Purpose.AUGMENT):  # puts the generator back
+        seed_torch(Purpose.DROPOUT, 0, 1, 0)
+        assert not torch.isclose(found, torch.randn(blank.shape)).any()
 
 
 def test_inputs_leave_the_images_and_the_global_generators_alone():
