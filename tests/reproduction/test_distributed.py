@@ -20,7 +20,7 @@ from reproduction.data.loaders import EvaluationImages, evaluation_loader
 from reproduction.jobs import resolve
 from reproduction.runs import RunFolder
 from reproduction.training.distributed import World, _how
-from reproduction.training.evaluate import evaluate
+from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import NoLog
 from reproduction.training.train import build_trainer, run_training
 from tests.chaos.runs import differences
@@ -327,3 +327,9 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} does not come"
         time.sleep(0.1)
+
+
+def test_the_fifth_of_five_counts_and_the_sixth_does_not():
+    ranked = torch.arange(10.0).repeat(2, 1)  # class 9 comes first
+    images, first, among_five, _ = _count(ranked, torch.tensor([5, 4])).tolist()
+    assert (images, first, among_five) == (2, 0, 1)
