@@ -10,7 +10,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 # the newest that runs; a name alone may be a shim that leads nowhere
-PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>&- && echo python$$v && break; done)
+PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)
 FOUND = $(or $(PYTHON),$(error there is no Python 3.13, 3.12 or 3.11 here: install one, or name it as PYTHON=path))
 
 setup: .venv/installed  ## make .venv with the requirements and this package

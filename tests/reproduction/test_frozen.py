@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ import yaml
 
 from reproduction.compose import compose
 from reproduction.config import CONF_DIR
+from reproduction.identity import flatten
 from reproduction.parse import parse
 from tests.reproduction.conftest import Command
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+MACHINES = ("name", "dataset.workers")  # the run's hash, and the machine's cores
 LOSSES, COMPOSED = FIXTURES / "frozen_losses.yaml", FIXTURES / "frozen_configurations.yaml"
 
 # Ten batches of eight of the digits, with sharp enough weights for tokens to be replaced.
@@ -114,7 +115,9 @@ def configurations() -> dict[str, list[list[Any]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for name in names:
         config = parse(compose("train", [f"experiment={name}"]).raw, needs_data=False)
-        for key, value in _flat(dataclasses.asdict(config)):
+        for key, value in flatten(dataclasses.asdict(config)):
+            if key in MACHINES:
+                continue
             found.setdefault(key, {}).setdefault(json.dumps(value), []).append(name)
     return {
         key: [
@@ -122,14 +125,6 @@ def configurations() -> dict[str, list[list[Any]]]:
         ]
         for key, x in found.items()
     }
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif prefix + key not in ("name", "dataset.workers"):  # the run's hash; the machine's cores
-            yield f"{prefix}{key}", value
 
 
 def test_experiments_compose_to_what_was_recorded():

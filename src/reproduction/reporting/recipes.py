@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from reproduction.config import Config
+from reproduction.identity import flatten
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
 LEFT_OUT = (  # where and how a run is made, not what it computes
@@ -74,17 +75,9 @@ def _settings(config: Config) -> Iterator[tuple[str, Any]]:
     values = dataclasses.asdict(config) | {
         "augmentation": {name: part for name, part in stack.items() if part is not None}
     }
-    for key, value in _flat(values):
+    for key, value in flatten(values):
         if not any(fnmatch(key, pattern) for pattern in LEFT_OUT):
             yield key, value
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def as_table(settings: Sequence[Setting]) -> str:

@@ -75,28 +75,25 @@ def _options(group: str) -> Iterator[str]:
 
 
 def _rows(section: Section, properties: Mapping[str, Any]) -> Iterator[str]:
-    told = _told(CONF_DIR / section.file)
+    group = section.file.partition("/")[0]  # whose files leave their own name out
+    told, inside = _told(CONF_DIR / section.file), section.prefix.removeprefix(f"{group}.")
     for name, schema in properties.items():
-        value, comment = told.get(section.prefix + name, told.get(name, ("", "")))
-        if value and "$ref" not in schema:
+        if inside + name in told and "$ref" not in schema:
+            value, comment = told[inside + name]
             cells = (f"`{section.prefix}{name}`", value, _allowed(schema), comment)
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def _told(path: Path) -> dict[str, tuple[str, str]]:
-    """Key -> value and comment, as they stand in a file; of nested keys the last name as well."""
+    """Dotted key -> value and comment, as they stand in a file of two levels."""
     found: dict[str, tuple[str, str]] = {}
     parent = ""
     for line in path.read_text().splitlines():
-        key = re.match(r"( *)(\w+): *(.*?) *(?:# (.*))?$", line)
-        if key is None or key[2] in ("defaults", "hydra"):
-            continue
-        parent = parent if key[1] else ""
-        if key[3]:
-            found[key[2] if not parent else f"{parent}.{key[2]}"] = (key[3], key[4] or "")
-            found.setdefault(key[2], (key[3], key[4] or ""))
-        elif not key[1]:
-            parent = key[2]
+        if key := re.match(r"( *)(\w+): *(.*?) *(?:# (.*))?$", line):
+            indent, name, value, comment = key.groups(default="")
+            parent = parent if indent else f"{name}."
+            if value:
+                found[parent + name if indent else name] = (value, comment)
     return found
 
 
