@@ -1,7 +1,19 @@
 """Trains one run, or every point of a sweep: python train.py [-m] [key=value ...]."""
 
 from reproduction.cli import run
-from reproduction.jobs import check_all, main, resolve
+from reproduction.config import Config
+from reproduction.jobs import check_all, resolve
+from reproduction.runs import RunFolder
+
+
+def main(config: Config) -> None:
+    """Trains one run on its ranks and writes its report."""
+    from reproduction.reporting.report import write_report
+    from reproduction.training.train import run_training
+
+    summary = run_training(config)
+    write_report(RunFolder.of(config), summary)
+
 
 if __name__ == "__main__":
     run("train", resolve, check_all, main)

@@ -34,6 +34,7 @@ ALLOWED = {
     ],
     "reproduction/reporting": [
         "reproduction.reporting",
+        "reproduction.ranks",
         "reproduction.errors",
         "reproduction.locking",
         "reproduction.reading",
@@ -58,6 +59,7 @@ STANDARD = {
     "contextlib",
     "dataclasses",
     "functools",
+    "importlib",
     "inspect",
     "math",
     "typing",

@@ -23,8 +23,7 @@ from scripts.benchmark.measure import calls_on, compared, peak_mib, summary
 from scripts.benchmark.scope import Scope
 from scripts.benchmark.steps import precision_on
 from tests.oracle import gain_by_repetition
-from tokenmixup import difficulty, gain_matrix, mix_horizontal, optimal_assignment
-from tokenmixup.horizontal import take_from_donors
+from tokenmixup import Rules, difficulty, gain_matrix, mix_horizontal, optimal_assignment
 
 RHO = 0.005
 
@@ -71,8 +70,8 @@ def htm_parts(
     gain = gain_matrix(saliency, htm.rho)
     donor = optimal_assignment(gain).to(device)
     is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
-    blend = partial(mix_horizontal, rho=htm.rho, pair=lambda *_: donor)
-    moved = blend(entry.tokens, targets, saliency, is_easy).moved
+    blend = partial(mix_horizontal, rho=htm.rho, rules=Rules(match=lambda *_: donor))
+    exchange = blend(entry.tokens, targets, saliency, is_easy).exchange
 
     def autocasting(work: Callable[[], object]) -> Work:
         def wrapped() -> None:
@@ -87,9 +86,7 @@ def htm_parts(
         "gain matrix": lambda: gain_matrix(saliency, htm.rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
-        "mixing of projections": lambda: [
-            take_from_donors(y, moved, in_place=True) for y in known.projected
-        ],
+        "mixing of projections": lambda: [exchange(y, in_place=True) for y in known.projected],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }
     return {name: autocasting(work) for name, work in parts.items()}

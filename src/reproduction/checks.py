@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.config import HTM, VTM, Augmentation, Config, Dataset, Recipe, Transforms
+from reproduction.config import Augmentation, Config, Dataset, Recipe, Transforms
 from reproduction.data.folders import IMAGE_FOLDERS, missing_data
 from reproduction.model_config import CCT, AnyModel, Library, ViT
 from reproduction.ranks import launched_ranks
+from tokenmixup import HTM, VTM
 
 MOST_TOKENS = 2**14  # one attention map of so many takes 1 GiB
 
@@ -59,10 +60,10 @@ def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
             )
     if stack.manifold_mixup is not None:
         layers = stack.manifold_mixup.layers
-        if max(layers) >= model.depth or len(set(layers)) < len(layers):
+        if max(layers) >= model.depth:
             yield (
-                f"augmentation.manifold_mixup.layers={layers}: must be different blocks of "
-                f"{model.name}, which has 0..{model.depth - 1}"
+                f"augmentation.manifold_mixup.layers={layers}: must be blocks of {model.name}, "
+                f"which has 0..{model.depth - 1}"
             )
 
 
@@ -72,12 +73,7 @@ def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:
             f"augmentation.htm.pooling=class_token: {model.name} pools no class token, "
             "allowed is auto, attention or average"
         )
-    if htm.rollout_steps > 0 and htm.detector != "attention":
-        yield (
-            f"augmentation.htm.rollout_steps={htm.rollout_steps}: only detector=attention rolls "
-            f"out, with detector={htm.detector} allowed is 0"
-        )
-    elif htm.layer < model.depth <= htm.layer + htm.rollout_steps:
+    if htm.layer < model.depth <= htm.layer + htm.rollout_steps:
         yield (
             f"augmentation.htm.rollout_steps={htm.rollout_steps}: {model.name} has "
             f"{model.depth - 1 - htm.layer} blocks after htm.layer={htm.layer}, allowed are no more"

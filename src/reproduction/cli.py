@@ -24,7 +24,6 @@ from reproduction.compose import (
     explained,
     own_hydra,
     read_overrides,
-    register_resolvers,
 )
 from reproduction.config import CONF_DIR
 from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line, in_one_line
@@ -53,22 +52,32 @@ def run(
     check_all: Callable[[list[Settings], bool], None],
     main: Callable[[Settings], None],
 ) -> NoReturn:
-    """Checks every point of the command line, then runs `main` on each in Hydra's launcher.
+    """Checks every point of the command line, then runs `main` on each.
 
     `check_all` is told whether the runs will be on this machine. Ends with status 0, 2 for what
     the user typed wrong, 130 for an interruption, 1 for a failure.
     """
     failures: list[Exception] = []
     try:
-        launcher = _check(config_name, resolve, check_all)
-        job = _job(config_name, resolve, main, _gpus(launcher), failures)
-        register_resolvers()
-        if launcher != HERE:
-            failures += _launch(launcher, config_name, job)
+        points = _points(config_name, sys.argv[1:])
+        if points is None:
+            _leave_to_hydra(config_name, _job(config_name, resolve, check_all, main, [], failures))
         else:
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
-            start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
-            start(job)()
+            composed = [compose(config_name, point) for point in points]
+            launcher = composed[0].overrides.get("hydra/launcher", HERE).rpartition("=")[2]
+            for point in composed:
+                check_resume(launcher, point.raw.get("resume", "auto"))
+            settings = [resolve(point) for point in composed]
+            check_all(settings, launcher not in SUBMITIT)
+            if launcher != HERE:
+                job = _job(config_name, resolve, check_all, main, _gpus(launcher), failures)
+                failures += _launch(launcher, config_name, job)
+            else:
+                for one in settings:
+                    try:
+                        main(one)
+                    except (UserError, RunFailed) as error:
+                        failures.append(error)  # the other points of a sweep go on
     except (UserError, RunFailed, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # of a path that was typed: a run's own come as RunFailed
@@ -81,31 +90,22 @@ def run(
     sys.exit(max((1 if isinstance(f, RunFailed) else 2 for f in failures), default=0))
 
 
-def _check(
-    config_name: str,
-    resolve: Callable[[Composed], Settings],
-    check_all: Callable[[list[Settings], bool], None],
-) -> str:
-    """Checks every point that is known; returns the launcher, an option of hydra/launcher."""
-    points = _points(config_name, sys.argv[1:])
-    if points is None:
-        return HERE
-    composed = [compose(config_name, point) for point in points]
-    launcher = composed[0].overrides.get("hydra/launcher", HERE).rpartition("=")[2]
-    for point in composed:
-        check_resume(launcher, point.raw.get("resume", "auto"))
-    check_all([resolve(point) for point in composed], launcher not in SUBMITIT)
-    return launcher
+def _leave_to_hydra(config_name: str, job: Callable[[DictConfig], Exception | None]) -> None:
+    """Its help, or a sweeper that draws the points."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
+    start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
+    start(job)()
 
 
 def _job(
     config_name: str,
     resolve: Callable[[Composed], Settings],
+    check_all: Callable[[list[Settings], bool], None],
     main: Callable[[Settings], None],
     gpus: list[str],
     failures: list[Exception],
 ) -> Callable[[DictConfig], Exception | None]:
-    """What runs one point: here its failure joins the others, elsewhere it is returned."""
+    """What Hydra calls for a point: here its failure joins the others, elsewhere it is returned."""
     process = os.getpid()
 
     def job(_: DictConfig) -> Exception | None:
@@ -113,7 +113,9 @@ def _job(
             composed = compose(config_name, _typed(HydraConfig.get()))
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)
-            main(resolve(composed))
+            one = resolve(composed)
+            check_all([one], True)
+            main(one)
         except (UserError, RunFailed) as error:
             if os.getpid() != process:
                 return error

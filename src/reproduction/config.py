@@ -1,10 +1,11 @@
-"""The typed schema. Values and defaults live in conf/; here only those of keys that came later."""
+"""The typed schema. Values live in conf/, those of HTM, VTM and manifold mixup in the library."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from reproduction.fields import (
@@ -16,7 +17,6 @@ from reproduction.fields import (
     Crop,
     Few,
     Flag,
-    Gain,
     Images,
     Positive,
     Processes,
@@ -26,10 +26,11 @@ from reproduction.fields import (
     RunName,
     Scales,
     Share,
-    Threshold,
     Whole,
 )
 from reproduction.model_config import AnyModel
+from tokenmixup import HTM, VTM, ManifoldMixup
+from tokenmixup.settings import built
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
@@ -44,8 +45,8 @@ class Dataset:
     std: Scales
     limit: Count | None
     workers: Processes
-    memory_mib: Whole | None = None  # of folders alone; earlier runs say nothing of it
-    broken_images: Literal["refuse", "skip"] = "refuse"
+    memory_mib: Whole | None
+    broken_images: Literal["refuse", "skip"]
 
     @property
     def skips(self) -> bool:
@@ -60,43 +61,19 @@ class InputMix:
     prob: Share
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class ManifoldMixup:
-    alpha: Positive
-    layers: Annotated[list[Whole], Field(min_length=1)]
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class HTM:
-    layer: Whole
-    tau: Threshold
-    rho: Gain
-    score_loss_weight: Amount
-    pooling: Literal["auto", "attention", "average", "class_token"]
-    stop_gradient: Flag
-    detector: Literal["attention", "gradient", "random"]
-    rollout_steps: Whole
-    ablate: Literal["none", "scorenet", "assignment", "tokens", "labels"]
-    mask_rule: Literal["paper", "published"]
-    order: Literal["in_place", "published"]
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class VTM:
-    layer: Count
-    kappa: Count
-    class_token_offset: Literal["paper", "published"]
+def _by_library(kind: Any) -> BeforeValidator:
+    return BeforeValidator(partial(built, kind))
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Augmentation:
-    """The stack: what is None is not in it."""
+    """The stack: what is None is not in it. What acts inside the model is the library's own."""
 
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
-    manifold_mixup: ManifoldMixup | None = None
-    htm: HTM | None = None
-    vtm: VTM | None = None
+    manifold_mixup: Annotated[ManifoldMixup | None, _by_library(ManifoldMixup)] = None
+    htm: Annotated[HTM | None, _by_library(HTM)] = None
+    vtm: Annotated[VTM | None, _by_library(VTM)] = None
 
     @property
     def stack(self) -> list[str]:
@@ -126,7 +103,7 @@ class Recipe:
     epochs: Count
     max_steps: Count | None
     batch_size: Images
-    grad_accum_steps: Count = 1
+    grad_accum_steps: Count
     optimizer: Literal["adamw", "sgd"]
     lr: Positive
     min_lr: Amount
@@ -137,10 +114,10 @@ class Recipe:
     weight_decay: Amount
     momentum: Rate
     clip_grad_norm: Positive | None
-    ema_decay: Rate | None = None
+    ema_decay: Rate | None
     label_smoothing: Rate
     precision: Literal["float32", "bf16", "float16"]
-    non_finite: Literal["fail", "skip"] = "fail"
+    non_finite: Literal["fail", "skip"]
     log_every: Count
     transforms: Transforms
 
@@ -174,8 +151,8 @@ class Config:
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
     devices: Ranks
-    restarts: Whole = 0
-    compile: Flag = False  # which older runs did not save
+    restarts: Whole
+    compile: Flag
     resume: Literal["never", "auto"]
     name: RunName | None
     output_root: Annotated[str, Field(min_length=1)]
@@ -183,5 +160,5 @@ class Config:
     dataset: Dataset
     augmentation: Augmentation
     recipe: Recipe
-    checkpoint: Checkpoint = Checkpoint()  # which older runs did not save
+    checkpoint: Checkpoint = Checkpoint()  # eval.py writes none
     logger: Annotated[NoLogger | Wandb, Field(discriminator="name")]

@@ -1,6 +1,5 @@
 """Types of single settings, with their ranges."""
 
-import math
 import re
 from typing import Annotated, Any
 
@@ -12,12 +11,6 @@ AUTO_AUGMENT = (
     r"(rand(-(n[0-9]{1,2}|(m|w|p|inc|mstd|mmax)[0-9.]{1,5}))+|original|originalr|v0|v0r|3a)"
 )
 HUGE = 10**9  # what counts nothing that costs memory or time stays below it
-
-
-def gain(value: float) -> float:
-    if 0 <= value <= 1 or value == math.inf:
-        return value
-    raise ValueError("must lie in 0..1, or be inf")
 
 
 def folder_name(value: str) -> str:
@@ -54,8 +47,6 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
 Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
-Threshold = Annotated[float, Field(strict=True, ge=0)]  # inf is legal
-Gain = Annotated[float, Field(strict=True), AfterValidator(gain)]
 Flag = Annotated[bool, Field(strict=True)]
 Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # of values in 0..1
 Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]

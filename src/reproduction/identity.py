@@ -4,23 +4,15 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import MISSING
 from typing import Any
 
-from reproduction.config import Config, Dataset, Recipe
+from reproduction.config import Config
 
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
     *("dataset.workers", "dataset.memory_mib"),
 )
-# What came later has a default in the schema: with it, a run is what it was without the key.
-LATER = {
-    f"{group}.{f.name}": f.default
-    for group, settings in {"recipe": Recipe, "dataset": Dataset}.items()
-    for f in dataclasses.fields(settings)
-    if f.default is not MISSING
-}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -38,7 +30,6 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in flatten(config)
         if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
-        and not (key in LATER and value == LATER[key])
     }
 
 

@@ -1,4 +1,4 @@
-"""What train.py does with each point of its command line, and the runner with each of its runs."""
+"""What is checked of each point of a command line, and of each run of a study."""
 
 import dataclasses
 from collections import Counter
@@ -8,7 +8,6 @@ from reproduction.config import Config
 from reproduction.errors import UserError
 from reproduction.identity import default_name
 from reproduction.parse import parse
-from reproduction.ranks import is_first_rank
 from reproduction.runs import RunFolder
 
 
@@ -38,13 +37,3 @@ def check_all(configs: list[Config], here: bool = True) -> None:
     for folder, config in zip(folders, configs, strict=True):
         if not folder.is_finished():
             preflight(config, here)
-
-
-def main(config: Config) -> None:
-    """Trains one run and writes its report."""
-    from reproduction.reporting.report import write_report
-    from reproduction.training.train import run_training
-
-    summary = run_training(config)
-    if is_first_rank():
-        write_report(RunFolder.of(config), summary)

@@ -35,12 +35,11 @@ from reproduction.storage import write_text
 from reproduction.timing import spread_of, time_in_turns
 from reproduction.training.distributed import resolve_device
 from reproduction.training.evaluate import autocast
-from tokenmixup import HorizontalMix, TokenMixup
+from tokenmixup import HorizontalMix, TokenMixup, mix_horizontal
 from tokenmixup.contexts import evaluating
 from tokenmixup.detectors import BlockInput, detector_of
-from tokenmixup.horizontal import take_from_donors
+from tokenmixup.rules import rules_of
 from tokenmixup.saliency import input_gradient
-from tokenmixup.variants import rules_of
 
 DETECTORS = ("gradient", "attention", "random")
 CLASSES = 100  # CIFAR-100's
@@ -149,9 +148,10 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     entry = dataclasses.replace(entry, pixels=pixels)  # nothing is known of the last round's
     saliency = detector_of(htm)(entry)
     is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
-    mixed = rules_of(htm).mix(entry.tokens, targets, saliency, is_easy)
+    rules = rules_of(htm)
+    mixed = mix_horizontal(entry.tokens, targets, saliency, is_easy, htm.rho, rules=rules)
     for projected in entry.projected:
-        take_from_donors(projected, mixed.moved, in_place=True)
+        mixed.exchange(projected, in_place=True)
     return mixed
 
 

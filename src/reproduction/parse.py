@@ -66,6 +66,8 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
     if error["type"] == "union_tag_invalid":
         tag = error["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag}={error['ctx']['tag']}: must be {error['ctx']['expected_tags']}"
+    if error["type"] == "value_error" and path[:1] == ["augmentation"]:  # of the library
+        return f"augmentation.{error['msg'].removeprefix('Value error, ')}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
     message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
     return f"{key}={value}: must {message}"

@@ -14,6 +14,11 @@ def launched_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if is_launched else None
 
 
+def is_a_rank(devices: int) -> bool:
+    """Whether this process is one of the ranks, or the only one: none has to be started."""
+    return devices == 1 or launched_ranks() is not None
+
+
 def restarts() -> tuple[int, int]:
     """How often all ranks have been started again, and how often they may be."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")

@@ -20,7 +20,7 @@ from reproduction.children import Children, Share
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.errors import RunFailed, RunInterrupted, RunLocked, UserError, first_line
-from reproduction.jobs import check_all, main
+from reproduction.jobs import check_all
 from reproduction.locking import is_held
 from reproduction.plan import PlannedRun, Settings
 
@@ -98,9 +98,12 @@ def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str |
 
 def train_here(run: PlannedRun) -> str | None:
     """Trains in this process."""
+    from reproduction.reporting.report import write_report
+    from reproduction.training.train import run_training
+
     _begin(run)
     try:
-        main(run.config)
+        write_report(run.folder, run_training(run.config))
     except RunLocked:
         raise
     except (UserError, RunFailed) as error:

@@ -18,7 +18,7 @@ import yaml
 
 from reproduction.config import Config
 from reproduction.errors import UserError, first_line
-from reproduction.identity import LATER, hash_of, identity
+from reproduction.identity import hash_of, identity
 from reproduction.ranks import is_first_rank, launcher, restarts
 from reproduction.reading import parse_json, parse_yaml
 from reproduction.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
@@ -60,7 +60,7 @@ class RunFolder:
         if self._is_barely_begun():
             return
         both = dataclasses.asdict(config), self.read_config()
-        ours, theirs = (LATER | identity(one) for one in both)
+        ours, theirs = (identity(one) for one in both)
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         if differing:
             pairs = ", ".join(f"{k}={ours.get(k)} (there {theirs.get(k)})" for k in differing)

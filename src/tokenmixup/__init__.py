@@ -1,17 +1,23 @@
 """TokenMixup (Choi, Choi and Kim, NeurIPS 2022): attention-guided mixing of tokens.
 
-`attach` puts it on a transformer; the other names are the paper's pieces as pure functions.
+`attach` puts it on a transformer; the other names are the paper's pieces as pure functions. Torch
+is imported once one of them is used: the settings alone do without.
 """
 
-from tokenmixup.assignment import gain_matrix, optimal_assignment
-from tokenmixup.attach import TokenMixup, attach
-from tokenmixup.horizontal import HTM, HorizontalMix, mix_horizontal
-from tokenmixup.manifold import ManifoldMixup
-from tokenmixup.output import Output, training_loss
-from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
-from tokenmixup.scorenet import ScoreNet, difficulty
-from tokenmixup.structure import why_not
-from tokenmixup.vertical import VTM, select_salient, vertical_attention
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tokenmixup.settings import HTM, VTM, ManifoldMixup
+
+if TYPE_CHECKING:
+    from tokenmixup.assignment import gain_matrix, optimal_assignment
+    from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
+    from tokenmixup.module import TokenMixup, attach
+    from tokenmixup.passes import Output, training_loss
+    from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
+    from tokenmixup.scorenet import ScoreNet, difficulty
+    from tokenmixup.structure import why_not
+    from tokenmixup.vertical import select_salient, vertical_attention
 
 __all__ = [
     "HTM",
@@ -19,6 +25,7 @@ __all__ = [
     "HorizontalMix",
     "ManifoldMixup",
     "Output",
+    "Rules",
     "ScoreNet",
     "TokenMixup",
     "attach",
@@ -34,3 +41,19 @@ __all__ = [
     "vertical_attention",
     "why_not",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in (
+            "module",
+            "horizontal",
+            "assignment",
+            "saliency",
+            "vertical",
+            "structure",
+            "passes",
+        ):
+            if hasattr(found := import_module(f"{__name__}.{home}"), name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from tokenmixup.known_linear import known_linear
+from tokenmixup.speed import known_linear
 
 CACHED_SCORES = 2**17  # that a core works on at a time: half a MiB
 UNDERSTOOD = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")

@@ -20,8 +20,8 @@ from tokenmixup.attention import (
     split_heads,
 )
 from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
-from tokenmixup.horizontal import HTM
 from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
+from tokenmixup.settings import HTM
 
 
 @dataclass
@@ -71,18 +71,6 @@ class BlockInput:
             return positions(attn, self.tokens.shape[1], self.given)
 
 
-Detector = Callable[[BlockInput], Tensor]
-
-
-def detector_of(htm: HTM) -> Detector:
-    """The detector that the settings choose: `b t`. Random tokens are paired by attention."""
-    if htm.detector == "gradient":
-        return by_gradient
-    if htm.rollout_steps > 0:
-        return partial(by_rollout, htm.rollout_steps)
-    return BlockInput.own_saliency
-
-
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image, `b t`."""
     assert entry.pixels is not None, "taken before the pass"
@@ -100,6 +88,20 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
         last = entry.blocks[entry.index + steps]
         maps.append(_map(last, tokens, entry.given, entry.class_token))
     return rollout_saliency(maps, entry.num_prefix_tokens, entry.class_token)
+
+
+Detector = Callable[[BlockInput], Tensor]
+DETECTORS: dict[str, Detector] = {
+    "attention": BlockInput.own_saliency,
+    "gradient": by_gradient,
+    "random": BlockInput.own_saliency,  # pairs by attention; `rules.py` draws the tokens
+}
+
+
+def detector_of(htm: HTM) -> Detector:
+    """The detector that the settings choose: the saliency of a block's input, `b t`."""
+    steps = htm.rollout_steps
+    return partial(by_rollout, steps) if steps > 0 else DETECTORS[htm.detector]
 
 
 def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:

@@ -3,36 +3,12 @@
 Letters: b batch, n tokens with prefix, d width.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class ManifoldMixup:
-    """Settings of manifold mixup.
-
-    `alpha`: of the Beta(alpha, alpha) distribution of the kept share. `layers`: the blocks, counted
-    from 0, one of which is drawn for every batch; its input is mixed.
-    """
-
-    alpha: float = 2.0
-    layers: Sequence[int] = (0, 1, 2)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
-            raise ValueError(f"manifold_mixup.alpha={self.alpha}: must be > 0 and finite")
-        whole = isinstance(self.layers, Sequence) and all(
-            type(layer) is int and layer >= 0 for layer in self.layers
-        )
-        if not whole or not self.layers or len(set(self.layers)) < len(self.layers):
-            raise ValueError(
-                f"manifold_mixup.layers={self.layers}: must be different blocks' indices"
-            )
+from tokenmixup.settings import ManifoldMixup
 
 
 class ManifoldMix(NamedTuple):

@@ -1,19 +1,42 @@
-"""What one forward pass carries from block to block, and what it returns.
+"""One training forward pass: what it carries, what stands in for attention, what it returns.
 
 Letters: b batch, n tokens with prefix, d width, c classes, h w image.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tokenmixup.attention import attend, composed_map, positions, project
 from tokenmixup.detectors import BlockInput
 from tokenmixup.horizontal import HorizontalMix
 from tokenmixup.manifold import ManifoldMix
-from tokenmixup.memory import Memory
-from tokenmixup.output import Output
+from tokenmixup.scorenet import difficulty
+from tokenmixup.vertical import Memory, vertical_attention
+
+
+class Output(NamedTuple):
+    """What a training forward pass returns.
+
+    `stats` are scalars: `mixed_samples`, the easy ones; `mixed_tokens`, replaced ones in each of
+    these on average; with HTM `difficulty`, the mean in nats.
+    """
+
+    logits: Tensor  # b c
+    targets: Tensor  # b c, after mixing
+    score_logits: Tensor | None  # b c, of ScoreNet; None without HTM
+    score_loss: Tensor | None  # scalar, against the targets that enter HTM's block; or None
+    stats: dict[str, Tensor]
+
+
+def training_loss(output: Output, score_loss_weight: float) -> Tensor:
+    """CE(logits, mixed targets) + lambda x ScoreNet's loss (Section 3.1), float32."""
+    loss = F.cross_entropy(output.logits.float(), output.targets.float())
+    return loss if output.score_loss is None else loss + score_loss_weight * output.score_loss
 
 
 @dataclass
@@ -27,37 +50,90 @@ class Pass:
     grid: tuple[int, int] | None = None  # rows and columns of patches
     score_logits: Tensor | None = None  # b c
     difficulty: Tensor | None = None  # b
-    is_easy: Tensor | None = None  # b bool
     mix: HorizontalMix | None = None
     memory: Memory | None = None
     entry: BlockInput | None = None  # of the last block that is watched
 
+    def note_patches(self, embedding: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Reads number and grid of the patches off their embedding: `b t d` or `b rows columns d`.
 
-def note_patches(state: Pass, embedding: Any, args: tuple[Any, ...], out: Any) -> None:
-    """Reads number and grid of the patches off their embedding: `b t d`, or `b rows columns d`."""
-    if not isinstance(out, Tensor) or out.ndim not in (3, 4):
-        return
-    state.num_patches = out.shape[1:-1].numel()
-    if out.ndim == 4:
-        state.grid = (out.shape[1], out.shape[2])
-    elif hasattr(embedding, "dynamic_feat_size"):
-        rows, columns = embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))
-        state.grid = (rows, columns) if rows * columns == state.num_patches else None
+        It is a forward hook.
+        """
+        if not isinstance(out, Tensor) or out.ndim not in (3, 4):
+            return
+        self.num_patches = out.shape[1:-1].numel()
+        if out.ndim == 4:
+            self.grid = (out.shape[1], out.shape[2])
+        elif hasattr(embedding, "dynamic_feat_size"):
+            rows, columns = embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))
+            self.grid = (rows, columns) if rows * columns == self.num_patches else None
+
+    def measure_difficulty(
+        self, scorenet: Any, num_prefix_tokens: int, tokens: Tensor, targets: Tensor
+    ) -> Tensor:
+        """The difficulty of each sample by ScoreNet, `b`, whose loss is its mean."""
+        self.score_logits = scorenet(tokens, num_prefix_tokens)
+        self.difficulty = difficulty(self.score_logits, targets)
+        return self.difficulty
+
+    def output(self, logits: Any) -> Output:
+        """The output of the pass; ValueError if the model returned no logits `b c`."""
+        if not isinstance(logits, Tensor):
+            kind = type(logits).__name__
+            raise ValueError(f"the model returned {kind}, not one tensor of logits")
+        if self.mix is None or self.difficulty is None:
+            zero = logits.new_zeros((), dtype=torch.float32)
+            stats = {"mixed_samples": zero, "mixed_tokens": zero}
+            return Output(logits, self.targets, None, None, stats)
+        mixed_samples = self.mix.is_easy.sum().float()
+        stats = {
+            "mixed_samples": mixed_samples,
+            "mixed_tokens": self.mix.mask.sum() / mixed_samples.clamp(min=1),
+            "difficulty": self.difficulty.detach().mean(),
+        }
+        return Output(logits, self.targets, self.score_logits, self.difficulty.mean(), stats)
 
 
-def output_of(logits: Any, state: Pass) -> Output:
-    """The output of a pass; ValueError if the model returned no logits `b c`."""
-    if not isinstance(logits, Tensor):
-        raise ValueError(f"the model returned {type(logits).__name__}, not one tensor of logits")
-    if state.mix is None or state.difficulty is None or state.is_easy is None:
-        zero = logits.new_zeros((), dtype=torch.float32)
-        stats = {"mixed_samples": zero, "mixed_tokens": zero}
-        return Output(logits, state.targets, None, None, stats)
-    mixed_samples = state.is_easy.sum().float()
-    stats = {
-        "mixed_samples": mixed_samples,
-        "mixed_tokens": state.mix.mask.sum() / mixed_samples.clamp(min=1),
-        "difficulty": state.difficulty.detach().mean(),
-    }
-    score_loss = state.difficulty.mean()
-    return Output(logits, state.targets, state.score_logits, score_loss, stats)
+# What stands in for a block's attention computes the same and more. `tokens` are layer-normed
+# already, `b n d`; `given` are the block's other arguments.
+StandIn = Callable[..., Tensor]
+
+
+def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+    """Of the block where HTM mixes, by the projections from which its saliency was computed."""
+    entry = _entry_of(block, state)
+    where = positions(block.attn, tokens.shape[1], given)
+    q, k, v = project(block.attn, tokens, "qkv", where.rope, entry.projected)
+    return attend(block.attn, tokens, q, k, v, where.bias)
+
+
+def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+    """Of a source of VTM: its map, or else its queries and keys, tell the saliency as well.
+
+    Positions may have dropout, which the saliency has not.
+    """
+    entry = _entry_of(block, state)
+    where = positions(block.attn, tokens.shape[1], given)
+    q, k, v = project(block.attn, tokens, "qkv", where.rope)
+    weights = composed_map(block.attn, q, k, where.bias)
+    if weights is None or where.bias is not None:
+        saliency = entry.saliency_by(q, k)
+    else:
+        saliency = entry.saliency_of(weights)
+    cast(Memory, state.memory).remember(entry.tokens, saliency, entry.num_prefix_tokens)
+    return attend(block.attn, tokens, q, k, v, where.bias, weights)
+
+
+def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+    """Of the block of VTM."""
+    entry, memory = _entry_of(block, state), cast(Memory, state.memory)
+    where = positions(block.attn, tokens.shape[1], given)
+    where = where.of_memory(torch.cat(memory.places, dim=1))
+    remembered = block.norm1(torch.cat(memory.tokens, dim=1))
+    return vertical_attention(block.attn, tokens, remembered, where, entry.projected)
+
+
+def _entry_of(block: Any, state: Pass) -> BlockInput:
+    entry = state.entry
+    assert entry is not None and entry.blocks[entry.index] is block, "it is not watched"
+    return entry

@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenmixup.pooling import sequence_pool
-
 Pooling = Literal["attention", "average", "class_token"]
+
+
+def sequence_pool(tokens: Tensor, score: nn.Linear) -> Tensor:
+    """The mean of tokens by learnt weights: Softmax(score(X))^T X (Hassani et al., 2021).
+
+    `b t d` -> `b d`; `score` maps d to 1.
+    """
+    share = score(tokens).softmax(dim=1)  # b t 1
+    return (share.mT @ tokens)[:, 0]
 
 
 class ScoreNet(nn.Module):

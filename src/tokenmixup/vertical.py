@@ -1,44 +1,16 @@
 """Vertical TokenMixup: salient tokens of earlier blocks become keys and values (Section 3.4).
 
-Letters: b batch, h heads, n tokens with prefix, t spatial tokens, m memory, d width, e head width.
+Letters: b batch, h heads, n tokens with prefix, t spatial tokens, m memory, d width, e head width,
+kappa tokens of each source.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from tokenmixup.attention import Positions, attend, project
-
-ClassTokenOffset = Literal["paper", "published"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VTM:
-    """Settings of Vertical TokenMixup.
-
-    `layer`: block, counted from 0, that attends to the memory; it has `layer` sources, so
-    `layer >= 1`. `kappa`: tokens that each source block adds to the memory.
-    `class_token_offset`: `published` leaves the prefix out of account when it gathers, so that the
-    class token can be taken and the last patch never is.
-    """
-
-    layer: int
-    kappa: int = 3
-    class_token_offset: ClassTokenOffset = "paper"
-
-    def __post_init__(self) -> None:
-        if type(self.layer) is not int or self.layer < 1:
-            raise ValueError(f"vtm.layer={self.layer!r}: must be a block's index, 1 or more")
-        if type(self.kappa) is not int or self.kappa < 1:
-            raise ValueError(f"vtm.kappa={self.kappa!r}: must be a whole number, 1 or more")
-        if self.class_token_offset not in (allowed := get_args(ClassTokenOffset)):
-            raise ValueError(
-                f"vtm.class_token_offset={self.class_token_offset!r}: must be one of "
-                f"{', '.join(allowed)}"
-            )
 
 
 def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -61,10 +33,11 @@ def places_counted_without_prefix(
     return salient_places(saliency, kappa)
 
 
-def places_of(vtm: VTM) -> Callable[[Tensor, int, int], Tensor]:
-    """The rule that the settings choose: saliency `b t`, kappa, prefix tokens -> `b kappa`."""
-    is_papers = vtm.class_token_offset == "paper"
-    return salient_places if is_papers else places_counted_without_prefix
+# by `vtm.class_token_offset`: saliency `b t`, kappa, prefix tokens -> `b kappa`
+PLACES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "paper": salient_places,
+    "published": places_counted_without_prefix,
+}
 
 
 def take_tokens(tokens: Tensor, places: Tensor) -> Tensor:
@@ -80,6 +53,22 @@ def select_salient(
     Prefix tokens are never selected. Raises ValueError if kappa > t.
     """
     return take_tokens(tokens, salient_places(saliency, kappa, num_prefix_tokens))
+
+
+@dataclass
+class Memory:
+    """What VTM carries from its sources, in one pass, to the block that attends to it."""
+
+    kappa: int
+    place: Callable[[Tensor, int, int], Tensor]  # tells where `kappa` salient tokens stand
+    tokens: list[Tensor] = field(default_factory=list)  # b kappa d of each source
+    places: list[Tensor] = field(default_factory=list)  # b kappa, where they stood in n
+
+    def remember(self, tokens: Tensor, saliency: Tensor, num_prefix_tokens: int) -> None:
+        """Keeps the salient ones of a block's tokens, `b n d`, by their saliency, `b t`."""
+        places = self.place(saliency, self.kappa, num_prefix_tokens)
+        self.tokens.append(take_tokens(tokens, places))
+        self.places.append(places)
 
 
 def vertical_attention(

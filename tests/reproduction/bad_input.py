@@ -11,7 +11,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "train.py augmentation=[manifold_mixup] augmentation.manifold_mixup.alpha=0": ["alpha=0"],
         "train.py augmentation.htm.tau=-0.5": [
             "augmentation.htm.tau=-0.5",
-            "greater than or equal to 0",
+            "a number, 0 or more",
         ],
         "train.py augmentation.htm.rho=1.5": ["augmentation.htm.rho=1.5", "0..1", "inf"],
         "train.py dataset.std=[0,1,1]": ["dataset.std.0=0", "greater than"],
@@ -41,7 +41,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "train.py recipe.lr=nan": ["recipe.lr=nan", "finite"],
         "train.py augmentation.htm.tau=nan": [
             "augmentation.htm.tau=nan",
-            "greater than or equal to 0",
+            "a number, 0 or more",
         ],
         "train.py augmentation.htm.rho=nan": ["augmentation.htm.rho=nan", "0..1"],
     },
@@ -70,17 +70,20 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "train.py device=tpu": ["device=tpu", "'auto', 'cpu' or 'cuda'"],
         "train.py recipe.precision=fp16": ["recipe.precision=fp16", "'float16'"],
         "train.py augmentation.htm.detector=salient": [
-            "augmentation.htm.detector=salient",
+            "augmentation.htm.detector='salient'",
             "attention",
         ],
-        "train.py augmentation.htm.ablate=all": ["augmentation.htm.ablate=all", "labels"],
-        "train.py augmentation.htm.mask_rule=own": ["augmentation.htm.mask_rule=own", "published"],
-        "train.py augmentation.htm.order=front": ["augmentation.htm.order=front", "in_place"],
+        "train.py augmentation.htm.matching=best": ["augmentation.htm.matching='best'", "optimal"],
+        "train.py augmentation.htm.mask_rule=own": [
+            "augmentation.htm.mask_rule='own'",
+            "published",
+        ],
+        "train.py augmentation.htm.order=front": ["augmentation.htm.order='front'", "in_place"],
         "train.py resume=always": ["resume=always", "'auto'"],
         "train.py recipe.optimizer=adam": ["optimizer=adam", "'adamw'"],
         "train.py model.pooling=max": ["model.pooling=max"],
         "train.py recipe.schedule_step=second": ["schedule_step=second"],
-        "train.py augmentation.htm.pooling=max": ["pooling=max"],
+        "train.py augmentation.htm.pooling=max": ["pooling='max'"],
     },
     "unknown keys": {
         "train.py recipe.lrr=1": ["recipe.lrr", "unknown key", "lr,"],
@@ -111,7 +114,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "augmentation.htm.detector=random": ["augmentation.htm.rollout_steps=1", "detector=random"],
         "train.py augmentation.vtm.kappa=0": [
             "augmentation.vtm.kappa=0",
-            "greater than or equal to 1",
+            "a whole number, 1 or more",
         ],
         "train.py augmentation.vtm.kappa=65": ["augmentation.vtm.kappa=65", "1..64"],
         "train.py augmentation.htm.pooling=class_token": [
@@ -130,7 +133,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "train.py augmentation.htm.layer=2": ["augmentation.htm.layer=2", "0..1"],
         "train.py augmentation.vtm.layer=0": [
             "augmentation.vtm.layer=0",
-            "greater than or equal to 1",
+            "a block's index, 1 or more",
         ],
         "train.py model.conv_layers=null": ["model.conv_layers=None"],
     },

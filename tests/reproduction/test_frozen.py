@@ -50,10 +50,9 @@ RUNS: dict[str, list[str]] = {
         *BOTH,
         *("augmentation.htm.layer=0", "augmentation.htm.rollout_steps=1"),
     ],
-    **{
-        f"without {part}": [*SMALL, *BOTH, f"augmentation.htm.ablate={part}"]
-        for part in ("scorenet", "assignment", "tokens", "labels")
-    },
+    "without scorenet": [*SMALL, *BOTH, "augmentation.htm.tau=inf"],
+    "without assignment": [*SMALL, *BOTH, "augmentation.htm.matching=random"],
+    "without labels": [*SMALL, *BOTH, "augmentation.htm.labels=count"],
     "published": [
         *("model=vit_lite_6_4", "model.depth=3", "model.embed_dim=32", *BOTH),
         *("augmentation.htm.layer=1", "augmentation.vtm.layer=2"),

@@ -44,15 +44,20 @@ def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Planned
 
 
 @pytest.mark.parametrize(
-    ("scale", "cells", "runs_of_cells", "kappas"),
-    [("full", 29, 22, 9), ("short", 29, 22, 9), ("smoke", 29, 22, 9), ("digits", 21, 14, 7)],
+    ("scale", "cells", "runs_of_cells", "taus", "kappas"),
+    [
+        ("full", 29, 22, 8 - 2, 9),  # two of the sweep are cells: 2, and inf, without ScoreNet
+        ("short", 29, 22, 8 - 2, 9),
+        ("smoke", 29, 21, 8 - 1, 9),  # mixes every sample anyway
+        ("digits", 21, 14, 8 - 2, 7),
+    ],
 )
-def test_plan_shares_runs_of_one_configuration(all_runs, scale, cells, runs_of_cells, kappas):
+def test_plan_shares_runs_of_one_configuration(all_runs, scale, cells, runs_of_cells, taus, kappas):
     runs = all_runs[scale]
     of_cells = [run for run in runs if any(label in CELLS for label in run.labels)]
     assert sum(label in CELLS for run in runs for label in run.labels) == cells
     assert len(of_cells) == runs_of_cells
-    assert len(runs) == runs_of_cells + (8 - 1) + (7 - 1) + (kappas - 1)  # one of each is a cell
+    assert len(runs) == runs_of_cells + taus + (7 - 1) + (kappas - 1)  # one of each is a cell
     assert len({run.name for run in runs}) == len({run_hash(r.config) for r in runs}) == len(runs)
 
 

@@ -113,9 +113,8 @@ def test_leaving_out_what_is_not_finite_asks_no_more():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"ablate": "scorenet"},
-        {"ablate": "tokens"},
-        {"ablate": "labels"},
+        {"detector": "random"},
+        {"labels": "count"},
         {"mask_rule": "published"},
         {"order": "published"},
     ],

@@ -33,10 +33,9 @@ SWITCHES = [  # Tables 3 and 4, and the published rules
     "detector=gradient",
     "detector=random",
     "rollout_steps=1",
-    "ablate=scorenet",
-    "ablate=assignment",
-    "ablate=tokens",
-    "ablate=labels",
+    "tau=inf",
+    "matching=random",
+    "labels=count",
     "mask_rule=published",
     "order=published",
 ]

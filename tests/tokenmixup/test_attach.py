@@ -346,10 +346,10 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
     [
         ({"htm": {"layer": 1, "tau": "2"}}, "htm.tau='2': must be a number"),
         ({"htm": {"layer": 1, "stop_gradient": "no"}}, "htm.stop_gradient='no'"),
-        ({"htm": True}, "attach: True is neither a mapping nor HTM"),
-        ({"htm": VTM(layer=1)}, "neither a mapping nor HTM"),
+        ({"htm": True}, "htm=True: must be a mapping of settings, or HTM"),
+        ({"htm": VTM(layer=1)}, "must be a mapping of settings, or HTM"),
         ({"manifold_mixup": {"layers": 1}}, "manifold_mixup.layers=1"),
-        ({"manifold_mixup": {"alpha": "1"}}, "manifold_mixup.alpha=1"),
+        ({"manifold_mixup": {"alpha": "1"}}, "manifold_mixup.alpha='1'"),
     ],
 )
 def test_attach_names_the_setting_of_another_type(build, settings, message):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenmixup import HTM, gain_matrix, mix_horizontal
-from tokenmixup.horizontal import moved_rows, take_from_donors
+from tokenmixup.speed import exchange_of
 
 RHOS = (0.0, 0.005, 0.02, 0.2)
 
@@ -114,19 +114,20 @@ def test_tokens_are_taken_alike_in_place_and_by_either_kind_of_rows(
 ):
     """Be only replaced rows moved, as on a CPU, or all, as on a GPU."""
     found, values = mix(batch, rho), batch.tokens.clone()
-    moved = moved_rows(found.donor, found.mask, values.shape[1], every)
-    assert not every or moved.shape[1] == values[..., 0].numel()
-    assert torch.equal(take_from_donors(values, moved), found.tokens)
+    order = torch.arange(len(values)) if every else None
+    exchange = exchange_of(found.donor, found.mask, values.shape[1], order)
+    assert len(exchange.read) == (values[..., 0].numel() if every else found.mask.sum())
+    assert torch.equal(exchange(values), found.tokens)
     assert torch.equal(values, batch.tokens)
-    assert torch.equal(take_from_donors(values, moved, in_place=True), found.tokens)
+    assert torch.equal(exchange(values, in_place=True), found.tokens)
 
 
 @pytest.mark.parametrize("every", [False, True])
 def test_the_gradient_of_taken_tokens_goes_to_their_donors(every: bool):
     tokens = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     donor, mask = torch.tensor([2, 0, 1]), torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1]]).bool()
-    moved = moved_rows(donor, mask, 4, every)
-    assert torch.autograd.gradcheck(lambda x: take_from_donors(x, moved), (tokens,))
+    exchange = exchange_of(donor, mask, 4, torch.arange(3) if every else None)
+    assert torch.autograd.gradcheck(exchange, (tokens,))
 
 
 def test_mix_horizontal_takes_rows_of_the_donor_at_the_same_place():

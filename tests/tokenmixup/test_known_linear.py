@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenmixup.known_linear import known_linear
+from tokenmixup.speed import known_linear
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Linear]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tokenmixup import ScoreNet, difficulty
+from tokenmixup.scorenet import sequence_pool
 
 
 def test_difficulty_is_cross_entropy_in_nats():
@@ -55,3 +56,10 @@ def test_scorenet_stop_gradient_trains_itself_alone():
 def test_scorenet_refuses_a_class_token_that_is_not_there():
     with pytest.raises(ValueError, match="class token"):
         ScoreNet(8, 3, "class_token")(torch.zeros(2, 5, 8))
+
+
+def test_sequence_pool_is_the_mean_by_softmax_of_the_scores():
+    torch.manual_seed(0)
+    tokens, score = torch.randn(3, 5, 8), torch.nn.Linear(8, 1)
+    expected = (score(tokens).softmax(dim=1) * tokens).sum(dim=1)
+    torch.testing.assert_close(sequence_pool(tokens, score), expected)

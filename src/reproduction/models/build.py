@@ -22,7 +22,6 @@ from reproduction.models.names import State
 from reproduction.models.weights import fitting, read_weights
 from tokenmixup import TokenMixup, attach
 from tokenmixup.contexts import evaluating
-from tokenmixup.horizontal import NonFinite
 from tokenmixup.structure import declared_prefix
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -58,23 +57,11 @@ def start_weights(path: str, model: nn.Module) -> State:
     return fitting(read_weights("model.weights", Path(path)), model, keep_head=True)
 
 
-def build_module(
-    config: AnyModel, stack: Augmentation, num_classes: int, non_finite: NonFinite = "fail"
-) -> TokenMixup:
-    """The model with what the stack mixes inside it attached; UserError if it cannot be.
-
-    `non_finite`: of HTM, see `tokenmixup.HTM`.
-    """
+def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
+    """The model with what the stack mixes inside it attached; UserError if it cannot be."""
     model = build_model(config, num_classes)
-    settings = {
-        name: dataclasses.asdict(chosen)
-        for name in ("htm", "vtm", "manifold_mixup")
-        if (chosen := getattr(stack, name)) is not None
-    }
-    if "htm" in settings:
-        settings["htm"]["non_finite"] = non_finite
     try:
-        return attach(model, num_classes, **settings)
+        return attach(model, num_classes, stack.htm, stack.vtm, stack.manifold_mixup)
     except ValueError as error:
         raise UserError(f"model={config.name}: {error}") from error
 
@@ -129,7 +116,7 @@ class Macs(NamedTuple):
     """Multiply-accumulates of one image in evaluation.
 
     `total`: convolutions, linear layers, attention; `with_weights`: without the products of two
-    activations in attention, and without sequence pooling.
+    activations in attention and sequence pooling.
     """
 
     total: int

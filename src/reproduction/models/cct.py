@@ -11,7 +11,7 @@ from einops import rearrange
 from timm.layers import Attention, DropPath, Mlp
 from torch import Tensor, nn
 
-from tokenmixup.pooling import sequence_pool
+from tokenmixup.scorenet import sequence_pool
 
 STEM_CHANNELS = 64  # of every convolution but the last
 

@@ -18,9 +18,16 @@ from reproduction.data.loaders import collate_readable
 from reproduction.errors import UserError
 from reproduction.reporting.trained import block_inputs, load_trained
 from reproduction.runs import RunFolder
-from tokenmixup import HTM, HorizontalMix, attention_saliency, difficulty, rollout_saliency
+from tokenmixup import (
+    HTM,
+    HorizontalMix,
+    attention_saliency,
+    difficulty,
+    mix_horizontal,
+    rollout_saliency,
+)
 from tokenmixup.attention import attention_map, positions
-from tokenmixup.variants import easy_first, rules_of
+from tokenmixup.rules import easy_first, rules_of
 from tokenmixup.vertical import places_counted_without_prefix, salient_places
 
 BATCHES = 8
@@ -47,8 +54,7 @@ def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]
     yield "easy samples", float(batch.is_easy.float().mean())
     yield from _mask_effects(batch, rho)
     rows = torch.arange(len(batch.is_easy))
-    mix = _mix(batch, rho)._replace(tokens=rows)
-    moved = easy_first(mix, batch.is_easy, None, ()).tokens != rows
+    moved = easy_first(batch.is_easy) != rows
     yield "order: rows that read another sample's memory", float(moved.float().mean())
     yield (
         "order: tokens that VTM chooses otherwise at the HTM block",
@@ -74,9 +80,8 @@ def _mask_effects(batch: Batch, rho: float) -> Iterator[tuple[str, float]]:
 
 def _mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
     tokens = batch.saliency[..., None]  # so that saliency moves with its token
-    return rules_of(HTM(layer=0, rho=rho, **settings)).mix(
-        tokens, batch.targets, batch.saliency, batch.is_easy
-    )
+    rules = rules_of(HTM(layer=0, **settings))
+    return mix_horizontal(tokens, batch.targets, batch.saliency, batch.is_easy, rho, rules=rules)
 
 
 def _changed_choice(batch: Batch, rho: float, kappa: int) -> float:

@@ -52,7 +52,8 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
         torch.manual_seed(trained.config.seed)
         found = trained.module.mixed_pairs(sample.images, sample.targets)
     assert found is not None
-    mix = HorizontalMix(*(part.cpu() for part in found))
+    donor, mask, keep_ratio = (x.cpu() for x in (found.donor, found.mask, found.keep_ratio))
+    mix = found._replace(donor=donor, mask=mask, keep_ratio=keep_ratio)
     chosen = _most_even(mix)
     if not chosen:
         raise ValueError(f"the trained model mixes none of {len(sample.images)} images")
@@ -204,10 +205,8 @@ def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
     There, `edges` are in nats, one more than `counts`; the last bin, above what guessing scores, is
     open above. `tau` is "inf" where every image is mixed.
     """
-    htm = trained.module.htm
-    assert htm is not None
-    nats = image_difficulty(trained.module, sample)
-    tau = math.inf if htm.ablate == "scorenet" else htm.tau
+    assert trained.module.htm is not None
+    nats, tau = image_difficulty(trained.module, sample), trained.module.htm.tau
     top = math.ceil(math.log(len(trained.source.classes))) + 1
     edges = np.arange(top * BINS_A_NAT + 1) / BINS_A_NAT
     counts, _ = np.histogram(nats.clip(max=edges[-1]), edges)

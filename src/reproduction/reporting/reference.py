@@ -9,7 +9,10 @@ import yaml
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Config
+from tokenmixup import HTM, VTM, ManifoldMixup
+from tokenmixup.settings import allowed_of
 
+LIBRARY = {"HTM": HTM, "VTM": VTM, "ManifoldMixup": ManifoldMixup}
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 INTRODUCTION = """# Configuration
 
@@ -60,7 +63,7 @@ def configuration_page() -> str:
     for section in SECTIONS:
         parts.append(f"\n## {section.title}\n\nValues of `conf/{section.file}`.\n")
         parts.append("| key | value | allowed | |\n|---|---|---|---|")
-        parts += _rows(section, definitions[section.schema]["properties"])
+        parts += _rows(section, _keys(section.schema, definitions))
     return "\n".join(parts) + "\n"
 
 
@@ -74,13 +77,22 @@ def _options(group: str) -> Iterator[str]:
         yield f"`{name}`" + (" (default)" if name == chosen else "")
 
 
-def _rows(section: Section, properties: Mapping[str, Any]) -> Iterator[str]:
+def _keys(name: str, definitions: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> what is allowed, of a class of the schema or of the library."""
+    if name in LIBRARY:
+        told = allowed_of(LIBRARY[name])
+        return {key: words.removeprefix("one of ") for key, (words, _) in told.items()}
+    properties = definitions[name]["properties"]
+    return {key: _allowed(x) for key, x in properties.items() if not {"$ref", "oneOf"} & set(x)}
+
+
+def _rows(section: Section, keys: Mapping[str, str]) -> Iterator[str]:
     group = section.file.partition("/")[0]  # whose files leave their own name out
     told, inside = _told(CONF_DIR / section.file), section.prefix.removeprefix(f"{group}.")
-    for name, schema in properties.items():
-        if inside + name in told and "$ref" not in schema:
+    for name, allowed in keys.items():
+        if inside + name in told:
             value, comment = told[inside + name]
-            cells = (f"`{section.prefix}{name}`", value, _allowed(schema), comment)
+            cells = (f"`{section.prefix}{name}`", value, allowed, comment)
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from reproduction.config import Config
 from reproduction.errors import UserError, first_line
 from reproduction.parse import parse_saved
+from reproduction.ranks import is_first_rank
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_difficulty, draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
@@ -37,7 +38,12 @@ CAPTIONS = {
 
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
-    """Draws the pictures, writes report.md and says where; a finished report stays."""
+    """Draws the pictures, writes report.md and says where; a finished report stays.
+
+    The first rank does, for all.
+    """
+    if not is_first_rank():
+        return
     report = folder.report_path
     try:
         told, table = _told(summary), _table(summary)

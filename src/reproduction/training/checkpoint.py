@@ -13,11 +13,14 @@ from reproduction.errors import UserError
 from reproduction.model_config import AnyModel
 from reproduction.models.build import build_model, without_start
 from reproduction.models.names import State
-from reproduction.models.weights import Newest, fitting, read_file, read_newest, weights_of
+from reproduction.models.weights import Newest, fitting, read_newest, weights_of
 from reproduction.runs import RunFolder
 from reproduction.storage import replacing
 
-STATE_KEYS = {"module", "optimizer", "scaler", "step", "epoch", "totals", "history", "metrics_size"}
+STATE_KEYS = {
+    *("module", "optimizer", "scaler", "non_finite", "best", "run"),
+    *("step", "epoch", "totals", "history", "metrics_size", "broken_images"),
+}
 
 
 def save_last(path: Path, state: dict[str, Any], keep: int = 1) -> None:
@@ -37,18 +40,14 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
     def check(path: Path, state: Any) -> None:
         if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
             raise UserError(f"checkpoint={path}: holds no training state")
-        if state.get("run", run) != run:
+        if state["run"] != run:
             raise UserError(f"checkpoint={path}: is of another run")
         folder.check_metrics(state["metrics_size"])
 
     paths = folder.checkpoints()
     if not paths:
         return None
-    path, state = read_newest("checkpoint", paths, check)
-    if "best" not in state:  # of an earlier version, which had them in their own file alone
-        best, has_best = folder.best_path, folder.best_path.is_file()
-        state["best"] = read_file(f"checkpoint={best}", best)["module"] if has_best else None
-    return path, state
+    return read_newest("checkpoint", paths, check)
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None) -> None:

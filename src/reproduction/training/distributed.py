@@ -140,13 +140,11 @@ def _leaving_blame_to_peers() -> Iterator[None]:
 def launch(
     function: Callable[[Settings], Result], settings: Settings, devices: int, max_restarts: int = 0
 ) -> Result:
-    """Runs `function(settings)` here, or on `devices` ranks of torch's elastic launcher.
+    """Runs `function(settings)` on `devices` ranks of torch's elastic launcher.
 
     If one fails or is killed, all are started again, `max_restarts` times at most. Returns rank 0's
     result. Their UserError and Stopped are raised as such, another error as RankFailed.
     """
-    if devices == 1 or launched_ranks() is not None:
-        return function(settings)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

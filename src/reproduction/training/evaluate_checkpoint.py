@@ -10,7 +10,7 @@ from reproduction.data.sources import load_source
 from reproduction.errors import PlainError, RunFailed
 from reproduction.evaluation import Evaluation
 from reproduction.models.build import build_model, place, without_start
-from reproduction.ranks import is_first_rank
+from reproduction.ranks import is_a_rank, is_first_rank
 from reproduction.storage import write_text
 from reproduction.training.checkpoint import load_plain
 from reproduction.training.distributed import join_world, launch, resolve_device
@@ -25,7 +25,10 @@ def evaluate_checkpoint(settings: Evaluation) -> tuple[dict[str, Any], Path]:
     """
     resolve_device(settings.config.device, settings.config.devices)
     try:
-        result = launch(_evaluate, settings, settings.config.devices)
+        if is_a_rank(settings.config.devices):
+            result = _evaluate(settings)
+        else:
+            result = launch(_evaluate, settings, settings.config.devices)
     except PlainError as error:
         raise RunFailed(str(error)) from error
     if is_first_rank():

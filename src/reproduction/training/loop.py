@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -88,9 +90,8 @@ class Trainer:
             self.update.load_state_dict(state)
             for name in (*COUNTERS, *CLOCKS):
                 setattr(self, name, state[name])
-            if "non_finite" in state:  # which older runs did not save
-                self.non_finite.load_state_dict(state["non_finite"])
-            self.broken.known = set(state.get("broken_images", []))
+            self.non_finite.load_state_dict(state["non_finite"])
+            self.broken.known = set(state["broken_images"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
@@ -103,16 +104,39 @@ class Trainer:
         self.logger = logger
         if self.world.is_main:
             self._leave_what_belongs_here()
-        display = ProgressDisplay(self.total_steps, self.step, self.world.is_main)
-        try:
-            with handling(self.agreement.ask):
-                while self.epoch < self.epochs:
-                    self._train_epoch(display)
-                    self.agreement.renew(self.step)
-                    if self.agreement.to_stop:
-                        raise Stopped(self.agreement.to_stop)
-        finally:
-            display.close()
+        with (
+            closing(ProgressDisplay(self.total_steps, self.step, self.world.is_main)) as display,
+            handling(self.agreement.ask),
+        ):
+            while self.epoch < self.epochs:
+                self._begin_epoch()
+                with self._keeping_lines():
+                    for images, classes in islice(self.train_loader, self.total_steps - self.step):
+                        batch = self.step % len(self.batches)
+                        size = self.batches.global_size(batch)
+                        lr = self.schedule.set(self.epoch, batch)
+                        parts = self.train_step(images, classes, size)
+                        self.step, self.images = self.step + 1, self.images + size
+                        left_out = self.update.not_finite
+                        self.metrics.add(self.step, self.epoch + 1, lr, parts, left_out)
+                        display.advance()
+                        self.agreement.renew(self.step)
+                        if self.agreement.to_stop:
+                            break
+                        self._write_what_is_due()
+                    self._flush()
+                self._tick(*CLOCKS)
+                if not self.agreement.to_stop:
+                    self._end_epoch()
+                    display.line(self._describe())
+                    self.totals = dict.fromkeys(TOTALS, 0.0)
+                self._save()
+                if not self.agreement.to_stop and self.world.is_main and self._is_best():
+                    assert self.best is not None
+                    save_plain(self.folder.best_path, self.best, self.classes)
+                self.agreement.renew(self.step)
+                if self.agreement.to_stop:
+                    raise Stopped(self.agreement.to_stop)
         return self._result()
 
     def _leave_what_belongs_here(self) -> None:
@@ -124,50 +148,30 @@ class Trainer:
         else:
             self.folder.best_path.unlink(missing_ok=True)
 
-    def _train_epoch(self, display: ProgressDisplay) -> None:
-        """Trains what is left of an epoch, or until the run is to stop, and saves."""
+    def _begin_epoch(self) -> None:
+        """Goes to the batches that are left of the epoch."""
         self.module.train()
+        self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
         self._restart_clocks()
+
+    @contextmanager
+    def _keeping_lines(self) -> Iterator[None]:
+        """Writes the lines up to an error, unless other ranks may be gone, and with them sums."""
         try:
-            self._train_batches(display)
+            yield
         except BaseException:
-            if self.world.size == 1:  # other ranks may be gone, and with them their sums
+            if self.world.size == 1:
                 self._write(self.metrics.fetch())
             raise
-        self._tick(*CLOCKS)
-        has_ended = not self.agreement.to_stop
-        if has_ended:
-            self._end_epoch()
-            self._tick("seconds")
-            display.line(self._describe())
-            self.totals = dict.fromkeys(TOTALS, 0.0)
-        self._save()
-        if self.world.is_main and has_ended and self._is_best() and self.best is not None:
-            save_plain(self.folder.best_path, self.best, self.classes)
 
-    def _train_batches(self, display: ProgressDisplay) -> None:
-        """Trains on the batches of an epoch from the next step on."""
-        begin = len(self.batches) * self.epoch
-        self.batches.start_at(self.epoch, self.step - begin)
-        for images, targets in islice(self.train_loader, self.total_steps - self.step):
-            batch = self.step - begin
-            lr = self.schedule.set(self.epoch, batch)
-            parts = self.train_step(images, targets, self.batches.global_size(batch))
-            self.step += 1
-            self.images += self.batches.global_size(batch)
-            self.metrics.add(self.step, self.epoch + 1, lr, parts, self.update.not_finite)
-            display.advance()
-            if self.step % self.recipe.log_every == 0:
-                self._flush()
-            self.agreement.renew(self.step)
-            if self.agreement.to_stop:
-                break
-            if self.agreement.to_save:
-                self._flush()
-                self._tick(*CLOCKS)
-                self._save()
-                self._restart_clocks()
-        self._flush()
+    def _write_what_is_due(self) -> None:
+        """Metrics every `recipe.log_every` steps, a checkpoint where all ranks agree on one."""
+        if self.agreement.to_save or self.step % self.recipe.log_every == 0:
+            self._flush()
+        if self.agreement.to_save:
+            self._tick(*CLOCKS)
+            self._save()
+            self._restart_clocks()
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[Part]:
         """One step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
@@ -230,6 +234,7 @@ class Trainer:
             self.logger.log(line)
             if self._is_best():
                 self.best = {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
+        self._tick("seconds")
 
     def _is_best(self) -> bool:
         """Whether no earlier epoch was as good as the last one."""

@@ -32,9 +32,7 @@ def bare_trainer(
     """The trainer of a run without images and files: of `model`, or of one with new weights."""
     nothing: Any = []
     torch.manual_seed(config.seed)
-    module = build_module(
-        without_start(config.model), config.augmentation, classes, config.recipe.non_finite
-    )
+    module = build_module(without_start(config.model), config.augmentation, classes)
     if model is not None:
         module.model = model
     return Trainer(

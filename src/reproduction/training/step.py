@@ -3,8 +3,8 @@
 Letters: b batch, c classes, h w image.
 """
 
-from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from timm.utils import ModelEmaV3
@@ -44,6 +44,7 @@ class TrainingStep:
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
+        self.score_loss_weight = 0.0 if module.htm is None else module.htm.score_loss_weight
         self.parallel: nn.Module = module
         if world.size > 1:
             devices = [world.device] if world.device.type == "cuda" else None
@@ -69,7 +70,18 @@ class TrainingStep:
 
         followers = self._followers() if self.skips or self.uses_scaler else []
         before = [value.clone() for value in followers]
-        parts = self._accumulate(images, targets, global_size)
+        count, parts = self.recipe.grad_accum_steps, list[Part]()
+        for some, its_targets in zip(
+            images.tensor_split(count), targets.tensor_split(count), strict=True
+        ):
+            is_last = len(parts) == count - 1  # which sums over the ranks
+            with self._without_sums() if not is_last else nullcontext():
+                with autocast(device, self.recipe.precision):
+                    output: Output = self.parallel(some, its_targets)
+                loss = training_loss(output, self.score_loss_weight)
+                share = len(some) * self.world.size / global_size  # DDP takes the mean over ranks
+                self.scaler.scale(loss * share).backward()
+            parts.append(Part(loss.detach(), output))
         norm = self._clip()
 
         losses = [part.loss for part in parts]
@@ -86,30 +98,16 @@ class TrainingStep:
             value.copy_(torch.where(self.not_finite > 0, old, value))
         return parts
 
+    def _without_sums(self) -> AbstractContextManager[None]:
+        parallel = self.parallel
+        return (
+            parallel.no_sync() if isinstance(parallel, DistributedDataParallel) else nullcontext()
+        )
+
     def _followers(self) -> list[Tensor]:
         """What a step changes besides parameters and the optimiser's state."""
         average = {} if self.average is None else self.average.module.state_dict()
         return [*self.module.buffers(), *average.values()]
-
-    def _accumulate(self, images: Tensor, targets: Tensor, global_size: int) -> list[Part]:
-        """Forward with TokenMixup, loss and backward of each micro-batch, by its share of the step.
-
-        `images`: `b 3 h w`, `targets`: `b c` probabilities. The last one sums over ranks.
-        """
-        count, parts = self.recipe.grad_accum_steps, list[Part]()
-        htm, parallel = self.module.htm, cast(Any, self.parallel)
-        for some, its_targets in zip(
-            images.tensor_split(count), targets.tensor_split(count), strict=True
-        ):
-            is_last = len(parts) == count - 1 or self.world.size == 1
-            with nullcontext() if is_last else parallel.no_sync():
-                with autocast(self.world.device, self.recipe.precision):
-                    output = cast(Output, parallel(some, its_targets))
-                loss = training_loss(output, 0.0 if htm is None else htm.score_loss_weight)
-                share = len(some) * self.world.size / global_size  # DDP takes the mean over ranks
-                self.scaler.scale(loss * share).backward()
-            parts.append(Part(loss.detach(), output))
-        return parts
 
     def _clip(self) -> Tensor:
         """Clips the gradients; returns their norm before, with a scaler that of the scaled ones.

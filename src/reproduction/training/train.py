@@ -2,6 +2,8 @@
 
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from reproduction.models.build import (
     pretrained_statistics,
     without_start,
 )
-from reproduction.ranks import restarts
+from reproduction.ranks import is_a_rank, restarts
 from reproduction.runs import RunFolder
 from reproduction.stdout import warn
 from reproduction.training.checkpoint import load_last
@@ -40,7 +42,6 @@ from reproduction.training.distributed import World, join_world, launch, resolve
 from reproduction.training.endings import explaining_data, explaining_disk, leave, leave_failed
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
-from reproduction.training.preflight import preflight
 from reproduction.training.stopping import handling, pass_on, stop_at_once
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
@@ -62,8 +63,10 @@ def run_training(config: Config) -> dict[str, Any]:
                 folder.check(config)  # by another process, just now
             if folder.is_finished():
                 return folder.read_summary()
-            with handling(stop_at_once):
-                return _train_to_an_end(config, folder)
+            with handling(stop_at_once), _leaving_its_end(folder):
+                if is_a_rank(config.devices):
+                    return train(config)
+                return launch(train, config, config.devices, config.restarts)
     except RunInterrupted as interrupted:
         if isinstance(interrupted.__cause__, Stopped):
             pass_on(interrupted.__cause__.signum)
@@ -72,11 +75,11 @@ def run_training(config: Config) -> dict[str, Any]:
         raise UserError(f"{error.filename or folder.path}: {error.strerror}") from error
 
 
-def _train_to_an_end(config: Config, folder: RunFolder) -> dict[str, Any]:
-    """Trains, and writes into the folder how it ended."""
+@contextmanager
+def _leaving_its_end(folder: RunFolder) -> Iterator[None]:
+    """Writes into the folder how the run has ended, unless well."""
     try:
-        preflight(config)
-        return launch(train, config, config.devices, config.restarts)
+        yield
     except UserError:
         raise
     except KeyboardInterrupt as interrupt:
@@ -114,7 +117,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     newest = load_last(folder, run_hash(config))
     model = config.model if newest is None else without_start(config.model)
     torch.manual_seed(config.seed)
-    module = build_module(model, config.augmentation, len(source.classes), config.recipe.non_finite)
+    module = build_module(model, config.augmentation, len(source.classes))
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )

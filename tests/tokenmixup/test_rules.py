@@ -1,7 +1,7 @@
 """Ablations, detectors and published rules: each replaced rule alone, and nothing else moves."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,15 +14,18 @@ from torch import Tensor
 from tests.conftest import CLASSES, small_cct, small_vit
 from tests.tokenmixup.test_horizontal import RHOS, Batch, batches
 from tokenmixup import HTM, HorizontalMix, Output, attach, mix_horizontal
-from tokenmixup.variants import rules_of
+from tokenmixup import settings as names
+from tokenmixup.detectors import DETECTORS
+from tokenmixup.horizontal import algorithm_1
+from tokenmixup.rules import LABELS, MASK_RULES, MATCHINGS, ORDERS, rules_of
+from tokenmixup.vertical import PLACES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ALL: dict[str, Any] = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
 
 
 def mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
-    rules = rules_of(HTM(layer=0, rho=rho, **settings))
-    return rules.mix(*batch[:4])
+    return mix_horizontal(*batch[:4], rho, rules=rules_of(HTM(layer=0, **settings)))
 
 
 def paper_mix(batch: Batch, rho: float) -> HorizontalMix:
@@ -31,20 +34,41 @@ def paper_mix(batch: Batch, rho: float) -> HorizontalMix:
 
 @given(batches(), st.sampled_from(RHOS))
 def test_without_settings_the_rules_are_the_papers(batch: Batch, rho: float):
-    for ours, expected in zip(mix(batch, rho), paper_mix(batch, rho), strict=True):
-        assert torch.equal(ours, expected)
+    found, expected = mix(batch, rho), paper_mix(batch, rho)
+    for name in ("tokens", "targets", "donor", "mask", "keep_ratio", "is_easy"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
-def test_ablating_scorenet_mixes_every_sample():
-    difficulty = torch.tensor([0.1, 1.9, 2.0, 9.0])
-    assert rules_of(HTM(layer=0)).find_easy(difficulty).tolist() == [True, True, False, False]
-    assert rules_of(HTM(layer=0, ablate="scorenet")).find_easy(difficulty).all()
+@pytest.mark.parametrize(
+    ("choice", "table"),
+    [
+        (names.Detector, DETECTORS),
+        (names.Matching, MATCHINGS),
+        (names.MaskRule, MASK_RULES),
+        (names.Labels, LABELS),
+        (names.Order, ORDERS),
+        (names.ClassTokenOffset, PLACES),
+    ],
+    ids=["detector", "matching", "mask", "labels", "order", "places"],
+)
+def test_every_name_has_its_rule(choice: Any, table: dict[str, Any]):
+    assert get_args(choice) == tuple(table)
+
+
+@pytest.mark.parametrize(("tau", "easy"), [(2.0, [0, 1]), (float("inf"), [0, 1, 2, 3]), (0.0, [])])
+def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
+    batch, difficulty = next_batch(), torch.tensor([0.1, 1.9, 2.0, 9.0])
+    tokens, targets, saliency = (x[:4] for x in batch[:3])
+    found = algorithm_1(tokens, targets, tau, 0.0, lambda *_: difficulty, lambda: saliency)
+    assert found.is_easy.nonzero().flatten().tolist() == easy
+    told = mix_horizontal(tokens, targets, saliency, found.is_easy, 0.0)
+    assert torch.equal(found.tokens, told.tokens) and torch.equal(found.targets, told.targets)
 
 
 @given(batches(), st.sampled_from(RHOS), st.integers(0, 2**31))
-def test_ablating_the_assignment_draws_different_donors(batch: Batch, rho: float, seed: int):
+def test_random_matching_draws_different_donors(batch: Batch, rho: float, seed: int):
     torch.manual_seed(seed)
-    found = mix(batch, rho, ablate="assignment")
+    found = mix(batch, rho, matching="random")
     easy = batch.is_easy
     places = torch.arange(len(easy))
     assert torch.equal(found.donor[~easy], places[~easy])
@@ -53,18 +77,17 @@ def test_ablating_the_assignment_draws_different_donors(batch: Batch, rho: float
     assert torch.equal(found.mask, easy[:, None] & (taken - batch.saliency > rho))
 
 
-def test_ablating_the_assignment_draws_every_donor():
+def test_random_matching_draws_every_donor():
     torch.manual_seed(0)
     batch = next_batch()
-    seen = {int(mix(batch, 0.0, ablate="assignment").donor[0]) for _ in range(200)}
+    seen = {int(mix(batch, 0.0, matching="random").donor[0]) for _ in range(200)}
     assert seen == set(range(len(batch.tokens)))
 
 
-@given(batches(), st.sampled_from(RHOS), st.sampled_from(["ablate", "detector"]))
-def test_random_tokens_keep_pairs_and_numbers_and_label_by_attention(batch, rho, how):
-    settings = {"ablate": "tokens"} if how == "ablate" else {"detector": "random"}
+@given(batches(), st.sampled_from(RHOS))
+def test_random_tokens_keep_pairs_and_numbers_and_label_by_attention(batch, rho):
     torch.manual_seed(1)
-    found, expected = mix(batch, rho, **settings), paper_mix(batch, rho)
+    found, expected = mix(batch, rho, detector="random"), paper_mix(batch, rho)
     assert torch.equal(found.donor, expected.donor)
     assert torch.equal(found.mask.sum(dim=1), expected.mask.sum(dim=1))
     taken = batch.saliency[found.donor]
@@ -77,13 +100,13 @@ def test_random_tokens_are_spread_evenly():
     torch.manual_seed(0)
     batch = next_batch()
     expected = paper_mix(batch, 0.0).mask.float().mean(dim=1, keepdim=True)
-    total = torch.stack([mix(batch, 0.0, ablate="tokens").mask.float() for _ in range(500)])
+    total = torch.stack([mix(batch, 0.0, detector="random").mask.float() for _ in range(500)])
     assert ((total.mean(dim=0) - expected).abs() < 0.12).all()  # 5 standard deviations
 
 
 @given(batches(), st.sampled_from(RHOS))
-def test_ablating_labels_counts_tokens(batch: Batch, rho: float):
-    found, expected = mix(batch, rho, ablate="labels"), paper_mix(batch, rho)
+def test_labels_by_count_ignore_saliency(batch: Batch, rho: float):
+    found, expected = mix(batch, rho, labels="count"), paper_mix(batch, rho)
     assert torch.equal(found.tokens, expected.tokens)
     share = expected.mask.float().mean(dim=1, keepdim=True)
     targets = (1 - share) * batch.targets + share * batch.targets[expected.donor]
@@ -98,11 +121,10 @@ def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case
     tokens, targets, saliency, is_easy = (
         torch.from_numpy(arrays[f"case{case}/{name}"]) for name in names
     )
-    settings = {"mask_rule": "published", "order": "published"}
-    rules = rules_of(HTM(layer=0, rho=float(arrays[f"case{case}/rho"]), **settings))
-    found = rules.mix(tokens, targets, saliency, is_easy)
-    arranged = rules.arrange(found, is_easy, None, ())
-    for ours, name in ((arranged.tokens, "out_tokens"), (arranged.targets, "out_targets")):
+    rules = rules_of(HTM(layer=0, mask_rule="published", order="published"))
+    rho = float(arrays[f"case{case}/rho"])
+    found = mix_horizontal(tokens, targets, saliency, is_easy, rho, rules=rules)
+    for ours, name in ((found.tokens, "out_tokens"), (found.targets, "out_targets")):
         expected = torch.from_numpy(arrays[f"case{case}/{name}"])
         assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
     mixed = float(found.mask.sum() / is_easy.sum())
@@ -126,27 +148,20 @@ def test_published_mask_compares_with_the_first_easy_sample(batch: Batch, rho: f
 
 @given(batches(), st.sampled_from(RHOS))
 def test_published_order_moves_easy_samples_to_the_front_and_nothing_else(batch, rho):
-    rules = rules_of(HTM(layer=0, rho=rho, order="published"))
-    mixed = rules.mix(*batch[:4])
-    found = rules.arrange(mixed, batch.is_easy, batch.saliency, ())
+    found = mix(batch, rho, order="published")
     places = torch.arange(len(batch.is_easy))
     order = torch.cat([places[batch.is_easy], places[~batch.is_easy]])
     expected = paper_mix(batch, rho)
     assert torch.equal(found.tokens, expected.tokens[order])
     assert torch.equal(found.targets, expected.targets[order])
-    assert found.saliency is not None and torch.equal(found.saliency, batch.saliency)
+    assert torch.equal(found.donor, expected.donor) and torch.equal(found.mask, expected.mask)
 
 
-@given(batches(), st.sampled_from(RHOS))
-def test_in_place_saliency_moves_with_its_token(batch: Batch, rho: float):
-    """Payload: saliency is attached to the tokens as their value."""
-    prefix = batch.num_prefix_tokens
-    payload = batch._replace(tokens=F.pad(batch.saliency, (prefix, 0))[..., None])
-    rules = rules_of(HTM(layer=0, rho=rho))
-    mixed = rules.mix(*payload[:4])
-    found = rules.arrange(mixed, batch.is_easy, batch.saliency, ())
-    assert found.saliency is not None
-    assert torch.equal(found.saliency, found.tokens[:, prefix:, 0])
+@given(batches(), st.sampled_from(RHOS), st.sampled_from(["in_place", "published"]))
+def test_the_exchange_does_to_others_what_was_done_to_the_tokens(batch, rho, order):
+    found = mix(batch, rho, order=order)
+    assert torch.equal(found.exchange(batch.tokens.clone(), in_place=True), found.tokens)
+    assert torch.equal(found.exchange(batch.tokens[..., :1]), found.tokens[..., :1])
 
 
 def next_batch() -> Batch:
@@ -164,7 +179,8 @@ def next_batch() -> Batch:
     "bad",
     [
         {"detector": "salient"},
-        {"ablate": "all"},
+        {"matching": "best"},
+        {"labels": "all"},
         {"mask_rule": "own"},
         {"order": "front"},
         {"rollout_steps": -1},
@@ -183,10 +199,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"detector": "random"},
     {"rollout_steps": 1},
     {"rollout_steps": 2},
-    {"ablate": "scorenet"},
-    {"ablate": "assignment"},
-    {"ablate": "tokens"},
-    {"ablate": "labels"},
+    {"matching": "random"},
+    {"labels": "count"},
     {"mask_rule": "published"},
     {"order": "published"},
 ]
@@ -206,9 +220,7 @@ def test_every_variant_changes_training_and_leaves_evaluation_alone(build, batch
     assert module.scorenet is not None and usual.scorenet is not None
     usual.scorenet.load_state_dict(module.scorenet.state_dict())
     ours, theirs = run(module, batch), run(usual, batch)
-    if settings == {"ablate": "scorenet"}:
-        assert torch.equal(ours.logits, theirs.logits)  # tau = inf is the same
-    elif settings == {"order": "published"}:
+    if settings == {"order": "published"}:
         assert torch.equal(ours.targets, theirs.targets)  # all are easy, but not VTM's choice
         assert not torch.allclose(ours.logits, theirs.logits)
     else:
@@ -218,8 +230,7 @@ def test_every_variant_changes_training_and_leaves_evaluation_alone(build, batch
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_variants_without_anything_to_mix_are_the_plain_model(build, batch, settings):
-    nothing = {"tau": 0.0} if settings != {"ablate": "scorenet"} else {"rho": float("inf")}
-    module = attach(build(), CLASSES, htm={"layer": 1, **settings, **nothing})
+    module = attach(build(), CLASSES, htm={"layer": 1, **settings, "tau": 0.0})
     output = run(module, batch)
     assert torch.equal(output.logits, build().train()(batch[0]))
     assert torch.equal(output.targets, batch[1])
@@ -249,14 +260,33 @@ def owners(order: str, rho: float) -> tuple[HorizontalMix, Tensor, list[Tensor],
     with torch.no_grad(), module._mixing(state):
         blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0][..., 0]))
         module.model(images)
-    assert state.mix is not None and state.is_easy is not None
-    assert 0 < state.is_easy.sum() < 6
+    assert state.mix is not None
+    assert 0 < state.mix.is_easy.sum() < 6
     return (
         state.mix,
         seen[0],
         [tokens[..., 0] for tokens in state.memory.tokens],
         state.memory.places,
     )
+
+
+@pytest.mark.parametrize("order", ["in_place", "published"])
+def test_vtm_chooses_at_the_block_of_htm_by_saliency_that_moves_with_its_token(order: str):
+    """But for the published order, which chooses by the saliency from before mixing."""
+    images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    htm = {"layer": 1, **ALL, "order": order}
+    module = attach(small_cct(), CLASSES, htm=htm, vtm={"layer": 2, "kappa": 5})
+    detect, seen = module._detect, []
+    module._detect = lambda entry: seen.append(detect(entry)) or seen[0]
+    state = module._begin(images, F.one_hot(torch.arange(6) % CLASSES, CLASSES).float())
+    with torch.no_grad(), module._mixing(state):
+        module.model(images)
+    (saliency,) = seen
+    moved = torch.where(state.mix.mask, saliency[state.mix.donor], saliency)
+    expected = moved if order == "in_place" else saliency
+    assert not torch.equal(moved, saliency)
+    assert torch.equal(state.memory.places[1], expected.topk(5, dim=1).indices)
 
 
 def test_memory_belongs_to_the_sample_that_reads_it():

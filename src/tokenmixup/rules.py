@@ -1,0 +1,87 @@
+"""What can be chosen in Algorithm 1: by Table 4's ablations, or as the published code has it.
+
+Another rule is a function, an entry of its table, and its name in `settings.py`. Detectors have
+their table in `detectors.py`. Letters: b batch, t spatial tokens.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tokenmixup.horizontal import (
+    Rules,
+    gaining_tokens,
+    in_place,
+    optimal_donors,
+    saliency_ratio,
+)
+from tokenmixup.settings import HTM
+
+Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+def rules_of(htm: HTM) -> Rules:
+    """The rules that the settings choose."""
+    match, choose = MATCHINGS[htm.matching], MASK_RULES[htm.mask_rule]
+    if match is optimal_donors:
+        match = partial(optimal_donors, non_finite=htm.non_finite)
+    if htm.detector == "random":
+        choose = partial(random_tokens, choose)
+    return Rules(match, choose, LABELS[htm.labels], ORDERS[htm.order])
+
+
+def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
+    """A random donor for each easy sample, no donor twice: `b` int64."""
+    b, device = len(gain), gain.device
+    return torch.where(is_easy, torch.randperm(b, device=device), torch.arange(b, device=device))
+
+
+def random_tokens(
+    count_by: Choice, saliency: Tensor, donor: Tensor, is_easy: Tensor, rho: float
+) -> Tensor:
+    """As many tokens as `count_by` replaces, drawn at random: `b t` bool."""
+    count = count_by(saliency, donor, is_easy, rho).sum(dim=1, keepdim=True)
+    rank = torch.rand_like(saliency).argsort(dim=1).argsort(dim=1)
+    return rank < count
+
+
+def count_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
+    """The share of tokens that stay, `b 1`, whatever their saliency."""
+    return 1 - mask.float().mean(dim=1, keepdim=True)
+
+
+def gaining_over_the_first(saliency: Tensor, donor: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+    """The published mask: every donor is compared with the first easy sample of the batch, `b t`.
+
+    Its gather's index has batch size 1. Labels follow the same mask.
+    """
+    b = len(saliency)
+    places = torch.arange(b, device=is_easy.device)
+    first = torch.where(is_easy, places, b - 1).amin(dim=0, keepdim=True)  # stays on the device
+    return is_easy[:, None] & (saliency[donor] - saliency[first] > rho)
+
+
+def easy_first(is_easy: Tensor) -> Tensor:
+    """The published order: easy samples move to the front, in batch order, then the others, `b`.
+
+    Targets move along. VTM's memory of earlier blocks stays where it was, and the saliency by which
+    VTM chooses at this block is that from before mixing: both then belong to other samples.
+    """
+    return (~is_easy).to(torch.uint8).argsort(stable=True)
+
+
+MATCHINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "optimal": optimal_donors,
+    "random": random_donors,  # Table 4, without the optimal assignment
+}
+MASK_RULES: dict[str, Choice] = {"paper": gaining_tokens, "published": gaining_over_the_first}
+LABELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "saliency": saliency_ratio,
+    "count": count_ratio,  # Table 4, without saliency in the labels
+}
+ORDERS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "in_place": in_place,
+    "published": easy_first,
+}

@@ -1,0 +1,174 @@
+"""Settings of HTM, VTM and manifold mixup: each option once, with its range and its default.
+
+Torch is not needed to read them. A bad value raises ValueError: key, value and what is allowed.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, partial
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+
+LARGEST = 1e38  # of a finite number: float32 holds no more
+
+Pooling = Literal["auto", "attention", "average", "class_token"]
+Detector = Literal["attention", "gradient", "random"]
+Matching = Literal["optimal", "random"]
+MaskRule = Literal["paper", "published"]
+Labels = Literal["saliency", "count"]
+Order = Literal["in_place", "published"]
+NonFinite = Literal["fail", "skip"]
+ClassTokenOffset = Literal["paper", "published"]
+
+
+def _option(allowed: str, holds: Callable[[Any], bool], default: Any = MISSING) -> Any:
+    """An option whose type alone does not tell what is allowed."""
+    return field(default=default, metadata={"allowed": allowed, "holds": holds})
+
+
+def _is_whole(x: Any) -> bool:
+    return type(x) is int
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) and (abs(x) <= LARGEST or math.isinf(x))
+
+
+def _is_blocks(x: Any) -> bool:
+    listed = isinstance(x, Sequence) and not isinstance(x, str) and len(x) > 0
+    return listed and all(_is_whole(y) and y >= 0 for y in x) and len(set(x)) == len(x)
+
+
+class _Settings:
+    """Checks each option on its own; whole numbers become floats where these are asked for."""
+
+    key: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        types = get_type_hints(kind)
+        for name, (allowed, holds) in allowed_of(kind).items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ValueError(f"{self.key}.{name}={value!r}: must be {allowed}")
+            if types[name] is float:
+                object.__setattr__(self, name, float(value))
+
+
+Kind = TypeVar("Kind", bound=_Settings)
+
+
+@cache
+def allowed_of(settings: Any) -> dict[str, tuple[str, Callable[[Any], bool]]]:
+    """Option -> what is allowed, in words and as a test."""
+    found, types = {}, get_type_hints(settings)
+    for option in fields(settings):
+        if option.metadata:
+            found[option.name] = (option.metadata["allowed"], option.metadata["holds"])
+        else:
+            names = get_args(types[option.name]) or (True, False)
+            told = ", ".join(str(name).lower() for name in names)
+            found[option.name] = (f"one of {told}", partial(_is_one_of, names))
+    return found
+
+
+def _is_one_of(names: Sequence[Any], value: Any) -> bool:
+    return any(value == name and type(value) is type(name) for name in names)
+
+
+def built(kind: type[Kind], given: Any) -> Kind | None:
+    """Settings from a mapping; what is built already, or None, stays as it is."""
+    if given is None or isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{kind.key}={given!r}: must be a mapping of settings, or {kind.__name__}")
+    known = {option.name: option.default is MISSING for option in fields(kind)}  # type: ignore
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{kind.key}.{name}={value!r}: unknown key; it has {', '.join(known)}")
+    for name, is_needed in known.items():
+        if is_needed and name not in given:
+            raise ValueError(f"{kind.key}.{name}: no value is set")
+    return kind(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HTM(_Settings):
+    """Settings of Horizontal TokenMixup; the defaults of all choices are the paper's method.
+
+    `layer`: block, counted from 0, at whose input tokens are mixed. `tau`: nats; a sample is easy
+    below it (0: none, inf: all). `rho`: least gain of saliency for a token to be replaced (inf:
+    none). `score_loss_weight`: lambda of ScoreNet's loss, to be handed to `training_loss`.
+    `pooling` of ScoreNet: auto = the class token where the blocks hold one and the model pools it,
+    else attention. `stop_gradient`: ScoreNet's loss trains ScoreNet alone. `detector`: the source
+    of saliency (Table 3); attention may be rolled out over `rollout_steps` further blocks, and
+    random replaces as many tokens as attention would. `matching`, `labels`: how donors are found
+    and targets mixed (Table 4). `mask_rule`, `order`: what the published code does otherwise. The
+    rules are the tables of `tokenmixup.rules`. `non_finite`: a batch whose gains are not finite
+    raises FloatingPointError, or nothing is mixed in it.
+    """
+
+    key = "htm"
+
+    layer: int = _option("a block's index, 0 or more", lambda x: _is_whole(x) and x >= 0)
+    tau: float = _option(
+        "a number, 0 or more (inf is allowed)", lambda x: _is_number(x) and x >= 0, 2.0
+    )
+    rho: float = _option(
+        "a number in 0..1, or inf",
+        lambda x: _is_number(x) and (0 <= x <= 1 or x == math.inf),
+        0.005,
+    )
+    score_loss_weight: float = _option(
+        "a number, 0 or more and finite", lambda x: _is_number(x) and 0 <= x < math.inf, 0.001
+    )
+    pooling: Pooling = "auto"
+    stop_gradient: bool = False
+    detector: Detector = "attention"
+    rollout_steps: int = _option("0 or more blocks", lambda x: _is_whole(x) and x >= 0, 0)
+    matching: Matching = "optimal"
+    mask_rule: MaskRule = "paper"
+    labels: Labels = "saliency"
+    order: Order = "in_place"
+    non_finite: NonFinite = "fail"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout_steps > 0 and self.detector != "attention":
+            raise ValueError(
+                f"htm.rollout_steps={self.rollout_steps}: must be 0 with detector="
+                f"{self.detector}, attention alone is rolled out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VTM(_Settings):
+    """Settings of Vertical TokenMixup.
+
+    `layer`: block, counted from 0, that attends to the memory; it has `layer` sources, so
+    `layer >= 1`. `kappa`: tokens that each source block adds to the memory.
+    `class_token_offset`: `published` leaves the prefix out of account when it gathers, so that the
+    class token can be taken and the last patch never is.
+    """
+
+    key = "vtm"
+
+    layer: int = _option("a block's index, 1 or more", lambda x: _is_whole(x) and x >= 1)
+    kappa: int = _option("a whole number, 1 or more", lambda x: _is_whole(x) and x >= 1, 3)
+    class_token_offset: ClassTokenOffset = "paper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifoldMixup(_Settings):
+    """Settings of manifold mixup.
+
+    `alpha`: of the Beta(alpha, alpha) distribution of the kept share. `layers`: the blocks, counted
+    from 0, one of which is drawn for every batch; its input is mixed.
+    """
+
+    key = "manifold_mixup"
+
+    alpha: float = _option(
+        "a number, more than 0 and finite", lambda x: _is_number(x) and 0 < x < math.inf, 2.0
+    )
+    layers: Sequence[int] = _option("different blocks' indices", _is_blocks, (0, 1, 2))

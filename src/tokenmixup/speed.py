@@ -1,0 +1,108 @@
+"""What saves a training step work. A reader of the method may skip it.
+
+Norm and projections act on each token alone. So what HTM's block projects for its saliency is kept,
+and moved as the tokens are: only its gradient is left to compute. Letters: b batch, n tokens with
+prefix, t spatial tokens, r rows of `b n`.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tokenmixup.contexts import without_autocast
+
+
+class Exchange(NamedTuple):
+    """Who gives which token to whom, as rows of `b n`."""
+
+    read: Tensor  # r int64, the row that each written one is read from
+    written: Tensor | None  # r int64; None: all rows, in order
+    order: Tensor | None  # b int64, where samples have moved
+
+    def __call__(self, x: Tensor, in_place: bool = False) -> Tensor:
+        """`b n d` with the donors' rows in their places; `in_place` may write into `x`."""
+        rows = x.flatten(0, 1)
+        taken = rows.index_select(0, self.read)
+        if self.written is not None:
+            copy = rows.index_copy_ if in_place else rows.index_copy
+            taken = copy(0, self.written, taken)
+        return taken.view_as(x)
+
+    def reorder(self, x: Tensor) -> Tensor:
+        """`b ...`, one row of each sample, in the order of the samples."""
+        return x if self.order is None else x[self.order]
+
+
+def exchange_of(donor: Tensor, mask: Tensor, n: int, order: Tensor | None = None) -> Exchange:
+    """The exchange by `donor`, `b`, of the spatial tokens in `mask`, `b t`.
+
+    A CPU writes the replaced rows alone. Their number depends on the data, so that a GPU would have
+    to wait for it: there all rows are read, those that stay from themselves.
+    """
+    replace = F.pad(mask, (n - mask.shape[1], 0))  # b n
+    if order is None and mask.device.type == "cpu":
+        sample, place = replace.nonzero(as_tuple=True)
+        return Exchange(donor[sample] * n + place, sample * n + place, None)
+    own = torch.arange(len(mask), device=mask.device)[:, None]
+    giver = torch.where(replace, donor[:, None], own)  # b n
+    giver = giver if order is None else giver[order]
+    read = giver * n + torch.arange(n, device=mask.device)
+    return Exchange(read.flatten(), None, order)
+
+
+def copy_to_host(x: Tensor) -> Tensor:
+    """On a GPU one asynchronous copy into pinned memory, then a wait for the stream."""
+    copy = x.to("cpu", non_blocking=x.is_cuda)
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
+    return copy
+
+
+def known_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, parts: int = 1
+) -> tuple[Tensor, ...]:
+    """Returns `result`, differentiated as if it were `F.linear(x, weight, bias)`.
+
+    `b n d` -> `b n p`, in `parts` equal chunks of p. Their gradients are multiplied one by one,
+    which saves putting them together, but in half precision. RuntimeError at a second derivative.
+    """
+    x, weight = x.to(result.dtype), weight.to(result.dtype)
+    bias = None if bias is None else bias.to(result.dtype)
+    return cast(tuple[Tensor, ...], _KnownLinear.apply(x, weight, bias, result, parts))
+
+
+class _KnownLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, parts: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        return result.chunk(parts, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = [grad.flatten(0, -2) for grad in grads]
+        if len(rows) > 1 and x.dtype.itemsize < 4:  # would round between the parts
+            rows = [torch.cat(rows, dim=1)]
+        of_x = of_weight = of_bias = None
+        with without_autocast(x.device.type):
+            if ctx.needs_input_grad[0]:
+                first, *others = zip(rows, weight.chunk(len(rows)), strict=True)
+                of_x = first[0] @ first[1]
+                for grad, part in others:
+                    of_x.addmm_(grad, part)
+                of_x = of_x.view_as(x)
+            if ctx.needs_input_grad[1]:
+                of_weight = _together([grad.mT @ x.flatten(0, -2) for grad in rows])
+            if ctx.needs_input_grad[2]:
+                of_bias = _together([grad.sum(dim=0) for grad in rows])
+        return of_x, of_weight, of_bias, None, None
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
