@@ -1,14 +1,14 @@
 """Evaluates a run (run=FOLDER) or a file (checkpoint=FILE model=... dataset=...)."""
 
-from reproduction.cli import run
-from reproduction.evaluation import Evaluation, resolve
-from reproduction.ranks import is_first_rank
-from reproduction.stdout import say
+from reproduction.commands.cli import run
+from reproduction.commands.evaluation import Evaluation, resolve
+from reproduction.system.ranks import is_first_rank
+from reproduction.system.stdout import say
 
 
 def main(settings: Evaluation) -> None:
     """Prints and writes top-1, top-5 and loss."""
-    from reproduction.training.evaluate_checkpoint import evaluate_checkpoint
+    from reproduction.commands.evaluate_checkpoint import evaluate_checkpoint
 
     result, path = evaluate_checkpoint(settings)
     if not is_first_rank():

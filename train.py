@@ -1,9 +1,9 @@
 """Trains one run, or every point of a sweep: python train.py [-m] [key=value ...]."""
 
-from reproduction.cli import run
-from reproduction.config import Config
-from reproduction.jobs import check_all, resolve
-from reproduction.runs import RunFolder
+from reproduction.commands.cli import run
+from reproduction.commands.jobs import check_all, resolve
+from reproduction.config.schema import Config
+from reproduction.runs.folder import RunFolder
 
 
 def main(config: Config) -> None:

@@ -4,14 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from reproduction.cli import one_line
-from reproduction.cost import FILE, Speed, add_costs, speed_key
-from reproduction.cost_tables import hours_table, speed_table
-from reproduction.errors import UserError
-from reproduction.hardware import hardware_name
-from reproduction.plan import DATASET_OPTIONS, PlannedRun, Settings, plan, studies_of
-from reproduction.scales import FULL, SCALES, about
-from reproduction.terminal import Parser, positive, print_tables
+from reproduction.commands.cli import one_line
+from reproduction.reporting.scales import FULL, SCALES, about
+from reproduction.studies.cost import FILE, Speed, add_costs, speed_key
+from reproduction.studies.cost_tables import hours_table, speed_table
+from reproduction.studies.plan import DATASET_OPTIONS, PlannedRun, Settings, plan, studies_of
+from reproduction.system.errors import UserError
+from reproduction.system.hardware import hardware_name
+from reproduction.system.terminal import Parser, positive, print_tables
 
 
 def parser() -> Parser:
@@ -32,8 +32,8 @@ def parser() -> Parser:
 
 def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict[str, Speed]]:
     """(hardware, speeds of the runs); writes each into cost.json as soon as it is known."""
+    from reproduction.studies.speed import measure_speed
     from reproduction.training.distributed import resolve_device
-    from reproduction.training.speed import measure_speed
 
     device = resolve_device(args.device, 1)
     hardware = hardware_name(device)

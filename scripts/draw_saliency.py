@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from reproduction.errors import UserError
-from reproduction.parse import parse_saved
-from reproduction.runs import RunFolder, check_writable
+from reproduction.runs.folder import RunFolder, check_writable
+from reproduction.runs.parse import parse_saved
+from reproduction.system.errors import UserError
 
 
 def main() -> None:

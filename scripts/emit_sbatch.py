@@ -4,10 +4,10 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from reproduction.cli import one_line
-from reproduction.errors import UserError
-from reproduction.options import resources_of, runs_of, settings_of, study_parser
-from reproduction.slurm import NOTHING_LEFT, array_script
+from reproduction.commands.cli import one_line
+from reproduction.studies.options import resources_of, runs_of, settings_of, study_parser
+from reproduction.studies.slurm import NOTHING_LEFT, array_script
+from reproduction.system.errors import UserError
 
 
 def emit(args: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """Writes the plain model of a run (run=FOLDER) or of a file (checkpoint=FILE model=...)."""
 
-from reproduction.cli import run
-from reproduction.export import Export, resolve
-from reproduction.ranks import is_first_rank
-from reproduction.stdout import say
+from reproduction.commands.cli import run
+from reproduction.commands.export import Export, resolve
+from reproduction.system.ranks import is_first_rank
+from reproduction.system.stdout import say
 
 
 def main(settings: Export) -> None:

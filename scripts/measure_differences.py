@@ -2,10 +2,10 @@
 
 import argparse
 
-from reproduction.errors import UserError
-from reproduction.parse import parse_saved
 from reproduction.reporting.differences import measure, random_batches, run_batches
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse_saved
+from reproduction.system.errors import UserError
 
 RHO, KAPPA = 0.005, 3  # where no run tells others
 

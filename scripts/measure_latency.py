@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from reproduction.errors import UserError
-from reproduction.plan import SCALES, Settings
+from reproduction.studies.plan import SCALES, Settings
+from reproduction.system.errors import UserError
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         settings = Settings(scale=args.scale, outputs=args.outputs)
-        from reproduction.latency import measure_latency
+        from reproduction.studies.latency import measure_latency
 
         path = measure_latency(settings, args.device, args.batch_size, args.repeats)
     except UserError as error:

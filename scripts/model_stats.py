@@ -3,8 +3,6 @@
 import argparse
 import sys
 
-from reproduction.compose import compose
-from reproduction.parse import parse
 from reproduction.reporting.model_stats import (
     as_markdown,
     as_table,
@@ -12,7 +10,9 @@ from reproduction.reporting.model_stats import (
     measure,
     read_paper,
 )
-from reproduction.terminal import print_tables
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.system.terminal import print_tables
 
 
 def main() -> int:

@@ -2,11 +2,11 @@
 
 import argparse
 
-from reproduction.cli import one_line
-from reproduction.errors import UserError
-from reproduction.overview import write_overview
-from reproduction.plan import DATASET_OPTIONS, Settings
-from reproduction.scales import FULL, SCALES
+from reproduction.commands.cli import one_line
+from reproduction.reporting.scales import FULL, SCALES
+from reproduction.studies.overview import write_overview
+from reproduction.studies.plan import DATASET_OPTIONS, Settings
+from reproduction.system.errors import UserError
 
 
 def build_parser() -> argparse.ArgumentParser:

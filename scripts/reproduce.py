@@ -3,13 +3,19 @@
 import argparse
 import sys
 
-from reproduction.cli import one_line
-from reproduction.errors import UserError
-from reproduction.options import check_launcher, resources_of, runs_of, settings_of, study_parser
-from reproduction.plan import PlannedRun, Settings
-from reproduction.slurm import submit
-from reproduction.states import state_table
-from reproduction.terminal import Parser, positive, print_tables
+from reproduction.commands.cli import one_line
+from reproduction.studies.options import (
+    check_launcher,
+    resources_of,
+    runs_of,
+    settings_of,
+    study_parser,
+)
+from reproduction.studies.plan import PlannedRun, Settings
+from reproduction.studies.slurm import submit
+from reproduction.studies.states import state_table
+from reproduction.system.errors import UserError
+from reproduction.system.terminal import Parser, positive, print_tables
 
 
 def parser() -> Parser:
@@ -46,8 +52,8 @@ def reproduce(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> dict[str, str]:
     """Returns the errors of those that failed twice."""
-    from reproduction.children import shares
-    from reproduction.runner import prepare, train_all, train_all_apart, train_here
+    from reproduction.studies.children import shares
+    from reproduction.studies.runner import prepare, train_all, train_all_apart, train_here
 
     prepare(runs, settings)
     if args.launcher == "joblib":

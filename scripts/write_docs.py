@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR, Config
-from reproduction.parse import parse
+from reproduction.config.schema import CONF_DIR, Config
 from reproduction.reporting.recipes import as_table, compare_recipes, read_recipes
 from reproduction.reporting.reference import configuration_page
-from reproduction.storage import write_text
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.system.storage import write_text
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION, DIFFERENCES = DOCS / "configuration.md", DOCS / "differences.md"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from reproduction.errors import PlainError, UserError
-from reproduction.hardware import hardware_name
-from reproduction.heap import keep_freed_memory
-from reproduction.runs import check_writable
-from reproduction.storage import write_text
+from reproduction.runs.folder import check_writable
+from reproduction.system.errors import PlainError, UserError
+from reproduction.system.hardware import hardware_name
+from reproduction.system.heap import keep_freed_memory
+from reproduction.system.storage import write_text
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page

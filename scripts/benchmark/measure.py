@@ -12,7 +12,7 @@ import torch
 from scipy.stats import quantile_test
 from torch.profiler import ProfilerActivity, profile
 
-from reproduction.timing import Work, spread_of, time_in_turns
+from reproduction.system.timing import Work, spread_of, time_in_turns
 
 Row = dict[str, Any]
 

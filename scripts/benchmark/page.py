@@ -7,9 +7,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from reproduction.errors import UserError
 from reproduction.reporting.figures import BLUE, GREEN, GREY, ORANGE, figure
-from reproduction.storage import write_text
+from reproduction.system.errors import UserError
+from reproduction.system.storage import write_text
 from scripts.benchmark.measure import AGAIN
 from scripts.benchmark.pipeline import appetite
 from scripts.benchmark.report import GOALS, Report, figure_of, verdict

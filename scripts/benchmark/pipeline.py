@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from reproduction.data.build import build_training_images
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, held
 from reproduction.data.sources import Source
-from reproduction.timing import time_in_turns
+from reproduction.system.timing import time_in_turns
 from scripts.benchmark.measure import Row, summary
 from scripts.benchmark.report import Report
 from scripts.benchmark.scope import CCT, VIT, Scope

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reproduction.errors import UserError, first_line
-from reproduction.storage import write_text
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.storage import write_text
 
 FILE = "benchmark.json"
 Report = dict[str, Any]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reproduction.errors import UserError
+from reproduction.system.errors import UserError
 
 CCT, VIT = "cct_7_3x1", "vit_base_patch16_224"
 Size = tuple[str, int]  # model, batch

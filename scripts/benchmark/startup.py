@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from reproduction.config import CONF_DIR
-from reproduction.timing import Work, time_in_turns
+from reproduction.config.schema import CONF_DIR
+from reproduction.system.timing import Work, time_in_turns
 from scripts.benchmark.measure import Row, summary
 from scripts.benchmark.scope import Scope
 

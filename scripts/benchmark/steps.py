@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from reproduction.compose import compose
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.models.build import count_macs
-from reproduction.parse import parse
-from reproduction.timing import spread_of, time_in_turns
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.studies.speed import bare_trainer, step_of
+from reproduction.system.timing import spread_of, time_in_turns
 from reproduction.training.evaluate import DTYPES
 from reproduction.training.loop import Trainer
-from reproduction.training.speed import bare_trainer, step_of
 from reproduction.training.step import Part
 from scripts.benchmark.measure import AGAIN, Row, calls_on, compared, peak_mib
 from scripts.benchmark.scope import CCT, TRAINED_AS, Scope

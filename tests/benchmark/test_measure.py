@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from reproduction import timing
-from reproduction.timing import WARM_UP, spread_of, time_in_turns
+from reproduction.system import timing
+from reproduction.system.timing import WARM_UP, spread_of, time_in_turns
 from scripts.benchmark.measure import compared, peak_mib, summary
 
 MEGABYTE = torch.zeros(1000, 250)

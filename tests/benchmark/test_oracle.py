@@ -6,7 +6,7 @@ tests/tokenmixup/test_attach.py holds whole models against it.
 import pytest
 import torch
 
-from reproduction.training.speed import step_of
+from reproduction.studies.speed import step_of
 from scripts.benchmark.parts import FORMS
 from scripts.benchmark.steps import oracle_trainer, sharp_trainer, step_config
 from tests.oracle import Oracle, gain_by_repetition, mix, most_salient

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reproduction.errors import UserError
+from reproduction.system.errors import UserError
 from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page
 from scripts.benchmark.report import (
     GOALS,

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from reproduction.errors import UserError, first_line
-from reproduction.hardware import hardware_name
-from reproduction.runs import check_writable
-from reproduction.storage import write_text
-from reproduction.terminal import positive
+from reproduction.runs.folder import check_writable
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.hardware import hardware_name
+from reproduction.system.storage import write_text
+from reproduction.system.terminal import positive
 from scripts.benchmark.page import check_page, put_on_page
 from tests.chaos.files import harm_files
 from tests.chaos.folder import contend, fill_disk

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from reproduction.errors import UserError
 from reproduction.models.weights import fitting, fitting_module, read_weights
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import load_last, load_plain, save_last, save_plain
 from tests.chaos.malice import malicious_files
 from tests.chaos.runs import Outcome

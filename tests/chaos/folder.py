@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reproduction import locking
-from reproduction.errors import RunLocked, UserError
-from reproduction.locking import hold, is_held
-from reproduction.runs import RunFolder
+from reproduction.runs import locking
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.locking import hold, is_held
+from reproduction.system.errors import RunLocked, UserError
 from tests.chaos.runs import PATIENCE, Outcome, Place, differences, last_state, wait_for_step
 
 FULL_AFTER = 20  # steps

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from reproduction.errors import UserError
-from reproduction.identity import flatten, hash_of
 from reproduction.models.weights import read_file
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import flatten, hash_of
+from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import load_last
 from tests.chaos.child import Notes, notes_of
 

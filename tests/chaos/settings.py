@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 from PIL import Image
 
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR
+from reproduction.commands.evaluation import resolve
+from reproduction.config.schema import CONF_DIR
 from reproduction.data.build import build_broken_images, build_evaluation_loader, build_source
-from reproduction.evaluation import resolve
+from reproduction.runs.compose import compose
 from tests.chaos.runs import Outcome, Place, differences
 
 SAME = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.compose import compose
-from reproduction.jobs import resolve
-from reproduction.runs import RunFolder
+from reproduction.commands.jobs import resolve
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
 from reproduction.training.checkpoint import save_last
 from reproduction.training.train import run_training
 from tests.chaos.__main__ import line, main, write_outcomes

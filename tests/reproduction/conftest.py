@@ -12,13 +12,13 @@ from PIL import Image
 
 import eval as eval_script
 import train as train_script
-from reproduction.cli import run
-from reproduction.compose import compose
-from reproduction.config import Config
-from reproduction.parse import parse
-from reproduction.plan import Settings, point_configs
+from reproduction.commands.cli import run
+from reproduction.config.schema import Config
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.studies.plan import Settings, point_configs
+from reproduction.studies.speed import bare_trainer
 from reproduction.training.loop import Trainer
-from reproduction.training.speed import bare_trainer
 from scripts import export as export_script
 from tests.conftest import sharpened
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import eval as eval_script
 import train as train_script
-from reproduction.cli import run
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR
-from reproduction.identity import flatten
+from reproduction.commands.cli import run
+from reproduction.config.schema import CONF_DIR
+from reproduction.runs.compose import compose
+from reproduction.runs.identity import flatten
 from scripts import export as export_script
 from tests.reproduction.mutations import snapshot
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from reproduction.config import Config
-from reproduction.overview import read_sources
+from reproduction.config.schema import Config
 from reproduction.reporting.collect import Collection, collect
 from reproduction.reporting.model_stats import Counts, read_paper
 from reproduction.reporting.pictures import Sources
 from reproduction.reporting.tables import TABLES, Table
+from reproduction.studies.overview import read_sources
 
 Configs = Mapping[str, Config]
 COUNTS = {

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from reproduction.compose import compose
+from reproduction.commands.jobs import resolve
 from reproduction.data.inputs import TrainingInputs
-from reproduction.jobs import resolve
 from reproduction.models.names import State
-from reproduction.parse import parse
-from reproduction.runs import RunFolder
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse
 from reproduction.training.distributed import World
 from reproduction.training.step import TrainingStep
 from reproduction.training.train import run_training

@@ -17,14 +17,14 @@ import torch
 import yaml
 from PIL import Image
 
-from reproduction import cli
-from reproduction import compose as composing
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR
+from reproduction.commands import cli
+from reproduction.config.schema import CONF_DIR
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
-from reproduction.parse import parse
-from reproduction.runs import RunFolder
+from reproduction.runs import compose as composing
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse
 from tests.reproduction.bad_input import TABLE, count_by_kind
 from tests.reproduction.conftest import SMALL, Command, write_images
 from tests.reproduction.mutations import snapshot

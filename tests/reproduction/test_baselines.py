@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR, Config
+from reproduction.config.schema import CONF_DIR, Config
 from reproduction.models.build import build_model, build_module
-from reproduction.parse import parse
 from reproduction.reporting.model_stats import (
     PaperRow,
     RowStats,
@@ -21,6 +19,8 @@ from reproduction.reporting.model_stats import (
     read_paper,
     verdict,
 )
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
 from scripts import model_stats
 from tests.reproduction.conftest import Command
 from tokenmixup import Output, training_loss

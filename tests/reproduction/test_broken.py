@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reproduction.compose import compose
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import (
     build_broken_images,
     build_evaluation_loader,
@@ -17,10 +16,11 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import _open, load_source
-from reproduction.errors import UserError
-from reproduction.identity import run_hash
-from reproduction.parse import parse
-from reproduction.runs import RunFolder
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from tests.reproduction.conftest import SMALL, Command, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at

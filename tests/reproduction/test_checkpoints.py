@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reproduction.compose import compose
-from reproduction.config import Checkpoint
-from reproduction.errors import UserError
-from reproduction.identity import hash_of
-from reproduction.jobs import resolve
-from reproduction.runs import RunFolder
+from reproduction.commands.jobs import resolve
+from reproduction.config.schema import Checkpoint
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import hash_of
+from reproduction.system.errors import UserError
 from reproduction.training import checkpoint as checkpoints
 from reproduction.training import loop, stopping
 from reproduction.training.checkpoint import load_last

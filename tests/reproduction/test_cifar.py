@@ -21,7 +21,7 @@ from reproduction.data import sources
 from reproduction.data.images import ArrayImages
 from reproduction.data.sources import Source, _open, load_source
 from reproduction.data.stand_ins import STAND_INS, make_stand_ins
-from reproduction.errors import UserError
+from reproduction.system.errors import UserError
 from tests.reproduction.conftest import Command
 
 

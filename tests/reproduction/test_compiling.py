@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from reproduction.models import compiling
 from reproduction.models.compiling import check_compiler, compile_blocks
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
 from tests.conftest import CLASSES, small_cct, small_vit
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import assert_same_result, interrupt_at, without_times

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import yaml
 
-from reproduction import cli
-from reproduction.cells import read_cells
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR, Config
-from reproduction.identity import default_name, run_hash
-from reproduction.parse import parse
+from reproduction.commands import cli
+from reproduction.config.schema import CONF_DIR, Config
+from reproduction.reporting.cells import read_cells
+from reproduction.runs.compose import compose
+from reproduction.runs.identity import default_name, run_hash
+from reproduction.runs.parse import parse
 
 TRANSFORMERS = sorted(
     path.stem

@@ -14,11 +14,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from reproduction import states
-from reproduction.cells import read_cells
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR, Config
-from reproduction.cost import (
+from reproduction.config.schema import CONF_DIR, Config
+from reproduction.data.folders import data_sizes
+from reproduction.data.sources import load_source
+from reproduction.models.build import build_model, count_macs, without_start
+from reproduction.reporting.cells import read_cells
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.studies import speed as measuring
+from reproduction.studies import states
+from reproduction.studies.cost import (
     Speed,
     add_costs,
     hours_text,
@@ -28,17 +33,12 @@ from reproduction.cost import (
     speed_key,
     training_flops,
 )
-from reproduction.cost_tables import hours_table, speed_table
-from reproduction.data.folders import data_sizes
-from reproduction.data.sources import load_source
-from reproduction.errors import UserError
-from reproduction.models.build import build_model, count_macs, without_start
-from reproduction.parse import parse
-from reproduction.plan import PlannedRun, Settings, plan, studies_of
-from reproduction.states import state_table
-from reproduction.training import speed as measuring
+from reproduction.studies.cost_tables import hours_table, speed_table
+from reproduction.studies.plan import PlannedRun, Settings, plan, studies_of
+from reproduction.studies.speed import measure_speed
+from reproduction.studies.states import state_table
+from reproduction.system.errors import UserError
 from reproduction.training.loop import Trainer
-from reproduction.training.speed import measure_speed
 from tests.reproduction.conftest import write_images
 from tests.reproduction.tables import Configs
 

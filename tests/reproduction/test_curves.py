@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reproduction.errors import UserError
 from reproduction.reporting import curves
 from reproduction.reporting.curves import (
     Regimes,
@@ -17,6 +16,7 @@ from reproduction.reporting.curves import (
     read_epochs,
     running_mean,
 )
+from reproduction.system.errors import UserError
 from tests.reproduction.tables import write_metrics
 
 RNG = np.random.default_rng(0)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.compose import compose
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import (
     build_evaluation_loader,
     build_training_images,
@@ -28,9 +27,10 @@ from reproduction.data.loaders import (
 )
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
-from reproduction.errors import UserError
-from reproduction.parse import parse
-from reproduction.runs import RunFolder
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 from reproduction.training import evaluate
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command, write_images

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from reproduction.compose import compose
+from reproduction.commands.jobs import resolve
 from reproduction.data.build import build_source
 from reproduction.data.loaders import EvaluationImages, evaluation_loader
-from reproduction.jobs import resolve
-from reproduction.runs import RunFolder
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
 from reproduction.training.distributed import World, _how
 from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import NoLog
@@ -53,7 +53,7 @@ DYING = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from reproduction.cli import run
+from reproduction.commands.cli import run
 from reproduction.training.loop import Trainer
 
 whole = Trainer.train_step
@@ -198,7 +198,7 @@ def test_what_only_ranks_find_out_is_refused_in_one_line_too(
 )
 def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, args, message):
     import train
-    from reproduction.cli import run as run_cli
+    from reproduction.commands.cli import run as run_cli
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

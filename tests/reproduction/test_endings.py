@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.compose import compose
-from reproduction.jobs import resolve
+from reproduction.commands.jobs import resolve
 from reproduction.reporting import report
-from reproduction.runs import RunFolder
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
 from reproduction.training import loop, train
 from reproduction.training.step import TrainingStep
 from reproduction.training.train import run_training

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.errors import PlainError
+from reproduction.system.errors import PlainError
 from reproduction.training import metrics
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer

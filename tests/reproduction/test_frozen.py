@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from reproduction.compose import compose
-from reproduction.config import CONF_DIR
-from reproduction.identity import flatten
-from reproduction.parse import parse
+from reproduction.config.schema import CONF_DIR
+from reproduction.runs.compose import compose
+from reproduction.runs.identity import flatten
+from reproduction.runs.parse import parse
 from tests.reproduction.conftest import Command
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

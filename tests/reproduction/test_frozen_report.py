@@ -17,8 +17,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from reproduction import overview
-from reproduction.config import Config
+from reproduction.config.schema import Config
+from reproduction.studies import overview
 from scripts import report
 from tests.reproduction.tables import COUNTS, Configs
 

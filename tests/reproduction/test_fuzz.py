@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reproduction.errors import UserError
 from reproduction.reporting.collect import collect
-from reproduction.runs import RunFolder
-from reproduction.states import read_state
+from reproduction.runs.folder import RunFolder
+from reproduction.studies.states import read_state
+from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.fuzz import SCRIPTS, check, command_lines
 from tests.reproduction.mutations import FILES, KINDS, TRAP, difficulty, mutate, snapshot

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction import hardware
-from reproduction.hardware import hardware_name, joined, usable_cores
+from reproduction.system import hardware
+from reproduction.system.hardware import hardware_name, joined, usable_cores
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command
 

@@ -9,8 +9,7 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from reproduction.compose import compose
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import build_training_images, build_training_inputs
 from reproduction.data.inputs import (
     Erasing,
@@ -21,7 +20,8 @@ from reproduction.data.inputs import (
 )
 from reproduction.data.seeding import Purpose, seed_torch, seeded
 from reproduction.data.sources import load_source
-from reproduction.parse import parse
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
 
 CPU = torch.device("cpu")
 

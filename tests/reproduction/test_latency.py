@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction import latency
-from reproduction.config import Config
-from reproduction.errors import UserError
-from reproduction.latency import build_step, measure_latency, mix
+from reproduction.config.schema import Config
 from reproduction.models.build import build_module
-from reproduction.plan import Settings
 from reproduction.reporting.trained import block_inputs
+from reproduction.studies import latency
+from reproduction.studies.latency import build_step, measure_latency, mix
+from reproduction.studies.plan import Settings
+from reproduction.system.errors import UserError
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "measure_latency.py")
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 from submitit.core.job_environment import JobEnvironment
 
-from reproduction import launchers
-from reproduction.children import shares
-from reproduction.cli import run
-from reproduction.jobs import check_all, resolve
-from reproduction.launchers import gpu_share, own_gpus
-from reproduction.runs import RunFolder, find_runs
+from reproduction.commands import launchers
+from reproduction.commands.cli import run
+from reproduction.commands.jobs import check_all, resolve
+from reproduction.commands.launchers import gpu_share, own_gpus
+from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.studies.children import shares
 from reproduction.training import distributed
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command, Ended
@@ -135,7 +135,7 @@ def test_parallel_points_have_gpus_of_their_own(sweep, monkeypatch):
 )
 def test_a_process_keeps_its_gpus_whatever_it_trains(monkeypatch, name, devices, expected):
     monkeypatch.setattr(
-        "reproduction.launchers.current_process", lambda: SimpleNamespace(name=name)
+        "reproduction.commands.launchers.current_process", lambda: SimpleNamespace(name=name)
     )
     assert own_gpus(["4", "6"], devices) == expected
 
@@ -164,7 +164,7 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch):
 
 def test_shares_divide_gpus_and_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("reproduction.children.usable_cores", lambda: 16)
+    monkeypatch.setattr("reproduction.studies.children.usable_cores", lambda: 16)
     monkeypatch.setattr(distributed, "visible_gpus", lambda: list("0123"))
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares(None, 2)] == ["0,1", "2,3"]
     assert {share["OMP_NUM_THREADS"] for share in shares(None, 2)} == {"4"}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.compose import compose
-from reproduction.errors import UserError
-from reproduction.jobs import resolve
-from reproduction.locking import hold
-from reproduction.runs import LOCK, RunFolder
+from reproduction.commands.jobs import resolve
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import LOCK, RunFolder
+from reproduction.runs.locking import hold
+from reproduction.system.errors import UserError
 from tests.chaos.folder import contend
 from tests.reproduction.conftest import SMALL, Command
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
-from reproduction.compose import compose
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.images import ArrayImages, held
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source, load_source
-from reproduction.errors import UserError
-from reproduction.identity import run_hash
-from reproduction.parse import parse
+from reproduction.runs.compose import compose
+from reproduction.runs.identity import run_hash
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 from tests.reproduction.conftest import write_images
 
 TWO_FIT = 400  # pixels of images of which 1 MiB holds two

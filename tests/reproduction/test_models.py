@@ -6,8 +6,6 @@ import torch
 from timm.layers import DropPath, PatchDropout
 from torch import nn
 
-from reproduction.compose import compose
-from reproduction.errors import UserError
 from reproduction.models.build import (
     build_model,
     build_module,
@@ -17,7 +15,9 @@ from reproduction.models.build import (
     without_start,
 )
 from reproduction.models.cct import CCT
-from reproduction.parse import parse
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 from tests.conftest import small_cct
 from tokenmixup import attach
 

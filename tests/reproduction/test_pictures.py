@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from reproduction.errors import UserError
 from reproduction.reporting.figures import figure
 from reproduction.reporting.pictures import Picture, draw_pictures
 from reproduction.reporting.plots import scale_of
 from reproduction.reporting.render import as_json, as_markdown
+from reproduction.system.errors import UserError
 from tests.reproduction.tables import (
     Configs,
     rising,

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.cells import read_cells
-from reproduction.compose import compose
-from reproduction.config import Config
+from reproduction.config.model import ViT
+from reproduction.config.schema import Config
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.errors import UserError
-from reproduction.identity import run_hash
-from reproduction.model_config import ViT
-from reproduction.parse import parse
-from reproduction.plan import PlannedRun, Settings, cell_config, cells_of, plan
-from reproduction.runs import RunFolder, find_runs
-from reproduction.scales import SCALES
+from reproduction.reporting.cells import read_cells
+from reproduction.reporting.scales import SCALES
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.runs.identity import run_hash
+from reproduction.runs.parse import parse
+from reproduction.studies.plan import PlannedRun, Settings, cell_config, cells_of, plan
+from reproduction.system.errors import UserError
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
 FIGURES = {"figure3": 1, "figure4": 1}

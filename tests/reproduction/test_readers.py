@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reproduction.compose import compose
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.folders import missing_data
 from reproduction.data.images import load_image
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import load_source
-from reproduction.errors import UserError
-from reproduction.parse import parse
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 from tests.reproduction.conftest import write_images
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 32, 4), dtype=np.uint8)

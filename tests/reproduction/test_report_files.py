@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from reproduction import overview
-from reproduction.cells import read_cells
-from reproduction.errors import UserError
-from reproduction.plan import Settings, point_configs
+from reproduction.reporting.cells import read_cells
 from reproduction.reporting.page import report_folder, write_page
 from reproduction.reporting.pictures import draw_pictures
 from reproduction.reporting.render import as_csv, as_json, as_latex, as_markdown
 from reproduction.reporting.tables import Table
+from reproduction.studies import overview
+from reproduction.studies.plan import Settings, point_configs
+from reproduction.system.errors import UserError
 from scripts import report
 from tests.reproduction.tables import (
     COUNTS,
@@ -354,6 +354,6 @@ def test_a_smoke_report_reads_smoke_runs_and_stays_beside_them(
 
 
 def test_the_report_needs_no_torch():
-    code = "import sys, reproduction.overview; print({'torch', 'timm'} & set(sys.modules))"
+    code = "import sys, reproduction.studies.overview; print({'torch', 'timm'} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "set()"

@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from reproduction import plan as planning
-from reproduction import runner
-from reproduction.children import Children
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.errors import RunInterrupted, RunLocked, UserError
-from reproduction.locking import hold, is_held
-from reproduction.plan import PlannedRun, Settings, plan
-from reproduction.runs import RunFolder
-from reproduction.scales import SCALES
-from reproduction.states import read_state
+from reproduction.reporting.scales import SCALES
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.locking import hold, is_held
+from reproduction.studies import plan as planning
+from reproduction.studies import runner
+from reproduction.studies.children import Children
+from reproduction.studies.plan import PlannedRun, Settings, plan
+from reproduction.studies.states import read_state
+from reproduction.system.errors import RunInterrupted, RunLocked, UserError
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts.reproduce import parser, reproduce
@@ -138,8 +138,8 @@ def test_a_run_that_fails_twice_is_listed_with_its_error(small, monkeypatch, cap
 
 HOLDER = """
 import os, sys, time
-from reproduction.locking import hold
-from reproduction.runs import RunFolder
+from reproduction.runs.locking import hold
+from reproduction.runs.folder import RunFolder
 with hold(RunFolder(sys.argv[1])):
     worker = os.fork()
     if worker:

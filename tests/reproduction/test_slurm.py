@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from reproduction import slurm
-from reproduction.compose import compose
-from reproduction.errors import UserError
-from reproduction.jobs import resolve
-from reproduction.plan import PlannedRun, Settings, plan
-from reproduction.runs import RunFolder
-from reproduction.slurm import Resources, array_script, render
-from reproduction.states import read_state
+from reproduction.commands.jobs import resolve
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.studies import slurm
+from reproduction.studies.plan import PlannedRun, Settings, plan
+from reproduction.studies.slurm import Resources, array_script, render
+from reproduction.studies.states import read_state
+from reproduction.system.errors import UserError
 from reproduction.training.train import run_training
 from scripts.reproduce import parser, reproduce
 from tests.reproduction.conftest import SMALL, Command

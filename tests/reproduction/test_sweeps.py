@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from scipy.stats import ttest_rel
 
-from reproduction.overview import sweeps_of
-from reproduction.plan import SWEEPS
 from reproduction.reporting.records import SweepRecord
 from reproduction.reporting.render import as_json
 from reproduction.reporting.tables import Table
+from reproduction.studies.overview import sweeps_of
+from reproduction.studies.plan import SWEEPS
 from tests.reproduction.tables import (
     Configs,
     sources_of,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from scipy.stats import ttest_rel
 
-from reproduction.cells import read_cells
-from reproduction.compose import compose
-from reproduction.errors import UserError
-from reproduction.parse import parse
+from reproduction.reporting.cells import read_cells
 from reproduction.reporting.collect import METRICS, Collection, collect
 from reproduction.reporting.records import Record
 from reproduction.reporting.tables import Table
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.tables import Configs, set_time, shortened, tables_of, write_run
 

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.compose import compose
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_module
-from reproduction.parse import parse
 from reproduction.reporting import trained as module_of_trained
 from reproduction.reporting.gallery import (
     _frames,
@@ -28,7 +26,9 @@ from reproduction.reporting.trained import (
     block_inputs,
     some_images,
 )
-from reproduction.runs import RunFolder
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse
 from tests.reproduction.conftest import SMALL, Command
 
 TOP = 4  # the next whole nat above log(10), and one more

@@ -14,10 +14,10 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from reproduction.compose import compose
-from reproduction.errors import STOP_SIGNALS
-from reproduction.jobs import resolve
-from reproduction.runs import RunFolder
+from reproduction.commands.jobs import resolve
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training

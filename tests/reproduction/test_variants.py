@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.compose import compose
 from reproduction.data.sources import load_source
-from reproduction.parse import parse
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
 from reproduction.training.distributed import join_world
 from reproduction.training.train import build_trainer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.compose import compose
-from reproduction.jobs import resolve
-from reproduction.runs import RunFolder
+from reproduction.commands.jobs import resolve
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
 from reproduction.training import loggers
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command, at_step

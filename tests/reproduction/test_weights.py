@@ -14,12 +14,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from reproduction.compose import compose
-from reproduction.errors import UserError
 from reproduction.models.build import build_model
 from reproduction.models.names import in_our_names
 from reproduction.models.weights import fitting, read_weights
-from reproduction.parse import parse
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import save_last
 from tests.conftest import small_cct, small_vit
 from tests.reproduction.conftest import SMALL, Command

@@ -8,7 +8,7 @@ import yaml
 from timm.data import create_transform
 from torch import Tensor
 
-from reproduction.config import CONF_DIR, Config, Dataset
+from reproduction.config.schema import CONF_DIR, Config, Dataset
 from reproduction.data.images import ImageSource, held
 from reproduction.data.inputs import (
     Erasing,
@@ -26,7 +26,7 @@ from reproduction.data.loaders import (
     training_loader,
 )
 from reproduction.data.sources import Source, load_source
-from reproduction.errors import UserError
+from reproduction.system.errors import UserError
 
 Statistics = tuple[list[float], list[float]]
 Loader = Iterable[list[Tensor]]  # images, classes

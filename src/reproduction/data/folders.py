@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from reproduction.errors import UserError
+from reproduction.system.errors import UserError
 
 IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # data sets that are folders of image files
 EVALUATION_FOLDERS = ("val", "test")

@@ -18,7 +18,7 @@ from torchvision.datasets.utils import check_integrity, download_and_extract_arc
 from reproduction.data.folders import EXTENSIONS, class_names, image_files, split_folders
 from reproduction.data.images import ArrayImages, FileImages, ImageSource
 from reproduction.data.stand_ins import STAND_INS, cifar_digests
-from reproduction.errors import UserError, first_line
+from reproduction.system.errors import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 SILENCE = 60  # seconds after which a server that sends nothing is given up

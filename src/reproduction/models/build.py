@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from reproduction.config import Augmentation
-from reproduction.errors import UserError
-from reproduction.heap import keep_freed_memory
-from reproduction.model_config import CCT as CCTConfig
-from reproduction.model_config import AnyModel
-from reproduction.model_config import ViT as ViTConfig
+from reproduction.config.model import CCT as CCTConfig
+from reproduction.config.model import AnyModel
+from reproduction.config.model import ViT as ViTConfig
+from reproduction.config.schema import Augmentation
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
 from reproduction.models.weights import fitting, read_weights
+from reproduction.system.errors import UserError
+from reproduction.system.heap import keep_freed_memory
 from tokenmixup import TokenMixup, attach
 from tokenmixup.contexts import evaluating
 from tokenmixup.structure import declared_prefix

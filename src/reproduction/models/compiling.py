@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reproduction.errors import UserError, first_line
+from reproduction.system.errors import UserError, first_line
 from tokenmixup import TokenMixup
 
 # Dropout is drawn as without compiling, and no kernel depends on the batches before.

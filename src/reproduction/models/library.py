@@ -11,7 +11,7 @@ from timm.models.resnet import ResNet
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
-from reproduction.errors import UserError, first_line
+from reproduction.system.errors import UserError, first_line
 
 
 def build_vit(

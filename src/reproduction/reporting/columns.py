@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from reproduction.cells import Cell
+from reproduction.reporting.cells import Cell
 from reproduction.reporting.latency import Latency
 from reproduction.reporting.records import Measured, Record, known
 from reproduction.reporting.statistics import Spread, p_text

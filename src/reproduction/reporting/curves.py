@@ -17,9 +17,9 @@ import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.errors import UserError, first_line
-from reproduction.reading import parse_json
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.reading import parse_json
 
 BLOCK = 2**16  # bytes that are read at a time from the end
 DISTRIBUTION = "difficulty.json"  # in the folder of a finished run with HTM

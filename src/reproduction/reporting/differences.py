@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import build_training_images
 from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.loaders import collate_readable
-from reproduction.errors import UserError
 from reproduction.reporting.trained import block_inputs, load_trained
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import UserError
 from tokenmixup import (
     HTM,
     HorizontalMix,

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from reproduction.reporting.curves import Line, running_mean
-from reproduction.storage import replacing
+from reproduction.system.storage import replacing
 
 # Okabe and Ito's colour-blind safe palette
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"

@@ -14,8 +14,7 @@ import torch
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
-from reproduction.config import Config
-from reproduction.errors import UserError
+from reproduction.config.schema import Config
 from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
 from reproduction.reporting.trained import (
     Sample,
@@ -26,8 +25,9 @@ from reproduction.reporting.trained import (
     load_trained,
     some_images,
 )
-from reproduction.runs import RunFolder
-from reproduction.storage import write_text
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import UserError
+from reproduction.system.storage import write_text
 from tokenmixup import HorizontalMix
 from tokenmixup.detectors import BlockInput, Detector, by_gradient, by_rollout
 from tokenmixup.saliency import input_gradient

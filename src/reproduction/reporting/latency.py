@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.cells import Cell
-from reproduction.errors import UserError, first_line
-from reproduction.scales import FULL
+from reproduction.reporting.cells import Cell
+from reproduction.reporting.scales import FULL
+from reproduction.system.errors import UserError, first_line
 
 FILE = "latency.json"  # in the folder of all runs
 PAPERS = "an RTX A6000"

@@ -8,13 +8,13 @@ from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from reproduction.errors import UserError
 from reproduction.reporting.collect import REPORT, Collection, Run
 from reproduction.reporting.columns import NOTHING, short_revision
 from reproduction.reporting.pictures import Picture
 from reproduction.reporting.render import FORMATS
 from reproduction.reporting.tables import Table
-from reproduction.storage import write_text
+from reproduction.system.errors import UserError
+from reproduction.system.storage import write_text
 
 TEMPLATE, PAGE = "page.html.jinja", "index.html"
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from reproduction.cells import Cell
-from reproduction.config import Config
-from reproduction.errors import UserError
+from reproduction.config.schema import Config
+from reproduction.reporting.cells import Cell
 from reproduction.reporting.collect import CellRuns, Collection
 from reproduction.reporting.columns import spread_text
 from reproduction.reporting.curves import Trace, describe, length, read_trace, regimes_of
@@ -19,6 +18,7 @@ from reproduction.reporting.latency import command as latency_command
 from reproduction.reporting.plots import draw_curriculum, draw_latency, draw_sensitivity
 from reproduction.reporting.records import SweepRecord
 from reproduction.reporting.tables import FULL, Table, mark
+from reproduction.system.errors import UserError
 
 CIFAR, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"  # whose runs the figures show
 REGIMES = (

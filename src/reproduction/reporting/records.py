@@ -7,8 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from reproduction.cells import Cell
-from reproduction.errors import UserError
+from reproduction.reporting.cells import Cell
 from reproduction.reporting.collect import METRICS, CellRuns, Collection, Result
 from reproduction.reporting.curves import Epoch, last_epoch
 from reproduction.reporting.latency import (
@@ -19,7 +18,8 @@ from reproduction.reporting.latency import (
 )
 from reproduction.reporting.model_stats import Counts, PaperRow
 from reproduction.reporting.statistics import Comparison, Spread, compare, flat_spread, spread
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import UserError
 
 TESTED = "top1_last"
 PRINTED = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet-1K": "top1"}  # of a PaperRow

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import build_evaluation_transform, build_source
 from reproduction.data.inputs import build_input_mixer, build_normalize
 from reproduction.data.loaders import Broken, loaded
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
 from reproduction.models.weights import fitting_module, read_newest
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
 from tokenmixup import TokenMixup
 from tokenmixup.detectors import BlockInput
 from tokenmixup.structure import declared_prefix, reads_class_token

@@ -18,9 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reproduction.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError, first_line
-from reproduction.hardware import usable_cores
-from reproduction.ranks import launched_ranks, restarts
+from reproduction.system.errors import (
+    STOP_SIGNALS,
+    PlainError,
+    RankFailed,
+    Stopped,
+    UserError,
+    first_line,
+)
+from reproduction.system.hardware import usable_cores
+from reproduction.system.ranks import launched_ranks, restarts
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

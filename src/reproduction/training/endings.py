@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from reproduction.config import Recipe
+from reproduction.config.schema import Recipe
 from reproduction.data.images import NO_IMAGE
 from reproduction.data.loaders import worker_death
-from reproduction.errors import PlainError, RankFailed, UserError
-from reproduction.ranks import is_first_rank, restarts
-from reproduction.runs import RunFolder
-from reproduction.stdout import warn
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import PlainError, RankFailed, UserError
+from reproduction.system.ranks import is_first_rank, restarts
+from reproduction.system.stdout import warn
 
 OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 OF_PATHS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # plain in the run's folder

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.data.inputs import Normalize
-from reproduction.errors import PlainError
+from reproduction.system.errors import PlainError
 from reproduction.training.distributed import World
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import BrokenImages, TrainingBatches
-from reproduction.errors import PlainError, Stopped, UserError, first_line
-from reproduction.heap import give_back_freed_memory
-from reproduction.identity import run_hash
 from reproduction.models.compiling import compile_blocks
 from reproduction.models.names import State
 from reproduction.models.weights import fitting_module
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
+from reproduction.system.errors import PlainError, Stopped, UserError, first_line
+from reproduction.system.heap import give_back_freed_memory
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.endings import explaining_memory

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reproduction.errors import PlainError
+from reproduction.system.errors import PlainError
 from reproduction.training.distributed import World
 from reproduction.training.step import Part
 from tokenmixup import Output

@@ -8,7 +8,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from reproduction.config import Recipe
+from reproduction.config.schema import Recipe
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.build import build_source, build_training_images
 from reproduction.data.loaders import Broken, TrainingBatches
-from reproduction.errors import UserError, first_line
 from reproduction.models.build import (
     build_module,
     check_tokens,
@@ -15,7 +14,8 @@ from reproduction.models.build import (
     without_start,
 )
 from reproduction.models.compiling import check_compiler
-from reproduction.ranks import is_first_rank
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.ranks import is_first_rank
 from reproduction.training.distributed import resolve_device
 
 MOST_PARAMETERS = 10**10

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from reproduction.config import Recipe
+from reproduction.config.schema import Recipe
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.seeding import Purpose, seed_torch
 from reproduction.training.distributed import World

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reproduction.config import Checkpoint
-from reproduction.errors import STOP_SIGNALS, Stopped
+from reproduction.config.schema import Checkpoint
+from reproduction.system.errors import STOP_SIGNALS, Stopped
 from reproduction.training.distributed import World
 
 Handler = Callable[[int, FrameType | None], None]

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from reproduction.config import Config
+from reproduction.config.model import ViT
+from reproduction.config.schema import Config
 from reproduction.data.build import (
     build_broken_images,
     build_evaluation_loader,
@@ -21,11 +22,6 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
-from reproduction.errors import RunFailed, RunInterrupted, Stopped, UserError
-from reproduction.hardware import hardware_name, joined
-from reproduction.identity import run_hash
-from reproduction.locking import hold
-from reproduction.model_config import ViT
 from reproduction.models.build import (
     build_module,
     count_macs,
@@ -34,9 +30,13 @@ from reproduction.models.build import (
     pretrained_statistics,
     without_start,
 )
-from reproduction.ranks import is_a_rank, restarts
-from reproduction.runs import RunFolder
-from reproduction.stdout import warn
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
+from reproduction.runs.locking import hold
+from reproduction.system.errors import RunFailed, RunInterrupted, Stopped, UserError
+from reproduction.system.hardware import hardware_name, joined
+from reproduction.system.ranks import is_a_rank, restarts
+from reproduction.system.stdout import warn
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
 from reproduction.training.endings import explaining_data, explaining_disk, leave, leave_failed

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reproduction.errors import UserError
-from reproduction.locking import is_held
-from reproduction.plan import PlannedRun, Settings
-from reproduction.storage import write_text
+from reproduction.runs.locking import is_held
+from reproduction.studies.plan import PlannedRun, Settings
+from reproduction.system.errors import UserError
+from reproduction.system.storage import write_text
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 GRACE_SECONDS = 120  # between SLURM's warning and the time limit
 NOTHING_LEFT = "nothing is left to submit: every run is finished or in work"
 
@@ -76,7 +76,7 @@ def array_script(
     Checks these runs, and raises UserError for what keeps one from starting. The tasks find this
     folder, the runs, their data and Python where they are here.
     """
-    from reproduction.runner import prepare
+    from reproduction.studies.runner import prepare
 
     left = [run for run in runs if not run.is_done() and not is_held(run.folder)]
     if not left:
@@ -100,7 +100,7 @@ def render(study: str, runs: list[PlannedRun], resources: Resources, folder: Pat
     written = [f"--{key}={shlex.quote(str(x))}" for key, x in options.items() if x is not None]
     device = "device=cpu" if resources.no_gpu else "device=cuda"
     environment = Environment(  # noqa: S701 - a script for bash, whose values are quoted above
-        loader=PackageLoader("reproduction", "."),
+        loader=PackageLoader("reproduction.studies", "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,

@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from reproduction.config import Config
-from reproduction.errors import UserError, first_line
-from reproduction.identity import hash_of, identity
-from reproduction.ranks import is_first_rank, launcher, restarts
-from reproduction.reading import parse_json, parse_yaml
-from reproduction.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
+from reproduction.config.schema import Config
+from reproduction.runs.identity import hash_of, identity
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.ranks import is_first_rank, launcher, restarts
+from reproduction.system.reading import parse_json, parse_yaml
+from reproduction.system.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
 LOCK = ".lock"
 STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # of a line, as reports need

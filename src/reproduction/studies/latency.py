@@ -22,17 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reproduction.cells import read_cells
-from reproduction.config import Config
-from reproduction.errors import UserError
-from reproduction.hardware import hardware_name
+from reproduction.config.schema import Config
 from reproduction.models.build import build_module, place
-from reproduction.plan import Settings, cell_config
+from reproduction.reporting.cells import read_cells
 from reproduction.reporting.latency import FILE
 from reproduction.reporting.trained import block_inputs
-from reproduction.runs import check_writable
-from reproduction.storage import write_text
-from reproduction.timing import spread_of, time_in_turns
+from reproduction.runs.folder import check_writable
+from reproduction.studies.plan import Settings, cell_config
+from reproduction.system.errors import UserError
+from reproduction.system.hardware import hardware_name
+from reproduction.system.storage import write_text
+from reproduction.system.timing import spread_of, time_in_turns
 from reproduction.training.distributed import resolve_device
 from reproduction.training.evaluate import autocast
 from tokenmixup import HorizontalMix, TokenMixup, mix_horizontal

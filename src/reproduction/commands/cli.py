@@ -18,16 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reproduction.compose import (
-    Composed,
-    compose,
-    explained,
-    own_hydra,
-    read_overrides,
-)
-from reproduction.config import CONF_DIR
-from reproduction.errors import RunFailed, RunInterrupted, UserError, first_line, in_one_line
-from reproduction.launchers import (
+from reproduction.commands.launchers import (
     HERE,
     PARALLEL,
     SUBMITIT,
@@ -35,8 +26,17 @@ from reproduction.launchers import (
     check_resume,
     own_gpus,
 )
-from reproduction.ranks import is_first_rank, launched_ranks
-from reproduction.stdout import say
+from reproduction.config.schema import CONF_DIR
+from reproduction.runs.compose import (
+    Composed,
+    compose,
+    explained,
+    own_hydra,
+    read_overrides,
+)
+from reproduction.system.errors import RunFailed, RunInterrupted, UserError, first_line, in_one_line
+from reproduction.system.ranks import is_first_rank, launched_ranks
+from reproduction.system.stdout import say
 
 Settings = TypeVar("Settings")
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from reproduction.errors import RunLocked, UserError
-from reproduction.ranks import is_first_rank, launcher, restarts
-from reproduction.runs import LOCK, RunFolder
+from reproduction.runs.folder import LOCK, RunFolder
+from reproduction.system.errors import RunLocked, UserError
+from reproduction.system.ranks import is_first_rank, launcher, restarts
 
 PATIENCE = 0.5  # seconds: others may look at a lock, or a process may be about to end
 PATIENCE_OF_RESTARTED = 60.0  # the first rank before this one may be about to be killed

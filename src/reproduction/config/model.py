@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from reproduction.fields import (
+from reproduction.config.fields import (
     FORBID,
     Blocks,
     Few,

@@ -16,11 +16,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from reproduction.checks import unservable
-from reproduction.config import CONF_DIR
-from reproduction.errors import UserError, first_line, in_one_line
-from reproduction.hardware import usable_cores
-from reproduction.ranks import launched_ranks
+from reproduction.config.schema import CONF_DIR
+from reproduction.runs.checks import unservable
+from reproduction.system.errors import UserError, first_line, in_one_line
+from reproduction.system.hardware import usable_cores
+from reproduction.system.ranks import launched_ranks
 
 SHOWN = 200  # characters of an argument that cannot be read
 MERGING = "Error merging override"  # of Hydra's messages

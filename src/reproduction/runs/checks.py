@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.config import Augmentation, Config, Dataset, Recipe, Transforms
+from reproduction.config.model import CCT, AnyModel, Library, ViT
+from reproduction.config.schema import Augmentation, Config, Dataset, Recipe, Transforms
 from reproduction.data.folders import IMAGE_FOLDERS, missing_data
-from reproduction.model_config import CCT, AnyModel, Library, ViT
-from reproduction.ranks import launched_ranks
+from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
 
 MOST_TOKENS = 2**14  # one attention map of so many takes 1 GiB

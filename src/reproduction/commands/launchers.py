@@ -4,7 +4,7 @@ import re
 from importlib.util import find_spec
 from multiprocessing import current_process
 
-from reproduction.errors import UserError
+from reproduction.system.errors import UserError
 
 HERE = "basic"  # Hydra's own: one point after the other, in this process
 PARALLEL = ("parallel", "joblib")  # processes of this machine

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.compose import Composed
-from reproduction.config import Config
-from reproduction.errors import UserError
-from reproduction.parse import parse, parse_saved
-from reproduction.runs import RunFolder, check_writable
+from reproduction.config.schema import Config
+from reproduction.runs.compose import Composed
+from reproduction.runs.folder import RunFolder, check_writable
+from reproduction.runs.parse import parse, parse_saved
+from reproduction.system.errors import UserError
 
 Keys = tuple[str, ...]
 

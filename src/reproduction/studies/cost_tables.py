@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from reproduction.config import Config
-from reproduction.cost import Speeds, hours_text, run_hours, speed_key, training_flops
-from reproduction.plan import PlannedRun
+from reproduction.config.schema import Config
+from reproduction.studies.cost import Speeds, hours_text, run_hours, speed_key, training_flops
+from reproduction.studies.plan import PlannedRun
 
 SPEEDS = (
     "Medians of several rounds, images/s from the slowest to the fastest one, with images made up "

@@ -8,9 +8,9 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import IO, Self
 
-from reproduction.errors import STOP_SIGNALS, RunInterrupted
-from reproduction.hardware import usable_cores
-from reproduction.launchers import gpu_share
+from reproduction.commands.launchers import gpu_share
+from reproduction.system.errors import STOP_SIGNALS, RunInterrupted
+from reproduction.system.hardware import usable_cores
 
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 JOBS_WITHOUT_GPUS = 2

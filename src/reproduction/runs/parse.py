@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from reproduction.checks import problems
-from reproduction.config import Config
-from reproduction.errors import UserError, in_one_line
+from reproduction.config.schema import Config
+from reproduction.runs.checks import problems
+from reproduction.system.errors import UserError, in_one_line
 
 LONGEST = 200  # characters of a value that are shown
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from reproduction.fields import (
+from reproduction.config.fields import (
     FORBID,
     Amount,
     AutoAugment,
@@ -28,11 +28,11 @@ from reproduction.fields import (
     Share,
     Whole,
 )
-from reproduction.model_config import AnyModel
+from reproduction.config.model import AnyModel
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import built
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reproduction.config import Config
+from reproduction.config.schema import Config
 from reproduction.data.folders import Sizes, data_sizes
-from reproduction.errors import UserError, first_line
-from reproduction.identity import run_hash
-from reproduction.storage import write_text
+from reproduction.runs.identity import run_hash
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.storage import write_text
 
 FILE = "cost.json"
 FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass

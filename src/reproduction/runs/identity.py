@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from reproduction.config import Config
+from reproduction.config.schema import Config
 
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = (

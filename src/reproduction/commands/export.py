@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.compose import Composed
-from reproduction.errors import UserError
-from reproduction.evaluation import chosen_weights
-from reproduction.model_config import AnyModel
-from reproduction.parse import parse_saved
-from reproduction.runs import check_writable
+from reproduction.commands.evaluation import chosen_weights
+from reproduction.config.model import AnyModel
+from reproduction.runs.compose import Composed
+from reproduction.runs.folder import check_writable
+from reproduction.runs.parse import parse_saved
+from reproduction.system.errors import UserError
 
 OF_A_RUN = ("run", "weights", "output")
 OF_A_FILE = ("checkpoint", "model", "output")

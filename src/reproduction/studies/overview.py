@@ -4,12 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reproduction.cells import read_cells
-from reproduction.compose import compose
-from reproduction.config import Config
-from reproduction.errors import UserError
-from reproduction.parse import parse
-from reproduction.plan import SWEEPS, Settings, point_configs
+from reproduction.config.schema import Config
+from reproduction.reporting.cells import read_cells
 from reproduction.reporting.collect import Collection, collect
 from reproduction.reporting.latency import read_latency
 from reproduction.reporting.model_stats import Counts, PaperRow, measure, read_paper
@@ -17,6 +13,10 @@ from reproduction.reporting.page import report_folder, write_page
 from reproduction.reporting.pictures import Sources, draw_pictures
 from reproduction.reporting.records import Sweep
 from reproduction.reporting.tables import TABLES, build_sweep, build_table
+from reproduction.runs.compose import compose
+from reproduction.runs.parse import parse
+from reproduction.studies.plan import SWEEPS, Settings, point_configs
+from reproduction.system.errors import UserError
 
 Sizes = dict[tuple[int, str], Counts]  # of a table's row
 

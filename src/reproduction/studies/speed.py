@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reproduction.config import Config
-from reproduction.cost import Speed, as_measured, sizes_of
+from reproduction.config.schema import Config
 from reproduction.data.build import build_training_inputs
 from reproduction.data.loaders import BrokenImages, TrainingBatches
-from reproduction.errors import UserError
 from reproduction.models.build import build_module, count_macs, place, without_start
-from reproduction.runs import RunFolder
-from reproduction.timing import Work, time_calls
+from reproduction.runs.folder import RunFolder
+from reproduction.studies.cost import Speed, as_measured, sizes_of
+from reproduction.system.errors import UserError
+from reproduction.system.timing import Work, time_calls
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer

@@ -3,12 +3,12 @@
 import dataclasses
 from collections import Counter
 
-from reproduction.compose import Composed
-from reproduction.config import Config
-from reproduction.errors import UserError
-from reproduction.identity import default_name
-from reproduction.parse import parse
-from reproduction.runs import RunFolder
+from reproduction.config.schema import Config
+from reproduction.runs.compose import Composed
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import default_name
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 
 
 def resolve(composed: Composed) -> Config:

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from reproduction.commands.evaluation import Evaluation
 from reproduction.data.build import build_broken_images, build_evaluation_loader
 from reproduction.data.inputs import build_normalize
 from reproduction.data.sources import load_source
-from reproduction.errors import PlainError, RunFailed
-from reproduction.evaluation import Evaluation
 from reproduction.models.build import build_model, place, without_start
-from reproduction.ranks import is_a_rank, is_first_rank
-from reproduction.storage import write_text
+from reproduction.system.errors import PlainError, RunFailed
+from reproduction.system.ranks import is_a_rank, is_first_rank
+from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import load_plain
 from reproduction.training.distributed import join_world, launch, resolve_device
 from reproduction.training.endings import explaining_data, explaining_memory

@@ -9,14 +9,14 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from reproduction.cost import FILE, hours_text, read_costs, run_hours, speed_key
-from reproduction.errors import UserError, first_line, in_one_line
-from reproduction.hardware import hardware_name
-from reproduction.identity import run_hash
-from reproduction.locking import is_held
-from reproduction.plan import PlannedRun, Settings
-from reproduction.reading import parse_json
-from reproduction.runs import RunFolder
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
+from reproduction.runs.locking import is_held
+from reproduction.studies.cost import FILE, hours_text, read_costs, run_hours, speed_key
+from reproduction.studies.plan import PlannedRun, Settings
+from reproduction.system.errors import UserError, first_line, in_one_line
+from reproduction.system.hardware import hardware_name
+from reproduction.system.reading import parse_json
 
 Status = Literal["finished", "running", "interrupted", "failed", "not started"]
 COLOURS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}

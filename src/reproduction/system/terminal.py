@@ -7,7 +7,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from reproduction.errors import UserError
+from reproduction.system.errors import UserError
 
 WIDTH = 180  # of a table where there is no terminal to fit
 

@@ -16,15 +16,15 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from reproduction.children import Children, Share
+from reproduction.commands.jobs import check_all
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.errors import RunFailed, RunInterrupted, RunLocked, UserError, first_line
-from reproduction.jobs import check_all
-from reproduction.locking import is_held
-from reproduction.plan import PlannedRun, Settings
+from reproduction.runs.locking import is_held
+from reproduction.studies.children import Children, Share
+from reproduction.studies.plan import PlannedRun, Settings
+from reproduction.system.errors import RunFailed, RunInterrupted, RunLocked, UserError, first_line
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 ATTEMPTS = 2
 POLL_SECONDS = 10.0
 

@@ -4,11 +4,18 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from reproduction.errors import UserError
-from reproduction.plan import DATASET_OPTIONS, STUDIES, PlannedRun, Settings, default_seeds, plan
-from reproduction.scales import FULL, SCALES, about
-from reproduction.slurm import Resources
-from reproduction.terminal import Parser, positive
+from reproduction.reporting.scales import FULL, SCALES, about
+from reproduction.studies.plan import (
+    DATASET_OPTIONS,
+    STUDIES,
+    PlannedRun,
+    Settings,
+    default_seeds,
+    plan,
+)
+from reproduction.studies.slurm import Resources
+from reproduction.system.errors import UserError
+from reproduction.system.terminal import Parser, positive
 
 SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from reproduction.cells import Cell, read_cells
-from reproduction.compose import compose
-from reproduction.config import Config
-from reproduction.errors import UserError
-from reproduction.identity import default_name, run_hash
-from reproduction.parse import parse
-from reproduction.runs import RunFolder, find_runs
-from reproduction.scales import CIFAR_10, CIFAR_100, FULL, IMAGENET, SCALES, Scale
+from reproduction.config.schema import Config
+from reproduction.reporting.cells import Cell, read_cells
+from reproduction.reporting.scales import CIFAR_10, CIFAR_100, FULL, IMAGENET, SCALES, Scale
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.runs.identity import default_name, run_hash
+from reproduction.runs.parse import parse
+from reproduction.system.errors import UserError
 
 DATASET_OPTIONS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
 DATASETS = {CIFAR_10: "cifar10", CIFAR_100: "cifar100", IMAGENET: "imagenet1k"}

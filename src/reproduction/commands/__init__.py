@@ -1,0 +1,1 @@
+"""What train.py, eval.py and export.py do."""

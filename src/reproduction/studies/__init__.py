@@ -1,0 +1,1 @@
+"""The paper's tables and sweeps, as runs."""

@@ -1,0 +1,1 @@
+"""What the machine, its files and its terminal ask for."""
