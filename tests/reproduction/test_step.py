@@ -48,6 +48,18 @@ def test_updates_in_micro_batches_equal_whole_ones(stack: list[str], count: int)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_clipping_is_by_the_true_norm_whatever_the_scale(precision: str):
+    """A plain step of SGD is as long as the rate times the greatest norm."""
+    told = [*SGD, "recipe.momentum=0", "recipe.weight_decay=0", "recipe.clip_grad_norm=0.01"]
+    trainer = trainer_of([], 1, *told, f"recipe.precision={precision}")
+    before = [p.detach().clone() for p in trainer.module.parameters()]
+    trainer.train_step(*images_of(6), 6)
+    moved = [now - was for now, was in zip(trainer.module.parameters(), before, strict=True)]
+    length = torch.cat([x.flatten() for x in moved]).norm()
+    assert float(length) == pytest.approx(0.1 * 0.01, rel=0.02)
+
+
 def test_pairs_are_matched_within_a_micro_batch():
     mixed = [
         line_of(trainer_of(["htm"], count, *PLAIN).train_step(*images_of(6), 6))
