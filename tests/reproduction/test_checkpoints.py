@@ -87,8 +87,11 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int)
 
 def test_checkpoints_are_written_within_epochs_and_the_last_ones_stay(whole: RunFolder):
     assert steps_of(whole) == [6, 6, 4]
-    epochs = [torch.load(path, weights_only=True)["epoch"] for path in whole.checkpoints()]
-    assert epochs == [2, 1, 1]
+    states = [torch.load(path, weights_only=True) for path in whole.checkpoints()]
+    assert [state["epoch"] for state in states] == [2, 1, 1]
+    assert [state["images"] for state in states] == [120, 120, 80]
+    speed = 120 / states[0]["train_seconds"]
+    assert whole.read_summary()["images_per_second"] == pytest.approx(speed, abs=0.1)
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
