@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
 from tokenmixup import Output, TokenMixup
-from tokenmixup.contexts import no_grad_uncached
 
 
 class Oracle(nn.Module):
@@ -123,7 +122,7 @@ def classify(model: Any, x: Tensor) -> Tensor:
 
 def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
     """Eq. 3 with a projection of its own: the class token's row, else the mean over rows, `b t`."""
-    with no_grad_uncached(x.device.type):
+    with torch.no_grad():
         q, k, _ = projected(block.attn, block.norm1(x))
         scores = q @ k.mT * block.attn.head_dim**-0.5
         attn = scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1)

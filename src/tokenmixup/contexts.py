@@ -37,16 +37,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Every operation in the precision of its arguments. A meta device knows no autocast."""
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
-
-
-@contextmanager
-def no_grad_uncached(device_type: str) -> Iterator[None]:
-    """No gradient, and no cached low-precision weights.
-
-    Autocast would keep the casts made here, which carry no gradient, and hand them to the block's
-    real forward pass: its weights would silently stop learning.
-    """
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    with torch.no_grad(), torch.autocast(device_type, dtype, enabled, cache_enabled=False):
-        yield

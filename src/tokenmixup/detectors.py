@@ -19,7 +19,7 @@ from tokenmixup.attention import (
     received,
     split_heads,
 )
-from tokenmixup.contexts import evaluating, no_grad_uncached, replaced_forward
+from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
 from tokenmixup.settings import HTM
 
@@ -46,7 +46,7 @@ class BlockInput:
         """
         if self.saliency is None:
             block = self.blocks[self.index]
-            with no_grad_uncached(self.tokens.device.type):
+            with torch.no_grad():
                 self.projected = projections(block.attn, block.norm1(self.tokens))
                 q, k, _ = split_heads(block.attn, self.projected, "qkv", self._positions.rope)
                 self.saliency = self.saliency_by(q, k)
@@ -81,7 +81,7 @@ def by_gradient(entry: BlockInput) -> Tensor:
 def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout, `b t`."""
     tokens, maps = entry.tokens, []
-    with no_grad_uncached(tokens.device.type):
+    with torch.no_grad():
         for block in entry.blocks[entry.index : entry.index + steps]:
             maps.append(_map(block, tokens, entry.given))
             tokens = _run(block, tokens, entry.given)

@@ -21,7 +21,7 @@ from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.conftest import SMALL, Command, small_trainer, write_images
 
 STEP_KEYS = {
     "step",
@@ -330,6 +330,28 @@ def test_max_steps_ends_a_run_within_an_epoch(command: Command, tmp_path: Path):
     assert command("train", "name=mine", "recipe.max_steps=4", *SMALL).status == 0
     steps, epochs = folder(tmp_path).read_metrics()
     assert (len(steps), len(epochs)) == (4, 2)
+
+
+def test_the_line_of_an_epoch_tells_the_means_of_its_batches(command: Command, tmp_path: Path):
+    ended = command("train", "name=mine", *MIXED, *SMALL, "recipe.log_every=2")
+    steps, _ = RunFolder(tmp_path / "outputs" / "mine").read_metrics()
+    for epoch in (1, 2):
+        lines = [line for line in steps if line["epoch"] == epoch]
+        samples = sum(line["mixed_samples"] for line in lines)
+        tokens = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines) / samples
+        loss = sum(line["loss"] for line in lines) / len(lines)
+        told = f"epoch {epoch}/2  loss {loss:.3f}  mixed {samples / len(lines):.1f} samples a batch"
+        assert f"{told} ({tokens:.1f} tokens each)" in ended.out
+
+
+def test_a_result_is_the_last_epoch_the_best_one_and_the_median_of_ten():
+    trainer = small_trainer([])
+    top1 = [90.0, 80.0, 60.0, 20.0, 30.0, 40.0, 70.0, 5.0, 15.0, 25.0, 35.0, 45.0]
+    trainer.history = [{"top1": x, "top5": x + 1, "eval_loss": 1.0} for x in top1]
+    trainer.train_seconds = 1.0
+    result = trainer._result()
+    assert (result["top1_last"], result["top1_best"], result["top1_median10"]) == (45, 90, 32.5)
+    assert (result["top5_last"], result["top5_best"]) == (46, 91)
 
 
 def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):

@@ -160,10 +160,11 @@ def test_under_autocast_and_dropout_known_projections_train_as_the_layer_would(
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("htm_layer", [1, 2])
-def test_autocast_loses_no_gradient_to_the_saliency_pass(build, batch, htm_layer):
-    """Casts cached without gradient would leave the block's own projection without one."""
-    module = attach(build(), CLASSES, htm={"layer": htm_layer}, vtm={"layer": 2}).train()
+@pytest.mark.parametrize(("htm_layer", "steps"), [(1, 0), (2, 0), (1, 1)])
+def test_autocast_loses_no_gradient_to_the_saliency_pass(build, batch, htm_layer, steps):
+    """Casts that autocast cached without gradient would leave the block's weights without one."""
+    htm = {"layer": htm_layer, "rollout_steps": steps}
+    module = attach(build(), CLASSES, htm=htm, vtm={"layer": 2}).train()
     with torch.autocast("cpu", torch.bfloat16):
         output = module(*batch)
     assert isinstance(output, Output)
@@ -171,7 +172,8 @@ def test_autocast_loses_no_gradient_to_the_saliency_pass(build, batch, htm_layer
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
     for block in module.model.blocks:  # type: ignore[union-attr, operator]
-        assert block.attn.qkv.weight.grad.abs().sum() > 0
+        for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc1):
+            assert layer.weight.grad.abs().sum() > 0
 
 
 def test_default_pooling_is_the_class_token_where_the_model_pools_it():
