@@ -37,7 +37,7 @@ THIS = install --quiet --no-deps --no-build-isolation --editable .
 	.venv-tools/bin/pip install --quiet 'uv>=0.5,<1' 'pip-audit>=2.7,<3'
 	touch $@
 
-quickstart: .venv/installed  ## train and evaluate on real handwritten digits, HTM and VTM on: about 2 minutes
+quickstart: .venv/installed  ## train and evaluate on real handwritten digits, HTM and VTM on: under 3 minutes
 	$(BIN)/python train.py name=quickstart resume=auto
 
 test: .venv/installed-dev  ## run all tests, on up to 4 cores
