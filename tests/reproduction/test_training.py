@@ -352,6 +352,10 @@ def test_a_result_is_the_last_epoch_the_best_one_and_the_median_of_ten():
     result = trainer._result()
     assert (result["top1_last"], result["top1_best"], result["top1_median10"]) == (45, 90, 32.5)
     assert (result["top5_last"], result["top5_best"]) == (46, 91)
+    assert not trainer._is_best()
+    for last, is_best in ((90.0, False), (91.0, True)):  # of two as good the first stays
+        trainer.history[-1]["top1"] = last
+        assert trainer._is_best() == is_best
 
 
 def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):
