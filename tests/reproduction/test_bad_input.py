@@ -35,7 +35,7 @@ REFUSED = Path(__file__).with_name("refused.yaml")  # kind -> command -> its lin
 TABLE: dict[str, dict[str, str]] = yaml.safe_load(REFUSED.read_text())
 TABLE["texts that cannot be read"] |= {  # too long to be written down
     f"train.py seed={'1' * 5000}": "train.py: seed=111...: cannot be read: ValueError: ...",
-    f"train.py 'name={'[' * 1000}'": "train.py: name=[[[...: cannot be read as key=value...",
+    f"train.py 'name={'[' * 400}'": "train.py: name=[[[...: cannot be read as key=value...",
 }
 CLEAR = (  # what is allowed, or what is wrong with it
     *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with", "go on with"),
