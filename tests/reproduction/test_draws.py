@@ -1,14 +1,19 @@
 """What the trainer draws over steps, ranks and seeds: always anew, and always the same again."""
 
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from reproduction.commands.jobs import resolve
+from reproduction.data.build import build_source
+from reproduction.runs.compose import compose
 from reproduction.training.distributed import World
-from tests.reproduction.conftest import small_trainer
+from reproduction.training.train import build_trainer
+from tests.reproduction.conftest import SMALL, small_trainer
 from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
 
 CPU = torch.device("cpu")
@@ -100,3 +105,15 @@ def test_what_is_drawn_for_dropout_is_not_what_mixing_drew():
     """Purposes keep apart: with and without mixing, dropout is the same."""
     for one, other in zip(drawn(["mixup"]), drawn([]), strict=True):
         assert torch.equal(one.dropout, other.dropout)
+
+
+def test_weights_and_the_order_of_images_follow_the_seed(tmp_path: Path):
+    built = []
+    for seed in (0, 1, 0):
+        told = [*SMALL, f"seed={seed}", "name=mine", f"output_root={tmp_path}"]
+        config = resolve(compose("train", told))
+        built.append(build_trainer(config, World(0, 1, CPU), build_source(config.dataset)))
+    first, other, again = [next(x.module.model.parameters()) for x in built]
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    orders = [[index for batch in x.batches for _, index in batch] for x in built]
+    assert orders[0] == orders[2] != orders[1]
