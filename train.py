@@ -2,7 +2,7 @@
 
 from reproduction.commands.cli import run
 from reproduction.commands.jobs import check_all, resolve
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.runs.folder import RunFolder
 
 

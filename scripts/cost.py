@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 from reproduction.commands.cli import one_line
-from reproduction.reporting.scales import FULL, SCALES, about
-from reproduction.studies.cost import FILE, Speed, add_costs, speed_key
-from reproduction.studies.cost_tables import hours_table, speed_table
+from reproduction.reporting.cells import FULL, SCALES, about
+from reproduction.studies.cost import FILE, Speed, add_costs, hours_table, speed_key, speed_table
 from reproduction.studies.plan import DATASET_OPTIONS, PlannedRun, Settings, plan, studies_of
 from reproduction.system.errors import UserError
 from reproduction.system.hardware import hardware_name

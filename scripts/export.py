@@ -1,9 +1,9 @@
 """Writes the plain model of a run (run=FOLDER) or of a file (checkpoint=FILE model=...)."""
 
 from reproduction.commands.cli import run
-from reproduction.commands.export import Export, resolve
+from reproduction.commands.jobs import Export, resolve_export
 from reproduction.system.ranks import is_first_rank
-from reproduction.system.stdout import say
+from reproduction.system.terminal import say
 
 
 def main(settings: Export) -> None:
@@ -16,4 +16,4 @@ def main(settings: Export) -> None:
 
 
 if __name__ == "__main__":
-    run("export", resolve, lambda settings, here: None, main)
+    run("export", resolve_export, lambda settings, here: None, main)

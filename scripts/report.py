@@ -3,7 +3,7 @@
 import argparse
 
 from reproduction.commands.cli import one_line
-from reproduction.reporting.scales import FULL, SCALES
+from reproduction.reporting.cells import FULL, SCALES
 from reproduction.studies.overview import write_overview
 from reproduction.studies.plan import DATASET_OPTIONS, Settings
 from reproduction.system.errors import UserError

@@ -52,8 +52,7 @@ def reproduce(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> dict[str, str]:
     """Returns the errors of those that failed twice."""
-    from reproduction.studies.children import shares
-    from reproduction.studies.runner import prepare, train_all, train_all_apart, train_here
+    from reproduction.studies.runner import prepare, shares, train_all, train_all_apart, train_here
 
     prepare(runs, settings)
     if args.launcher == "joblib":

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from reproduction.config.schema import CONF_DIR, Config
+from reproduction.config import CONF_DIR, Config
 from reproduction.reporting.recipes import as_table, compare_recipes, read_recipes
 from reproduction.reporting.reference import configuration_page
 from reproduction.runs.compose import compose

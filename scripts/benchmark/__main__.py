@@ -14,14 +14,14 @@ import torch
 
 from reproduction.runs.folder import check_writable
 from reproduction.system.errors import PlainError, UserError
-from reproduction.system.hardware import hardware_name
-from reproduction.system.heap import keep_freed_memory
+from reproduction.system.hardware import hardware_name, keep_freed_memory
 from reproduction.system.storage import write_text
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
+from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
 from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page
 from scripts.benchmark.parts import measure_detectors, measure_gain, measure_parts
-from scripts.benchmark.pipeline import measure_pipeline
+from scripts.benchmark.pipeline import measure_pipeline, measure_startup
 from scripts.benchmark.report import (
     FILE,
     Group,
@@ -31,8 +31,6 @@ from scripts.benchmark.report import (
     read_report,
     slower,
 )
-from scripts.benchmark.scope import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
-from scripts.benchmark.startup import measure_startup
 from scripts.benchmark.steps import measure_oracle, measure_steps
 
 MARKDOWN, MARK = "benchmark.md", "benchmark"

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.studies.latency import build_step, detector_configs, mix, mixing_batch
 from reproduction.studies.plan import Settings
 from reproduction.system.timing import Work, spread_of, time_in_turns
 from reproduction.training.evaluate import autocast
-from scripts.benchmark.measure import calls_on, compared, peak_mib, summary
-from scripts.benchmark.scope import Scope
+from scripts.benchmark.measure import Scope, calls_on, compared, peak_mib, summary
 from scripts.benchmark.steps import precision_on
 from tests.oracle import gain_by_repetition
 from tokenmixup import Rules, difficulty, gain_matrix, mix_horizontal, optimal_assignment

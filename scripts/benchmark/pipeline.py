@@ -1,8 +1,11 @@
-"""Input pipeline: images that one worker loads in a second, and workers that feed a step."""
+"""What a user waits for besides steps: images that one worker loads in a second, start-up."""
 
 import math
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,13 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
+from reproduction.config import CONF_DIR
 from reproduction.data.build import build_training_images
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, held
 from reproduction.data.sources import Source
-from reproduction.system.timing import time_in_turns
-from scripts.benchmark.measure import Row, summary
+from reproduction.system.timing import Work, time_in_turns
+from scripts.benchmark.measure import CCT, VIT, Row, Scope, summary
 from scripts.benchmark.report import Report
-from scripts.benchmark.scope import CCT, VIT, Scope
 from scripts.benchmark.steps import step_config
 
 SMALL = "CIFAR, held in memory, to 32 px"
@@ -108,3 +111,26 @@ def _steps(report: Report, model: str) -> Iterator[tuple[str, float | None]]:
         yield f"{model}, {device}", None
     if device != "cuda":
         yield f"{model}, cuda", None
+
+
+TRAIN = CONF_DIR.parent / "train.py"
+COMMANDS = {"--help": 0, "recipe.epochs=0": 2}  # argument -> status
+
+
+def measure_startup(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+    """Whole processes, warm."""
+    works: dict[str, Work] = {
+        f"python train.py {argument}": partial(_run, argument, status)
+        for argument, status in COMMANDS.items()
+    }
+    times = time_in_turns(works, scope.starts)
+    rows: dict[str, Row] = {name: {"ms": summary(ms)} for name, ms in times.items()}
+    return [{"title": "start-up", "about": "whole processes, warm", "rows": rows}]
+
+
+def _run(argument: str, status: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ended = subprocess.run(
+            [sys.executable, str(TRAIN), argument], cwd=folder, capture_output=True, check=False
+        )
+    assert ended.returncode == status, ended.stderr.decode()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.models.build import count_macs
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
@@ -20,8 +20,16 @@ from reproduction.system.timing import spread_of, time_in_turns
 from reproduction.training.evaluate import DTYPES
 from reproduction.training.loop import Trainer
 from reproduction.training.step import Part
-from scripts.benchmark.measure import AGAIN, Row, calls_on, compared, peak_mib
-from scripts.benchmark.scope import CCT, TRAINED_AS, Scope
+from scripts.benchmark.measure import (
+    AGAIN,
+    CCT,
+    TRAINED_AS,
+    Row,
+    Scope,
+    calls_on,
+    compared,
+    peak_mib,
+)
 from tests.oracle import Oracle
 
 PLAIN = "plain"

@@ -39,6 +39,9 @@ def _is_blocks(x: Any) -> bool:
     return listed and all(_is_whole(y) and y >= 0 for y in x) and len(set(x)) == len(x)
 
 
+_types_of = cache(get_type_hints)
+
+
 class _Settings:
     """Checks each option on its own; whole numbers become floats where these are asked for."""
 
@@ -46,7 +49,7 @@ class _Settings:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        types = get_type_hints(kind)
+        types = _types_of(kind)
         for name, (allowed, holds) in allowed_of(kind).items():
             value = getattr(self, name)
             if not holds(value):
@@ -61,7 +64,7 @@ Kind = TypeVar("Kind", bound=_Settings)
 @cache
 def allowed_of(settings: Any) -> dict[str, tuple[str, Callable[[Any], bool]]]:
     """Option -> what is allowed, in words and as a test."""
-    found, types = {}, get_type_hints(settings)
+    found, types = {}, _types_of(settings)
     for option in fields(settings):
         if option.metadata:
             found[option.name] = (option.metadata["allowed"], option.metadata["holds"])

@@ -7,8 +7,8 @@ from reproduction.studies.latency import detector_configs
 from reproduction.studies.plan import Settings
 from reproduction.studies.speed import step_of
 from reproduction.system.errors import UserError
+from scripts.benchmark.measure import ON_CPU, ON_GPU, TRAINED_AS, sizes_of
 from scripts.benchmark.parts import exponent, htm_parts
-from scripts.benchmark.scope import ON_CPU, ON_GPU, TRAINED_AS, sizes_of
 from scripts.benchmark.steps import (
     VARIANTS,
     conditions,

@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reproduction.config.schema import CONF_DIR
+from reproduction.config import CONF_DIR
 from reproduction.reporting import report
 from reproduction.training.loop import Trainer
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 from PIL import Image
 
-from reproduction.commands.evaluation import resolve
-from reproduction.config.schema import CONF_DIR
+from reproduction.commands.jobs import resolve_evaluation
+from reproduction.config import CONF_DIR
 from reproduction.data.build import build_broken_images, build_evaluation_loader, build_source
 from reproduction.runs.compose import compose
 from tests.chaos.runs import Outcome, Place, differences
@@ -82,7 +82,7 @@ def _counted(place: Place, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
 
 def _not_once(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
     """What the ranks' loaders do not load exactly once."""
-    config = resolve(compose("eval", [*args, f"devices={ranks}"])).config
+    config = resolve_evaluation(compose("eval", [*args, f"devices={ranks}"])).config
     source = build_source(config.dataset)
     none = build_broken_images(config, source)
     loaders = [

@@ -1,5 +1,6 @@
 """Command lines run in this process, and runs small enough for tests."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ from PIL import Image
 import eval as eval_script
 import train as train_script
 from reproduction.commands.cli import run
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import Settings, point_configs
 from reproduction.studies.speed import bare_trainer
+from reproduction.system.errors import STOP_SIGNALS
+from reproduction.training import distributed
 from reproduction.training.loop import Trainer
 from scripts import export as export_script
 from tests.conftest import sharpened
@@ -48,6 +51,17 @@ class Ended(NamedTuple):
 Command = Callable[..., Ended]
 
 
+def no_checks(settings: Any, here: bool) -> None:
+    """What eval.py and export.py check of all points together."""
+
+
+SCRIPTS: dict[str, tuple[Any, Any, Any]] = {
+    "train": (train_script.resolve, train_script.check_all, train_script.main),
+    "eval": (eval_script.resolve_evaluation, no_checks, eval_script.main),
+    "export": (export_script.resolve_export, no_checks, export_script.main),
+}
+
+
 @pytest.fixture
 def command(
     monkeypatch: pytest.MonkeyPatch,
@@ -64,19 +78,24 @@ def command(
         monkeypatch.setattr("reproduction.reporting.report._draw", lambda folder: {})
 
     def call(script: str, *args: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *args])
-        with pytest.raises(SystemExit) as end:
-            if script == "train":
-                run("train", train_script.resolve, train_script.check_all, train_script.main)
-            if script == "export":
-                run(
-                    "export", export_script.resolve, lambda settings, here: None, export_script.main
-                )
-            run("eval", eval_script.resolve, lambda settings, here: None, eval_script.main)
-        out, err = capfd.readouterr()
-        return Ended(int(end.value.code or 0), out, err)
+        status = run_here(monkeypatch, script, *args)
+        return Ended(status, *capfd.readouterr())
 
     return call
+
+
+def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
+    """The status of a script that is run in this process; its ranks are forks of it.
+
+    So nothing is imported again. What a user starts, which spawns them, has tests of its own.
+    """
+    patch.setattr(sys, "argv", [f"{script}.py", *args])
+    patch.setattr(distributed, "START_METHOD", "fork")
+    patch.setattr(distributed, "_on_rank", _on_forked_rank)
+    resolve, check_all, main = SCRIPTS[script]
+    with pytest.raises(SystemExit) as end:
+        run(script, resolve, check_all, main)
+    return int(end.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +113,20 @@ def configs() -> dict[str, Config]:
     return point_configs("all", Settings())
 
 
+_on_spawned_rank = distributed._on_rank
+
+
+def _on_forked_rank(*args: Any) -> Any:
+    """Without the launcher's handlers, which a fork has too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in STOP_SIGNALS:
+        if signum != signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)
+    return _on_spawned_rank(*args)
+
+
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
-    """Lets something happen before the step that follows so many."""
+    """Lets something happen before the step that follows so many, also in ranks."""
     whole = Trainer.train_step
 
     def eventful_step(self: Trainer, *args: Any) -> Any:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 import eval as eval_script
 import train as train_script
 from reproduction.commands.cli import run
-from reproduction.config.schema import CONF_DIR
+from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
-from reproduction.runs.identity import flatten
+from reproduction.runs.folder import flatten
 from scripts import export as export_script
 from tests.reproduction.mutations import snapshot
 
 SCRIPTS = {
     "train": (train_script.resolve, train_script.check_all),
-    "eval": (eval_script.resolve, lambda settings, here: None),
-    "export": (export_script.resolve, lambda settings, here: None),
+    "eval": (eval_script.resolve_evaluation, lambda settings, here: None),
+    "export": (export_script.resolve_export, lambda settings, here: None),
 }
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment", "hydra/launcher")
 OPTIONS = {

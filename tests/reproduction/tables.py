@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.reporting.collect import Collection, collect
 from reproduction.reporting.model_stats import Counts, read_paper
 from reproduction.reporting.pictures import Sources

@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 
 from reproduction.commands import cli
-from reproduction.config.schema import CONF_DIR
+from reproduction.config import CONF_DIR
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.runs import compose as composing

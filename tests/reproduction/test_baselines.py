@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.config.schema import CONF_DIR, Config
+from reproduction.config import CONF_DIR, Config
 from reproduction.models.build import build_model, build_module
 from reproduction.reporting.model_stats import (
     PaperRow,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import (
     build_broken_images,
     build_evaluation_loader,
@@ -17,8 +17,7 @@ from reproduction.data.build import (
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import _open, load_source
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash
+from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World

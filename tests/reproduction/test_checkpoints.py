@@ -11,16 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from reproduction.commands.jobs import resolve
-from reproduction.config.schema import Checkpoint
+from reproduction.config import Checkpoint
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import hash_of
+from reproduction.runs.folder import RunFolder, hash_of
 from reproduction.system.errors import UserError
 from reproduction.training import checkpoint as checkpoints
-from reproduction.training import loop, stopping
+from reproduction.training import endings, loop
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World
-from reproduction.training.stopping import Agreement
+from reproduction.training.endings import Agreement
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import MIXED, assert_same_result
@@ -192,9 +191,9 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.told: list[torch.Tensor] = []
         self.now = 0.0
-        monkeypatch.setattr(stopping.dist, "new_group", lambda backend: None)
-        monkeypatch.setattr(stopping.dist, "all_reduce", self.all_reduce)
-        monkeypatch.setattr(stopping.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(endings.dist, "new_group", lambda backend: None)
+        monkeypatch.setattr(endings.dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(endings.time, "monotonic", lambda: self.now)
 
     def all_reduce(self, told: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
         self.told.append(told)

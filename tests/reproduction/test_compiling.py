@@ -13,8 +13,8 @@ import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from reproduction.models import compiling
-from reproduction.models.compiling import check_compiler, compile_blocks
+from reproduction.models import build
+from reproduction.models.build import check_compiler, compile_blocks
 from reproduction.runs.folder import RunFolder
 from tests.conftest import CLASSES, small_cct, small_vit
 from tests.reproduction.conftest import SMALL, Command
@@ -22,7 +22,7 @@ from tests.reproduction.test_training import assert_same_result, interrupt_at, w
 from tokenmixup import TokenMixup, attach, training_loss
 
 BLOCKS = 4
-INDUCTOR = compiling.COMPILER
+INDUCTOR = build.COMPILER
 with_dropout = pytest.mark.parametrize(
     "build",
     [
@@ -37,9 +37,7 @@ with_dropout = pytest.mark.parametrize(
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Counts what is compiled, by a backend that needs no compiler."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(
-        compiling, "COMPILER", partial(torch.compile, backend=counter, dynamic=False)
-    )
+    monkeypatch.setattr(build, "COMPILER", partial(torch.compile, backend=counter, dynamic=False))
     torch.compiler.reset()
     check_compiler.cache_clear()
     yield counter
@@ -165,7 +163,7 @@ def test_a_compiled_run_goes_on_exactly_and_is_evaluated_uncompiled(
 def test_a_machine_without_compiler_is_told_before_anything_is_written(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(compiling, "COMPILER", INDUCTOR)
+    monkeypatch.setattr(build, "COMPILER", INDUCTOR)
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
         ended = command("train", "name=mine", "compile=true", *SMALL)
     assert ended.status == 2
@@ -177,5 +175,5 @@ def test_a_machine_without_compiler_is_told_before_anything_is_written(
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="this machine has no C++ compiler")
 def test_the_compiler_of_this_machine_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiling, "COMPILER", INDUCTOR)
+    monkeypatch.setattr(build, "COMPILER", INDUCTOR)
     check_compiler("cpu")

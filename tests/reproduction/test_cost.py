@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from reproduction.config.schema import CONF_DIR, Config
+from reproduction.config import CONF_DIR, Config
 from reproduction.data.folders import data_sizes
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_model, count_macs, without_start
@@ -26,14 +26,15 @@ from reproduction.studies import states
 from reproduction.studies.cost import (
     Speed,
     add_costs,
+    hours_table,
     hours_text,
     read_costs,
     run_hours,
     sizes_of,
     speed_key,
+    speed_table,
     training_flops,
 )
-from reproduction.studies.cost_tables import hours_table, speed_table
 from reproduction.studies.plan import PlannedRun, Settings, plan, studies_of
 from reproduction.studies.speed import measure_speed
 from reproduction.studies.states import state_table

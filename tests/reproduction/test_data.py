@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import (
     build_evaluation_loader,
     build_training_images,

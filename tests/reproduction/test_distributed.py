@@ -24,7 +24,7 @@ from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import NoLog
 from reproduction.training.train import build_trainer, run_training
 from tests.chaos.runs import differences
-from tests.reproduction.conftest import Command
+from tests.reproduction.conftest import Command, at_step, run_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ MIXING = [
     *("augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=4", "devices=2"),
 ]
 
-# train.py, of which a rank is killed within a step: DIES="RANK STEP" python dying.py ...
+# train.py, whose first rank is killed after 15 steps, once
 DYING = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -59,32 +59,14 @@ from reproduction.training.loop import Trainer
 whole = Trainer.train_step
 
 def step(self, *args):
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if os.environ["DIES"] == f"{{os.environ['RANK']}} {{self.step}}":
-            os.kill(os.getpid(), signal.SIGKILL)
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], self.step) == ("0", "0", 15):
+        os.kill(os.getpid(), signal.SIGKILL)
     return whole(self, *args)
 
 Trainer.train_step = step
 if __name__ == "__main__":
     run("train", train.resolve, train.check_all, train.main)
 """
-
-
-def run(
-    tmp_path: Path, command: list[str], *args: str, dies: str = ""
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIES": dies}
-    script = tmp_path / "dying.py" if dies else ROOT / "train.py"
-    if dies:
-        script.write_text(DYING)
-    return subprocess.run(  # noqa: PLW1510  # the tests look at the status
-        [*command, str(script), *args],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
 
 
 def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -94,19 +76,24 @@ def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict
 
 
 def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_of_one(
-    tmp_path: Path,
+    tmp_path: Path, command: Command
 ):
+    for name, more in (("one", []), ("two", ["devices=2"])):
+        assert command("train", f"name={name}", *PLAIN, *more).status == 0
+    dying = tmp_path / "dying.py"
+    dying.write_text(DYING)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     in_parts = "recipe.grad_accum_steps=3"  # of shares of 4 and 5 images
-    place = ["name=one", f"output_root={tmp_path / 'outputs'}"]
-    run_training(resolve(compose("train", [*place, *PLAIN])))
-    for name, command, more, dies in [
-        ("two", [sys.executable], ["devices=2"], ""),
-        ("torchrun", [*torchrun, "--max-restarts=1"], [in_parts], "0 15"),
-    ]:
-        ended = run(tmp_path, command, f"name={name}", *PLAIN, *more, dies=dies)
-        assert ended.returncode == 0, ended.stderr
-        assert ("restart 1 of 1: all ranks go on after step 10" in ended.stderr) == (dies != "")
+    ended = subprocess.run(
+        [*torchrun, "--max-restarts=1", str(dying), "name=torchrun", *PLAIN, in_parts],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "restart 1 of 1: all ranks go on after step 10" in ended.stderr
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
     one_steps, one_epochs = lines_of(tmp_path, "one")
     assert len(one_steps) == 20
@@ -128,8 +115,9 @@ def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_o
 def mixing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of two ranks in one sweep, by seed."""
     root = tmp_path_factory.mktemp("mixing")
-    ended = run(root, [sys.executable], "-m", "seed=0,1", *MIXING)
-    assert ended.returncode == 0, ended.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert run_here(patch, "train", "-m", "seed=0,1", *MIXING) == 0
     return root
 
 
@@ -141,14 +129,13 @@ def test_two_ranks_mix_within_their_shares_and_count_together(mixing_runs: Path)
         assert sum(line["mixed_samples"] for line in steps) == 4 * 95
 
 
-def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path):
+def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path, command: Command):
     diverge = ["recipe.optimizer=sgd", "recipe.lr=1e30", "recipe.warmup_lr=1e30"]
     more = ["recipe.clip_grad_norm=null", "devices=2", "name=mine"]
-    ended = run(tmp_path, [sys.executable], *PLAIN, *diverge, *more)
-    assert ended.returncode == 1
-    last = ended.stderr.splitlines()[-1]
+    ended = command("train", *PLAIN, *diverge, *more)
+    assert ended.status == 1
+    (last,) = ended.lines
     assert last.startswith("train.py: rank ")
-    assert len(ended.stderr.splitlines()) == 1
     assert "the loss is nan" in last and "resume=auto" in last
     assert RunFolder(tmp_path / "outputs/mine").read_summary()["status"] == "failed"
 
@@ -164,8 +151,9 @@ BATCH_NORM = [  # narrow, with steps large enough that the statistics of the ran
 def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of a model whose batch normalisation sees other images on each rank."""
     root = tmp_path_factory.mktemp("two_ranks")
-    ended = run(root, [sys.executable], *BATCH_NORM)
-    assert ended.returncode == 0, ended.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert run_here(patch, "train", *BATCH_NORM) == 0
     return root / "outputs" / "mine"
 
 
@@ -177,15 +165,15 @@ def test_ranks_evaluate_what_the_first_one_saves(run_of_two_ranks: Path, command
 
 
 def test_what_only_ranks_find_out_is_refused_in_one_line_too(
-    tmp_path: Path, run_of_two_ranks: Path
+    tmp_path: Path, run_of_two_ranks: Path, command: Command
 ):
     folder = RunFolder(shutil.copytree(run_of_two_ranks, tmp_path / "outputs" / "mine"))
     folder.write_summary(status="interrupted")
     folder.last_path.write_bytes(b"broken")
-    ended = run(tmp_path, [sys.executable], *BATCH_NORM, "resume=auto")
-    assert ended.returncode == 2
-    assert len(ended.stderr.splitlines()) == 1
-    assert "last.pt: not readable" in ended.stderr
+    ended = command("train", *BATCH_NORM, "resume=auto")
+    assert ended.status == 2
+    (line,) = ended.lines
+    assert "last.pt: not readable" in line
 
 
 @pytest.mark.parametrize(
@@ -212,24 +200,34 @@ def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, arg
 
 
 def test_two_ranks_stop_after_the_same_step_and_go_on_there_whatever_becomes_of_one(
-    tmp_path: Path, mixing_runs: Path
+    tmp_path: Path, mixing_runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
     often = "checkpoint.every_minutes=0.001"  # by the first rank's clock
-    process = start(tmp_path, "name=mine", often, *MIXING)
+    with monkeypatch.context() as patch:
+        at_step(patch, 20, stop_the_launcher)
+        ended = command("train", "name=mine", often, *MIXING)
+    assert ended.status == 130
+    assert len(ended.lines) == 1
     mine = RunFolder(tmp_path / "outputs/mine")
-    wait_for(mine.last_path)
-    process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=400)
-    assert process.returncode == 130, err
-    assert len(err.splitlines()) == 1
     assert torch.load(mine.last_path, weights_only=True)["step"] < 35
     goes_on = ("name=mine", "resume=auto", "restarts=1", often)
-    ended = run(tmp_path, [sys.executable], *goes_on, *MIXING, dies="1 35")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.startswith("restart 1 of 1: all ranks go on after step 3")
-    assert len(ended.stderr.splitlines()) == 1
+    at_step(monkeypatch, 35, kill_the_second_rank_once)
+    ended = command("train", *goes_on, *MIXING)
+    assert ended.status == 0, ended.err
+    (line,) = ended.lines
+    assert line.startswith("restart 1 of 1: all ranks go on after step 3")
     (whole,) = (mixing_runs / "outputs").glob("*-s0-*")
     assert differences(mine, RunFolder(whole)) == []
+
+
+def stop_the_launcher() -> None:
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGUSR1)
+
+
+def kill_the_second_rank_once() -> None:
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_only_the_first_rank_writes(tmp_path: Path):

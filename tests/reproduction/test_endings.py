@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,8 @@ def test_on_a_full_disk_the_last_checkpoint_is_whole_and_freed_space_is_enough(
     command: Command, small_disk: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder
 ):
     def fill() -> None:
-        with (small_disk / "ballast").open("wb", buffering=0) as file:
-            try:
-                while file.write(bytes(4096)):
-                    pass
-            except OSError:
+        with (small_disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
                 pass
 
     with monkeypatch.context() as patch:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from reproduction.config.schema import CONF_DIR
+from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
-from reproduction.runs.identity import flatten
+from reproduction.runs.folder import flatten
 from reproduction.runs.parse import parse
 from tests.reproduction.conftest import Command
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.studies import overview
 from scripts import report
 from tests.reproduction.tables import COUNTS, Configs

@@ -8,7 +8,7 @@ import pytest
 
 FILL_TWICE = """
 import resource
-from reproduction.system.heap import give_back_freed_memory, keep_freed_memory
+from reproduction.system.hardware import give_back_freed_memory, keep_freed_memory
 
 def pages_taken():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.models.build import build_module
 from reproduction.reporting.trained import block_inputs
 from reproduction.studies import latency

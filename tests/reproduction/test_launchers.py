@@ -16,7 +16,7 @@ from reproduction.commands.cli import run
 from reproduction.commands.jobs import check_all, resolve
 from reproduction.commands.launchers import gpu_share, own_gpus
 from reproduction.runs.folder import RunFolder, find_runs
-from reproduction.studies.children import shares
+from reproduction.studies.runner import shares
 from reproduction.training import distributed
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command, Ended
@@ -164,7 +164,7 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch):
 
 def test_shares_divide_gpus_and_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("reproduction.studies.children.usable_cores", lambda: 16)
+    monkeypatch.setattr("reproduction.studies.runner.usable_cores", lambda: 16)
     monkeypatch.setattr(distributed, "visible_gpus", lambda: list("0123"))
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares(None, 2)] == ["0,1", "2,3"]
     assert {share["OMP_NUM_THREADS"] for share in shares(None, 2)} == {"4"}

@@ -9,14 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.images import ArrayImages, held
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source, load_source
 from reproduction.runs.compose import compose
-from reproduction.runs.identity import run_hash
+from reproduction.runs.folder import run_hash
 from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import write_images

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.config.schema import Recipe
+from reproduction.config import Recipe
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
-from reproduction.training.optim import build_optimizer, build_schedule, load_optimizer
+from reproduction.training.step import build_optimizer, build_schedule, load_optimizer
 from tests.conftest import CLASSES, small_vit
 from tests.reproduction.conftest import small_trainer
 from tokenmixup import attach

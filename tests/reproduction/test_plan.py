@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.config.model import ViT
-from reproduction.config.schema import Config
+from reproduction.config import Config, ViT
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.reporting.cells import read_cells
-from reproduction.reporting.scales import SCALES
+from reproduction.reporting.cells import SCALES, read_cells
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder, find_runs
-from reproduction.runs.identity import run_hash
+from reproduction.runs.folder import RunFolder, find_runs, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import PlannedRun, Settings, cell_config, cells_of, plan
 from reproduction.system.errors import UserError

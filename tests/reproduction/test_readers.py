@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.folders import missing_data
 from reproduction.data.images import load_image

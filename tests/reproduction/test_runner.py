@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.reporting.scales import SCALES
+from reproduction.reporting.cells import SCALES
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.locking import hold, is_held
 from reproduction.studies import plan as planning
 from reproduction.studies import runner
-from reproduction.studies.children import Children
 from reproduction.studies.plan import PlannedRun, Settings, plan
+from reproduction.studies.runner import Children
 from reproduction.studies.states import read_state
 from reproduction.system.errors import RunInterrupted, RunLocked, UserError
 from reproduction.training.loop import Trainer
@@ -44,9 +44,9 @@ def narrow() -> Iterator[None]:
         smoke = SCALES["smoke"]
         columns = {"CIFAR-100": (*smoke.columns["CIFAR-100"], *narrow)}
         patch.setitem(SCALES, "smoke", replace(smoke, columns=columns))
-        planning._config.cache_clear()
+        planning._config_elsewhere.cache_clear()
         yield
-    planning._config.cache_clear()
+    planning._config_elsewhere.cache_clear()
 
 
 @pytest.fixture

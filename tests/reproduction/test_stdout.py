@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from reproduction.system.stdout import say
+from reproduction.system.terminal import say
 
 
 def test_say_goes_on_when_nobody_reads(monkeypatch: pytest.MonkeyPatch):

@@ -11,9 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from reproduction.models.weights import read_file
-from reproduction.system.digest import KEY, verify
 from reproduction.system.errors import UserError
-from reproduction.system.storage import clear_leftovers, replacing, versions, write_text
+from reproduction.system.storage import (
+    KEY,
+    clear_leftovers,
+    replacing,
+    verify,
+    versions,
+    write_text,
+)
 from reproduction.training.checkpoint import save_last, save_plain
 
 STATE = {"module": {"a": torch.arange(3.0)}, "step": 7}

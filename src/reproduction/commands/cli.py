@@ -26,7 +26,7 @@ from reproduction.commands.launchers import (
     check_resume,
     own_gpus,
 )
-from reproduction.config.schema import CONF_DIR
+from reproduction.config import CONF_DIR
 from reproduction.runs.compose import (
     Composed,
     compose,
@@ -36,7 +36,7 @@ from reproduction.runs.compose import (
 )
 from reproduction.system.errors import RunFailed, RunInterrupted, UserError, first_line, in_one_line
 from reproduction.system.ranks import is_first_rank, launched_ranks
-from reproduction.system.stdout import say
+from reproduction.system.terminal import say
 
 Settings = TypeVar("Settings")
 
@@ -150,7 +150,7 @@ def _launch(
     launcher: str, config_name: str, job: Callable[[DictConfig], Exception | None]
 ) -> list[Exception]:
     """Runs the points in the launcher's processes, waits for them and returns their failures."""
-    from reproduction.training.stopping import handling, stop_at_once
+    from reproduction.training.endings import handling, stop_at_once
 
     overrides = get_args_parser().parse_args(sys.argv[1:]).overrides
     with own_hydra(job_name=config_name), handling(stop_at_once):

@@ -1,13 +1,16 @@
 """What is checked of each point of a command line, and of each run of a study."""
 
 import dataclasses
+import os
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from reproduction.config.schema import Config
+from reproduction.config import AnyModel, Config
 from reproduction.runs.compose import Composed
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import default_name
-from reproduction.runs.parse import parse
+from reproduction.runs.folder import RunFolder, check_writable, default_name
+from reproduction.runs.parse import parse, parse_saved
 from reproduction.system.errors import UserError
 
 
@@ -37,3 +40,118 @@ def check_all(configs: list[Config], here: bool = True) -> None:
     for folder, config in zip(folders, configs, strict=True):
         if not folder.is_finished():
             preflight(config, here)
+
+
+EXPORTED_RUN = ("run", "weights", "output")
+EXPORTED_FILE = ("checkpoint", "model", "output")
+
+
+@dataclass(frozen=True)
+class Export:
+    """Checkpoints, of which the first readable one counts, their model, and where it goes."""
+
+    model: AnyModel
+    checkpoints: list[Path]
+    output: Path
+
+
+def resolve_export(composed: Composed) -> Export:
+    """The checked settings of one export; UserError names what does not belong to it."""
+    raw = dict(composed.raw)
+    output = _new_file(raw.pop("output", None))
+    checkpoints, saved = _chosen_weights(composed, raw, EXPORTED_RUN, EXPORTED_FILE)
+    if saved is not None:  # its images may be elsewhere and are not needed
+        raw = {**saved, "dataset": raw["dataset"]}
+    return Export(parse_saved(raw).model, checkpoints, output)
+
+
+def _new_file(output: Any) -> Path:
+    if not isinstance(output, str) or not output.endswith(".safetensors"):
+        raise UserError(f"output={output}: must be a file ending in .safetensors")
+    if os.path.lexists(output):
+        raise UserError(f"output={output}: exists already")
+    check_writable(Path(output), f"output={output}")
+    return Path(output)
+
+
+Keys = tuple[str, ...]
+
+EVALUATED_RUN = ("run", "weights", "device", "devices", "dataset")
+EVALUATED_FILE = ("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Checkpoints, of which the first readable one counts, their configuration, and the result."""
+
+    config: Config
+    checkpoints: list[Path]
+    result: Path
+
+
+def resolve_evaluation(composed: Composed) -> Evaluation:
+    """The checked settings of one evaluation; UserError names what does not belong to it."""
+    raw = dict(composed.raw)
+    files, saved = _chosen_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
+    file = files[0]
+    if saved is not None:
+        config = parse_saved(_overridden(saved, raw, composed))
+        return Evaluation(config, files, file.parents[1] / f"evaluation-{file.stem}.json")
+    config = parse(raw, trains=False)
+    name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
+    result = Path(config.output_root, "evaluations", name)
+    check_writable(result, f"output_root={config.output_root}")
+    return Evaluation(config, files, result)
+
+
+def _chosen_weights(
+    composed: Composed, raw: dict[str, Any], of_a_run: Keys, of_a_file: Keys
+) -> tuple[list[Path], dict[str, Any] | None]:
+    """(files of weights, of which the first readable one counts; their run's own configuration).
+
+    Takes run, weights and checkpoint out of `raw`. Raises UserError for what was typed besides the
+    keys and groups that belong to a run, or to a file.
+    """
+    run, weights, checkpoint = (raw.pop(key, None) for key in ("run", "weights", "checkpoint"))
+    for key, value in (("run", run), ("checkpoint", checkpoint)):
+        if isinstance(value, dict | list | bool):
+            raise UserError(f"{key}={value}: must be a path")
+    if (run is None) == (checkpoint is None):
+        raise UserError(
+            f"run={run}, checkpoint={checkpoint}: give one of them, a run folder or a file"
+        )
+    if weights not in ("last", "best"):
+        raise UserError(f"weights={weights}: must be last or best")
+    _refuse_others(composed, of_a_run if run is not None else of_a_file)
+    if checkpoint is not None:
+        if not Path(str(checkpoint)).is_file():
+            raise UserError(f"checkpoint={checkpoint}: there is no such file")
+        return [Path(str(checkpoint))], None
+    folder = RunFolder(str(run))
+    saved = folder.read_config()
+    path = folder.best_path if weights == "best" else folder.last_path
+    found = [path] * path.is_file() if weights == "best" else folder.checkpoints()
+    if not found:
+        raise UserError(f"run={run}: holds no {path.name} yet")
+    return found, saved
+
+
+def _refuse_others(composed: Composed, allowed: Keys) -> None:
+    for key, text in composed.overrides.items():
+        if key.partition(".")[0] not in (*allowed, "hydra") or key == "dataset.limit":
+            raise UserError(f"{text}: does not belong here, allowed are {', '.join(allowed)}")
+
+
+def _overridden(saved: dict[str, Any], typed: dict[str, Any], composed: Composed) -> dict[str, Any]:
+    """The run's own configuration with the device and the data set that were typed."""
+    for key, text in composed.overrides.items():
+        head, _, leaf = key.partition(".")
+        if head not in ("device", "devices", "dataset"):
+            continue
+        if head not in typed or not isinstance(saved.get("dataset"), dict):
+            raise UserError(f"{text}: cannot be applied to this run")
+        if leaf:
+            saved[head][leaf] = typed[head][leaf]
+        else:
+            saved[head] = typed[head]
+    return saved

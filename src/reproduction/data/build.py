@@ -8,7 +8,7 @@ import yaml
 from timm.data import create_transform
 from torch import Tensor
 
-from reproduction.config.schema import CONF_DIR, Config, Dataset
+from reproduction.config import CONF_DIR, Config, Dataset
 from reproduction.data.images import ImageSource, held
 from reproduction.data.inputs import (
     Erasing,

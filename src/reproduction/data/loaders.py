@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from reproduction.data.images import ImageSource
 from reproduction.data.seeding import Purpose, generators_kept, seed_generators
 from reproduction.system.errors import STOP_SIGNALS, UserError
-from reproduction.system.stdout import warn
+from reproduction.system.terminal import warn
 
 START = "fork"  # shares images in memory; ranks that we start ourselves would have another
 Transform = Callable[[Image.Image], Tensor]

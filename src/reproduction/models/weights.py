@@ -21,10 +21,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from reproduction.models.names import State, from_jax, in_our_names
-from reproduction.system.digest import KEY, WRITER, verify
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
-from reproduction.system.stdout import warn
+from reproduction.system.storage import KEY, WRITER, verify
+from reproduction.system.terminal import warn
 
 # Where a dictionary keeps its parameters, if not on top: our runs, timm's and others' training
 # scripts. Averaged weights go first, as with timm's own loader.

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.reporting.curves import lines_backwards
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import identity
+from reproduction.runs.folder import RunFolder, identity
 from reproduction.runs.locking import is_held
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import build_training_images
 from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.loaders import collate_readable

@@ -14,7 +14,7 @@ import torch
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
 from reproduction.reporting.trained import (
     Sample,

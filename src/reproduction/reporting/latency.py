@@ -7,8 +7,7 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.reporting.cells import Cell
-from reproduction.reporting.scales import FULL
+from reproduction.reporting.cells import FULL, Cell
 from reproduction.system.errors import UserError, first_line
 
 FILE = "latency.json"  # in the folder of all runs

@@ -8,7 +8,7 @@ from typing import Literal
 import yaml
 from rich.table import Table
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 
 PAPER = Path(__file__).with_name("paper.yaml")
 TOLERANCE = 0.005

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.reporting.cells import Cell
 from reproduction.reporting.collect import CellRuns, Collection
 from reproduction.reporting.columns import spread_text

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from reproduction.config.schema import Config
-from reproduction.runs.identity import flatten
+from reproduction.config import Config
+from reproduction.runs.folder import flatten
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
 LEFT_OUT = (  # where and how a run is made, not what it computes

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import TypeAdapter
 
-from reproduction.config.schema import CONF_DIR, Config
+from reproduction.config import CONF_DIR, Config
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_difficulty, draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
@@ -11,8 +11,8 @@ from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
-from reproduction.system.stdout import say, warn
 from reproduction.system.storage import clear_leftovers, write_text
+from reproduction.system.terminal import say, warn
 
 MANY = 512  # images whose difficulty is looked at
 CAPTIONS = {

@@ -8,14 +8,13 @@ from typing import Any
 
 import yaml
 
-from reproduction.config.schema import Config
-from reproduction.reporting.cells import Cell
+from reproduction.config import Config
+from reproduction.reporting.cells import FULL, SCALES, Cell
 from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import Column, columns_of, short_revision, sweep_columns
 from reproduction.reporting.latency import PAPERS, Measurement, command
 from reproduction.reporting.model_stats import Counts, PaperRow
 from reproduction.reporting.records import Measured, Sweep, known, records_of, sweep_records
-from reproduction.reporting.scales import FULL, SCALES
 from reproduction.reporting.statistics import Comparison, holm, p_text
 
 TEXTS = Path(__file__).with_name("tables.yaml")

@@ -4,6 +4,7 @@ Letters: b batch, n tokens with prefix, c classes, d width, h w image.
 """
 
 import dataclasses
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import build_evaluation_transform, build_source
 from reproduction.data.inputs import build_input_mixer, build_normalize
 from reproduction.data.loaders import Broken, loaded
@@ -124,9 +125,8 @@ def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockInput]:
 
     handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in model.blocks]
     try:
-        model(images)
-    except _Enough:
-        pass
+        with suppress(_Enough):
+            model(images)
     finally:
         for handle in handles:
             handle.remove()

@@ -4,13 +4,27 @@ Imports neither torch nor Hydra, so that a mistyped command is refused at once.
 """
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from reproduction.config.schema import Config
-from reproduction.runs.checks import problems
+from reproduction.config import (
+    CCT,
+    AnyModel,
+    Augmentation,
+    Config,
+    Dataset,
+    Library,
+    Recipe,
+    Transforms,
+    ViT,
+)
+from reproduction.data.folders import IMAGE_FOLDERS, missing_data
 from reproduction.system.errors import UserError, in_one_line
+from reproduction.system.ranks import launched_ranks
+from tokenmixup import HTM, VTM
 
 LONGEST = 200  # characters of a value that are shown
 
@@ -77,3 +91,168 @@ def _holds(value: Any, part: Any) -> bool:
     if isinstance(value, dict):
         return part in value
     return isinstance(value, list) and isinstance(part, int) and part < len(value)
+
+
+MOST_TOKENS = 2**14  # one attention map of so many takes 1 GiB
+
+
+def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:
+    """What is wrong between fields, one line each: key, value and what is allowed."""
+    if isinstance(config.model, CCT | ViT):
+        yield from _mixing_problems(config.model, config.augmentation)
+    elif problem := unservable(config.model.name, config.augmentation.stack):
+        yield problem
+    if config.compile and isinstance(config.model, Library):
+        yield (
+            f"compile=true: {config.model.name} is of model.family=library, but blocks are what is "
+            "compiled, of cct or vit; allowed is false"
+        )
+    if trains:
+        yield from _recipe_problems(config.recipe, config.devices)
+        yield from _restart_problems(config)
+    yield from _model_problems(config.model)
+    yield from _transform_problems(config.recipe.transforms)
+    yield from _dataset_problems(config.dataset, needs_data)
+
+
+def unservable(name: str, stack: list[str]) -> str | None:
+    """Why the stack cannot be trained on a model that is no Transformer; None if it can."""
+    if not {"htm", "vtm", "manifold_mixup"} & set(stack):
+        return None
+    return (
+        f"augmentation=[{','.join(stack)}]: {name} is of model.family=library, but htm, vtm and "
+        "manifold_mixup need cct or vit; allowed are augmentation=[mixup,cutmix], [mixup], "
+        "[cutmix] and []"
+    )
+
+
+def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
+    yield from _layer_problems(model, stack)
+    if stack.htm is not None:
+        yield from _htm_problems(model, stack.htm)
+    if stack.vtm is not None:
+        yield from _vtm_problems(model, stack.vtm)
+
+
+def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
+    for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
+        if settings is not None and settings.layer >= model.depth:
+            first = 1 if key == "vtm" else 0
+            yield (
+                f"augmentation.{key}.layer={settings.layer}: {model.name} has blocks "
+                f"0..{model.depth - 1}, allowed is {first}..{model.depth - 1}"
+            )
+    if stack.manifold_mixup is not None:
+        layers = stack.manifold_mixup.layers
+        if max(layers) >= model.depth:
+            yield (
+                f"augmentation.manifold_mixup.layers={layers}: must be blocks of {model.name}, "
+                f"which has 0..{model.depth - 1}"
+            )
+
+
+def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:
+    if htm.pooling == "class_token" and not model.has_class_token:
+        yield (
+            f"augmentation.htm.pooling=class_token: {model.name} pools no class token, "
+            "allowed is auto, attention or average"
+        )
+    if htm.layer < model.depth <= htm.layer + htm.rollout_steps:
+        yield (
+            f"augmentation.htm.rollout_steps={htm.rollout_steps}: {model.name} has "
+            f"{model.depth - 1 - htm.layer} blocks after htm.layer={htm.layer}, allowed are no more"
+        )
+
+
+def _vtm_problems(model: CCT | ViT, vtm: VTM) -> Iterator[str]:
+    if vtm.kappa > model.tokens:
+        yield (
+            f"augmentation.vtm.kappa={vtm.kappa}: {model.name} has {model.tokens} tokens, "
+            f"allowed is 1..{model.tokens}"
+        )
+    if vtm.class_token_offset == "published" and not model.has_class_token:
+        yield (
+            f"augmentation.vtm.class_token_offset=published: {model.name} pools no class token, "
+            "allowed is paper"
+        )
+
+
+def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
+    if recipe.batch_size % devices:
+        yield (
+            f"recipe.batch_size={recipe.batch_size}: the global batch must divide over "
+            f"devices={devices}"
+        )
+    if recipe.warmup_epochs + recipe.cooldown_epochs > recipe.epochs:
+        yield (
+            f"recipe.warmup_epochs={recipe.warmup_epochs}: warm-up and cooldown "
+            f"({recipe.cooldown_epochs}) must fit into recipe.epochs={recipe.epochs}"
+        )
+
+
+def _restart_problems(config: Config) -> Iterator[str]:
+    if config.restarts and launched_ranks() is not None:
+        yield f"restarts={config.restarts}: torchrun does it, --max-restarts={config.restarts}"
+    elif config.restarts and config.devices == 1:
+        yield (
+            f"restarts={config.restarts}: with devices=1 no other process is there to do it, "
+            "allowed is 0"
+        )
+
+
+def _transform_problems(transforms: Transforms) -> Iterator[str]:
+    key = "recipe.transforms"
+    if not transforms.scale[0] <= transforms.scale[1] <= 1:
+        yield f"{key}.scale={transforms.scale}: shares of the area, must rise to 1 at most"
+    if transforms.ratio[0] > transforms.ratio[1]:
+        yield f"{key}.ratio={transforms.ratio}: must rise, as width over height"
+
+
+def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
+    if dataset.memory_mib is not None and dataset.name not in IMAGE_FOLDERS:
+        yield (
+            f"dataset.memory_mib={dataset.memory_mib}: {dataset.name} is held in memory anyway, "
+            "allowed is null"
+        )
+    if dataset.skips and dataset.name not in IMAGE_FOLDERS:
+        yield (
+            f"dataset.broken_images=skip: {dataset.name} is no folder of image files, allowed is "
+            "refuse"
+        )
+    if needs_data and (problem := missing_data(dataset.name, dataset.root)):
+        yield problem
+
+
+def _model_problems(model: AnyModel) -> Iterator[str]:
+    if model.weights is not None and not Path(model.weights).is_file():
+        yield f"model.weights={model.weights}: there is no such file"
+    if isinstance(model, Library):
+        for key, value in model.options.items():
+            if value is None:  # timm would drop it unseen
+                yield f"model.options.{key}=null: no value; ~model.options.{key} leaves it out"
+        return
+    if model.patch_size is not None and model.image_size % model.patch_size:
+        yield f"model.image_size={model.image_size}: must be a multiple of {model.patch_size}"
+    if model.tokens > MOST_TOKENS:
+        yield (
+            f"model.image_size={model.image_size}: gives {model.name} {model.tokens} tokens, "
+            f"allowed are {MOST_TOKENS}"
+        )
+    if isinstance(model, CCT):
+        yield from _cct_problems(model)
+        return
+    if model.weights is not None and model.pretrained is not None:
+        yield f"model.weights={model.weights}: choose either a file or model.pretrained, not both"
+
+
+def _cct_problems(model: CCT) -> Iterator[str]:
+    if (model.conv_layers is None) == (model.patch_size is None):
+        yield (
+            f"model.conv_layers={model.conv_layers}: either it or model.patch_size="
+            f"{model.patch_size} must be set, the other null"
+        )
+    if model.embed_dim % (2 * model.num_heads):
+        yield (
+            f"model.embed_dim={model.embed_dim}: must be an even multiple of "
+            f"model.num_heads={model.num_heads}"
+        )

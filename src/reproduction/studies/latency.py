@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.models.build import build_module, place
 from reproduction.reporting.cells import read_cells
 from reproduction.reporting.latency import FILE

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from reproduction.reporting.scales import FULL, SCALES, about
+from reproduction.reporting.cells import FULL, SCALES, about
 from reproduction.studies.plan import (
     DATASET_OPTIONS,
     STUDIES,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.reporting.cells import read_cells
 from reproduction.reporting.collect import Collection, collect
 from reproduction.reporting.latency import read_latency

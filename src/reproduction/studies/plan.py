@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from reproduction.config.schema import Config
-from reproduction.reporting.cells import Cell, read_cells
-from reproduction.reporting.scales import CIFAR_10, CIFAR_100, FULL, IMAGENET, SCALES, Scale
+from reproduction.config import Config
+from reproduction.reporting.cells import (
+    CIFAR_10,
+    CIFAR_100,
+    FULL,
+    IMAGENET,
+    SCALES,
+    Cell,
+    Scale,
+    read_cells,
+)
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder, find_runs
-from reproduction.runs.identity import default_name, run_hash
+from reproduction.runs.folder import RunFolder, default_name, find_runs, run_hash
 from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 
@@ -221,13 +228,18 @@ def _points(study: str, settings: Settings) -> Iterator[Point]:
                 yield Point(f"{key.rpartition('.')[2]}={value}", cell, (f"{key}={value}",))
 
 
-@lru_cache(maxsize=1024)
 def _config(point: Point, settings: Settings) -> Config:
     """With seed 0 and no name."""
-    config = parse(compose("train", _overrides(point, settings)).raw, needs_data=False)
+    config = _config_elsewhere(point, dataclasses.replace(settings, outputs="outputs"))
     root = settings.dataset_root(config.dataset.name)
-    assert root is None or config.dataset.root == root, "quoted as Hydra reads it"
-    return config
+    dataset = config.dataset if root is None else dataclasses.replace(config.dataset, root=root)
+    return dataclasses.replace(config, dataset=dataset, output_root=str(settings.root))
+
+
+@lru_cache(maxsize=1024)
+def _config_elsewhere(point: Point, settings: Settings) -> Config:
+    """The same, composed once wherever the runs are."""
+    return parse(compose("train", _overrides(point, settings)).raw, needs_data=False)
 
 
 def _overrides(point: Point, settings: Settings) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.models.build import build_module, count_macs, place, without_start

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash
+from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import is_held
 from reproduction.studies.cost import FILE, hours_text, read_costs, run_hours, speed_key
 from reproduction.studies.plan import PlannedRun, Settings

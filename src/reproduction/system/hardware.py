@@ -1,5 +1,9 @@
-"""What a run computes on, in words. Imports torch where a GPU has to be named, and only there."""
+"""What a run computes on, in words, and the memory that a CPU's tensors take.
 
+Imports torch where a GPU has to be named, and only there.
+"""
+
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -41,3 +45,28 @@ def _processor() -> str:
             if key.strip() == "model name":
                 return " ".join(value.split())
     return platform.processor() or platform.machine() or "unknown processor"
+
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Lets the process keep what is freed, for the next step, which needs as much again.
+
+    The C library would hand large tensors back to the kernel, and get new pages, zeroed one by one,
+    in every step.
+    """
+    if is_told():
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(TRIM_THRESHOLD, -1)  # never
+        mallopt(MMAP_MAX, 0)
+
+
+def give_back_freed_memory() -> None:
+    """Gives it back once, before processes are forked that would hold a copy of it."""
+    if is_told():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def is_told() -> bool:
+    return platform.libc_ver()[0] == "glibc"

@@ -1,11 +1,10 @@
-"""What scripts share: arguments, whose errors take one line, and tables as wide as the terminal."""
+"""What is printed, whoever reads it, and what scripts share: arguments, tables."""
 
 import argparse
+import os
 import sys
-from typing import NoReturn
-
-from rich.console import Console
-from rich.table import Table
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from reproduction.system.errors import UserError
 
@@ -26,5 +25,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def print_tables(*tables: Table) -> None:
+def print_tables(*tables: Any) -> None:
+    """Tables of rich's, which train.py never imports."""
+    from rich.console import Console
+
     Console(width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
+
+
+def say(text: str) -> None:
+    """Prints a line; once nobody reads, as after `| head -1`, everything more goes nowhere."""
+    try:
+        print(text, flush=True)
+    except OSError:  # also of a log file on a full disk
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes once more at its end
+        os.close(nowhere)
+
+
+def warn(text: str) -> None:
+    """Prints on stderr; as with `say`, whether anybody reads it changes nothing."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -8,14 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from reproduction.config.model import AnyModel
+from reproduction.config import AnyModel
 from reproduction.models.build import build_model, without_start
 from reproduction.models.names import State
 from reproduction.models.weights import Newest, fitting, read_newest, weights_of
 from reproduction.runs.folder import RunFolder
-from reproduction.system.digest import BLANK, KEY, WRITER, fill_in, seal_archive
 from reproduction.system.errors import UserError
-from reproduction.system.storage import replacing
+from reproduction.system.storage import BLANK, KEY, WRITER, fill_in, replacing, seal_archive
 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),

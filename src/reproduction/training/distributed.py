@@ -38,6 +38,7 @@ Shared = TypeVar("Shared")
 
 GLOO = "gloo/transport"  # in what gloo says of a peer; NCCL raises a DistError
 SECONDS_FOR_PEERS = 2
+START_METHOD = "spawn"  # of ranks; CUDA does not work in a fork
 TOLD_BY_US = (  # loggers of what one line of ours says
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
@@ -167,7 +168,7 @@ def launch(
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
-        start_method="spawn",
+        start_method=START_METHOD,
         **{key: value for key, value in SIGNALLING.items() if hasattr(LaunchConfig, key)},
     )
     try:

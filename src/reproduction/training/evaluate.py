@@ -1,16 +1,27 @@
-"""Accuracy and loss of the plain model on held-out images."""
+"""Accuracy and loss of the plain model on held-out images: in a run, and of saved weights."""
 
+import json
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TypedDict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reproduction.data.inputs import Normalize
-from reproduction.system.errors import PlainError
-from reproduction.training.distributed import World
+from reproduction.config import Config
+from reproduction.data.build import build_broken_images, build_evaluation_loader
+from reproduction.data.inputs import Normalize, build_normalize
+from reproduction.data.sources import load_source
+from reproduction.models.build import build_model, place, without_start
+from reproduction.system.errors import PlainError, RunFailed
+from reproduction.system.ranks import is_a_rank, is_first_rank
+from reproduction.system.storage import write_text
+from reproduction.training.checkpoint import load_plain
+from reproduction.training.distributed import World, join_world, launch, resolve_device
+from reproduction.training.endings import explaining_data, explaining_memory
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,3 +78,45 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
     loss = F.cross_entropy(logits, targets, reduction="sum")
     counts = [targets.new_tensor(len(targets)), ranked[:, 0].sum(), ranked.sum(), loss]
     return torch.stack([count.double() for count in counts])
+
+
+def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -> dict[str, Any]:
+    """Evaluates the first readable one of `checkpoints` on one rank or many, and writes `result`.
+
+    UserError for a checkpoint that does not fit, RunFailed if a rank died or memory is too small.
+    """
+    resolve_device(config.device, config.devices)
+    evaluating = partial(_evaluate_on_rank, checkpoints=checkpoints)
+    try:
+        if is_a_rank(config.devices):
+            found = evaluating(config)
+        else:
+            found = launch(evaluating, config, config.devices)
+    except PlainError as error:
+        raise RunFailed(str(error)) from error
+    if is_first_rank():
+        result.parent.mkdir(parents=True, exist_ok=True)
+        write_text(result, json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]:
+    with join_world(resolve_device(config.device, config.devices)) as world:
+        source = load_source(config.dataset.name, config.dataset.root, limit=None)
+        model = build_model(without_start(config.model), len(source.classes))
+        checkpoint = load_plain(checkpoints, model, source.classes)
+        pin = world.device.type == "cuda"
+        broken = build_broken_images(config, source)
+        normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
+        loader = build_evaluation_loader(config, source, world.rank, world.size, pin, broken)
+        with explaining_memory("evaluation", config.recipe), explaining_data():
+            found = evaluate(
+                place(model, world.device), normalize, loader, world, config.recipe.precision
+            )
+        broken.agree(world)
+        return {
+            **found,
+            "images": len(source.held_out) - len(broken.known),
+            "dataset": config.dataset.name,
+            "checkpoint": str(checkpoint),
+        }

@@ -12,10 +12,10 @@ from uuid import uuid4
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from reproduction.config.schema import Config, Wandb
+from reproduction.config import Config, Wandb
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError, first_line
-from reproduction.system.stdout import say, warn
+from reproduction.system.terminal import say, warn
 
 Mode = Literal["online", "offline", "disabled"]
 

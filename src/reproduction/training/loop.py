@@ -11,26 +11,23 @@ from typing import Any
 
 from torch import Tensor
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import BrokenImages, TrainingBatches
-from reproduction.models.compiling import compile_blocks
+from reproduction.models.build import compile_blocks
 from reproduction.models.names import State
 from reproduction.models.weights import fitting_module
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash
+from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.system.errors import PlainError, Stopped, UserError, first_line
-from reproduction.system.heap import give_back_freed_memory
+from reproduction.system.hardware import give_back_freed_memory
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
-from reproduction.training.endings import explaining_memory
+from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import Evaluation, evaluate
 from reproduction.training.loggers import Logger, NoLog, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, not_finite
-from reproduction.training.optim import build_schedule
-from reproduction.training.step import Part, TrainingStep
-from reproduction.training.stopping import Agreement, handling
+from reproduction.training.step import Part, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10

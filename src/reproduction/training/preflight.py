@@ -3,17 +3,17 @@
 import torch
 from torch import nn
 
-from reproduction.config.schema import Config
+from reproduction.config import Config
 from reproduction.data.build import build_source, build_training_images
 from reproduction.data.loaders import Broken, TrainingBatches
 from reproduction.models.build import (
     build_module,
+    check_compiler,
     check_tokens,
     count_parameters,
     start_weights,
     without_start,
 )
-from reproduction.models.compiling import check_compiler
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.training.distributed import resolve_device

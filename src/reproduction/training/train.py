@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from reproduction.config.model import ViT
-from reproduction.config.schema import Config
+from reproduction.config import Config, ViT
 from reproduction.data.build import (
     build_broken_images,
     build_evaluation_loader,
@@ -30,19 +29,25 @@ from reproduction.models.build import (
     pretrained_statistics,
     without_start,
 )
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash
+from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import hold
 from reproduction.system.errors import RunFailed, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, joined
 from reproduction.system.ranks import is_a_rank, restarts
-from reproduction.system.stdout import warn
+from reproduction.system.terminal import warn
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World, join_world, launch, resolve_device
-from reproduction.training.endings import explaining_data, explaining_disk, leave, leave_failed
+from reproduction.training.endings import (
+    explaining_data,
+    explaining_disk,
+    handling,
+    leave,
+    leave_failed,
+    pass_on,
+    stop_at_once,
+)
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
-from reproduction.training.stopping import handling, pass_on, stop_at_once
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 

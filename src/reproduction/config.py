@@ -1,0 +1,289 @@
+"""The typed schema. Values live in conf/, those of HTM, VTM and manifold mixup in the library."""
+
+import dataclasses
+import re
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from tokenmixup import HTM, VTM, ManifoldMixup
+from tokenmixup.settings import built
+
+FORBID = ConfigDict(extra="forbid")  # of every settings class
+LONGEST_NAME = 200  # bytes; file systems take 255
+AUTO_AUGMENT = (
+    r"(rand(-(n[0-9]{1,2}|(m|w|p|inc|mstd|mmax)[0-9.]{1,5}))+|original|originalr|v0|v0r|3a)"
+)
+HUGE = 10**9  # what counts nothing that costs memory or time stays below it
+
+
+def folder_name(value: str) -> str:
+    if not value.isprintable() or value.strip() != value or set(value) & set("/\\"):
+        raise ValueError("must be a plain folder name without slashes")
+    if value.startswith(".") or not 1 <= len(value.encode()) <= LONGEST_NAME:
+        raise ValueError(f"must have 1 to {LONGEST_NAME} bytes and no leading dot")
+    return value
+
+
+def number_as_text(value: Any) -> Any:
+    return str(value) if type(value) in (int, float) else value
+
+
+def auto_augment_policy(value: str) -> str:
+    if re.fullmatch(AUTO_AUGMENT, value):
+        return value
+    raise ValueError("must be one of timm's policies, such as rand-m9-mstd0.5-inc1, or null")
+
+
+Whole = Annotated[int, Field(strict=True, ge=0, le=HUGE)]
+Count = Annotated[int, Field(strict=True, ge=1, le=HUGE)]
+# Bounds far above what trains, below what hangs or fills the memory before it fails.
+Pixels = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Blocks = Annotated[int, Field(strict=True, ge=1, le=512)]
+Width = Annotated[int, Field(strict=True, ge=1, le=2**16)]
+Images = Annotated[int, Field(strict=True, ge=1, le=10**6)]  # of a batch
+Processes = Annotated[int, Field(strict=True, ge=0, le=1024)]
+Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
+Few = Annotated[int, Field(strict=True, ge=1, le=16)]
+Amount = Annotated[float, Field(strict=True, ge=0, le=1e38, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, le=1e38, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
+Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # of values in 0..1
+Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
+Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
+Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3)]
+Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
+FolderName = Annotated[str, AfterValidator(folder_name)]
+RunName = Annotated[str, BeforeValidator(number_as_text), AfterValidator(folder_name)]
+AutoAugment = Annotated[str, AfterValidator(auto_augment_policy)]
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Model:
+    """What every model has."""
+
+    name: FolderName
+    image_size: Pixels
+    weights: str | None
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Transformer(Model):
+    """A plain sequence of blocks, which HTM and VTM can serve; their default layers."""
+
+    depth: Blocks
+    attn_drop: Rate
+    drop_path: Rate
+    htm_layer: Whole
+    vtm_layer: Whole
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class CCT(Transformer):
+    """A compact transformer (Hassani et al., 2021): CCT with `conv_layers`, CVT with `patch_size`.
+
+    ViT-Lite is CVT with a class token.
+    """
+
+    family: Literal["cct"]
+    embed_dim: Width
+    num_heads: Width
+    mlp_ratio: Ratio
+    conv_layers: Few | None
+    patch_size: Pixels | None
+    positional_embedding: Literal["learnable", "sine"]
+    pooling: Literal["sequence", "class_token"]
+    drop: Rate
+
+    @property
+    def tokens(self) -> int:
+        """Spatial tokens: patches, or every conv layer is followed by a pooling of stride 2."""
+        if self.patch_size is not None:
+            return (self.image_size // self.patch_size) ** 2
+        size = self.image_size
+        for _ in range(self.conv_layers or 0):
+            size = (size + 1) // 2
+        return size * size
+
+    @property
+    def has_class_token(self) -> bool:
+        return self.pooling == "class_token"
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class ViT(Transformer):
+    """A vision transformer of timm's: `architecture` is its name there.
+
+    Dropout as there: `pos_drop_rate` after the positions, `proj_drop_rate` after the attention's
+    output projection and twice in each MLP; `mlp_drop_rate` instead in the MLPs, if it is given.
+    """
+
+    family: Literal["vit"]
+    architecture: str
+    patch_size: Pixels
+    global_pool: Literal["token", "avg", "map"]
+    pretrained: str | None
+    pos_drop_rate: Rate
+    proj_drop_rate: Rate
+    mlp_drop_rate: Rate | None
+
+    @property
+    def tokens(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def has_class_token(self) -> bool:
+        return self.global_pool == "token"
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Library(Model):
+    """Any other model of timm's or torchvision's: `architecture` is its name there."""
+
+    family: Literal["library"]
+    package: Literal["timm", "torchvision"]
+    architecture: str
+    options: dict[str, Any]
+    stem: Literal["imagenet", "cifar"]
+
+
+AnyModel = CCT | ViT | Library
+
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Dataset:
+    """Images, their statistics and how they are loaded."""
+
+    name: Literal["digits", "cifar10", "cifar100", "imagenet1k", "image_folder"]
+    root: str | None
+    mean: Channels
+    std: Scales
+    limit: Count | None
+    workers: Processes
+    memory_mib: Whole | None
+    broken_images: Literal["refuse", "skip"]
+
+    @property
+    def skips(self) -> bool:
+        return self.broken_images == "skip"
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class InputMix:
+    """Input mixup or CutMix; the share of batches is split evenly when both are chosen."""
+
+    alpha: Positive
+    prob: Share
+
+
+def _by_library(kind: Any) -> BeforeValidator:
+    return BeforeValidator(partial(built, kind))
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Augmentation:
+    """The stack: what is None is not in it. What acts inside the model is the library's own."""
+
+    mixup: InputMix | None = None
+    cutmix: InputMix | None = None
+    manifold_mixup: Annotated[ManifoldMixup | None, _by_library(ManifoldMixup)] = None
+    htm: Annotated[HTM | None, _by_library(HTM)] = None
+    vtm: Annotated[VTM | None, _by_library(VTM)] = None
+
+    @property
+    def stack(self) -> list[str]:
+        return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Transforms:
+    """timm's image transforms; scale and ratio [1, 1] leave the whole of a square image."""
+
+    scale: Range
+    ratio: Range
+    interpolation: Literal["random", "bilinear", "bicubic"]
+    hflip: Share
+    color_jitter: Amount
+    auto_augment: AutoAugment | None
+    erasing_prob: Share
+    erasing_mode: Literal["const", "rand", "pixel"]
+    erasing_count: Few
+    eval_crop_pct: Crop
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Recipe:
+    """Optimiser, schedule, precision and image transforms."""
+
+    epochs: Count
+    max_steps: Count | None
+    batch_size: Images
+    grad_accum_steps: Count
+    optimizer: Literal["adamw", "sgd"]
+    lr: Positive
+    min_lr: Amount
+    warmup_lr: Amount
+    warmup_epochs: Whole
+    cooldown_epochs: Whole
+    schedule_step: Literal["epoch", "batch"]
+    weight_decay: Amount
+    momentum: Rate
+    clip_grad_norm: Positive | None
+    ema_decay: Rate | None
+    label_smoothing: Rate
+    precision: Literal["float32", "bf16", "float16"]
+    non_finite: Literal["fail", "skip"]
+    log_every: Count
+    transforms: Transforms
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Checkpoint:
+    """When a run is saved besides the ends of its epochs, and how many of its last states stay."""
+
+    every_minutes: Positive | None = 10.0
+    every_steps: Count | None = None
+    keep: Count = 2
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class NoLogger:
+    name: Literal["none"]
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Wandb:
+    name: Literal["wandb"]
+    mode: Literal["online", "offline", "disabled"]
+    project: str
+    entity: str | None
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Config:
+    """Everything that a run depends on."""
+
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+    device: Literal["auto", "cpu", "cuda"]
+    devices: Ranks
+    restarts: Whole
+    compile: Flag
+    resume: Literal["never", "auto"]
+    name: RunName | None
+    output_root: Annotated[str, Field(min_length=1)]
+    model: Annotated[AnyModel, Field(discriminator="family")]
+    dataset: Dataset
+    augmentation: Augmentation
+    recipe: Recipe
+    checkpoint: Checkpoint = Checkpoint()  # eval.py writes none
+    logger: Annotated[NoLogger | Wandb, Field(discriminator="name")]
