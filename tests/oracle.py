@@ -36,19 +36,18 @@ class Oracle(nn.Module):
         x = embed(self.model, images)
         memory: list[Tensor] = []
         maps: list[Tensor] = []
-        zero = torch.zeros((), device=x.device)
-        score_logits, score_loss, stats = None, None, {"mixed_samples": zero, "mixed_tokens": zero}
+        score_logits = score_loss = is_easy = mask = None
         for index, block in enumerate(self.model.blocks):
             mixes = self.htm is not None and index == self.htm.layer
             is_source = self.vtm is not None and index < self.vtm.layer
             saliency: Any = saliency_of(block, x, prefix) if mixes or is_source else None
             if mixes:
                 score_logits = self.scorenet(x, prefix)
-                score_loss, is_easy, stats = self._judge(score_logits, targets)
+                difficulty = F.cross_entropy(score_logits, targets, reduction="none")
+                score_loss, is_easy = difficulty.mean(), difficulty < self.htm.tau  # Eq. 8
                 x, targets, saliency, mask = mix(
                     x, targets, saliency, is_easy, self.htm.rho, prefix
                 )
-                stats["mixed_tokens"] = mask.sum() / is_easy.sum().clamp(min=1)
             if is_source:
                 memory.append(most_salient(x, saliency, self.vtm.kappa, prefix))
             is_last = self.vtm is not None and index == self.vtm.layer
@@ -56,16 +55,7 @@ class Oracle(nn.Module):
             attended, attn = attention(block.attn, block.norm1(x), block.norm1(keys))
             maps.append(attn)
             x = rest_of_block(block, x, attended)
-        return Output(classify(self.model, x), targets, score_logits, score_loss, stats)
-
-    def _judge(
-        self, score_logits: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """ScoreNet's loss, which samples are easy (Eq. 8), and what is told of both."""
-        difficulty = F.cross_entropy(score_logits, targets, reduction="none")
-        is_easy = difficulty.detach() < self.htm.tau
-        told = {"mixed_samples": is_easy.sum().float(), "difficulty": difficulty.detach().mean()}
-        return difficulty.mean(), is_easy, told
+        return Output(classify(self.model, x), targets, score_logits, score_loss, is_easy, mask)
 
 
 def is_cct(model: Any) -> bool:

@@ -82,53 +82,42 @@ def _four(x: Tensor) -> Tensor:
 
 
 def project(
-    attn: Any,
-    x: Tensor,
-    parts: str = "qkv",
-    rope: Tensor | None = None,
-    known: Sequence[Tensor] = (),
+    attn: Any, x: Tensor, rope: Tensor | None = None, known: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """Projects `b n d` to the asked neighbours among q, k and v, each `b h n e`.
+    """Projects `b n d` to q, k and v, each `b h n e`.
 
     `rope`: of these tokens, as in Positions. `known`: what `projections` makes of `x`, where it is
     known already; then nothing but the gradient is left to compute.
     """
     if known:
-        layers, each = zip(_projecting(attn, parts), known, strict=True), len(parts) // len(known)
+        layers, each = zip(_projecting(attn), known, strict=True), 3 // len(known)
         flat = [y for layer, result in layers for y in known_linear(x, *layer, result, each)]
     else:
-        flat = projections(attn, x, parts)
-    return split_heads(attn, flat, parts, rope)
+        flat = projections(attn, x)
+    return split_heads(attn, flat, rope)
 
 
-def projections(attn: Any, x: Tensor, parts: str = "qkv") -> list[Tensor]:
-    """What the module's layers make of `b n d`: one tensor of all parts, or one of each."""
-    return [F.linear(x, *layer) for layer in _projecting(attn, parts)]
+def projections(attn: Any, x: Tensor) -> list[Tensor]:
+    """What the module's layers make of `b n d`: one tensor of q, k and v, or one of each."""
+    return [F.linear(x, *layer) for layer in _projecting(attn)]
 
 
-def split_heads(
-    attn: Any, flat: Sequence[Tensor], parts: str = "qkv", rope: Tensor | None = None
-) -> list[Tensor]:
-    """The parts in `projections`, each `b h n e`."""
-    if len(flat) < len(parts):
-        flat = flat[0].chunk(len(parts), dim=-1)
-    return [_heads(attn, part, y, rope) for part, y in zip(parts, flat, strict=True)]
+def split_heads(attn: Any, flat: Sequence[Tensor], rope: Tensor | None = None) -> list[Tensor]:
+    """q, k and v of the `projections`, each `b h n e`."""
+    if len(flat) == 1:
+        flat = flat[0].chunk(3, dim=-1)
+    return [_heads(attn, part, y, rope) for part, y in zip("qkv", flat, strict=True)]
 
 
-def _projecting(attn: Any, parts: str) -> list[tuple[Tensor, Tensor | None]]:
+def _projecting(attn: Any) -> list[tuple[Tensor, Tensor | None]]:
     """Weight and bias of each layer."""
     if getattr(attn, "qkv", None) is None:
-        layers = [getattr(attn, f"{part}_proj") for part in parts]
+        layers = [getattr(attn, f"{part}_proj") for part in "qkv"]
         return [(layer.weight, layer.bias) for layer in layers]
-    width = attn.qkv.out_features // 3
-    rows = slice(width * "qkv".index(parts[0]), width * ("qkv".index(parts[-1]) + 1))
-    return [(attn.qkv.weight[rows], _bias(attn, parts, rows))]
-
-
-def _bias(attn: Any, parts: str, rows: slice) -> Tensor | None:
+    bias = attn.qkv.bias
     if getattr(attn, "q_bias", None) is not None:  # BEiT and EVA: keys have none to learn
-        return torch.cat([getattr(attn, f"{part}_bias") for part in parts])
-    return None if attn.qkv.bias is None else attn.qkv.bias[rows]
+        bias = torch.cat([getattr(attn, f"{part}_bias") for part in "qkv"])
+    return [(attn.qkv.weight, bias)]
 
 
 def _heads(attn: Any, part: str, x: Tensor, rope: Tensor | None) -> Tensor:
@@ -162,7 +151,7 @@ def attention_map(
     the tokens. Of talking heads it is the map before the heads talk again, a distribution.
     """
     rope, bias = where or Positions()
-    q, k = project(attn, x, "qk", rope)
+    q, k, _ = project(attn, x, rope)
     rows = 1 if first_row_only else None
     return _softmax(attn, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
 

@@ -48,7 +48,7 @@ class BlockInput:
             block = self.blocks[self.index]
             with torch.no_grad():
                 self.projected = projections(block.attn, block.norm1(self.tokens))
-                q, k, _ = split_heads(block.attn, self.projected, "qkv", self._positions.rope)
+                q, k, _ = split_heads(block.attn, self.projected, self._positions.rope)
                 self.saliency = self.saliency_by(q, k)
         return self.saliency
 

@@ -41,19 +41,19 @@ def optimal_donors(gain: Tensor, is_easy: Tensor, non_finite: NonFinite = "fail"
     return donor.to(gain.device, non_blocking=True)
 
 
-def gaining_tokens(saliency: Tensor, donor: Tensor, is_easy: Tensor, rho: float) -> Tensor:
-    """Tokens whose donor is more salient by more than rho (Eq. 9, `eq:mask`): `b t` bool."""
-    return is_easy[:, None] & (saliency[donor] - saliency > rho)
+def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+    """Tokens whose donor is more salient by more than rho (Eq. 9, `eq:mask`): `b t` bool.
 
-
-def saliency_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
-    """Kept saliency over kept plus taken saliency, 1 where nothing is taken (Eq. 11): `b 1`.
-
-    `own`, `taken`: `b t`, saliency of the sample and of its donor.
+    `own`, `offered`: `b t`, saliency of the sample and of its donor.
     """
-    kept_sum = own.masked_fill(mask, 0).sum(dim=1, keepdim=True)
-    taken_sum = taken.masked_fill(~mask, 0).sum(dim=1, keepdim=True)
-    return torch.where(taken_sum > 0, kept_sum / (kept_sum + taken_sum), 1.0)
+    return is_easy[:, None] & (offered - own > rho)
+
+
+def saliency_ratio(own: Tensor, offered: Tensor, mask: Tensor) -> Tensor:
+    """Kept saliency over kept plus taken saliency, 1 where both are 0 (Eq. 11): `b 1`."""
+    kept = own.masked_fill(mask, 0).sum(dim=1, keepdim=True)
+    taken = (offered * mask).sum(dim=1, keepdim=True)
+    return (kept / (kept + taken)).nan_to_num(1.0)
 
 
 def in_place(is_easy: Tensor) -> None:
@@ -64,7 +64,7 @@ class Rules(NamedTuple):
     """What Algorithm 1 leaves to be chosen, as the paper chooses; others are in `rules.py`."""
 
     match: Callable[[Tensor, Tensor], Tensor] = optimal_donors  # gain, is_easy -> donor
-    choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens
+    choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens  # -> mask
     weigh: Callable[[Tensor, Tensor, Tensor], Tensor] = saliency_ratio
     order: Callable[[Tensor], Tensor | None] = in_place  # is_easy -> b int64 where samples move
 
@@ -94,11 +94,12 @@ def algorithm_1(
     is_easy = difficulty < tau  # 3: Eq. 8
     gain = gain_matrix(saliency, rho)  # 4: Eq. 6, b b
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
-    mask = rules.choose(saliency, donor, is_easy, rho)  # Eq. 9
+    offered = saliency[donor]
+    mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
     exchange = exchange_of(donor, mask, tokens.shape[1], rules.order(is_easy))
     mixed_tokens = exchange(tokens)  # 6 and 8: Eq. 10
     targets = targets if targets.is_floating_point() else targets.float()
-    keep_ratio = rules.weigh(saliency, saliency[donor], mask).to(targets.dtype)
+    keep_ratio = rules.weigh(saliency, offered, mask).to(targets.dtype)
     mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
     return HorizontalMix(mixed_tokens, mixed_targets, donor, mask, keep_ratio, is_easy, exchange)

@@ -20,17 +20,32 @@ from tokenmixup.vertical import Memory, vertical_attention
 
 
 class Output(NamedTuple):
-    """What a training forward pass returns.
-
-    `stats` are scalars: `mixed_samples`, the easy ones; `mixed_tokens`, replaced ones in each of
-    these on average; with HTM `difficulty`, the mean in nats.
-    """
+    """What a training forward pass returns; but for the first two None without HTM."""
 
     logits: Tensor  # b c
     targets: Tensor  # b c, after mixing
-    score_logits: Tensor | None  # b c, of ScoreNet; None without HTM
-    score_loss: Tensor | None  # scalar, against the targets that enter HTM's block; or None
-    stats: dict[str, Tensor]
+    score_logits: Tensor | None = None  # b c, of ScoreNet
+    score_loss: Tensor | None = None  # scalar: the mean difficulty, by the targets before mixing
+    is_easy: Tensor | None = None  # b bool
+    mask: Tensor | None = None  # b t bool, the replaced tokens
+
+    @property
+    def stats(self) -> dict[str, Tensor]:
+        """Scalars, computed when they are asked for.
+
+        `mixed_samples`, the easy ones; `mixed_tokens`, replaced ones in each of these on average;
+        with HTM `difficulty`, the mean in nats.
+        """
+        if self.is_easy is None or self.mask is None or self.score_loss is None:
+            zero = self.logits.new_zeros((), dtype=torch.float32)
+            return {"mixed_samples": zero, "mixed_tokens": zero}
+        mixed_samples = self.is_easy.sum(dtype=torch.float32)
+        mixed_tokens = self.mask.sum() / mixed_samples.clamp(min=1)
+        return {
+            "mixed_samples": mixed_samples,
+            "mixed_tokens": mixed_tokens,
+            "difficulty": self.score_loss.detach(),
+        }
 
 
 def training_loss(output: Output, score_loss_weight: float) -> Tensor:
@@ -82,16 +97,9 @@ class Pass:
             kind = type(logits).__name__
             raise ValueError(f"the model returned {kind}, not one tensor of logits")
         if self.mix is None or self.difficulty is None:
-            zero = logits.new_zeros((), dtype=torch.float32)
-            stats = {"mixed_samples": zero, "mixed_tokens": zero}
-            return Output(logits, self.targets, None, None, stats)
-        mixed_samples = self.mix.is_easy.sum().float()
-        stats = {
-            "mixed_samples": mixed_samples,
-            "mixed_tokens": self.mix.mask.sum() / mixed_samples.clamp(min=1),
-            "difficulty": self.difficulty.detach().mean(),
-        }
-        return Output(logits, self.targets, self.score_logits, self.difficulty.mean(), stats)
+            return Output(logits, self.targets)
+        score_loss, mix = self.difficulty.mean(), self.mix
+        return Output(logits, self.targets, self.score_logits, score_loss, mix.is_easy, mix.mask)
 
 
 # What stands in for a block's attention computes the same and more. `tokens` are layer-normed
@@ -103,7 +111,7 @@ def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -
     """Of the block where HTM mixes, by the projections from which its saliency was computed."""
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
-    q, k, v = project(block.attn, tokens, "qkv", where.rope, entry.projected)
+    q, k, v = project(block.attn, tokens, where.rope, entry.projected)
     return attend(block.attn, tokens, q, k, v, where.bias)
 
 
@@ -114,7 +122,7 @@ def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -
     """
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
-    q, k, v = project(block.attn, tokens, "qkv", where.rope)
+    q, k, v = project(block.attn, tokens, where.rope)
     weights = composed_map(block.attn, q, k, where.bias)
     if weights is None or where.bias is not None:
         saliency = entry.saliency_by(q, k)

@@ -39,28 +39,28 @@ def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
 
 def random_tokens(
-    count_by: Choice, saliency: Tensor, donor: Tensor, is_easy: Tensor, rho: float
+    count_by: Choice, own: Tensor, offered: Tensor, is_easy: Tensor, rho: float
 ) -> Tensor:
     """As many tokens as `count_by` replaces, drawn at random: `b t` bool."""
-    count = count_by(saliency, donor, is_easy, rho).sum(dim=1, keepdim=True)
-    rank = torch.rand_like(saliency).argsort(dim=1).argsort(dim=1)
+    count = count_by(own, offered, is_easy, rho).sum(dim=1, keepdim=True)
+    rank = torch.rand_like(own).argsort(dim=1).argsort(dim=1)
     return rank < count
 
 
-def count_ratio(own: Tensor, taken: Tensor, mask: Tensor) -> Tensor:
+def count_ratio(own: Tensor, offered: Tensor, mask: Tensor) -> Tensor:
     """The share of tokens that stay, `b 1`, whatever their saliency."""
     return 1 - mask.float().mean(dim=1, keepdim=True)
 
 
-def gaining_over_the_first(saliency: Tensor, donor: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+def gaining_over_the_first(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
     """The published mask: every donor is compared with the first easy sample of the batch, `b t`.
 
     Its gather's index has batch size 1. Labels follow the same mask.
     """
-    b = len(saliency)
+    b = len(own)
     places = torch.arange(b, device=is_easy.device)
     first = torch.where(is_easy, places, b - 1).amin(dim=0, keepdim=True)  # stays on the device
-    return is_easy[:, None] & (saliency[donor] - saliency[first] > rho)
+    return is_easy[:, None] & (offered - own[first] > rho)
 
 
 def easy_first(is_easy: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tokenmixup.contexts import without_autocast
 
 Pooling = Literal["attention", "average", "class_token"]
 
@@ -18,11 +19,11 @@ def sequence_pool(tokens: Tensor, score: nn.Linear) -> Tensor:
     `b t d` -> `b d`; `score` maps d to 1.
     """
     share = score(tokens).softmax(dim=1)  # b t 1
-    return (share.mT @ tokens)[:, 0]
+    return (share.mT @ tokens).squeeze(1)
 
 
 class ScoreNet(nn.Module):
-    """A small classifier on the tokens that enter a block.
+    """A small classifier on the tokens that enter a block, in the precision of its parameters.
 
     `pooling`: `attention` learns one weight per spatial token (sequence pooling), `average` takes
     their mean, `class_token` takes token 0. With `stop_gradient` its loss trains ScoreNet alone.
@@ -52,12 +53,16 @@ class ScoreNet(nn.Module):
             raise ValueError("pooling='class_token' needs a class token, these tokens have none")
         if self.stop_gradient:
             tokens = tokens.detach()
+        with without_autocast(tokens.device.type):
+            return self.head(self._pooled(tokens.to(self.head.weight.dtype), num_prefix_tokens))
+
+    def _pooled(self, tokens: Tensor, num_prefix_tokens: int) -> Tensor:
+        """`b n d` -> `b d`."""
         if self.pooling == "class_token":
-            return self.head(tokens[:, 0])
-        tokens = tokens[:, num_prefix_tokens:]  # b t d
-        if self.pool is None:
-            return self.head(tokens.mean(dim=1))
-        return self.head(sequence_pool(tokens, self.pool))
+            return tokens[:, 0]
+        if num_prefix_tokens:
+            tokens = tokens[:, num_prefix_tokens:]  # b t d
+        return tokens.mean(dim=1) if self.pool is None else sequence_pool(tokens, self.pool)
 
 
 def difficulty(score_logits: Tensor, targets: Tensor) -> Tensor:
@@ -66,5 +71,5 @@ def difficulty(score_logits: Tensor, targets: Tensor) -> Tensor:
     `score_logits`, `targets`: `b c`, targets as probabilities. A soft target's own entropy is part
     of it. Returns `b`.
     """
-    with torch.autocast(score_logits.device.type, enabled=False):
+    with without_autocast(score_logits.device.type):
         return F.cross_entropy(score_logits.float(), targets.float(), reduction="none")

@@ -49,7 +49,7 @@ def exchange_of(donor: Tensor, mask: Tensor, n: int, order: Tensor | None = None
     own = torch.arange(len(mask), device=mask.device)[:, None]
     giver = torch.where(replace, donor[:, None], own)  # b n
     giver = giver if order is None else giver[order]
-    read = giver * n + torch.arange(n, device=mask.device)
+    read = torch.add(torch.arange(n, device=mask.device), giver, alpha=n)
     return Exchange(read.flatten(), None, order)
 
 

@@ -20,7 +20,8 @@ def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> 
     """
     if kappa > saliency.shape[1]:
         raise ValueError(f"vtm.kappa={kappa}: there are only {saliency.shape[1]} spatial tokens")
-    return saliency.topk(kappa, dim=1).indices + num_prefix_tokens
+    places = saliency.topk(kappa, dim=1).indices
+    return places + num_prefix_tokens if num_prefix_tokens else places
 
 
 def places_counted_without_prefix(
@@ -42,7 +43,7 @@ PLACES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 def take_tokens(tokens: Tensor, places: Tensor) -> Tensor:
     """The tokens `b n d` at `places`, `b m`: `b m d`, gradient kept."""
-    return torch.take_along_dim(tokens, places[..., None], dim=1)
+    return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def select_salient(
@@ -87,7 +88,7 @@ def vertical_attention(
     n = tokens.shape[1]
     rope, bias = where or Positions()
     ropes = (None, None) if rope is None else (rope[:, :, :n], rope[:, :, n:])
-    q, k, v = project(attn, tokens, "qkv", ropes[0], known)  # b h n e
-    memory_k, memory_v = project(attn, memory, "kv", ropes[1])  # b h m e
+    q, k, v = project(attn, tokens, ropes[0], known)  # b h n e
+    _, memory_k, memory_v = project(attn, memory, ropes[1])  # b h m e
     k, v = torch.cat([k, memory_k], dim=2), torch.cat([v, memory_v], dim=2)
     return attend(attn, tokens, q, k, v, bias)

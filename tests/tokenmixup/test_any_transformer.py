@@ -356,7 +356,7 @@ def test_what_keys_receive_is_the_mean_of_the_map_however_it_is_cut(
     bias = None if of_bias is None else torch.randn(*of_bias, 6)
     expected = attention_map(attn, tokens, first_row_only, Positions(None, bias)).mean(dim=(1, 2))
     rows = 1 if first_row_only else None
-    q, k = project(attn, tokens, "qk")
+    q, k, _ = project(attn, tokens)
     found = received(attn, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found.sum(dim=1), torch.ones(3))

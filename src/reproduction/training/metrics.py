@@ -28,6 +28,7 @@ class BatchMetrics:
 
     def __init__(self, world: World):
         self.world = world
+        self.zero = torch.zeros((), device=world.device)
         self.rows: list[Tensor] = []
         self.known: list[dict[str, Any]] = []
         self.has_score = False
@@ -42,25 +43,22 @@ class BatchMetrics:
     ) -> None:
         """Keeps a batch of one micro-batch or more; nothing is copied to the host."""
         self.has_score = parts[0].output.score_loss is not None
-        sums = torch.stack([self._sums(*part) for part in parts]).sum(dim=0)
-        flag = torch.zeros_like(sums[0]) if not_finite is None else not_finite.double()
-        self.rows.append(torch.cat([sums, flag[None]]))
-        self.known.append({"step": step, "epoch": epoch, "lr": lr})
+        first, *others = (self._sums(*part) for part in parts)
+        if not_finite is not None:
+            first[-1] = not_finite
+        self.rows.append(sum(map(torch.stack, others), start=torch.stack(first)))
+        images = sum(len(part.output.logits) for part in parts)
+        self.known.append({"step": step, "epoch": epoch, "lr": lr, "images": images})
 
-    @staticmethod
-    def _sums(loss: Tensor, output: Output) -> Tensor:
-        """A row: images, loss, mixed samples and tokens, ScoreNet's loss, difficulty."""
-        n, stats, score_loss = len(output.logits), output.stats, output.score_loss
-        zero = torch.zeros((), device=loss.device)
-        row = [
-            torch.full((), float(n), device=loss.device),
-            loss * n,
-            stats["mixed_samples"],
-            stats["mixed_tokens"] * stats["mixed_samples"],
-            zero if score_loss is None else score_loss.detach() * n,
-            stats.get("difficulty", zero) * n,
-        ]
-        return torch.stack([value.double() for value in row])
+    def _sums(self, loss: Tensor, output: Output) -> list[Tensor]:
+        """Loss, mixed samples and tokens, ScoreNet's loss, and a place for what is not finite."""
+        n = len(output.logits)
+        row = [loss * n, *[self.zero] * 4]
+        if output.is_easy is not None and output.mask is not None:
+            assert output.score_loss is not None
+            row[1], row[2] = (x.sum(dtype=torch.float32) for x in (output.is_easy, output.mask))
+            row[3] = output.score_loss.detach() * n
+        return row
 
     def fetch(self) -> list[dict[str, Any]]:
         """One line per kept batch, summed over ranks, and starts anew.
@@ -69,7 +67,9 @@ class BatchMetrics:
         """
         if not self.rows:
             return []
-        table = self.world.sum(torch.stack(self.rows)).tolist()
+        images = torch.tensor([known["images"] for known in self.known], device=self.zero.device)
+        sums = torch.cat([images[:, None], torch.stack(self.rows)], dim=1).double()
+        table = self.world.sum(sums).tolist()
         elapsed = time.perf_counter() - self.start
         images_per_second = sum(row[0] for row in table) / elapsed
         lines = [
@@ -81,7 +81,7 @@ class BatchMetrics:
         return lines
 
     def _line(self, known: dict[str, Any], row: list[float], speed: float) -> dict[str, Any]:
-        n, loss, mixed, tokens, score_loss, difficulty, flag = row
+        n, loss, mixed, tokens, score_loss, flag = row
         return {
             "step": known["step"],
             "epoch": known["epoch"],
@@ -91,7 +91,7 @@ class BatchMetrics:
             "mixed_samples": round(mixed),
             "mixed_tokens": tokens / mixed if mixed else 0.0,
             "score_loss": score_loss / n if self.has_score else None,
-            "difficulty": difficulty / n if self.has_score else None,
+            "difficulty": score_loss / n if self.has_score else None,
             "skipped": int(flag > 0 or not math.isfinite(loss)),
         }
 
