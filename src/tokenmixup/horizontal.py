@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmixup.assignment import gain_matrix, optimal_assignment
-from tokenmixup.settings import NonFinite
+from tokenmixup.assignment import check_finite, gain_matrix, optimal_assignment
 from tokenmixup.speed import Exchange, copy_to_host, exchange_of
 
 
@@ -27,18 +26,27 @@ class HorizontalMix(NamedTuple):
 
 
 @torch.no_grad()
-def optimal_donors(gain: Tensor, is_easy: Tensor, non_finite: NonFinite = "fail") -> Tensor:
+def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """The donor of every sample by optimal assignment (Eq. 7), itself where it is hard.
 
-    `gain`: `b b`, receiver x donor, `is_easy`: `b` bool. Returns `b` int64. Where a gain is not
-    finite, raises FloatingPointError or, with `skip`, gives every sample itself.
+    `gain`: `b b`, receiver x donor, `is_easy`: `b` bool. Returns `b` int64. Raises
+    FloatingPointError if an easy sample's gain is not finite.
+    """
+    easy, offered = easy_rows(gain, is_easy)
+    donor = torch.arange(len(gain))
+    donor[easy] = optimal_assignment(offered)
+    return donor.to(gain.device, non_blocking=True)
+
+
+def easy_rows(gain: Tensor, is_easy: Tensor) -> tuple[Tensor, Tensor]:
+    """Which samples are easy, `b`, and their `k` rows of the gain matrix, in one copy to the host.
+
+    Raises FloatingPointError if they are not finite.
     """
     on_host = copy_to_host(torch.cat([gain, is_easy[:, None].to(gain.dtype)], dim=1))
     easy = on_host[:, -1].bool()
-    donor, offered = torch.arange(len(gain)), on_host[easy, :-1]
-    if non_finite == "fail" or offered.isfinite().all():
-        donor[easy] = optimal_assignment(offered)
-    return donor.to(gain.device, non_blocking=True)
+    check_finite(offered := on_host[easy, :-1])
+    return easy, offered
 
 
 def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
@@ -67,6 +75,7 @@ class Rules(NamedTuple):
     choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens  # -> mask
     weigh: Callable[[Tensor, Tensor, Tensor], Tensor] = saliency_ratio
     order: Callable[[Tensor], Tensor | None] = in_place  # is_easy -> b int64 where samples move
+    skips_non_finite: bool = False  # then nothing is mixed, else the matching refuses such a gain
 
 
 PAPER = Rules()
@@ -93,6 +102,8 @@ def algorithm_1(
         raise ValueError(f"saliency of {saliency.shape[1]} tokens, but {tokens.shape[1]} to mix")
     is_easy = difficulty < tau  # 3: Eq. 8
     gain = gain_matrix(saliency, rho)  # 4: Eq. 6, b b
+    if rules.skips_non_finite:
+        is_easy = is_easy & gain.isfinite().all()
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9

@@ -97,7 +97,7 @@ class TokenMixup(nn.Module):
             like = next(model.parameters())
             scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
             self.scorenet = scorenet.to(like.device, like.dtype)
-            self._rules, self._detect = rules_of(htm), detector_of(htm)
+            self.rules, self._detect = rules_of(htm), detector_of(htm)
         self._reads_class_token = reads_class_token(model)
 
     def _layers(self) -> Iterator[tuple[str, int]]:
@@ -205,7 +205,7 @@ class TokenMixup(nn.Module):
                 self.htm.rho,
                 partial(state.measure_difficulty, self.scorenet, entry.num_prefix_tokens),
                 partial(self._detect, entry),
-                self._rules,
+                self.rules,
             )
             own = entry.own_saliency() if index in self._sources else None  # for VTM
             if own is not None and self.htm.order == "in_place":

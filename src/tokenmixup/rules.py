@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenmixup.horizontal import (
     Rules,
+    easy_rows,
     gaining_tokens,
     in_place,
     optimal_donors,
@@ -24,16 +25,24 @@ Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 def rules_of(htm: HTM) -> Rules:
     """The rules that the settings choose."""
-    match, choose = MATCHINGS[htm.matching], MASK_RULES[htm.mask_rule]
-    if match is optimal_donors:
-        match = partial(optimal_donors, non_finite=htm.non_finite)
+    choose = MASK_RULES[htm.mask_rule]
     if htm.detector == "random":
         choose = partial(random_tokens, choose)
-    return Rules(match, choose, LABELS[htm.labels], ORDERS[htm.order])
+    return Rules(
+        match=MATCHINGS[htm.matching],
+        choose=choose,
+        weigh=LABELS[htm.labels],
+        order=ORDERS[htm.order],
+        skips_non_finite=htm.non_finite == "skip",
+    )
 
 
 def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """A random donor for each easy sample, no donor twice: `b` int64."""
+    """A random donor for each easy sample, no donor twice: `b` int64.
+
+    Raises FloatingPointError as the optimal one does.
+    """
+    easy_rows(gain, is_easy)
     b, device = len(gain), gain.device
     return torch.where(is_easy, torch.randperm(b, device=device), torch.arange(b, device=device))
 

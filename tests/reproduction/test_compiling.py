@@ -91,11 +91,12 @@ def test_nothing_is_compiled_again_as_the_number_of_easy_samples_changes(
     compile_blocks(module)
     for size in (6, 5):
         trained(module, size)
-    assert counter.frame_count == 2 * 2  # the last block, and one kind of MLP beside the attention
+    # the last block, one kind of MLP beside the attention, ScoreNet, mask and ratio
+    assert counter.frame_count == 2 * 5
     for easy in (0, 1, 4, 5):
         trained(module, 6, easy)
         trained(module, 5, easy)
-    assert counter.frame_count == 2 * 2
+    assert counter.frame_count == 2 * 5
 
 
 def test_every_one_of_many_blocks_is_compiled(counter: CompileCounterWithBackend):
@@ -111,7 +112,9 @@ def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
     module = mixing(small_vit)
     compile_blocks(module)
     trained(module)
-    assert counter.frame_count == 2  # a block, and the MLP of those whose attention is replaced
+    assert (
+        counter.frame_count == 2 + 3
+    )  # a block, the MLP of those whose attention is replaced; HTM
 
 
 def test_evaluation_and_parameters_stay_the_plain_models(counter: CompileCounterWithBackend):
@@ -146,7 +149,7 @@ def test_a_compiled_run_goes_on_exactly_and_is_evaluated_uncompiled(
     assert command("train", "name=plain", *settings).status == 0
     assert counter.frame_count == 0
     assert command("train", "name=whole", "compile=true", *settings).status == 0
-    assert counter.frame_count == 2  # the check, an MLP
+    assert counter.frame_count == 2 + 3  # the check, an MLP; HTM
     with monkeypatch.context() as patch:
         interrupt_at(patch, 4, RuntimeError("the machine is taken back"))
         assert command("train", "name=parts", "compile=true", *settings).status == 1

@@ -1,6 +1,7 @@
 """What runs compute, as recorded once: a change of structure must leave all of it as it is.
 
-`python -m tests.reproduction.test_frozen` records it anew, after a change that is meant.
+`python -m tests.reproduction.test_frozen losses configurations`, or one of them, records it anew,
+after a change that is meant.
 """
 
 import dataclasses
@@ -130,16 +131,21 @@ def test_experiments_compose_to_what_was_recorded():
     assert configurations() == yaml.safe_load(COMPOSED.read_text())
 
 
-def record() -> None:
+def record_losses() -> dict[str, list[Line]]:
     losses = {}
     for name in RUNS:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "train.py", *told_of(name, Path(folder))]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             losses[name] = lines_of(Path(folder))
-    for path, found in ((LOSSES, losses), (COMPOSED, configurations())):
-        path.write_text(yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100))
+    return losses
 
 
-if __name__ == "__main__":
-    record()
+if __name__ == "__main__":  # losses, configurations, or both
+    for what in sys.argv[1:]:
+        path, found = {
+            "losses": (LOSSES, record_losses),
+            "configurations": (COMPOSED, configurations),
+        }[what]
+        text = yaml.safe_dump(found(), sort_keys=False, default_flow_style=None, width=100)
+        path.write_text(text)

@@ -12,6 +12,8 @@ from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.training.distributed import join_world
 from reproduction.training.train import build_trainer
+from tokenmixup.detectors import DETECTORS
+from tokenmixup.rules import LABELS, MASK_RULES, MATCHINGS, ORDERS
 
 MODELS: dict[str, list[str]] = {
     "cct_2_3x2": ["augmentation.{}.layer=1"],
@@ -29,15 +31,16 @@ STACKS = [  # Table 5, and everything at once
     ["mixup", "cutmix", "htm", "vtm"],
     ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"],
 ]
+CHOICES: dict[str, Any] = {  # the first entry of each is the default
+    "detector": DETECTORS,
+    "matching": MATCHINGS,
+    "labels": LABELS,
+    "mask_rule": MASK_RULES,
+    "order": ORDERS,
+}
 SWITCHES = [  # Tables 3 and 4, and the published rules
-    "detector=gradient",
-    "detector=random",
-    "rollout_steps=1",
-    "tau=inf",
-    "matching=random",
-    "labels=count",
-    "mask_rule=published",
-    "order=published",
+    *("rollout_steps=1", "tau=inf"),
+    *(f"{key}={name}" for key, table in CHOICES.items() for name in [*table][1:]),
 ]
 VARIANTS = [(stack, "") for stack in STACKS] + [(["htm", "vtm"], switch) for switch in SWITCHES]
 

@@ -65,16 +65,30 @@ def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
     assert torch.equal(found.tokens, told.tokens) and torch.equal(found.targets, told.targets)
 
 
+@pytest.mark.parametrize("matching", MATCHINGS)
 @given(batches(), st.sampled_from(RHOS), st.integers(0, 2**31))
-def test_random_matching_draws_different_donors(batch: Batch, rho: float, seed: int):
+def test_easy_samples_have_different_donors(matching: str, batch: Batch, rho: float, seed: int):
     torch.manual_seed(seed)
-    found = mix(batch, rho, matching="random")
+    found = mix(batch, rho, matching=matching)
     easy = batch.is_easy
     places = torch.arange(len(easy))
     assert torch.equal(found.donor[~easy], places[~easy])
     assert found.donor[easy].unique().numel() == int(easy.sum())
     taken = batch.saliency[found.donor]
     assert torch.equal(found.mask, easy[:, None] & (taken - batch.saliency > rho))
+
+
+@pytest.mark.parametrize("matching", MATCHINGS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gain_that_is_not_finite_is_refused_or_mixes_nothing(matching: str, value: float):
+    batch = next_batch()
+    batch.is_easy[0] = True
+    batch.saliency[-1, 0] = value
+    with pytest.raises(FloatingPointError, match="not finite"):
+        mix(batch, 0.0, matching=matching)
+    found = mix(batch, 0.0, matching=matching, non_finite="skip")
+    assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.targets, batch.targets)
+    assert not found.is_easy.any() and not found.mask.any()
 
 
 def test_random_matching_draws_every_donor():

@@ -167,11 +167,16 @@ def compile_blocks(module: TokenMixup) -> None:
     for part in parts:
         # bound to the part, so that the forward pass of a copy is the copy's own
         setattr(part, "forward", MethodType(_compiled_in_training(type(part).forward), part))
+    if module.htm is not None:
+        choose, weigh = COMPILER(module.rules.choose), COMPILER(module.rules.weigh)
+        module.rules = module.rules._replace(choose=choose, weigh=weigh)
 
 
 def _unchanged_parts(module: TokenMixup) -> Iterator[nn.Module]:
-    """All blocks, but only the MLP of those whose attention is replaced."""
+    """ScoreNet and all blocks, but only the MLP of those whose attention is replaced."""
     model: Any = module.model
+    if module.scorenet is not None:
+        yield module.scorenet
     replaced = module.replaced_attention()
     for index, block in enumerate(model.blocks):
         yield block.mlp if index in replaced else block

@@ -59,7 +59,10 @@ def _compared(experiment: str, config: Config, told: Mapping[str, Any]) -> Itera
         published |= entry["values"] if meant(entry, experiment) else {}
     for key, ours in _settings(config):
         if key not in published and key not in told["ours_alone"]:
-            raise KeyError(f"{experiment}: nothing is told of {key}={ours}")
+            raise KeyError(
+                f"{experiment}: nothing is told of {key}={ours}, name it in {RECIPES.name}: under "
+                "published, or in ours_alone"
+            )
         reasons = [x["why"] for x in told["reasons"] if x["key"] == key and meant(x, experiment)]
         yield Setting(experiment, key, published.get(key, NOT_TOLD), ours, "; ".join(reasons))
 
