@@ -183,3 +183,13 @@ def test_default_name_tells_model_data_stack_and_seed():
     assert len(name.rpartition("-")[2]) == 8
     assert "-plain-s0-" in default_name(config_of("augmentation=[]"), None)
     assert default_name(config_of(), "table1/a").startswith("table1-a-s0-")
+
+
+@pytest.mark.parametrize(
+    ("cores", "devices", "workers"), [(64, 1, 16), (12, 2, 6), (2, 4, 1), (3, 1, 3)]
+)
+def test_workers_are_the_cores_of_a_rank(monkeypatch, cores: int, devices: int, workers: int):
+    monkeypatch.setattr("reproduction.runs.compose.usable_cores", lambda: cores)
+    config = config_of("dataset=cifar10", f"devices={devices}", "recipe.batch_size=8")
+    assert config.dataset.workers == workers
+    assert config_of("dataset=cifar10", "dataset.workers=5").dataset.workers == 5

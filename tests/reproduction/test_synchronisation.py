@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import small_trainer
 from tokenmixup import HTM, attach
@@ -153,3 +154,12 @@ def test_a_gpu_waits_for_nothing_but_that_copy(stack: list[str]):
         torch.cuda.set_sync_debug_mode("default")
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
     assert len(waits) == ("htm" in stack)
+
+
+def test_an_evaluation_asks_once_whatever_its_batches():
+    trainer = trainer_on("meta", [])
+    normalize = trainer.update.inputs.normalize
+    batch = [torch.zeros(6, 3, 32, 32, dtype=torch.uint8), torch.zeros(6, dtype=torch.int64)]
+    with counted() as asked:
+        evaluate(trainer.module.model, normalize, [batch] * 3, trainer.world, "float32")
+    assert asked == {"copy": 1}

@@ -48,7 +48,8 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
 
     The images are mixed as in training, without dropout.
     """
-    with torch.no_grad(), torch.random.fork_rng():
+    drawing = [sample.images.device] if sample.images.is_cuda else []  # not every GPU there is
+    with torch.no_grad(), torch.random.fork_rng(drawing):
         torch.manual_seed(trained.config.seed)
         found = trained.module.mixed_pairs(sample.images, sample.targets)
     assert found is not None

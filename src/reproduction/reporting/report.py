@@ -6,7 +6,13 @@ from typing import Any
 from reproduction.config import Config
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_difficulty, draw_pairs, draw_saliency_maps
-from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
+from reproduction.reporting.trained import (
+    affordable,
+    batch_size,
+    give_back_gpu_memory,
+    load_trained,
+    some_images,
+)
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError, first_line
@@ -80,7 +86,9 @@ def _draw(folder: RunFolder) -> list[str]:
     if not has_htm:
         return [_picture("accuracy.png")]
     curves = [_picture("accuracy.png"), _picture("mixed_samples.png")]
-    return [*curves, *_draw_trained(folder, config)]
+    pictures = [*curves, *_draw_trained(folder, config)]
+    give_back_gpu_memory()
+    return pictures
 
 
 def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:

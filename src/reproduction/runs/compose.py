@@ -20,10 +20,11 @@ from reproduction.config import CONF_DIR
 from reproduction.runs.parse import unservable
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
-from reproduction.system.ranks import launched_ranks
+from reproduction.system.ranks import launched_ranks, local_ranks
 
 SHOWN = 200  # characters of an argument that cannot be read
 MERGING = "Error merging override"  # of Hydra's messages
+MOST_WORKERS = 16
 AUGMENTATIONS = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
 
 
@@ -45,6 +46,7 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
         config, chosen = _composed(config_name, overrides, parsed)
     values = _resolved(config, chosen, overrides)
     values["devices"] = _devices(values.get("devices"))
+    _share_out_cores(values)
     values["augmentation"] = _stack(values.get("augmentation"), chosen)
     experiments = _names("experiment", chosen)
     return Composed(
@@ -216,15 +218,18 @@ def _devices(devices: Any) -> Any:
     return ranks
 
 
+def _share_out_cores(values: dict[str, Any]) -> None:
+    """`dataset.workers=auto`: the cores of a rank, at most MOST_WORKERS."""
+    dataset, devices = values.get("dataset"), values["devices"]
+    if isinstance(dataset, dict) and dataset.get("workers") == "auto":
+        ranks = local_ranks() or (devices if isinstance(devices, int) else 1)
+        dataset["workers"] = max(1, min(MOST_WORKERS, usable_cores() // max(1, ranks)))
+
+
 def register_resolvers() -> None:
-    """`${share:n,k}`: a k-th of n, rounded down. `${cores:n}`: n, or the cores if fewer."""
+    """`${share:n,k}`: a k-th of n, rounded down."""
     OmegaConf.register_new_resolver("share", _share, replace=True)
-    OmegaConf.register_new_resolver("cores", _cores, replace=True)
 
 
 def _share(n: Any, k: int) -> int:
     return n // k if isinstance(n, int) else 0  # the schema refuses what is no number
-
-
-def _cores(most: int) -> int:
-    return min(most, usable_cores())

@@ -14,6 +14,11 @@ def launched_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if is_launched else None
 
 
+def local_ranks() -> int | None:
+    """How many of them are on this machine."""
+    return None if launched_ranks() is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_a_rank(devices: int) -> bool:
     """Whether this process is one of the ranks, or the only one: none has to be started."""
     return devices == 1 or launched_ranks() is not None

@@ -53,16 +53,19 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    seen, totals = 0, torch.zeros(3, dtype=torch.float64, device=world.device)
     for batch in loader:
         images, targets = (x.to(world.device, non_blocking=True) for x in batch)
         if not len(images):  # all of them are broken, and skipped
             continue
         with autocast(world.device, precision):
             logits = model(normalize(images))
-        totals += _count(logits.float(), targets)
+        seen += len(images)
+        totals += _count(logits.float(), targets)  # no batch waits for the device
     model.train(was_training)
-    images_seen, top1, top5, loss = world.sum(totals).tolist()
+    images_seen, top1, top5, loss = world.sum(
+        torch.cat([totals.new_tensor([seen]), totals])
+    ).tolist()
     if not images_seen:
         raise PlainError("none of the held-out images is readable")
     return {
@@ -73,11 +76,10 @@ def evaluate(
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Images, right at first, right among five, summed cross-entropy: `4`."""
+    """Right at first, right among five, summed cross-entropy: `3`."""
     ranked = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
     loss = F.cross_entropy(logits, targets, reduction="sum")
-    counts = [targets.new_tensor(len(targets)), ranked[:, 0].sum(), ranked.sum(), loss]
-    return torch.stack([count.double() for count in counts])
+    return torch.stack([ranked[:, 0].sum(), ranked.sum(), loss]).double()
 
 
 def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -> dict[str, Any]:
