@@ -17,7 +17,7 @@ from reproduction.training.loop import Trainer
 TRAIN = CONF_DIR.parent / "train.py"
 PHASES = ("start-up", "loading", "step", "log line", "evaluation", "checkpoint", "report")
 PHASE_OF = {  # a method of Trainer
-    "_train_batches": "loading",
+    "_begin_epoch": "loading",
     "_flush": "log line",
     "_end_epoch": "evaluation",
     "_save": "checkpoint",

@@ -52,7 +52,7 @@ def kill_runs(place: Place, kills: int, moments: Moments) -> Outcome:
     done: list[Kill] = []
     found: list[str] = []
     runs = 0
-    while len(done) < kills and not moments.are_over():
+    while len(done) < kills and not found and not moments.are_over():
         variant = VARIANTS[runs % len(VARIANTS)]
         args = ("checkpoint.every_steps=3", "dataset.workers=2", f"seed={runs}", *variant)
         most = min(KILLS_OF_A_RUN, kills - len(done))

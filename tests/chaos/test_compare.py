@@ -14,9 +14,10 @@ from reproduction.commands.jobs import resolve
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.training.checkpoint import save_last
+from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from tests.chaos.__main__ import line, main, write_outcomes
-from tests.chaos.child import Note, notes_of
+from tests.chaos.child import PHASE_OF, PHASES, Note, notes_of
 from tests.chaos.runs import Outcome, differences, last_state
 from tests.reproduction.conftest import SMALL
 
@@ -98,3 +99,8 @@ def test_a_part_is_told_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_p
     told = (tmp_path / "chaos" / "chaos.md").read_text()
     begin, finish = "<!-- chaos: begin -->\n", "<!-- chaos: end -->\n"
     assert page.read_text() == f"# Title\n{begin}{told}{finish}end\n"
+
+
+def test_a_child_notes_phases_that_a_trainer_has():
+    assert set(PHASE_OF.values()) <= set(PHASES)
+    assert all(callable(getattr(Trainer, name)) for name in PHASE_OF)
