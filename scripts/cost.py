@@ -1,16 +1,14 @@
 """Measures on this machine how long the runs of tables and sweeps take, for their hours."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from reproduction.commands.cli import one_line
 from reproduction.reporting.cells import FULL, SCALES, about
 from reproduction.studies.cost import FILE, Speed, add_costs, hours_table, speed_key, speed_table
 from reproduction.studies.plan import DATASET_OPTIONS, PlannedRun, Settings, plan, studies_of
 from reproduction.system.errors import UserError
 from reproduction.system.hardware import hardware_name
-from reproduction.system.terminal import Parser, positive, print_tables
+from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
 
 
 def parser() -> Parser:
@@ -64,10 +62,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_in_a_line("cost.py"):  # what was measured is kept
         main()
-    except (UserError, OSError) as error:
-        print(f"cost.py: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:  # what was measured is kept
-        sys.exit(130)

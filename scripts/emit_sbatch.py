@@ -4,10 +4,9 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from reproduction.commands.cli import one_line
 from reproduction.studies.options import resources_of, runs_of, settings_of, study_parser
 from reproduction.studies.slurm import NOTHING_LEFT, array_script
-from reproduction.system.errors import UserError
+from reproduction.system.terminal import ending_in_a_line
 
 
 def emit(args: argparse.Namespace) -> int:
@@ -23,8 +22,5 @@ def emit(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with ending_in_a_line("emit_sbatch.py"):
         sys.exit(emit(study_parser(__doc__).parse_args()))
-    except (UserError, OSError) as error:
-        print(f"emit_sbatch.py: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)

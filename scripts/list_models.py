@@ -5,15 +5,18 @@ import argparse
 import timm
 
 from reproduction.models.survey import survey
+from reproduction.system.errors import UserError
+from reproduction.system.terminal import ending_in_a_line
 
 
+@ending_in_a_line("list_models.py")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("pattern", nargs="?", default="", help="as in 'vit_*'; all by default")
     pattern = parser.parse_args().pattern
     names = timm.list_models(pattern)
     if not names:
-        parser.exit(2, f"list_models.py: {pattern}: timm has no such model\n")
+        raise UserError(f"{pattern}: timm has no such model")
     verdicts = survey(names)
     for verdict in verdicts:
         print(f"{verdict.name}: {verdict.reason or 'served'}")

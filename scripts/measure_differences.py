@@ -5,7 +5,7 @@ import argparse
 from reproduction.reporting.differences import measure, random_batches, run_batches
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
-from reproduction.system.errors import UserError
+from reproduction.system.terminal import ending_in_a_line
 
 RHO, KAPPA = 0.005, 3  # where no run tells others
 
@@ -26,13 +26,11 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
     return found
 
 
+@ending_in_a_line("measure_differences.py")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders of runs with htm")
-    try:
-        table = columns(parser.parse_args().runs)
-    except UserError as error:
-        parser.exit(2, f"measure_differences.py: {error}\n")
+    table = columns(parser.parse_args().runs)
     print(f"| effect | {' | '.join(table)} |")
     print("|---|" + "---:|" * len(table))
     for effect in dict.fromkeys(key for column in table.values() for key in column):

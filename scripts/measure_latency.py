@@ -4,9 +4,10 @@ import argparse
 import json
 
 from reproduction.studies.plan import SCALES, Settings
-from reproduction.system.errors import UserError
+from reproduction.system.terminal import ending_in_a_line
 
 
+@ending_in_a_line("measure_latency.py")
 def main() -> None:
     """Writes latency.json beside the runs of the scale and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
@@ -16,13 +17,10 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="full", help="of the experiments")
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
     args = parser.parse_args()
-    try:
-        settings = Settings(scale=args.scale, outputs=args.outputs)
-        from reproduction.studies.latency import measure_latency
+    settings = Settings(scale=args.scale, outputs=args.outputs)
+    from reproduction.studies.latency import measure_latency
 
-        path = measure_latency(settings, args.device, args.batch_size, args.repeats)
-    except UserError as error:
-        parser.exit(2, f"measure_latency.py: {error}\n")
+    path = measure_latency(settings, args.device, args.batch_size, args.repeats)
     found = json.loads(path.read_text())
     how = f"{found['model']}, batch of {found['batch_size']}, {found['precision']}"
     print(f"{how}, on {found['hardware']}")

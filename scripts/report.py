@@ -2,11 +2,10 @@
 
 import argparse
 
-from reproduction.commands.cli import one_line
 from reproduction.reporting.cells import FULL, SCALES
 from reproduction.studies.overview import write_overview
 from reproduction.studies.plan import DATASET_OPTIONS, Settings
-from reproduction.system.errors import UserError
+from reproduction.system.terminal import ending_in_a_line
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,13 +18,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ending_in_a_line("report.py")
 def main() -> None:
     """Prints the files that it writes to report/ beside the runs."""
-    parser = build_parser()
-    try:
-        print(*write_overview(Settings(**vars(parser.parse_args()))), sep="\n")
-    except UserError as error:
-        parser.exit(2, f"report.py: {one_line(error)}\n")
+    print(*write_overview(Settings(**vars(build_parser().parse_args()))), sep="\n")
 
 
 if __name__ == "__main__":

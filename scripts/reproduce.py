@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from reproduction.commands.cli import one_line
 from reproduction.studies.options import (
     check_launcher,
     resources_of,
@@ -14,8 +13,7 @@ from reproduction.studies.options import (
 from reproduction.studies.plan import PlannedRun, Settings
 from reproduction.studies.slurm import submit
 from reproduction.studies.states import state_table
-from reproduction.system.errors import UserError
-from reproduction.system.terminal import Parser, positive, print_tables
+from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
 
 
 def parser() -> Parser:
@@ -61,11 +59,5 @@ def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) 
 
 
 if __name__ == "__main__":
-    try:
+    with ending_in_a_line("reproduce.py"):
         sys.exit(reproduce(parser().parse_args()))
-    except (UserError, OSError) as error:
-        print(f"reproduce.py: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt as interrupt:
-        print(f"reproduce.py: {str(interrupt) or 'interrupted'}", file=sys.stderr)
-        sys.exit(130)

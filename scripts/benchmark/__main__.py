@@ -16,6 +16,7 @@ from reproduction.runs.folder import check_writable
 from reproduction.system.errors import PlainError, UserError
 from reproduction.system.hardware import hardware_name, keep_freed_memory
 from reproduction.system.storage import write_text
+from reproduction.system.terminal import ending_in_a_line
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
@@ -64,15 +65,10 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+@ending_in_a_line("benchmark")
 def main() -> None:
-    options = parser()
-    args = options.parse_args()
-    try:
-        folder, found = run_benchmark(args)
-    except UserError as error:
-        options.exit(2, f"benchmark: {error}\n")
-    except PlainError as error:
-        options.exit(1, f"benchmark: {error}\n")
+    args = parser().parse_args()
+    folder, found = run_benchmark(args)
     print((folder / MARKDOWN).read_text())
     print(f"written to {folder}")
     if args.compare:

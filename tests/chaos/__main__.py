@@ -16,7 +16,7 @@ from reproduction.runs.folder import check_writable
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import positive
+from reproduction.system.terminal import ending_in_a_line, positive
 from scripts.benchmark.page import check_page, put_on_page
 from tests.chaos.files import harm_files
 from tests.chaos.folder import contend, fill_disk
@@ -49,13 +49,9 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+@ending_in_a_line("chaos")
 def main() -> None:
-    options = parser()
-    args = options.parse_args()
-    try:
-        outcomes = run_chaos(args)
-    except UserError as error:
-        options.exit(2, f"chaos: {error}\n")
+    outcomes = run_chaos(parser().parse_args())
     sys.exit(any(outcome.differences for outcome in outcomes))
 
 

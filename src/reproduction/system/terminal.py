@@ -3,10 +3,11 @@
 import argparse
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from reproduction.system.errors import UserError
+from reproduction.system.errors import PlainError, UserError, in_one_line
 
 WIDTH = 180  # of a table where there is no terminal to fit
 
@@ -23,6 +24,26 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
     return int(text)
+
+
+@contextmanager
+def ending_in_a_line(program: str) -> Iterator[None]:
+    """How a script ends: 2 for what the user typed wrong, 1 for a failure, 130 for Ctrl-C.
+
+    Also as a decorator of its main function.
+    """
+    try:
+        yield
+    except (UserError, OSError) as error:
+        status, line = 2, in_one_line(str(error))
+    except PlainError as error:
+        status, line = 1, str(error)
+    except KeyboardInterrupt as interrupt:
+        status, line = 130, str(interrupt) or "interrupted"
+    else:
+        return
+    print(f"{program}: {line}", file=sys.stderr)
+    sys.exit(status)
 
 
 def print_tables(*tables: Any) -> None:
