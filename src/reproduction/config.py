@@ -242,6 +242,7 @@ class Recipe:
     ema_decay: Rate | None
     label_smoothing: Rate
     precision: Literal["float32", "bf16", "float16"]
+    tf32: Flag
     non_finite: Literal["fail", "skip"]
     log_every: Count
     transforms: Transforms

@@ -19,6 +19,7 @@ from reproduction.data.build import build_source
 from reproduction.data.loaders import EvaluationImages, evaluation_loader
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
+from reproduction.training import endings
 from reproduction.training.distributed import World, _how
 from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import NoLog
@@ -228,6 +229,24 @@ def stop_the_launcher() -> None:
 def kill_the_second_rank_once() -> None:
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_waits_for_a_dead_one_in_vain_is_ended(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """As in NCCL's sums, which do not notice."""
+
+    def die_or_wait() -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(20)  # the launcher alone would kill it after 30 seconds
+        (tmp_path / "waited").touch()
+
+    monkeypatch.setattr(endings, "SECONDS_AFTER_A_DEATH", 1)
+    at_step(monkeypatch, 3, die_or_wait)
+    ended = command("train", "name=mine", *MIXING)
+    assert ended.status == 1 and "rank 1: killed by SIGKILL" in ended.err
+    assert not (tmp_path / "waited").exists()
 
 
 def test_only_the_first_rank_writes(tmp_path: Path):

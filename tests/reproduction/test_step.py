@@ -126,3 +126,9 @@ def test_ranks_sum_their_gradients_once_an_update(alone: None):
     for number in range(2):
         step(*images_of(6), number, 12)
     assert sums.count(True) == 2
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_the_recipes_choice(allowed: bool):
+    trainer_of([], 1, f"recipe.tf32={str(allowed).lower()}")
+    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed

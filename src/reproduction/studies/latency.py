@@ -33,7 +33,7 @@ from reproduction.system.errors import UserError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 from reproduction.system.timing import spread_of, time_in_turns
-from reproduction.training.distributed import resolve_device
+from reproduction.training.distributed import allow_tf32, resolve_device
 from reproduction.training.evaluate import autocast
 from tokenmixup import HorizontalMix, TokenMixup, mix_horizontal
 from tokenmixup.contexts import evaluating
@@ -123,6 +123,7 @@ def mixing_batch(
     config: Config, batch_size: int, device: torch.device, precision: str
 ) -> tuple[TokenMixup, Tensor, Tensor, BlockInput]:
     """A new module, random images `b 3 h w`, targets `b c`, and what enters its HTM block."""
+    allow_tf32(config.recipe.tf32)  # the gradient detector computes in float32
     torch.manual_seed(0)
     module = place(build_module(config.model, config.augmentation, CLASSES), device).train()
     size = config.model.image_size

@@ -16,7 +16,7 @@ from reproduction.runs.folder import RunFolder
 from reproduction.studies.cost import Speed, as_measured, sizes_of
 from reproduction.system.errors import UserError
 from reproduction.system.timing import Work, time_calls
-from reproduction.training.distributed import World
+from reproduction.training.distributed import World, allow_tf32
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from reproduction.training.step import Part
@@ -31,6 +31,7 @@ def bare_trainer(
 ) -> Trainer:
     """The trainer of a run without images and files: of `model`, or of one with new weights."""
     nothing: Any = []
+    allow_tf32(config.recipe.tf32)
     torch.manual_seed(config.seed)
     module = build_module(without_start(config.model), config.augmentation, classes)
     if model is not None:

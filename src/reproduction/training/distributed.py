@@ -1,9 +1,11 @@
 """One process or many: torchrun's ranks, or ranks that we start ourselves."""
 
+import errno
 import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -53,15 +55,20 @@ SIGNALLING: dict[str, Any] = {  # settings of the launcher that older versions o
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """This process among its peers; `neighbours` are the processes of those on this machine."""
 
     rank: int
     size: int
     device: torch.device
+    neighbours: tuple[int, ...] = ()
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def is_incomplete(self) -> bool:
+        """Whether a neighbour is gone: what waits for it, as NCCL does for minutes, is in vain."""
+        return any(not _is_there(process) for process in self.neighbours)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on every rank; changes `values`."""
@@ -110,6 +117,15 @@ def visible_gpus() -> list[str]:
     return names[:count]
 
 
+def allow_tf32(is_allowed: bool) -> None:
+    """Whether this process's float32 products and convolutions on a GPU may be TF32's.
+
+    Torch would allow it to convolutions alone.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Joins the process group that the environment describes, NCCL on CUDA and gloo on a CPU."""
@@ -127,9 +143,26 @@ def join_world(device: str) -> Iterator[World]:
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         try:
-            yield World(rank, size, place)
+            yield World(rank, size, place, _neighbours(store, rank, size))
         finally:
             dist.destroy_process_group()
+
+
+def _neighbours(store: dist.Store, rank: int, size: int) -> tuple[int, ...]:
+    """The processes of the other ranks on this machine."""
+    machine = socket.gethostname()
+    store.set(f"place of {rank}", f"{os.getpid()} {machine}")
+    places = (store.get(f"place of {peer}").decode() for peer in range(size) if peer != rank)
+    found = (place.split(" ", 1) for place in places)
+    return tuple(int(process) for process, where in found if where == machine)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from reproduction.training.distributed import World
 OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 OF_PATHS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # plain in the run's folder
 OF_LIBRARIES = re.compile(r"\(os error (\d+)\)")  # as safetensors says it
+SECONDS_AFTER_A_DEATH = 10  # of a rank, in which the others may still end by themselves
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -148,16 +149,23 @@ class Agreement:
         self.asked = self.to_stop = 0
         self.to_save = False
         self.settings = settings
-        self.is_main, self.is_alone = world.is_main, world.size == 1
+        self.world, self.is_main, self.is_alone = world, world.is_main, world.size == 1
         self.note_saved()
         self.group: Any = None if self.is_alone else dist.new_group(backend="gloo")
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, signum: int, frame: FrameType | None) -> None:
-        """Takes a signal. A second Ctrl-C does not wait for the end of a step."""
+        """Takes a signal. A second Ctrl-C does not wait for the end of a step.
+
+        Nor does a signal by which the launcher ends what is left after the death of a rank.
+        """
         if self.is_alone and self.asked and signum == signal.SIGINT:
             raise Stopped(signum)
         self.asked = self.asked or signum
+        if self.world.is_incomplete():
+            end = threading.Timer(SECONDS_AFTER_A_DEATH, os.kill, (os.getpid(), signal.SIGKILL))
+            end.daemon = True
+            end.start()
 
     def renew(self, step: int) -> None:
         """Every rank calls it after each step, and all come to the same."""

@@ -20,7 +20,13 @@ from reproduction.system.errors import PlainError, RunFailed
 from reproduction.system.ranks import is_a_rank, is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import load_plain
-from reproduction.training.distributed import World, join_world, launch, resolve_device
+from reproduction.training.distributed import (
+    World,
+    allow_tf32,
+    join_world,
+    launch,
+    resolve_device,
+)
 from reproduction.training.endings import explaining_data, explaining_memory
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
@@ -103,6 +109,7 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
 
 
 def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]:
+    allow_tf32(config.recipe.tf32)
     with join_world(resolve_device(config.device, config.devices)) as world:
         source = load_source(config.dataset.name, config.dataset.root, limit=None)
         model = build_model(without_start(config.model), len(source.classes))

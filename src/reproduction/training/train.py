@@ -36,7 +36,13 @@ from reproduction.system.hardware import hardware_name, joined
 from reproduction.system.ranks import is_a_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.checkpoint import load_last
-from reproduction.training.distributed import World, join_world, launch, resolve_device
+from reproduction.training.distributed import (
+    World,
+    allow_tf32,
+    join_world,
+    launch,
+    resolve_device,
+)
 from reproduction.training.endings import (
     explaining_data,
     explaining_disk,
@@ -96,6 +102,7 @@ def _leaving_its_end(folder: RunFolder) -> Iterator[None]:
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     device = resolve_device(config.device, config.devices)
+    allow_tf32(config.recipe.tf32)
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # the first rank has downloaded before it joined
         trainer = build_trainer(config, world, source)
