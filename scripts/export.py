@@ -1,18 +1,18 @@
 """Writes the plain model of a run (run=FOLDER) or of a file (checkpoint=FILE model=...)."""
 
 from reproduction.commands.cli import run
-from reproduction.commands.jobs import Export, resolve_export
+from reproduction.commands.jobs import OfWeights, resolve_export
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import say
 
 
-def main(settings: Export) -> None:
+def main(settings: OfWeights) -> None:
     """Writes `output`, whose names are ours for a CCT and timm's for a ViT."""
     from reproduction.training.checkpoint import export
 
     if is_first_rank():
-        export(settings.model, settings.checkpoints, settings.output)
-        say(f"written to {settings.output}")
+        export(settings.config.model, settings.checkpoints, settings.result)
+        say(f"written to {settings.result}")
 
 
 if __name__ == "__main__":

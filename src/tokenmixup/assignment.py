@@ -39,16 +39,16 @@ def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:
     receivers, donors = gain.shape
     if receivers > donors:
         raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")
-    check_finite(torch.from_numpy(gain))
+    check_finite(gain)
     if receivers >= REDUCED_FROM * donors:
         gain = _columns_reduced(gain)
     donor = linear_sum_assignment(gain, maximize=True)[1][:receivers]
     return torch.from_numpy(donor.astype(np.int64))
 
 
-def check_finite(gain: Tensor) -> None:
-    """Raises FloatingPointError for a gain on the host that is not finite."""
-    if not gain.isfinite().all():
+def check_finite(gain: np.ndarray) -> None:
+    """Raises FloatingPointError for a gain that is not finite."""
+    if not np.isfinite(gain).all():
         raise FloatingPointError("the saliency gain is not finite: the attention has diverged")
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tokenmixup.assignment import check_finite
 from tokenmixup.horizontal import (
     Rules,
     easy_rows,
@@ -42,7 +43,7 @@ def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
     Raises FloatingPointError as the optimal one does.
     """
-    easy_rows(gain, is_easy)
+    check_finite(easy_rows(gain, is_easy)[1].numpy())
     b, device = len(gain), gain.device
     return torch.where(is_easy, torch.randperm(b, device=device), torch.arange(b, device=device))
 

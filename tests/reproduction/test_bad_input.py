@@ -151,15 +151,14 @@ def fits(line: str, recorded: str) -> bool:
 
 
 def record() -> None:
-    """Writes the lines as they are; what a library says in them is to be replaced by `...`."""
+    """Writes anew the lines that have changed; what a library says in them is to become `...`."""
+    found = yaml.safe_load(REFUSED.read_text())
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         write_files(Path(folder))
-        found = {
-            kind: {
-                command: told(run_here(shlex.split(command))[1], Path(folder)) for command in lines
-            }
-            for kind, lines in yaml.safe_load(REFUSED.read_text()).items()
-        }
+        for lines in found.values():
+            for command, recorded in lines.items():
+                line = told(run_here(shlex.split(command))[1], Path(folder))
+                lines[command] = recorded if fits(line, recorded) else line
     head = "".join(REFUSED.read_text().splitlines(keepends=True)[:2])
     text = yaml.safe_dump(found, sort_keys=False, width=10**6, allow_unicode=True)
     REFUSED.write_text(head + text)

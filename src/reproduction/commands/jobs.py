@@ -1,4 +1,4 @@
-"""What is checked of each point of a command line, and of each run of a study."""
+"""What train.py, eval.py and export.py make of each point of their command lines, checked."""
 
 import dataclasses
 import os
@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reproduction.config import AnyModel, Config
+from reproduction.config import Config
 from reproduction.runs.compose import Composed
 from reproduction.runs.folder import RunFolder, check_writable, default_name
 from reproduction.runs.parse import parse, parse_saved
 from reproduction.system.errors import UserError
+
+Keys = tuple[str, ...]
+EVALUATED_RUN: Keys = ("run", "weights", "device", "devices", "dataset")
+EVALUATED_FILE: Keys = (
+    *("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root"),
+)
+EXPORTED_RUN: Keys = ("run", "weights", "output")
+EXPORTED_FILE: Keys = ("checkpoint", "model", "output")
 
 
 def resolve(composed: Composed) -> Config:
@@ -42,27 +50,23 @@ def check_all(configs: list[Config], here: bool = True) -> None:
             preflight(config, here)
 
 
-EXPORTED_RUN = ("run", "weights", "output")
-EXPORTED_FILE = ("checkpoint", "model", "output")
-
-
 @dataclass(frozen=True)
-class Export:
-    """Checkpoints, of which the first readable one counts, their model, and where it goes."""
+class OfWeights:
+    """Checkpoints, of which the first readable one counts, their configuration, and the result."""
 
-    model: AnyModel
+    config: Config
     checkpoints: list[Path]
-    output: Path
+    result: Path
 
 
-def resolve_export(composed: Composed) -> Export:
+def resolve_export(composed: Composed) -> OfWeights:
     """The checked settings of one export; UserError names what does not belong to it."""
     raw = dict(composed.raw)
     output = _new_file(raw.pop("output", None))
     checkpoints, saved = _chosen_weights(composed, raw, EXPORTED_RUN, EXPORTED_FILE)
     if saved is not None:  # its images may be elsewhere and are not needed
         raw = {**saved, "dataset": raw["dataset"]}
-    return Export(parse_saved(raw).model, checkpoints, output)
+    return OfWeights(parse_saved(raw), checkpoints, output)
 
 
 def _new_file(output: Any) -> Path:
@@ -74,34 +78,19 @@ def _new_file(output: Any) -> Path:
     return Path(output)
 
 
-Keys = tuple[str, ...]
-
-EVALUATED_RUN = ("run", "weights", "device", "devices", "dataset")
-EVALUATED_FILE = ("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Checkpoints, of which the first readable one counts, their configuration, and the result."""
-
-    config: Config
-    checkpoints: list[Path]
-    result: Path
-
-
-def resolve_evaluation(composed: Composed) -> Evaluation:
+def resolve_evaluation(composed: Composed) -> OfWeights:
     """The checked settings of one evaluation; UserError names what does not belong to it."""
     raw = dict(composed.raw)
     files, saved = _chosen_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
     file = files[0]
     if saved is not None:
         config = parse_saved(_overridden(saved, raw, composed))
-        return Evaluation(config, files, file.parents[1] / f"evaluation-{file.stem}.json")
+        return OfWeights(config, files, file.parents[1] / f"evaluation-{file.stem}.json")
     config = parse(raw, trains=False)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
     result = Path(config.output_root, "evaluations", name)
     check_writable(result, f"output_root={config.output_root}")
-    return Evaluation(config, files, result)
+    return OfWeights(config, files, result)
 
 
 def _chosen_weights(

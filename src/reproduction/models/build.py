@@ -29,6 +29,11 @@ from tokenmixup.structure import declared_prefix
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 WITH_WEIGHTS = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
+# Dropout is drawn as without compiling, and no kernel depends on the batches before.
+COMPILER: Callable[..., Any] = partial(
+    torch.compile, dynamic=False, options={"fallback_random": True}
+)
+BATCH_SIZES = 4  # at most, in a run: of whole batches and the last one, and of their micro-batches
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer")
 
 
@@ -142,15 +147,6 @@ def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] |
     """Mean and standard deviation that a timm model's weights were trained with."""
     known = getattr(model, "pretrained_cfg", {})
     return (list(known["mean"]), list(known["std"])) if "mean" in known else None
-
-
-# Dropout is drawn as without compiling, and no kernel depends on the batches before.
-COMPILER: Callable[..., Any] = partial(
-    torch.compile, dynamic=False, options={"fallback_random": True}
-)
-
-
-BATCH_SIZES = 4  # at most, in a run: of whole batches and the last one, and of their micro-batches
 
 
 def compile_blocks(module: TokenMixup) -> None:

@@ -27,6 +27,11 @@ from reproduction.system.storage import TEMPORARIES, clear_leftovers, sync, vers
 LOCK = ".lock"
 STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # of a line, as reports need
 EPOCH_KEYS = ("epoch", "top1", "eval_loss")
+# What does not change a result does not change a run's identity.
+NOT_IDENTITY = (
+    *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
+    *("dataset.workers", "dataset.memory_mib"),
+)
 
 
 class RunFolder:
@@ -228,13 +233,6 @@ def check_writable(path: Path, setting: str) -> None:
     place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError(f"{setting}: {place} is no writable folder")
-
-
-# What does not change a result does not change a run's identity.
-NOT_IDENTITY = (
-    *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib"),
-)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

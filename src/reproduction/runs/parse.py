@@ -27,6 +27,7 @@ from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
 
 LONGEST = 200  # characters of a value that are shown
+MOST_TOKENS = 2**14  # one attention map of so many takes 1 GiB
 
 
 def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> Config:
@@ -91,9 +92,6 @@ def _holds(value: Any, part: Any) -> bool:
     if isinstance(value, dict):
         return part in value
     return isinstance(value, list) and isinstance(part, int) and part < len(value)
-
-
-MOST_TOKENS = 2**14  # one attention map of so many takes 1 GiB
 
 
 def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:

@@ -16,7 +16,8 @@ def launched_ranks() -> int | None:
 
 def local_ranks() -> int | None:
     """How many of them are on this machine."""
-    return None if launched_ranks() is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = launched_ranks()
+    return None if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def is_a_rank(devices: int) -> bool:

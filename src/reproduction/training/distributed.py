@@ -29,7 +29,7 @@ from reproduction.system.errors import (
     first_line,
 )
 from reproduction.system.hardware import usable_cores
-from reproduction.system.ranks import launched_ranks, restarts
+from reproduction.system.ranks import launched_ranks, local_ranks, restarts
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -99,7 +99,7 @@ def resolve_device(device: str, devices: int) -> str:
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    local = local_ranks() or devices
     if device == "cuda" and gpus == 0:
         raise UserError("device=cuda: this machine has no CUDA GPU, allowed is cpu or auto")
     if device == "cuda" and local > gpus:

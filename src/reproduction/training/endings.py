@@ -149,7 +149,7 @@ class Agreement:
         self.asked = self.to_stop = 0
         self.to_save = False
         self.settings = settings
-        self.world, self.is_main, self.is_alone = world, world.is_main, world.size == 1
+        self.world, self.is_alone = world, world.size == 1
         self.note_saved()
         self.group: Any = None if self.is_alone else dist.new_group(backend="gloo")
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -183,7 +183,7 @@ class Agreement:
         """This rank's signal, and whether it is time to save."""
         minutes = self.settings.every_minutes
         is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return [self.asked, int(is_late and self.is_main)]
+        return [self.asked, int(is_late and self.world.is_main)]
 
     def _earlier(self) -> list[int]:
         """The same of all ranks, as it was a step ago, so that none has to wait for another."""
