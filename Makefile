@@ -4,7 +4,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-lowest lint format lock audit check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost bench chaos
+  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa cost bench check-gpu chaos
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -124,6 +124,9 @@ audit: .venv-tools/installed  ## look the locked packages up among known vulnera
 bench: .venv/installed  ## measure what training costs on this machine; SECTIONS= PAIRS= COMPARE=
 	$(BIN)/python -m scripts.benchmark $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+
+check-gpu: .venv/installed  ## check a GPU against the CPU, then measure it, 9 minutes each; STAGE= OUTPUTS=
+	$(BIN)/python -m scripts.check_gpu $(if $(STAGE),--stage $(STAGE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS= RANK_KILLS= MINUTES=
 	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \

@@ -2,7 +2,7 @@
 
 One training step with HTM, VTM and manifold mixup, then evaluation against the plain model. Models
 of more than 450 million parameters are tried with 3 of their blocks. Ends with status 1 if one
-fails, or if the README counts otherwise.
+fails, or if docs/library.md counts otherwise.
 """
 
 import sys
@@ -14,7 +14,7 @@ import timm
 from reproduction.models.survey import smallest_of_families, survey, try_out
 
 LARGEST = 450e6
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "library.md"
 
 
 def main() -> int:
@@ -36,8 +36,8 @@ def main() -> int:
         print(f"{verdict.family}: {verdict.name}{how}: {outcome} ({seconds:.1f} s)", flush=True)
     count = f"{len(served)} of the {len(verdicts)}"
     print(f"{len(tried)} families tried, {failed} failed; served are {count} models")
-    if count not in " ".join(README.read_text().split()):
-        print(f"check_models.py: README.md does not say {count}", file=sys.stderr)
+    if count not in " ".join(PAGE.read_text().split()):
+        print(f"check_models.py: {PAGE} does not say {count}", file=sys.stderr)
         return 1
     return int(failed > 0)
 

@@ -112,6 +112,7 @@ class Scope:
     and parts. `gain`: samples and tokens of the gain matrix, whose growth goes through
     `gain_samples` at `gain[1]` tokens, and `gain_tokens` at `detectors` samples. `matrix`: rows of
     the product that tells the matrix rate. `images`: of a batch of the pipeline.
+    `compiled`: whether steps are measured compiled as well.
     """
 
     pairs: int = 40
@@ -124,6 +125,7 @@ class Scope:
     gain_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024)
     matrix: int = 2048
     images: int = 64
+    compiled: bool = False
 
 
 ON_CPU = Scope()
@@ -131,6 +133,7 @@ ON_GPU = Scope(
     steps=(("cct_2_3x2", 128), (CCT, 128), (VIT, 128)),
     oracle=((CCT, 128), (VIT, 128)),
     matrix=8192,
+    compiled=True,
 )
 QUICK = Scope(
     pairs=2,

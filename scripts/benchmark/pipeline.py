@@ -69,7 +69,7 @@ def small_images() -> ImageSource:
     return ArrayImages(pixels, [0] * len(pixels))
 
 
-def photos(folder: Path) -> ImageSource:
+def photos(folder: Path) -> FileImages:
     """A folder of made-up photos: smooth colours under fine noise, some 100 kB each."""
     rng = np.random.default_rng(0)
     paths = [str(folder / f"{number}.jpg") for number in range(8)]

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from reproduction.config import Config
-from reproduction.models.build import count_macs
+from reproduction.models.build import attention_kernel, count_macs
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.studies.speed import bare_trainer, step_of
 from reproduction.system.timing import spread_of, time_in_turns
-from reproduction.training.evaluate import DTYPES
+from reproduction.training.evaluate import DTYPES, autocast
 from reproduction.training.loop import Trainer
 from reproduction.training.step import Part
 from scripts.benchmark.measure import (
@@ -55,26 +55,27 @@ def precision_on(device: torch.device) -> str:
 def measure_steps(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
     """A group for each size: times, ratios to plain, images/s, peak memory, what was mixed."""
     rate = matrix_rate(scope.matrix, device)
-    return [_group(model, size, scope.pairs, device, rate) for model, size in scope.steps]
+    return [_group(model, size, scope, device, rate) for model, size in scope.steps]
 
 
 def _group(
-    model: str, batch_size: int, pairs: int, device: torch.device, rate: float
+    model: str, batch_size: int, scope: Scope, device: torch.device, rate: float
 ) -> dict[str, Any]:
-    configs = variant_configs(model, precision_on(device), compiled=device.type == "cuda")
+    configs = variant_configs(model, precision_on(device), scope.compiled)
     shared = sharp_trainer(configs[PLAIN], device).module.model
     steps = {
         name: step_of(sharp_trainer(config, device, shared), batch_size)
         for name, config in configs.items()
     }
-    rows = compared(steps, pairs, calls_on(device))
+    rows = compared(steps, scope.pairs, calls_on(device))
     macs = count_macs(shared, configs[PLAIN].model.image_size).total
     for name, row in rows.items():
         row.update(facts_of(steps[name], batch_size, row, device))
         row["share_of_rate"] = FLOPS_PER_MAC * macs * row["images_per_second"] / rate
     return {
         "title": f"training step: {model}, batch of {batch_size}",
-        "about": f"{conditions(configs[PLAIN])}; matrix products run at {rate / 1e12:.3g} TFLOP/s",
+        "about": f"{conditions(configs[PLAIN], shared, device)}; matrix products run at "
+        f"{rate / 1e12:.3g} TFLOP/s",
         "rows": rows,
     }
 
@@ -90,13 +91,15 @@ def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device)
     steps: dict[str, Step] = {}
     for name in (PLAIN, "HTM and VTM"):
         config = step_config(model, VARIANTS[name], ours)
-        steps[name] = step_of(sharp_trainer(config, device), batch_size)
+        trainer = sharp_trainer(config, device)
+        steps[name] = step_of(trainer, batch_size)
         its = step_config(model, VARIANTS[name], theirs)
         steps[f"{name}, oracle"] = step_of(oracle_trainer(its, device), batch_size)
     rows = compared(steps, pairs, calls_on(device))
     for name, row in rows.items():
         row.update(facts_of(steps.get(name, steps[PLAIN]), batch_size, row, device))
-    about = f"ours: {conditions(config)}; the oracle: {theirs}, a map of every block"
+    how = conditions(config, trainer.module.model, device)
+    about = f"ours: {how}; the oracle: {theirs}, a map of every block"
     return {"title": f"oracle: {model}, batch of {batch_size}", "about": about, "rows": rows}
 
 
@@ -148,10 +151,13 @@ def oracle_trainer(config: Config, device: torch.device) -> Trainer:
     return trainer
 
 
-def conditions(config: Config) -> str:
-    """Precision, dropout and optimiser, in words."""
+def conditions(config: Config, model: nn.Module, device: torch.device) -> str:
+    """Precision, dropout, attention and optimiser, in words."""
     dropout = [f"{name} {value}" for name, value in vars(config.model).items() if "drop" in name]
-    return ", ".join([config.recipe.precision, *dropout, config.recipe.optimizer])
+    with autocast(device, config.recipe.precision):
+        kernel = attention_kernel(model, config.model.image_size)
+    told = [config.recipe.precision, *dropout, f"attention {kernel}", config.recipe.optimizer]
+    return ", ".join(told)
 
 
 def facts_of(step: Step, batch_size: int, row: Row, device: torch.device) -> Row:

@@ -30,9 +30,11 @@ def test_variants_are_the_recipe_with_and_without(model: str):
     assert configs["HTM"].augmentation.htm.tau == float("inf")
 
 
-def test_conditions_state_the_dropout():
-    assert conditions(step_config("cct_7_3x1", [], "bf16")) == (
-        "bf16, attn_drop 0.1, drop_path 0.1, drop 0.0, adamw"
+def test_conditions_state_dropout_and_attention():
+    config, device = step_config("cct_2_3x2", [], "bf16"), torch.device("cpu")
+    model = sharp_trainer(config, device).module.model
+    assert conditions(config, model, device) == (
+        "bf16, attn_drop 0.0, drop_path 0.1, drop 0.0, attention flash, adamw"
     )
     assert "pos_drop_rate 0.0" in conditions(step_config("vit_base_patch16_224", [], "bf16"))
 

@@ -7,6 +7,7 @@ from timm.layers import DropPath, PatchDropout
 from torch import nn
 
 from reproduction.models.build import (
+    attention_kernel,
     build_model,
     build_module,
     check_tokens,
@@ -173,3 +174,19 @@ def test_too_few_tokens_for_vtm_are_noticed_by_counting_them():
     module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 17})
     with pytest.raises(UserError, match=r"vtm.kappa=17: cct_2_3x2 has 16 tokens"):
         check_tokens(module, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "kernel"),
+    [
+        ("cct_2_3x2", ["model.attn_drop=0"], "flash"),
+        ("cct_2_3x2", ["model.attn_drop=0.1"], "composed"),  # a CPU's has no dropout
+        ("resnet18", [], None),
+    ],
+)
+def test_the_attention_kernel_is_told(name: str, told: list[str], kernel: str | None):
+    config = parse(compose("train", [f"model={name}", "augmentation=[]", *told]).raw)
+    model = build_model(config.model, 10)
+    modes = [part.training for part in model.modules()]
+    assert attention_kernel(model, config.model.image_size) == kernel
+    assert [part.training for part in model.modules()] == modes

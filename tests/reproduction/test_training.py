@@ -42,6 +42,7 @@ SUMMARY_KEYS = {
     "top5_best",
     "parameters",
     "macs",
+    "attention",
     "seconds",
     "images_per_second",
     "seed",

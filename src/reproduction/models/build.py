@@ -1,6 +1,7 @@
 """From the model's configuration to the model, compiled if asked for, and what is known of it."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from reproduction.config import CCT as CCTConfig
@@ -141,6 +143,36 @@ def count_macs(model: nn.Module, image_size: int) -> Macs:
     flops = counter.get_flop_counts()["Global"]
     with_weights = sum(n for operation, n in flops.items() if operation in WITH_WEIGHTS)
     return Macs(counter.get_total_flops() // 2, with_weights // 2)
+
+
+def attention_kernel(model: nn.Module, image_size: int) -> str | None:
+    """What attends in training: torch's fused `flash`, `efficient` or `cudnn`, or `composed`.
+
+    It depends on device, precision (by the caller's autocast), head width and dropout. None of a
+    model without attention.
+    """
+    attention = [part for name, part in model.named_modules() if name.endswith(".attn")]
+    if not attention:
+        return None
+    image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
+    with evaluating(model), torch.no_grad(), _Operations() as operations:
+        for part in attention:
+            part.train()
+        model(image)
+    names = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
+    return next((found[1] for found in names if found), "composed")
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] | None:

@@ -22,6 +22,7 @@ from reproduction.data.build import (
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.models.build import (
+    attention_kernel,
     build_module,
     count_macs,
     count_parameters,
@@ -52,6 +53,7 @@ from reproduction.training.endings import (
     pass_on,
     stop_at_once,
 )
+from reproduction.training.evaluate import autocast
 from reproduction.training.loggers import Logger, NoLog, build_logger
 from reproduction.training.loop import Trainer
 
@@ -181,6 +183,8 @@ def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
     if config.recipe.precision == "float16" and device == "cpu":
         warn("warning: float16 is slow on a CPU, try recipe.precision=bf16")
+    with autocast(trainer.world.device, config.recipe.precision):
+        kernel = attention_kernel(module.model, config.model.image_size)
     known = pretrained_statistics(module.model) if uses_pretrained else None
     if warning := statistics_warning(config.dataset, known):
         warn(warning)
@@ -189,6 +193,7 @@ def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         "name": config.name,
         "parameters": count_parameters(module),
         "macs": count_macs(module.model, config.model.image_size).total,
+        "attention": kernel,
         "seed": config.seed,
         "devices": config.devices,
         "hardware": joined(earlier, hardware_name(device)),

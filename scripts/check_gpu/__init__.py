@@ -1,0 +1,1 @@
+"""What a machine with a GPU has to show, in one command: `python -m scripts.check_gpu`."""

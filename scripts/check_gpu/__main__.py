@@ -1,0 +1,185 @@
+"""Checks what a GPU computes, then measures it: two stages, each within 9 minutes.
+
+Every part is a process with a limit of its own, so that one that hangs costs no other. Results so
+far are in check.json and check.md at any time. Ends with status 1 if a part found something wrong.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from reproduction.config import CONF_DIR
+from reproduction.runs.folder import check_writable
+from reproduction.system.hardware import hardware_name, keep_freed_memory
+from reproduction.system.storage import write_text
+from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.training.distributed import resolve_device
+from reproduction.training.train import git_revision
+from scripts.benchmark.page import check_page, put_on_page
+from scripts.check_gpu import correctness, figures
+from scripts.check_gpu.correctness import Finding, Part, Scope
+
+FILE, MARKDOWN, MARK = "check.json", "check.md", "check-gpu"
+WORDS = {True: "ok", False: "WRONG", None: ""}
+ENOUGH = 300  # characters of what a part that died has said
+
+
+class Limited(NamedTuple):
+    """A part, and how long it may take, in seconds."""
+
+    part: Part
+    limit: int
+
+
+STAGES: Mapping[str, Mapping[str, Limited]] = {
+    "correctness": {
+        "losses": Limited(correctness.losses, 150),
+        "waits": Limited(correctness.waits, 45),
+        "quickstart": Limited(correctness.quickstart, 120),
+        "memory": Limited(correctness.memory, 30),
+        "skipping": Limited(correctness.skipping, 30),
+        "one_rank": Limited(correctness.one_rank, 30),
+        "compiling": Limited(correctness.compiling, 100),
+        "same_seed": Limited(correctness.same_seed, 30),
+    },
+    "figures": {
+        "steps": Limited(figures.steps, 100),
+        "detectors": Limited(figures.detectors, 40),
+        "oracle": Limited(figures.oracle, 80),
+        "busy": Limited(figures.busy, 60),
+        "batches": Limited(figures.batches, 120),
+        "loader": Limited(figures.loader, 90),
+        "backends": Limited(figures.backends, 30),
+    },
+}
+PARTS = {name: limited for parts in STAGES.values() for name, limited in parts.items()}
+
+
+def parser() -> Parser:
+    options = Parser(prog="check_gpu", description=__doc__, usage=argparse.SUPPRESS)
+    options.add_argument("--stage", choices=STAGES, help="default: both")
+    options.add_argument("--parts", nargs="+", choices=PARTS, help="these alone")
+    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options.add_argument("--tiny", action="store_true", help="as little as shows that it works")
+    options.add_argument("--page", metavar="FILE.md", help="put the table on this page as well")
+    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    options.add_argument("--here", metavar="FILE.json", help=argparse.SUPPRESS)  # one part's own
+    return options
+
+
+@ending_in_a_line("check_gpu")
+def main() -> None:
+    args = parser().parse_args()
+    device = resolve_device(args.device, 1)
+    scope = Scope(torch.device(device), args.tiny)
+    if args.here is not None:
+        find(args.parts[0], scope, Path(args.here))
+        return
+    path = Path(args.outputs, "check-gpu", FILE).absolute()
+    check_writable(path, f"outputs={args.outputs}")
+    if args.page is not None:
+        check_page(Path(args.page), MARK)
+    chosen = args.parts or (STAGES[args.stage] if args.stage else PARTS)
+    report = read(path, _machine(device, args.tiny))
+    for name in chosen:
+        found = report["parts"][name] = run_part(name, scope)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(report, indent=1) + "\n")
+        write_text(path.with_name(MARKDOWN), markdown(report))
+        print(f"{name}: {len(found['findings'])} findings in {found['seconds']} s", flush=True)
+    print(markdown(report) + f"\nwritten to {path.parent}")
+    if args.page is not None:
+        put_on_page(Path(args.page), markdown(report), MARK)
+    sys.exit(int(any(row[2] is False for row in _rows(report, chosen))))
+
+
+def _machine(device: str, tiny: bool) -> dict[str, Any]:
+    return {
+        "hardware": hardware_name(device),
+        "device": device,
+        "torch": torch.__version__,
+        "git_revision": git_revision(),
+        "tiny": tiny,
+    }
+
+
+def read(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """What earlier parts have found on this machine by this revision; else nothing."""
+    if path.exists() and (report := json.loads(path.read_text()))["machine"] == machine:
+        return report
+    return {"machine": machine, "parts": {}}
+
+
+def find(name: str, scope: Scope, path: Path) -> None:
+    """Writes a part's findings, all again with each, so that a limit leaves those before."""
+    if scope.device.type == "cpu":
+        keep_freed_memory()
+    found: list[Finding] = []
+    for finding in PARTS[name].part(scope):
+        found.append(finding)
+        write_text(path, json.dumps(found))
+
+
+def run_part(name: str, scope: Scope) -> dict[str, Any]:
+    """The findings of a part in a process, and in an empty folder, of its own; and seconds."""
+    start, root = time.monotonic(), CONF_DIR.parent
+    with TemporaryDirectory() as folder:
+        path = Path(folder, FILE)
+        command = [sys.executable, "-m", "scripts.check_gpu", "--parts", name]
+        command += ["--device", scope.device.type, "--here", str(path)]
+        command += ["--tiny"] if scope.tiny else []
+        places = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": places},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                _, said = process.communicate(timeout=PARTS[name].limit)
+                end = f"status {process.returncode}: {said.strip()[-ENOUGH:]}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                end = f"stopped at its limit of {PARTS[name].limit} s"
+        findings = json.loads(path.read_text()) if path.exists() else []
+    if process.returncode != 0:
+        findings.append(Finding("the process", end, False))
+    return {"findings": findings, "seconds": round(time.monotonic() - start, 1)}
+
+
+def _rows(report: Mapping[str, Any], parts: Any) -> list[Any]:
+    return [row for name in parts for row in report["parts"][name]["findings"]]
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Machine, then a table of all findings."""
+    machine = report["machine"]
+    lines = [
+        f"{machine['hardware']}, {machine['device']}, torch {machine['torch']}, revision "
+        f"{str(machine['git_revision'])[:12]}."
+        + (" Tried with tiny sizes: these are no figures." if machine["tiny"] else ""),
+        "",
+        "| part | what | found | |",
+        "|---|---|---|---|",
+    ]
+    for name, part in report["parts"].items():
+        for what, figure, is_right in part["findings"]:
+            told = " ".join(figure.split()).replace("|", "\\|")
+            lines.append(f"| {name} | {what} | {told} | {WORDS[is_right]} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

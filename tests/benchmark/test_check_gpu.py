@@ -1,0 +1,96 @@
+"""`python -m scripts.check_gpu`, tiny on a CPU: parts in this process, and what runs them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.check_gpu import __main__ as command
+from scripts.check_gpu.__main__ import PARTS, STAGES, Limited, main, run_part
+from scripts.check_gpu.correctness import CASES, DrawnOnHost, Finding, Scope, losses
+from scripts.check_gpu.figures import _covered
+
+TINY = Scope(torch.device("cpu"), tiny=True)
+IN_PROCESSES = ("quickstart", "one_rank", "compiling")  # start some, or leave traces in this one
+STAGE_LIMIT = 9 * 60
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in IN_PROCESSES])
+def test_every_part_finds_something_and_nothing_wrong(name: str):
+    findings = [*PARTS[name].part(TINY)]
+    assert findings
+    assert all(finding.is_right is not False for finding in findings), findings
+
+
+def test_stages_keep_to_nine_minutes():
+    assert len(CASES) == 31
+    assert all(sum(x.limit for x in parts.values()) <= STAGE_LIMIT for parts in STAGES.values())
+
+
+def test_a_difference_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    devices = iter([1.0, 1.5])
+    line = {"loss": 0.0, "mixed_tokens": 0.0}
+    monkeypatch.setattr(
+        "scripts.check_gpu.correctness._trained", lambda *_: [{**line, "loss": next(devices)}]
+    )
+    (finding,) = losses(TINY)
+    assert finding.is_right is False and "differ by 3.3e-01" in finding.figure
+
+
+def test_steps_draw_the_same_numbers_on_every_device():
+    def drawn(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        like = torch.empty(2, 3, device=device)
+        return [torch.randperm(5, device=device), torch.rand_like(like)]
+
+    expected = drawn("cpu")
+    with DrawnOnHost():
+        found = drawn("cpu")
+        assert [x.device.type for x in drawn("meta")] == ["meta", "meta"]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_union_counts_no_time_twice():
+    assert _covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
+
+
+def call(monkeypatch: pytest.MonkeyPatch, outputs: Path, *args: str) -> int:
+    told = ["check_gpu", "--device", "cpu", "--tiny", "--outputs", str(outputs), *args]
+    monkeypatch.setattr(sys, "argv", told)
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+def test_findings_are_added_to_those_of_earlier_parts(monkeypatch, capsys, tmp_path: Path):
+    ends = {"waits": None, "memory": False, "loader": True}
+    monkeypatch.setattr(
+        command,
+        "run_part",
+        lambda name, scope: {"findings": [(name, "a|b\nc", ends[name])], "seconds": 0.1},
+    )
+    assert call(monkeypatch, tmp_path, "--parts", "waits") == 0
+    assert call(monkeypatch, tmp_path, "--parts", "memory") == 1
+    assert call(monkeypatch, tmp_path, "--parts", "loader") == 0  # of this call alone
+    text = (tmp_path / "check-gpu" / "check.md").read_text()
+    assert "| memory | memory | a\\|b c | WRONG |" in text and "these are no figures" in text
+    assert text in capsys.readouterr().out
+    report = json.loads((tmp_path / "check-gpu" / "check.json").read_text())
+    assert [*report["parts"]] == ["waits", "memory", "loader"]
+    assert call(monkeypatch, tmp_path, "--parts", "nothing") == 2
+    assert capsys.readouterr().err.startswith("check_gpu: argument --parts: invalid choice")
+
+
+def test_a_part_that_hangs_is_stopped_and_keeps_what_it_has_found(monkeypatch):
+    """Its process does not know of the patch: it is the real part, which needs longer."""
+    monkeypatch.setitem(PARTS, "waits", Limited(PARTS["waits"].part, 1))
+    found = run_part("waits", TINY)
+    assert found["findings"][-1] == Finding("the process", "stopped at its limit of 1 s", False)
+
+
+def test_a_process_of_its_own_finds_the_same():
+    findings = run_part("waits", TINY)["findings"]
+    assert findings == [["waits", "needs a GPU", None]]
