@@ -30,13 +30,22 @@ def test_variants_are_the_recipe_with_and_without(model: str):
     assert configs["HTM"].augmentation.htm.tau == float("inf")
 
 
-def test_conditions_state_dropout_and_attention():
-    config, device = step_config("cct_2_3x2", [], "bf16"), torch.device("cpu")
-    model = sharp_trainer(config, device).module.model
-    assert conditions(config, model, device) == (
-        "bf16, attn_drop 0.0, drop_path 0.1, drop 0.0, attention flash, adamw"
-    )
-    assert "pos_drop_rate 0.0" in conditions(step_config("vit_base_patch16_224", [], "bf16"))
+@pytest.mark.parametrize(
+    ("model", "told", "conditioned"),
+    [
+        ("cct_2_3x2", [], "attn_drop 0.0, drop_path 0.1, drop 0.0, attention flash, adamw"),
+        (
+            "cct_2_3x2",
+            ["model.attn_drop=0.1"],
+            "drop_path 0.1, drop 0.0, attention composed, adamw",
+        ),
+        ("vit_base_patch16_224", [], "pos_drop_rate 0.0"),
+    ],
+)
+def test_conditions_state_dropout_and_attention(model: str, told: list[str], conditioned: str):
+    config = step_config(model, [], "bf16", *told)
+    text = conditions(config, sharp_trainer(config, CPU).module.model, CPU)
+    assert text.startswith("bf16, ") and conditioned in text
 
 
 def test_a_step_trains_and_steps_mix_every_sample():
