@@ -22,7 +22,7 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
         batches = run_batches(folder, config)
         htm, vtm = config.augmentation.htm, config.augmentation.vtm
         assert htm is not None
-        found[folder.path.name] = measure(batches, htm.rho, vtm.kappa if vtm else KAPPA)
+        found[folder.path.name] = measure(batches, htm.first.rho, vtm.first.kappa if vtm else KAPPA)
     return found
 
 

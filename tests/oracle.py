@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
 from tokenmixup import Output, TokenMixup
+from tokenmixup.passes import LayerMix
 
 
 class Oracle(nn.Module):
@@ -27,35 +28,37 @@ class Oracle(nn.Module):
     def __init__(self, module: TokenMixup):
         super().__init__()
         self.model: Any = module.model
-        self.scorenet: Any = module.scorenet
-        self.htm: Any = module.htm
-        self.vtm: Any = module.vtm
+        self.scorenets: Any = module.scorenets
+        self.htm: Any = {} if module.htm is None else module.htm.each
+        self.vtm: Any = {} if module.vtm is None else module.vtm.each
 
     def forward(self, images: Tensor, targets: Tensor) -> Output:
         prefix = self.model.num_prefix_tokens
         x = embed(self.model, images)
-        memory: list[Tensor] = []
-        maps: list[Tensor] = []
-        score_logits = score_loss = is_easy = mask = None
+        memories: dict[int, list[Tensor]] = {layer: [] for layer in self.vtm}
+        layers: list[LayerMix] = []
         for index, block in enumerate(self.model.blocks):
-            mixes = self.htm is not None and index == self.htm.layer
-            is_source = self.vtm is not None and index < self.vtm.layer
-            saliency: Any = saliency_of(block, x, prefix) if mixes or is_source else None
-            if mixes:
-                score_logits = self.scorenet(x, prefix)
+            htm = self.htm.get(index)
+            later = [layer for layer in self.vtm if layer > index]
+            saliency: Any = saliency_of(block, x, prefix) if htm or later else None
+            if htm:
+                score_logits = self.scorenets[str(index)](x, prefix)
                 difficulty = F.cross_entropy(score_logits, targets, reduction="none")
-                score_loss, is_easy = difficulty.mean(), difficulty < self.htm.tau  # Eq. 8
-                x, targets, saliency, mask = mix(
-                    x, targets, saliency, is_easy, self.htm.rho, prefix
-                )
-            if is_source:
-                memory.append(most_salient(x, saliency, self.vtm.kappa, prefix))
-            is_last = self.vtm is not None and index == self.vtm.layer
-            keys = torch.cat([x, *memory], dim=1) if is_last else x
-            attended, attn = attention(block.attn, block.norm1(x), block.norm1(keys))
-            maps.append(attn)
-            x = rest_of_block(block, x, attended)
-        return Output(classify(self.model, x), targets, score_logits, score_loss, is_easy, mask)
+                is_easy = difficulty < htm.tau  # Eq. 8
+                x, targets, saliency, mask = mix(x, targets, saliency, is_easy, htm.rho, prefix)
+                layers.append(LayerMix(index, score_logits, difficulty, is_easy, mask))
+            for layer in later:
+                kept = most_salient(x, saliency, self.vtm[layer].kappa, prefix)
+                memories[layer].append(kept.detach() if self.vtm[layer].stop_gradient else kept)
+            keys = torch.cat([x, *memories.get(index, [])], dim=1)
+            x = rest_of_block(block, x, attention(block.attn, block.norm1(x), block.norm1(keys)))
+        logits = classify(self.model, x)
+        if not layers:
+            return Output(logits, targets)
+        score_loss = torch.stack([mix.difficulty.mean() for mix in layers]).sum()
+        is_easy = torch.stack([mix.is_easy for mix in layers]).any(dim=0)
+        mask = torch.stack([mix.mask for mix in layers]).any(dim=0)
+        return Output(logits, targets, score_loss, is_easy, mask, tuple(layers))
 
 
 def is_cct(model: Any) -> bool:
@@ -72,8 +75,8 @@ def embed(model: Any, images: Tensor) -> Tensor:
     return model.pos_drop(x + model.pos_embed)
 
 
-def attention(attn: Any, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax(X1 Wq (X2 Wk)^T) X2 Wv, projected, and the map: `b n d`, `b m d` -> `b h n m`.
+def attention(attn: Any, queries: Tensor, keys: Tensor) -> Tensor:
+    """Softmax(X1 Wq (X2 Wk)^T) X2 Wv, projected: `b n d`, `b m d` -> `b n d`.
 
     Eq. 1 of the transformer where keys are queries, else Eq. 13.
     """
@@ -82,7 +85,7 @@ def attention(attn: Any, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]
     weights = (q @ k.mT * attn.head_dim**-0.5).softmax(dim=-1)
     weights_kept = F.dropout(weights, attn.attn_drop.p, attn.training)
     out = (weights_kept @ v).transpose(1, 2).flatten(2)
-    return attn.proj_drop(attn.proj(out)), weights
+    return attn.proj_drop(attn.proj(out))
 
 
 def projected(attn: Any, x: Tensor) -> list[Tensor]:

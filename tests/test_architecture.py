@@ -38,6 +38,7 @@ STANDARD = {
     "functools",
     "importlib",
     "inspect",
+    "itertools",
     "math",
     "typing",
 }

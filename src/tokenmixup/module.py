@@ -84,27 +84,30 @@ class TokenMixup(nn.Module):
     ):
         super().__init__()
         self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
-        self.scorenet: ScoreNet | None = None
+        self.scorenets = nn.ModuleDict()  # by layer
+        self._htm_at = {} if htm is None else htm.each
+        self._vtm_at = {} if vtm is None else vtm.each
         self._manifold_layers = manifold_mixup.layers if manifold_mixup is not None else ()
-        self._sources = range(vtm.layer) if vtm is not None else range(0)
+        self._sources = range(max(self._vtm_at, default=0))
         for key, layer in self._layers():
             check_layer(model, key, layer)
         if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(model):
             raise ValueError("vtm.class_token_offset='published': there is no class token")
         if htm is not None:
-            check_rollout(model, htm.layer, htm.rollout_steps)
             width, pooling = cast(Any, model).embed_dim, scorenet_pooling(model, htm.pooling)
             like = next(model.parameters())
-            scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
-            self.scorenet = scorenet.to(like.device, like.dtype)
+            for layer in htm.layers:
+                check_rollout(model, layer, htm.rollout_steps)
+                scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
+                self.scorenets[str(layer)] = scorenet.to(like.device, like.dtype)
             self.rules, self._detect = rules_of(htm), detector_of(htm)
         self._reads_class_token = reads_class_token(model)
 
     def _layers(self) -> Iterator[tuple[str, int]]:
-        if self.htm is not None:
-            yield "htm.layer", self.htm.layer
-        if self.vtm is not None:
-            yield "vtm.layer", self.vtm.layer
+        for layer in self._htm_at:
+            yield "htm.layer", layer
+        for layer in self._vtm_at:
+            yield "vtm.layer", layer
         for layer in self._manifold_layers:
             yield "manifold_mixup.layers", layer
 
@@ -118,16 +121,21 @@ class TokenMixup(nn.Module):
         state = self._begin(images, targets)
         with self._mixing(state):
             logits = self.model(images)
-        assert self.htm is None or state.mix is not None, "block htm.layer did not run"
+        assert len(state.mixes) == len(self._htm_at), "a block of htm.layer did not run"
         return state.output(logits)
+
+    @property
+    def scorenet(self) -> ScoreNet | None:
+        """Of HTM's first layer."""
+        return cast(ScoreNet, next(iter(self.scorenets.values()), None))
 
     @torch.no_grad()
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
-        """Who would give which tokens to whom in a training pass; None without HTM."""
+        """Who would give which tokens to whom in training, at the first layer; None without HTM."""
         state = self._begin(images, targets)
         with self._mixing(state):
             self.model(images)
-        return state.mix
+        return next(iter(state.mixes.values()), None)
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that the model exempts from weight decay, as timm's optimisers ask for it."""
@@ -144,8 +152,9 @@ class TokenMixup(nn.Module):
                 state.pixels = input_gradient(self.model, images, targets)
         if self.manifold_mixup is not None:
             state.manifold = draw_manifold_mix(self.manifold_mixup, images)
-        if self.vtm is not None:
-            state.memory = Memory(self.vtm.kappa, PLACES[self.vtm.class_token_offset])
+        for layer, vtm in self._vtm_at.items():
+            place = PLACES[vtm.class_token_offset]
+            state.memories[layer] = Memory(vtm.kappa, place, vtm.stop_gradient)
         return state
 
     @contextmanager
@@ -155,7 +164,7 @@ class TokenMixup(nn.Module):
         if getattr(model, "grad_checkpointing", False):
             raise ValueError("TokenMixup cannot repeat blocks: switch gradient checkpointing off")
         replaced = self.replaced_attention()
-        watched = {*replaced, *self._manifold_layers, *([self.htm.layer] if self.htm else ())}
+        watched = {*replaced, *self._manifold_layers, *self._htm_at}
         for index in {*replaced, *self._rolled_out()}:
             check_projections(index, model.blocks[index].attn)
         with ExitStack() as stack:
@@ -172,22 +181,18 @@ class TokenMixup(nn.Module):
                 stack.enter_context(replaced_forward(block.attn, forward))
             yield
 
-    def _rolled_out(self) -> range:
+    def _rolled_out(self) -> Iterator[int]:
         """Blocks whose maps tell the saliency by rollout."""
-        if self.htm is None or self.htm.rollout_steps == 0:
-            return range(0)
-        return range(self.htm.layer, self.htm.layer + self.htm.rollout_steps + 1)
+        for layer, htm in self._htm_at.items():
+            yield from range(layer, layer + htm.rollout_steps + 1) if htm.rollout_steps > 0 else ()
 
     def replaced_attention(self) -> dict[int, StandIn]:
         """Blocks whose attention is replaced in a training pass, and what stands in for it."""
         replaced: dict[int, StandIn] = dict.fromkeys(self._sources, attend_and_remember)
-        if self.htm is not None and (
-            self.htm.layer in self._sources or self._detect is BlockInput.own_saliency
-        ):
-            replaced[self.htm.layer] = attend_as_projected  # HTM asks for the saliency
-        if self.vtm is not None:
-            replaced[self.vtm.layer] = attend_to_memory
-        return replaced
+        for layer in self._htm_at:
+            if layer in self._sources or self._detect is BlockInput.own_saliency:
+                replaced[layer] = attend_as_projected  # HTM asks for the saliency
+        return replaced | dict.fromkeys(self._vtm_at, attend_to_memory)
 
     def _enter_block(
         self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
@@ -197,25 +202,28 @@ class TokenMixup(nn.Module):
         if state.manifold is not None and state.manifold.layer == index:
             entry.tokens = state.manifold(entry.tokens)
             state.targets = state.manifold(state.targets)
-        if self.htm is not None and self.htm.layer == index:
-            mix = state.mix = algorithm_1(
+        is_source = index in self._sources
+        if (htm := self._htm_at.get(index)) is not None:
+            scorenet = self.scorenets[str(index)]
+            mix = state.mixes[index] = algorithm_1(
                 entry.tokens,
                 state.targets,
-                self.htm.tau,
-                self.htm.rho,
-                partial(state.measure_difficulty, self.scorenet, entry.num_prefix_tokens),
+                htm.tau,
+                htm.rho,
+                partial(state.measure_difficulty, scorenet, entry.num_prefix_tokens),
                 partial(self._detect, entry),
                 self.rules,
             )
-            own = entry.own_saliency() if index in self._sources else None  # for VTM
-            if own is not None and self.htm.order == "in_place":
+            own = entry.own_saliency() if is_source else None  # for VTM
+            if own is not None and htm.order == "in_place":
                 own = torch.where(mix.mask, own[mix.donor], own)  # it moves with its token
             entry.saliency = own
             entry.projected = [mix.exchange(y, in_place=True) for y in entry.projected]
             entry.tokens, state.targets = mix.tokens, mix.targets
-        if entry.saliency is not None and index in self._sources:  # else its attention tells it
-            memory = cast(Memory, state.memory)
-            memory.remember(entry.tokens, entry.saliency, entry.num_prefix_tokens)
+        elif is_source and index in self._vtm_at:
+            entry.own_saliency()  # by its own keys: it attends to others as well
+        if entry.saliency is not None and is_source:  # else its attention tells it
+            state.remember(entry, entry.saliency)
         return (entry.tokens,), given
 
     def _block_input(self, state: Pass, index: int, tokens: Tensor, given: Any) -> BlockInput:

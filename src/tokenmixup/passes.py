@@ -4,8 +4,9 @@ Letters: b batch, n tokens with prefix, d width, c classes, h w image.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,33 +20,58 @@ from tokenmixup.scorenet import difficulty
 from tokenmixup.vertical import Memory, vertical_attention
 
 
+class LayerMix(NamedTuple):
+    """What HTM has found at one layer."""
+
+    layer: int
+    score_logits: Tensor  # b c, of its ScoreNet
+    difficulty: Tensor  # b, by the targets before mixing
+    is_easy: Tensor  # b bool
+    mask: Tensor  # b t bool, the replaced tokens
+
+
 class Output(NamedTuple):
-    """What a training forward pass returns; but for the first two None without HTM."""
+    """What a training forward pass returns; but for the first two None or empty without HTM."""
 
     logits: Tensor  # b c
     targets: Tensor  # b c, after mixing
-    score_logits: Tensor | None = None  # b c, of ScoreNet
-    score_loss: Tensor | None = None  # scalar: the mean difficulty, by the targets before mixing
-    is_easy: Tensor | None = None  # b bool
-    mask: Tensor | None = None  # b t bool, the replaced tokens
+    score_loss: Tensor | None = None  # scalar: the mean difficulty, summed over the layers
+    is_easy: Tensor | None = None  # b bool, at any layer
+    mask: Tensor | None = None  # b t bool, tokens that any layer has replaced
+    layers: tuple[LayerMix, ...] = ()
+
+    @property
+    def score_logits(self) -> Tensor | None:
+        """Of the first layer's ScoreNet, `b c`."""
+        return self.layers[0].score_logits if self.layers else None
 
     @property
     def stats(self) -> dict[str, Tensor]:
         """Scalars, computed when they are asked for.
 
         `mixed_samples`, the easy ones; `mixed_tokens`, replaced ones in each of these on average;
-        with HTM `difficulty`, the mean in nats.
+        with HTM `difficulty`, the mean in nats. Of several layers each one's follow, as
+        `mixed_samples/1`, and what they are together comes first.
         """
         if self.is_easy is None or self.mask is None or self.score_loss is None:
             zero = self.logits.new_zeros((), dtype=torch.float32)
             return {"mixed_samples": zero, "mixed_tokens": zero}
-        mixed_samples = self.is_easy.sum(dtype=torch.float32)
-        mixed_tokens = self.mask.sum() / mixed_samples.clamp(min=1)
-        return {
-            "mixed_samples": mixed_samples,
-            "mixed_tokens": mixed_tokens,
-            "difficulty": self.score_loss.detach(),
-        }
+        difficulty = self.score_loss.detach() / len(self.layers)
+        found = _stats(self.is_easy, self.mask, difficulty)
+        for mix in self.layers if len(self.layers) > 1 else ():
+            of_layer = _stats(mix.is_easy, mix.mask, mix.difficulty.detach().mean())
+            found |= {f"{name}/{mix.layer}": value for name, value in of_layer.items()}
+        return found
+
+
+def _stats(is_easy: Tensor, mask: Tensor, difficulty: Tensor) -> dict[str, Tensor]:
+    mixed_samples = is_easy.sum(dtype=torch.float32)
+    mixed_tokens = mask.sum() / mixed_samples.clamp(min=1)
+    return {
+        "mixed_samples": mixed_samples,
+        "mixed_tokens": mixed_tokens,
+        "difficulty": difficulty,
+    }
 
 
 def training_loss(output: Output, score_loss_weight: float) -> Tensor:
@@ -63,10 +89,9 @@ class Pass:
     manifold: ManifoldMix | None = None
     num_patches: int | None = None  # by the patch embedding
     grid: tuple[int, int] | None = None  # rows and columns of patches
-    score_logits: Tensor | None = None  # b c
-    difficulty: Tensor | None = None  # b
-    mix: HorizontalMix | None = None
-    memory: Memory | None = None
+    scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # b c, b; of each HTM layer
+    mixes: dict[int, HorizontalMix] = field(default_factory=dict)  # by layer
+    memories: dict[int, Memory] = field(default_factory=dict)  # by the layer that attends to it
     entry: BlockInput | None = None  # of the last block that is watched
 
     def note_patches(self, embedding: Any, args: tuple[Any, ...], out: Any) -> None:
@@ -87,19 +112,35 @@ class Pass:
         self, scorenet: Any, num_prefix_tokens: int, tokens: Tensor, targets: Tensor
     ) -> Tensor:
         """The difficulty of each sample by ScoreNet, `b`, whose loss is its mean."""
-        self.score_logits = scorenet(tokens, num_prefix_tokens)
-        self.difficulty = difficulty(self.score_logits, targets)
-        return self.difficulty
+        logits = scorenet(tokens, num_prefix_tokens)
+        self.scores.append((logits, difficulty(logits, targets)))
+        return self.scores[-1][1]
+
+    def remember(self, entry: BlockInput, saliency: Tensor) -> None:
+        """Keeps the salient tokens that enter a source, `b t`, for every later layer of VTM."""
+        for layer, memory in self.memories.items():
+            if layer > entry.index:
+                memory.remember(entry.tokens, saliency, entry.num_prefix_tokens)
 
     def output(self, logits: Any) -> Output:
         """The output of the pass; ValueError if the model returned no logits `b c`."""
         if not isinstance(logits, Tensor):
             kind = type(logits).__name__
             raise ValueError(f"the model returned {kind}, not one tensor of logits")
-        if self.mix is None or self.difficulty is None:
+        if not self.mixes:
             return Output(logits, self.targets)
-        score_loss, mix = self.difficulty.mean(), self.mix
-        return Output(logits, self.targets, self.score_logits, score_loss, mix.is_easy, mix.mask)
+        layers = tuple(
+            LayerMix(layer, *score, mix.is_easy, mix.mask)
+            for score, (layer, mix) in zip(self.scores, self.mixes.items(), strict=True)
+        )
+        return Output(
+            logits,
+            self.targets,
+            reduce(torch.add, [mix.difficulty.mean() for mix in layers]),
+            reduce(torch.logical_or, [mix.is_easy for mix in layers]),
+            reduce(torch.logical_or, [mix.mask for mix in layers]),
+            layers,
+        )
 
 
 # What stands in for a block's attention computes the same and more. `tokens` are layer-normed
@@ -128,13 +169,14 @@ def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -
         saliency = entry.saliency_by(q, k)
     else:
         saliency = entry.saliency_of(weights)
-    cast(Memory, state.memory).remember(entry.tokens, saliency, entry.num_prefix_tokens)
+    state.remember(entry, saliency)
     return attend(block.attn, tokens, q, k, v, where.bias, weights)
 
 
 def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """Of the block of VTM."""
-    entry, memory = _entry_of(block, state), cast(Memory, state.memory)
+    """Of a block of VTM."""
+    entry = _entry_of(block, state)
+    memory = state.memories[entry.index]
     where = positions(block.attn, tokens.shape[1], given)
     where = where.of_memory(torch.cat(memory.places, dim=1))
     remembered = block.norm1(torch.cat(memory.tokens, dim=1))

@@ -5,8 +5,9 @@ Torch is not needed to read them. A bad value raises ValueError: key, value and 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 LARGEST = 1e38  # of a finite number: float32 holds no more
@@ -26,6 +27,22 @@ def _option(allowed: str, holds: Callable[[Any], bool], default: Any = MISSING) 
     return field(default=default, metadata={"allowed": allowed, "holds": holds})
 
 
+def _per_layer(
+    allowed: str, holds: Callable[[Any], bool], number: type, default: Any = MISSING
+) -> Any:
+    """An option that may have a value for each of several layers; a list of one is its value."""
+
+    def all_hold(x: Any) -> bool:
+        return all(map(holds, x)) and len(x) > 0 if _is_list(x) else holds(x)
+
+    told = {"allowed": allowed, "holds": all_hold, "number": number}
+    return field(default=default, metadata=told)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
+
+
 def _is_whole(x: Any) -> bool:
     return type(x) is int
 
@@ -35,8 +52,12 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_blocks(x: Any) -> bool:
-    listed = isinstance(x, Sequence) and not isinstance(x, str) and len(x) > 0
+    listed = _is_list(x) and len(x) > 0
     return listed and all(_is_whole(y) and y >= 0 for y in x) and len(set(x)) == len(x)
+
+
+def _rise(x: Sequence[int]) -> bool:
+    return all(a < b for a, b in pairwise(x))
 
 
 _types_of = cache(get_type_hints)
@@ -54,8 +75,56 @@ class _Settings:
             value = getattr(self, name)
             if not holds(value):
                 raise ValueError(f"{self.key}.{name}={value!r}: must be {allowed}")
-            if types[name] is float:
-                object.__setattr__(self, name, float(value))
+            if number := kind.__dataclass_fields__[name].metadata.get("number"):
+                value = [*map(number, value)] if _is_list(value) else number(value)
+                value = value[0] if _is_list(value) and len(value) == 1 else value
+            object.__setattr__(self, name, float(value) if types[name] is float else value)
+
+
+class _Layered(_Settings):
+    """Settings of what happens at one layer, or at several, in rising order."""
+
+    layer: int | Sequence[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if _is_list(self.layer) and not _rise(self.layers):
+            raise ValueError(f"{self.key}.layer={self.layer}: must be in rising order")
+        for name in self._numbers():
+            value = getattr(self, name)
+            if _is_list(value) and len(value) != len(self.layers):
+                raise ValueError(
+                    f"{self.key}.{name}={value}: must be one number, or {len(self.layers)} for "
+                    f"{self.key}.layer={self.layer}"
+                )
+
+    def _numbers(self) -> list[str]:
+        kind: Any = type(self)
+        return [option.name for option in fields(kind) if "number" in option.metadata]
+
+    @property
+    def layers(self) -> list[int]:
+        """The blocks' indices, in order."""
+        return [*self.layer] if isinstance(self.layer, Sequence) else [self.layer]
+
+    @property
+    def each(self) -> dict[int, Any]:
+        """Layer -> its own settings: the same, but every option has one value."""
+        settings: Any = self
+        names = self._numbers()
+        return {
+            layer: replace(settings, **{name: _at(getattr(self, name), i) for name in names})
+            for i, layer in enumerate(self.layers)
+        }
+
+    @property
+    def first(self) -> Any:
+        """The settings of the first layer."""
+        return self.each[self.layers[0]]
+
+
+def _at(value: Any, index: int) -> Any:
+    return value[index] if _is_list(value) else value
 
 
 Kind = TypeVar("Kind", bound=_Settings)
@@ -96,12 +165,14 @@ def built(kind: type[Kind], given: Any) -> Kind | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HTM(_Settings):
+class HTM(_Layered):
     """Settings of Horizontal TokenMixup; the defaults of all choices are the paper's method.
 
-    `layer`: block, counted from 0, at whose input tokens are mixed. `tau`: nats; a sample is easy
-    below it (0: none, inf: all). `rho`: least gain of saliency for a token to be replaced (inf:
-    none). `score_loss_weight`: lambda of ScoreNet's loss, to be handed to `training_loss`.
+    `layer`: block, counted from 0, at whose input tokens are mixed, or several: each has a ScoreNet
+    of its own and mixes what the one before has left. `tau`: nats; a sample is easy below it (0:
+    none, inf: all). `rho`: least gain of saliency for a token to be replaced (inf: none); both may
+    be lists, one value for each layer. `score_loss_weight`: lambda of ScoreNet's loss, to be handed
+    to `training_loss`.
     `pooling` of ScoreNet: auto = the class token where the blocks hold one and the model pools it,
     else attention. `stop_gradient`: ScoreNet's loss trains ScoreNet alone. `detector`: the source
     of saliency (Table 3); attention may be rolled out over `rollout_steps` further blocks, and
@@ -113,13 +184,21 @@ class HTM(_Settings):
 
     key = "htm"
 
-    layer: int = _option("a block's index, 0 or more", lambda x: _is_whole(x) and x >= 0)
-    tau: float = _option(
-        "a number, 0 or more (inf is allowed)", lambda x: _is_number(x) and x >= 0, 2.0
+    layer: int | Sequence[int] = _per_layer(
+        "a block's index, 0 or more, or several in rising order",
+        lambda x: _is_whole(x) and x >= 0,
+        int,
     )
-    rho: float = _option(
-        "a number in 0..1, or inf",
+    tau: float | Sequence[float] = _per_layer(
+        "a number, 0 or more (inf is allowed), or one for each layer",
+        lambda x: _is_number(x) and x >= 0,
+        float,
+        2.0,
+    )
+    rho: float | Sequence[float] = _per_layer(
+        "a number in 0..1, or inf, or one for each layer",
         lambda x: _is_number(x) and (0 <= x <= 1 or x == math.inf),
+        float,
         0.005,
     )
     score_loss_weight: float = _option(
@@ -142,22 +221,41 @@ class HTM(_Settings):
                 f"htm.rollout_steps={self.rollout_steps}: must be 0 with detector="
                 f"{self.detector}, attention alone is rolled out"
             )
+        for name, only in (("order", ("in_place",)), ("detector", ("attention", "random"))):
+            value = getattr(self, name)
+            if len(self.layers) > 1 and value not in only:
+                raise ValueError(
+                    f"htm.layer={self.layer}: must be one layer with {name}={value}, which tells "
+                    "of the batch before it was mixed"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
-class VTM(_Settings):
+class VTM(_Layered):
     """Settings of Vertical TokenMixup.
 
     `layer`: block, counted from 0, that attends to the memory; it has `layer` sources, so
-    `layer >= 1`. `kappa`: tokens that each source block adds to the memory.
-    `class_token_offset`: `published` leaves the prefix out of account when it gathers, so that the
-    class token can be taken and the last patch never is.
+    `layer >= 1`. Of several each has a memory of its own, from all blocks before it. `kappa`:
+    tokens that each source block adds to the memory; a list has one number for each layer.
+    `stop_gradient`: what is kept does not teach its sources. `class_token_offset`: `published`
+    leaves the prefix out of account when it gathers, so that the class token can be taken and the
+    last patch never is.
     """
 
     key = "vtm"
 
-    layer: int = _option("a block's index, 1 or more", lambda x: _is_whole(x) and x >= 1)
-    kappa: int = _option("a whole number, 1 or more", lambda x: _is_whole(x) and x >= 1, 3)
+    layer: int | Sequence[int] = _per_layer(
+        "a block's index, 1 or more, or several in rising order",
+        lambda x: _is_whole(x) and x >= 1,
+        int,
+    )
+    kappa: int | Sequence[int] = _per_layer(
+        "a whole number, 1 or more, or one for each layer",
+        lambda x: _is_whole(x) and x >= 1,
+        int,
+        3,
+    )
+    stop_gradient: bool = False
     class_token_offset: ClassTokenOffset = "paper"
 
 

@@ -62,13 +62,14 @@ class Memory:
 
     kappa: int
     place: Callable[[Tensor, int, int], Tensor]  # tells where `kappa` salient tokens stand
+    stop_gradient: bool = False  # whether the sources do not learn from what is kept of them
     tokens: list[Tensor] = field(default_factory=list)  # b kappa d of each source
     places: list[Tensor] = field(default_factory=list)  # b kappa, where they stood in n
 
     def remember(self, tokens: Tensor, saliency: Tensor, num_prefix_tokens: int) -> None:
         """Keeps the salient ones of a block's tokens, `b n d`, by their saliency, `b t`."""
         places = self.place(saliency, self.kappa, num_prefix_tokens)
-        self.tokens.append(take_tokens(tokens, places))
+        self.tokens.append(take_tokens(tokens.detach() if self.stop_gradient else tokens, places))
         self.places.append(places)
 
 

@@ -70,7 +70,9 @@ def gradient_norms(module: TokenMixup, names: list[str], state: dict[str, Tensor
     """
     numbered = {name: torch.full_like(state[name], i) for i, name in enumerate(names)}
     ours = {f"model.{key}": value for key, value in in_our_names(numbered).items()}
-    ours |= {f"scorenet.{key}": value for key, value in scorenet_state(numbered).items()}
+    if module.htm is not None:
+        prefix = f"scorenets.{module.htm.layer}"
+        ours |= {f"{prefix}.{key}": value for key, value in scorenet_state(numbered).items()}
     squares = torch.zeros(len(names), dtype=torch.float64)
     parameters = dict(module.named_parameters())
     for name, number in ours.items():

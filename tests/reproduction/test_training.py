@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from reproduction.commands.jobs import resolve
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder
+from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
@@ -305,7 +305,7 @@ def test_scorenet_learns_from_its_weighted_loss(command: Command, tmp_path: Path
     for name, weight in (("learns", 0.001), ("idle", 0.0)):
         key = f"augmentation.htm.score_loss_weight={weight}"
         assert command("train", f"name={name}", key, "recipe.lr=0.01", *SMALL).status == 0
-    for line in ("scorenet.head.weight", "scorenet.pool.weight"):
+    for line in ("scorenets.1.head.weight", "scorenets.1.pool.weight"):
         learned, idle = (weights(folder(tmp_path, name))[line] for name in ("learns", "idle"))
         assert not torch.allclose(learned, idle, rtol=0.05)
 
@@ -447,3 +447,22 @@ def test_sweeps_over_stacks_name_their_runs(command: Command, tmp_path: Path):
     assert ended.status == 0, ended.err
     names = {path.name.rpartition("-s0-")[0] for path in (tmp_path / "outputs").glob("cct*")}
     assert names == {"cct_2_3x2-digits-mixup", "cct_2_3x2-digits-mixup+cutmix+htm"}
+
+
+def test_several_layers_are_counted_apart_and_swept_over(command: Command, tmp_path: Path):
+    told = ["augmentation.htm.tau=[2.35,inf]", "augmentation.htm.rho=0", "augmentation.vtm.layer=1"]
+    ended = command("train", "-m", "augmentation.htm.layer=[0,1]", "seed=0,1", *told, *SMALL)
+    assert ended.status == 0, ended.err
+    first, second = find_runs(tmp_path / "outputs").values()
+    assert first.read_config()["augmentation"]["htm"]["layer"] == [0, 1]
+    for run in (first, second):
+        steps, _ = run.read_metrics()
+        for line in steps:
+            assert line["mixed_samples"] == line["mixed_samples/1"] == 20 >= line["mixed_samples/0"]
+            assert line["mixed_tokens"] >= max(line["mixed_tokens/0"], line["mixed_tokens/1"]) > 0
+            each = [line["difficulty/0"], line["difficulty/1"]]
+            assert line["difficulty"] == pytest.approx(sum(each) / 2)
+            assert line["score_loss"] == pytest.approx(sum(each))
+    ended = command("train", "-m", "augmentation.htm.layer=[0],0,[0,1]", *SMALL)
+    assert ended.status == 2 and "2 points of the sweep are this one run" in ended.err
+    assert command("train", "-m", "augmentation.htm.layer=[0],[0,1]", *SMALL).status == 0

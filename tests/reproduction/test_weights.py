@@ -209,7 +209,7 @@ def test_safetensors_are_known_by_their_content(tmp_path):
 def test_a_training_state_gives_the_plain_model_and_its_classes(tmp_path):
     model = small_cct()
     module = attach(model, 5, htm={"layer": 1, "tau": 2.0, "rho": 0.1})
-    assert any(name.startswith("scorenet.") for name in module.state_dict())
+    assert any(name.startswith("scorenets.") for name in module.state_dict())
     save_last(tmp_path / "last.pt", {"module": module.state_dict(), "classes": list("abcde")})
     weights = read_weights("checkpoint", tmp_path / "last.pt")
     assert same(weights.state, model.state_dict())

@@ -86,17 +86,84 @@ def test_training_equals_the_forward_pass_written_out(build, batch, htm, vtm):
     assert (output.stats["mixed_tokens"] > 0) == (htm is not None)
 
 
-@pytest.mark.parametrize("layers", [(1, 2), (2, 2), (3, 1)])
-def test_gradients_equal_those_of_the_forward_pass_written_out(build, batch, layers):
-    htm, vtm = HTM(layer=layers[0], **EVERYTHING), VTM(layer=layers[1], kappa=2)
+SEVERAL: list[tuple[Any, Any]] = [
+    ({"layer": [0, 2], "rho": [0.002, 0.001]}, {"layer": [1, 3], "kappa": [2, 3]}),
+    ({"layer": [1, 2, 3]}, {"layer": [1, 2]}),
+    ({"layer": [1, 3], "tau": [1.6, float("inf")]}, {"layer": [2, 3], "stop_gradient": True}),
+    ({"layer": [1, 3]}, None),
+    (None, {"layer": [1, 2, 3], "kappa": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("htm", "vtm"),
+    [*(({"layer": m}, {"layer": v, "kappa": 2}) for m, v in ((1, 2), (2, 2), (3, 1))), *SEVERAL],
+)
+def test_gradients_equal_those_of_the_forward_pass_written_out(build, batch, htm, vtm):
+    htm = {**EVERYTHING, **htm} if htm else None
     module = attach(build(), CLASSES, htm=htm, vtm=vtm)
     twin = copy.deepcopy(module)
     output = train_output(module, batch)
+    expected = Oracle(twin)(*batch)
     training_loss(output, 0.5).backward()
-    training_loss(Oracle(twin)(*batch), 0.5).backward()
+    training_loss(expected, 0.5).backward()
+    torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(output.targets, expected.targets, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output.stats, expected.stats)
     for (name, ours), theirs in zip(module.named_parameters(), twin.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None, name
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_a_list_of_one_layer_is_that_layer_bit_for_bit(build, batch):
+    htm, vtm = {"layer": 1, **EVERYTHING}, {"layer": 2, "kappa": 2}
+    listed = {"layer": [1], "tau": [EVERYTHING["tau"]], "rho": [EVERYTHING["rho"]]}
+    outputs = []
+    for settings in ((htm, vtm), (listed, {"layer": (2,), "kappa": [2]})):
+        torch.manual_seed(0)
+        module = attach(build(), CLASSES, *settings)
+        outputs.append(train_output(module, batch))
+    first, second = outputs
+    assert torch.equal(first.logits, second.logits) and torch.equal(first.targets, second.targets)
+    assert first.stats == second.stats and first.stats.keys() == second.stats.keys()
+
+
+def test_several_layers_count_what_any_of_them_mixed(build, batch):
+    taus = [1.6, 1.62]
+    module = attach(build(), CLASSES, htm={"layer": [1, 3], "tau": taus, "rho": 0.002})
+    output = train_output(module, batch)
+    stats, (first, second) = output.stats, output.layers
+    for mix, tau in zip(output.layers, taus, strict=True):
+        assert torch.equal(mix.is_easy, mix.difficulty < tau)
+        assert stats[f"mixed_samples/{mix.layer}"] == mix.is_easy.sum()
+        assert stats[f"mixed_tokens/{mix.layer}"] * mix.is_easy.sum() == mix.mask.sum()
+    assert not torch.equal(first.is_easy, second.is_easy)
+    assert stats["mixed_samples"] == (first.is_easy | second.is_easy).sum()
+    tokens = (first.mask | second.mask).sum()
+    torch.testing.assert_close(stats["mixed_tokens"] * stats["mixed_samples"], tokens.float())
+    assert output.score_loss is not None
+    torch.testing.assert_close(
+        output.score_loss, first.difficulty.mean() + second.difficulty.mean()
+    )
+
+
+def test_vtms_memory_can_be_kept_from_teaching_its_sources(batch):
+    """With attention to nothing but the memory's tokens detached, projections still learn."""
+    images, targets = torch.randn(4, 3, 16, 16), torch.eye(CLASSES)[:4]
+    gradients = {}
+    for stops in (False, True):
+        torch.manual_seed(0)
+        module = attach(small_cct(), CLASSES, vtm={"layer": 2, "stop_gradient": stops}).train()
+        state = module._begin(images, targets)
+        with module._mixing(state):
+            module.model(images)
+        tokens = state.memories[2].tokens
+        assert all(kept.requires_grad != stops for kept in tokens)
+        training_loss(train_output(module, (images, targets)), 0.1).backward()
+        blocks: Any = module.model.blocks
+        gradients[stops] = [blocks[i].attn.qkv.weight.grad for i in (0, 2)]
+    assert not torch.allclose(gradients[False][0], gradients[True][0])
+    torch.testing.assert_close(gradients[False][1], gradients[True][1])
 
 
 def test_score_loss_uses_the_targets_that_entered(build, batch):
@@ -347,6 +414,15 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
     ("settings", "message"),
     [
         ({"htm": {"layer": 1, "tau": "2"}}, "htm.tau='2': must be a number"),
+        ({"htm": {"layer": [1, 1]}}, r"htm.layer=\[1, 1\]: must be in rising order"),
+        ({"htm": {"layer": []}}, "htm.layer=.*, or several in rising order"),
+        ({"htm": {"layer": [1, 9]}}, "htm.layer=9: .* has blocks 0..3"),
+        ({"htm": {"layer": [1, 2], "tau": [1, 2, 3]}}, "must be one number, or 2 for htm.layer"),
+        ({"htm": {"layer": 1, "rho": [0.1, 0.2]}}, "must be one number, or 1 for htm.layer=1"),
+        ({"htm": {"layer": [1, 2], "order": "published"}}, "one layer with order=published"),
+        ({"htm": {"layer": [1, 2], "detector": "gradient"}}, "one layer with detector=gradient"),
+        ({"vtm": {"layer": [0, 2]}}, "vtm.layer=.*a block's index, 1 or more"),
+        ({"vtm": {"layer": [1, 2], "kappa": [3, 0]}}, "vtm.kappa=.*: must be a whole number"),
         ({"htm": {"layer": 1, "stop_gradient": "no"}}, "htm.stop_gradient='no'"),
         ({"htm": True}, "htm=True: must be a mapping of settings, or HTM"),
         ({"htm": VTM(layer=1)}, "must be a mapping of settings, or HTM"),

@@ -274,14 +274,9 @@ def owners(order: str, rho: float) -> tuple[HorizontalMix, Tensor, list[Tensor],
     with torch.no_grad(), module._mixing(state):
         blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0][..., 0]))
         module.model(images)
-    assert state.mix is not None
-    assert 0 < state.mix.is_easy.sum() < 6
-    return (
-        state.mix,
-        seen[0],
-        [tokens[..., 0] for tokens in state.memory.tokens],
-        state.memory.places,
-    )
+    mix, memory = state.mixes[2], state.memories[3]
+    assert 0 < mix.is_easy.sum() < 6
+    return mix, seen[0], [tokens[..., 0] for tokens in memory.tokens], memory.places
 
 
 @pytest.mark.parametrize("order", ["in_place", "published"])
@@ -297,10 +292,10 @@ def test_vtm_chooses_at_the_block_of_htm_by_saliency_that_moves_with_its_token(o
     with torch.no_grad(), module._mixing(state):
         module.model(images)
     (saliency,) = seen
-    moved = torch.where(state.mix.mask, saliency[state.mix.donor], saliency)
+    moved = torch.where(state.mixes[1].mask, saliency[state.mixes[1].donor], saliency)
     expected = moved if order == "in_place" else saliency
     assert not torch.equal(moved, saliency)
-    assert torch.equal(state.memory.places[1], expected.topk(5, dim=1).indices)
+    assert torch.equal(state.memories[2].places[1], expected.topk(5, dim=1).indices)
 
 
 def test_memory_belongs_to_the_sample_that_reads_it():
@@ -332,7 +327,7 @@ def test_the_class_token_is_selected_by_the_published_offset_only(rule: str):
         state = module._begin(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
         with torch.no_grad(), module._mixing(state):
             module.model(images)
-        found.append(torch.cat(state.memory.places, dim=1))
+        found.append(torch.cat(state.memories[3].places, dim=1))
     places = torch.cat(found)
     if rule == "paper":
         assert places.min() == 1 and places.max() == 16

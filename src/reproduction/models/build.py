@@ -79,7 +79,8 @@ def check_tokens(module: TokenMixup, config: AnyModel) -> None:
     """Raises UserError if the blocks get too few tokens for VTM; allocates nothing on meta."""
     if module.vtm is None:
         return
-    kappa, seen = module.vtm.kappa, list[int]()
+    kappa = max(vtm.kappa for vtm in module.vtm.each.values())
+    seen = list[int]()
     model: Any = module.model
     device = next(model.parameters()).device
     hook = model.blocks[0].register_forward_pre_hook(lambda b, args: seen.append(args[0].shape[1]))
@@ -203,8 +204,7 @@ def compile_blocks(module: TokenMixup) -> None:
 def _unchanged_parts(module: TokenMixup) -> Iterator[nn.Module]:
     """ScoreNet and all blocks, but only the MLP of those whose attention is replaced."""
     model: Any = module.model
-    if module.scorenet is not None:
-        yield module.scorenet
+    yield from module.scorenets.values()
     replaced = module.replaced_attention()
     for index, block in enumerate(model.blocks):
         yield block.mlp if index in replaced else block

@@ -17,7 +17,7 @@ from torch import Tensor
 State = dict[str, Tensor]
 Table = tuple[tuple[str, str | None], ...]
 
-ATTACHED: Table = ((r"model\.(.+)", r"\1"), (r"scorenet\..+", None))  # tokenmixup.TokenMixup
+ATTACHED: Table = ((r"model\.(.+)", r"\1"), (r"scorenets\..+", None))  # tokenmixup.TokenMixup
 
 # The published CCT files, and Compact-Transformers' (Hassani et al., 2021).
 PUBLISHED_CCT: Table = (

@@ -163,7 +163,7 @@ def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
 @torch.no_grad()
 def _batch(module: Any, normalize: Normalize, items: list[Tensor]) -> Batch:
     images, classes = normalize(items[0]), items[1]
-    layer = module.htm.layer
+    layer = module.htm.first.layer
     entries = block_inputs(module.model, images, last=layer + 1)[layer:]
     maps = []
     for entry in entries:
@@ -172,5 +172,5 @@ def _batch(module: Any, normalize: Normalize, items: list[Tensor]) -> Batch:
         maps.append(attention_map(block.attn, block.norm1(entry.tokens), where=where))
     entry, prefix = entries[0], entries[0].num_prefix_tokens
     targets = F.one_hot(classes, module.scorenet.head.out_features).float()
-    is_easy = difficulty(module.scorenet(entry.tokens, prefix), targets) < module.htm.tau
+    is_easy = difficulty(module.scorenet(entry.tokens, prefix), targets) < module.htm.first.tau
     return Batch(entry.own_saliency(), is_easy, targets, maps, prefix, entry.class_token)

@@ -169,7 +169,7 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
     `images` `b 3 h w`, `targets` `b c`. `full_rollout` goes on to the last block, and is left out
     where that is the HTM block itself: it would be `one_step`. ValueError where it is not possible.
     """
-    model, layer = module.model.eval(), module.htm.layer
+    model, layer = module.model.eval(), module.htm.first.layer
     steps = len(model.blocks) - 1 - layer
     check_rollout(model, layer, steps)
     detectors: dict[str, Detector] = {"gradient": by_gradient}
@@ -207,7 +207,7 @@ def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
     open above. `tau` is "inf" where every image is mixed.
     """
     assert trained.module.htm is not None
-    nats, tau = image_difficulty(trained.module, sample), trained.module.htm.tau
+    nats, tau = image_difficulty(trained.module, sample), trained.module.htm.first.tau
     top = math.ceil(math.log(len(trained.source.classes))) + 1
     edges = np.arange(top * BINS_A_NAT + 1) / BINS_A_NAT
     counts, _ = np.histogram(nats.clip(max=edges[-1]), edges)
@@ -230,7 +230,7 @@ def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
 @torch.no_grad()
 def image_difficulty(module: Any, sample: Sample) -> np.ndarray:
     """ScoreNet's cross-entropy of each image as HTM judges it, in nats: `b`."""
-    layer, found = module.htm.layer, []
+    layer, found = module.htm.first.layer, []
     batches = (part.split(AT_ONCE) for part in (sample.images, sample.targets))
     for images, targets in zip(*batches, strict=True):
         entry = block_inputs(module.model, images, layer)[layer]

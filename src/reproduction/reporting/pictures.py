@@ -209,7 +209,7 @@ def _curriculum(sources: Sources, path: Path) -> tuple[str, str]:
     htm, recipe = sources.configs[CIFAR].augmentation.htm, sources.configs[CIFAR].recipe
     assert htm is not None
     draw_curriculum(
-        path, traces, batch_size=recipe.batch_size, tau=htm.tau, mark=sources.mark(CIFAR)
+        path, traces, batch_size=recipe.batch_size, tau=htm.first.tau, mark=sources.mark(CIFAR)
     )
     lacking = sorted({x.distribution for x in traces if isinstance(x.distribution, str)})
     again = f"without report.md the run writes it again with {command}"

@@ -132,5 +132,6 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return f"list: {_allowed(schema['items'])}"
     limits = [(sign, schema[key]) for key, sign in BOUNDS.items() if schema.get(key, 1e9) < 1e9]
     if [sign for sign, _ in limits] == [">=", "<="]:
-        return f"{WORDS[schema['type']]}, {limits[0][1]:g} to {limits[1][1]:,}"
+        most = f"{limits[1][1]:,}".removesuffix(".0")  # which pydantic's version decides
+        return f"{WORDS[schema['type']]}, {limits[0][1]:g} to {most}"
     return " ".join([WORDS[schema["type"]], *(f"{sign} {limit:g}" for sign, limit in limits)])

@@ -134,7 +134,7 @@ def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
 
 def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
     for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
-        if settings is not None and settings.layer >= model.depth:
+        if settings is not None and settings.layers[-1] >= model.depth:
             first = 1 if key == "vtm" else 0
             yield (
                 f"augmentation.{key}.layer={settings.layer}: {model.name} has blocks "
@@ -155,15 +155,16 @@ def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:
             f"augmentation.htm.pooling=class_token: {model.name} pools no class token, "
             "allowed is auto, attention or average"
         )
-    if htm.layer < model.depth <= htm.layer + htm.rollout_steps:
+    last = htm.layers[-1]
+    if last < model.depth <= last + htm.rollout_steps:
         yield (
             f"augmentation.htm.rollout_steps={htm.rollout_steps}: {model.name} has "
-            f"{model.depth - 1 - htm.layer} blocks after htm.layer={htm.layer}, allowed are no more"
+            f"{model.depth - 1 - last} blocks after htm.layer={last}, allowed are no more"
         )
 
 
 def _vtm_problems(model: CCT | ViT, vtm: VTM) -> Iterator[str]:
-    if vtm.kappa > model.tokens:
+    if max(each.kappa for each in vtm.each.values()) > model.tokens:
         yield (
             f"augmentation.vtm.kappa={vtm.kappa}: {model.name} has {model.tokens} tokens, "
             f"allowed is 1..{model.tokens}"

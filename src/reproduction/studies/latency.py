@@ -131,7 +131,7 @@ def mixing_batch(
     targets = F.one_hot(torch.arange(batch_size) % CLASSES, CLASSES).float().to(device)
     assert module.htm is not None
     with autocast(device, precision), evaluating(module.model):
-        *_, entry = block_inputs(module.model, images, module.htm.layer)
+        *_, entry = block_inputs(module.model, images, module.htm.first.layer)
     entry.tokens.requires_grad_()  # as in training
     return module, images, targets, entry
 

@@ -31,7 +31,7 @@ class BatchMetrics:
         self.zero = torch.zeros((), device=world.device)
         self.rows: list[Tensor] = []
         self.known: list[dict[str, Any]] = []
-        self.has_score = False
+        self.layers: list[int] = []  # of HTM
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -42,7 +42,7 @@ class BatchMetrics:
         self, step: int, epoch: int, lr: float, parts: list[Part], not_finite: Tensor | None = None
     ) -> None:
         """Keeps a batch of one micro-batch or more; nothing is copied to the host."""
-        self.has_score = parts[0].output.score_loss is not None
+        self.layers = [mix.layer for mix in parts[0].output.layers]
         first, *others = (self._sums(*part) for part in parts)
         if not_finite is not None:
             first[-1] = not_finite
@@ -51,14 +51,17 @@ class BatchMetrics:
         self.known.append({"step": step, "epoch": epoch, "lr": lr, "images": images})
 
     def _sums(self, loss: Tensor, output: Output) -> list[Tensor]:
-        """Loss, mixed samples and tokens, ScoreNet's loss, and a place for what is not finite."""
+        """Loss, what HTM has done, of several layers also at each, and a place for the flag.
+
+        What it has done: mixed samples and tokens, ScoreNet's loss.
+        """
         n = len(output.logits)
-        row = [loss * n, *[self.zero] * 4]
-        if output.is_easy is not None and output.mask is not None:
-            assert output.score_loss is not None
-            row[1], row[2] = (x.sum(dtype=torch.float32) for x in (output.is_easy, output.mask))
-            row[3] = output.score_loss.detach() * n
-        return row
+        if output.is_easy is None or output.mask is None or output.score_loss is None:
+            return [loss * n, *[self.zero] * 4]
+        row = [loss * n, *_counts(output.is_easy, output.mask, output.score_loss * n)]
+        for mix in output.layers if len(output.layers) > 1 else ():
+            row += _counts(mix.is_easy, mix.mask, mix.difficulty.sum())
+        return [*row, self.zero]
 
     def fetch(self) -> list[dict[str, Any]]:
         """One line per kept batch, summed over ranks, and starts anew.
@@ -81,8 +84,8 @@ class BatchMetrics:
         return lines
 
     def _line(self, known: dict[str, Any], row: list[float], speed: float) -> dict[str, Any]:
-        n, loss, mixed, tokens, score_loss, flag = row
-        return {
+        n, loss, mixed, tokens, score_loss, *of_layers, flag = row
+        line = {
             "step": known["step"],
             "epoch": known["epoch"],
             "loss": loss / n,
@@ -90,10 +93,24 @@ class BatchMetrics:
             "images_per_second": round(speed, 1),
             "mixed_samples": round(mixed),
             "mixed_tokens": tokens / mixed if mixed else 0.0,
-            "score_loss": score_loss / n if self.has_score else None,
-            "difficulty": score_loss / n if self.has_score else None,
+            "score_loss": score_loss / n if self.layers else None,
+            "difficulty": score_loss / n / len(self.layers) if self.layers else None,
             "skipped": int(flag > 0 or not math.isfinite(loss)),
         }
+        names = self.layers if of_layers else []
+        for layer, mixed, tokens, difficulty in zip(
+            names, of_layers[::3], of_layers[1::3], of_layers[2::3], strict=True
+        ):
+            line[f"mixed_samples/{layer}"] = round(mixed)
+            line[f"mixed_tokens/{layer}"] = tokens / mixed if mixed else 0.0
+            line[f"difficulty/{layer}"] = difficulty / n
+        return line
+
+
+def _counts(is_easy: Tensor, mask: Tensor, difficulty: Tensor) -> list[Tensor]:
+    """Mixed samples, replaced tokens, and the difficulty as it is."""
+    sums = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
+    return [*sums, difficulty.detach()]
 
 
 class NonFinite:
