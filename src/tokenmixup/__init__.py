@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenmixup.structure import why_not
     from tokenmixup.vertical import select_salient, vertical_attention
 
+__version__ = "0.2.0"
 __all__ = [
     "HTM",
     "VTM",
