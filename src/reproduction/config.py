@@ -81,6 +81,7 @@ class Transformer(Model):
     depth: Blocks
     attn_drop: Rate
     drop_path: Rate
+    checkpoint_blocks: bool
     htm_layer: Whole
     vtm_layer: Whole
 

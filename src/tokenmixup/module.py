@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.detectors import BlockInput, detector_of
@@ -49,10 +50,13 @@ def attach(
     htm: HTM | Mapping[str, Any] | None = None,
     vtm: VTM | Mapping[str, Any] | None = None,
     manifold_mixup: ManifoldMixup | Mapping[str, Any] | None = None,
+    checkpoint_blocks: bool = False,
 ) -> "TokenMixup":
     """Wraps a transformer with `blocks` of pre-norm attention for training with TokenMixup.
 
     `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
+    `checkpoint_blocks`: blocks that neither mix nor tell saliency nor have a memory run again in
+    the backward pass, instead of keeping what they have computed.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
     A training pass with HTM cannot be differentiated twice.
     """
@@ -62,6 +66,7 @@ def attach(
         built(HTM, htm),
         built(VTM, vtm),
         built(ManifoldMixup, manifold_mixup),
+        checkpoint_blocks,
     )
 
 
@@ -69,9 +74,9 @@ class TokenMixup(nn.Module):
     """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
     `images`: `b 3 h w`; `targets`: `b c` probabilities as they enter the model. In training raises
-    TypeError without targets; ValueError for other images, for gradient checkpointing and for
-    DataParallel, whose replicas would share their hooks; FloatingPointError if the saliency is not
-    finite.
+    TypeError without targets; ValueError for other images, for the model's own checkpointing, which
+    would repeat blocks when hooks are gone, and for DataParallel, whose replicas would share them;
+    FloatingPointError if the saliency is not finite.
     """
 
     def __init__(
@@ -81,8 +86,10 @@ class TokenMixup(nn.Module):
         htm: HTM | None,
         vtm: VTM | None,
         manifold_mixup: ManifoldMixup | None = None,
+        checkpoint_blocks: bool = False,
     ):
         super().__init__()
+        self.checkpoint_blocks = checkpoint_blocks
         self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
         self.scorenets = nn.ModuleDict()  # by layer
         self._htm_at = {} if htm is None else htm.each
@@ -162,7 +169,10 @@ class TokenMixup(nn.Module):
         """Lets the blocks mix until the context ends."""
         model: Any = self.model
         if getattr(model, "grad_checkpointing", False):
-            raise ValueError("TokenMixup cannot repeat blocks: switch gradient checkpointing off")
+            raise ValueError(
+                "TokenMixup cannot repeat all blocks: in place of the model's gradient "
+                "checkpointing use attach(..., checkpoint_blocks=True)"
+            )
         replaced = self.replaced_attention()
         watched = {*replaced, *self._manifold_layers, *self._htm_at}
         for index in {*replaced, *self._rolled_out()}:
@@ -179,6 +189,10 @@ class TokenMixup(nn.Module):
                 block = model.blocks[index]
                 forward = partial(stand_in, state, block)
                 stack.enter_context(replaced_forward(block.attn, forward))
+            for index, block in enumerate(model.blocks) if self.checkpoint_blocks else ():
+                if index not in watched:
+                    again = partial(checkpoint, block.forward, use_reentrant=False)
+                    stack.enter_context(replaced_forward(block, again))
             yield
 
     def _rolled_out(self) -> Iterator[int]:

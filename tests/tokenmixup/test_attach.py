@@ -328,6 +328,37 @@ def test_training_refuses_gradient_checkpointing_and_missing_targets(batch):
         module(images, torch.eye(CLASSES)[:2])
 
 
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (lambda: small_cct(0.1, 0.1, depth=5), 16),
+        (lambda: small_vit(attn_drop_rate=0.1, drop_path_rate=0.1, depth=5), 32),
+    ],
+    ids=["cct", "vit"],
+)
+@pytest.mark.parametrize("settings", [{"htm": HTM(layer=1, **EVERYTHING), "vtm": VTM(layer=2)}, {}])
+def test_blocks_that_run_twice_have_the_same_gradients(build, size, settings):
+    images = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(1))
+    gradients, runs = [], []
+    for checkpoint_blocks in (False, True):
+        torch.manual_seed(0)
+        module = attach(build(), CLASSES, checkpoint_blocks=checkpoint_blocks, **settings).train()
+        counts = [0] * 5
+        for index, block in enumerate(module.model.blocks):  # type: ignore[arg-type]
+            block.norm1.register_forward_pre_hook(
+                lambda *_, i=index, n=counts: n.__setitem__(i, n[i] + 1)
+            )
+        torch.manual_seed(2)
+        training_loss(train_output(module, (images, torch.eye(CLASSES)[:4])), 0.5).backward()
+        gradients.append([p.grad for p in module.parameters()])
+        runs.append(counts)
+        assert all("forward" not in vars(block) for block in module.model.blocks)  # type: ignore
+    assert all(map(torch.equal, *gradients))
+    assert [again - once for once, again in zip(*runs, strict=True)] == (
+        [0, 0, 0, 1, 1] if settings else [1] * 5
+    )
+
+
 def test_attention_to_the_memory_is_dropped_out_as_the_block_would():
     model = small_cct()
     module = attach(model, CLASSES, vtm={"layer": 2}).train()

@@ -36,7 +36,7 @@ COMPILER: Callable[..., Any] = partial(
     torch.compile, dynamic=False, options={"fallback_random": True}
 )
 BATCH_SIZES = 4  # at most, in a run: of whole batches and the last one, and of their micro-batches
-NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer")
+NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
 
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
@@ -70,7 +70,14 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
     """The model with what the stack mixes inside it attached; UserError if it cannot be."""
     model = build_model(config, num_classes)
     try:
-        return attach(model, num_classes, stack.htm, stack.vtm, stack.manifold_mixup)
+        return attach(
+            model,
+            num_classes,
+            stack.htm,
+            stack.vtm,
+            stack.manifold_mixup,
+            getattr(config, "checkpoint_blocks", False),  # other models have no blocks
+        )
     except ValueError as error:
         raise UserError(f"model={config.name}: {error}") from error
 
