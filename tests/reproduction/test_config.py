@@ -139,6 +139,8 @@ def test_cells_of_one_configuration_share_a_run():
         "logger=wandb",
         "dataset.workers=3",
         "checkpoint.every_steps=3",
+        "model.checkpoint_blocks=true",
+        "augmentation.htm.layer=[1]",
     ],
 )
 def test_what_changes_no_result_changes_no_identity(override: str):
@@ -155,6 +157,8 @@ def test_what_changes_no_result_changes_no_identity(override: str):
         "recipe.ema_decay=0.9",
         "dataset.limit=100",
         "augmentation.htm.tau=1.0",
+        "augmentation.htm.layer=[0,1]",
+        "augmentation.vtm.stop_gradient=true",
         "augmentation=[htm]",
         "model.depth=3",
     ],

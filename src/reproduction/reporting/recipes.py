@@ -15,6 +15,7 @@ RECIPES = Path(__file__).with_name("recipes.yaml")
 LEFT_OUT = (  # where and how a run is made, not what it computes
     *("name", "device", "restarts", "resume", "output_root", "checkpoint.*", "logger.*"),
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
+    "model.checkpoint_blocks",
     *("dataset.name", "dataset.root", "dataset.workers", "dataset.memory_mib"),
     *("dataset.broken_images", "recipe.log_every"),
 )

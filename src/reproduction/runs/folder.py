@@ -30,7 +30,7 @@ EPOCH_KEYS = ("epoch", "top1", "eval_loss")
 # What does not change a result does not change a run's identity.
 NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib"),
+    *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
 )
 
 
