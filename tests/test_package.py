@@ -70,4 +70,4 @@ def test_workflows_run_what_there_is(path: Path):
     (job,) = yaml.safe_load(path.read_text())["jobs"].values()
     for step in job["steps"]:
         if step.get("run", "").startswith("make "):
-            assert step["run"].removeprefix("make ") in targets
+            assert step["run"].split()[1] in targets

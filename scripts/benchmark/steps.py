@@ -119,15 +119,21 @@ def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[
 
 
 def step_config(model: str, stack: list[str], precision: str, *overrides: str) -> Config:
-    """The model's own recipe without input mixup; HTM mixes every sample."""
+    """The model's own recipe without input mixup; HTM mixes every sample, unless told otherwise."""
     dataset, recipe, _ = TRAINED_AS[model]
     told = [f"model={model}", f"dataset={dataset}", f"recipe={recipe}"]
-    told += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}", *overrides]
+    told += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}"]
     told += ["augmentation.htm.tau=inf"] if "htm" in stack else []
+    told += overrides  # of which the last one counts
     return parse(compose("train", told).raw, needs_data=False)
 
 
-def sharp_trainer(config: Config, device: torch.device, shared: nn.Module | None = None) -> Trainer:
+def sharp_trainer(
+    config: Config,
+    device: torch.device,
+    shared: nn.Module | None = None,
+    sharpness: float = SHARPNESS,
+) -> Trainer:
     """Trains `shared`, or a new model with sharp attention, so that saliency differs.
 
     One that compiles trains a copy, since others go on with the blocks of `shared` as they are.
@@ -139,7 +145,7 @@ def sharp_trainer(config: Config, device: torch.device, shared: nn.Module | None
     model: Any = trainer.module.model
     with torch.no_grad():
         for block in model.blocks:
-            block.attn.qkv.weight.mul_(SHARPNESS)
+            block.attn.qkv.weight.mul_(sharpness)
     return trainer
 
 

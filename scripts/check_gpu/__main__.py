@@ -5,6 +5,7 @@ far are in check.json and check.md at any time. Ends with status 1 if a part fou
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from scripts.benchmark.page import check_page, put_on_page
 from scripts.check_gpu import correctness, figures
 from scripts.check_gpu.correctness import Finding, Part, Scope
 
+ROOT = CONF_DIR.parent
 FILE, MARKDOWN, MARK = "check.json", "check.md", "check-gpu"
 WORDS = {True: "ok", False: "WRONG", None: ""}
 ENOUGH = 300  # characters of what a part that died has said
@@ -68,7 +70,7 @@ def parser() -> Parser:
     options = Parser(prog="check_gpu", description=__doc__, usage=argparse.SUPPRESS)
     options.add_argument("--stage", choices=STAGES, help="default: both")
     options.add_argument("--parts", nargs="+", choices=PARTS, help="these alone")
-    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--tiny", action="store_true", help="as little as shows that it works")
     options.add_argument("--page", metavar="FILE.md", help="put the table on this page as well")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
@@ -103,17 +105,21 @@ def main() -> None:
 
 
 def _machine(device: str, tiny: bool) -> dict[str, Any]:
+    code = hashlib.sha256()
+    for path in sorted([*ROOT.glob("s*/**/*.py"), *ROOT.glob("conf/**/*.yaml")]):
+        code.update(path.read_bytes())
     return {
         "hardware": hardware_name(device),
         "device": device,
         "torch": torch.__version__,
         "git_revision": git_revision(),
+        "code": code.hexdigest(),  # a copy may have no revision, or a changed one
         "tiny": tiny,
     }
 
 
 def read(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """What earlier parts have found on this machine by this revision; else nothing."""
+    """What earlier parts have found on this machine by this code; else nothing."""
     if path.exists() and (report := json.loads(path.read_text()))["machine"] == machine:
         return report
     return {"machine": machine, "parts": {}}
@@ -131,17 +137,18 @@ def find(name: str, scope: Scope, path: Path) -> None:
 
 def run_part(name: str, scope: Scope) -> dict[str, Any]:
     """The findings of a part in a process, and in an empty folder, of its own; and seconds."""
-    start, root = time.monotonic(), CONF_DIR.parent
+    start = time.monotonic()
     with TemporaryDirectory() as folder:
         path = Path(folder, FILE)
         command = [sys.executable, "-m", "scripts.check_gpu", "--parts", name]
         command += ["--device", scope.device.type, "--here", str(path)]
         command += ["--tiny"] if scope.tiny else []
-        places = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        places = [str(ROOT), str(ROOT / "src"), *map(os.path.abspath, given)]
         with subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": places},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

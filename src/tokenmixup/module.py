@@ -40,6 +40,7 @@ from tokenmixup.structure import (
     has_class_token,
     reads_class_token,
     scorenet_pooling,
+    why_not,
 )
 from tokenmixup.vertical import PLACES, Memory
 
@@ -55,8 +56,9 @@ def attach(
     """Wraps a transformer with `blocks` of pre-norm attention for training with TokenMixup.
 
     `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
-    `checkpoint_blocks`: blocks that neither mix nor tell saliency nor have a memory run again in
-    the backward pass, instead of keeping what they have computed.
+    `checkpoint_blocks`: blocks at which nothing can be mixed or remembered, which are those but of
+    HTM, VTM, its sources and manifold mixup, run again in the backward pass, instead of keeping
+    what they have computed.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
     A training pass with HTM cannot be differentiated twice.
     """
@@ -89,6 +91,10 @@ class TokenMixup(nn.Module):
         checkpoint_blocks: bool = False,
     ):
         super().__init__()
+        if type(checkpoint_blocks) is not bool:
+            raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
+        if checkpoint_blocks and (reason := why_not(model)):
+            raise ValueError(f"TokenMixup cannot serve this model: {reason}")
         self.checkpoint_blocks = checkpoint_blocks
         self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
         self.scorenets = nn.ModuleDict()  # by layer

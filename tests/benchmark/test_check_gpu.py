@@ -1,16 +1,29 @@
 """`python -m scripts.check_gpu`, tiny on a CPU: parts in this process, and what runs them."""
 
 import json
+import math
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from scripts.check_gpu import __main__ as command
+from scripts.check_gpu import correctness
 from scripts.check_gpu.__main__ import PARTS, STAGES, Limited, main, run_part
-from scripts.check_gpu.correctness import CASES, DrawnOnHost, Finding, Scope, losses
+from scripts.check_gpu.correctness import (
+    CASES,
+    SMALL,
+    DrawnOnHost,
+    Finding,
+    Scope,
+    Trained,
+    losses,
+    train,
+)
 from scripts.check_gpu.figures import _covered
 
 TINY = Scope(torch.device("cpu"), tiny=True)
@@ -30,14 +43,44 @@ def test_stages_keep_to_nine_minutes():
     assert all(sum(x.limit for x in parts.values()) <= STAGE_LIMIT for parts in STAGES.values())
 
 
-def test_a_difference_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    devices = iter([1.0, 1.5])
-    line = {"loss": 0.0, "mixed_tokens": 0.0}
-    monkeypatch.setattr(
-        "scripts.check_gpu.correctness._trained", lambda *_: [{**line, "loss": next(devices)}]
-    )
+def altered(trained: Trained, **changes: Any) -> Trained:
+    """With another last loss, or gradients."""
+    *first, last = trained.lines
+    gradients = [changes.get("gradient", lambda x: x)(x) for x in trained.gradients]
+    return Trained([*first, {**last, "loss": changes.get("loss", last["loss"])}], gradients)
+
+
+@pytest.mark.parametrize("name", [f"{SMALL} htm+vtm bf16", "SGD, scaler, skipping"])
+@pytest.mark.parametrize(
+    ("changes", "is_right"),
+    [
+        ({}, True),
+        ({"loss": 3.0}, False),
+        ({"loss": math.nan}, False),
+        ({"gradient": torch.zeros_like}, False),
+        ({"gradient": lambda x: 3 * x}, False),
+        ({"gradient": lambda x: torch.randn_like(x) * x.std(correction=0)}, False),
+        ({"gradient": lambda x: x * torch.nan}, False),
+    ],
+    ids=str,
+)
+def test_a_difference_is_noticed(monkeypatch, name: str, changes: dict[str, Any], is_right: bool):
+    right = trained(name)
+    found = iter([altered(right, **changes), right])
+    monkeypatch.setattr(correctness, "CASES", {name: CASES[name]})
+    monkeypatch.setattr(correctness, "train", lambda *_: next(found))
     (finding,) = losses(TINY)
-    assert finding.is_right is False and "differ by 3.3e-01" in finding.figure
+    assert finding.is_right is is_right, finding
+
+
+@cache
+def trained(name: str) -> Trained:
+    return train(TINY.device, CASES[name])
+
+
+@pytest.mark.parametrize("rule", ["order=published", "matching=random"])
+def test_rules_are_tried_on_easy_and_hard_samples(rule: str):
+    assert all(0 < line["mixed_samples"] < CASES[rule].batch for line in trained(rule).lines)
 
 
 def test_steps_draw_the_same_numbers_on_every_device():
@@ -91,6 +134,7 @@ def test_a_part_that_hangs_is_stopped_and_keeps_what_it_has_found(monkeypatch):
     assert found["findings"][-1] == Finding("the process", "stopped at its limit of 1 s", False)
 
 
-def test_a_process_of_its_own_finds_the_same():
+def test_a_process_of_its_own_finds_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", "src")  # of where it is called, not of the part's folder
     findings = run_part("waits", TINY)["findings"]
     assert findings == [["waits", "needs a GPU", None]]

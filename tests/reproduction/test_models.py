@@ -182,6 +182,7 @@ def test_too_few_tokens_for_vtm_are_noticed_by_counting_them():
         ("cct_2_3x2", ["model.attn_drop=0"], "flash"),
         ("cct_2_3x2", ["model.attn_drop=0.1"], "composed"),  # a CPU's has no dropout
         ("resnet18", [], None),
+        ("resnet18", ["model.name=sk", "model.architecture=skresnet18"], None),
     ],
 )
 def test_the_attention_kernel_is_told(name: str, told: list[str], kernel: str | None):

@@ -140,7 +140,10 @@ def test_a_picture_that_is_not_to_be_had_is_a_line_of_the_report(command: Comman
     assert command(*line).status == 0
     run = RunFolder(tmp_path / "outputs" / "mine")
     page = run.report_path.read_text()
-    assert "\nmixed_pairs.png is not drawn: the trained model mixes none of 20 images.\n" in page
+    assert (
+        "\nmixed_pairs.png is not drawn: the trained model mixes none of 20 images at block 1.\n"
+        in page
+    )
     assert "](saliency.png)" in page and "](difficulty.png)" in page
     run.report_path.unlink()
     run.last_path.unlink()

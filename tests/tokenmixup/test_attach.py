@@ -455,6 +455,7 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
         ({"vtm": {"layer": [0, 2]}}, "vtm.layer=.*a block's index, 1 or more"),
         ({"vtm": {"layer": [1, 2], "kappa": [3, 0]}}, "vtm.kappa=.*: must be a whole number"),
         ({"htm": {"layer": 1, "stop_gradient": "no"}}, "htm.stop_gradient='no'"),
+        ({"checkpoint_blocks": "no"}, "checkpoint_blocks='no': must be True or False"),
         ({"htm": True}, "htm=True: must be a mapping of settings, or HTM"),
         ({"htm": VTM(layer=1)}, "must be a mapping of settings, or HTM"),
         ({"manifold_mixup": {"layers": 1}}, "manifold_mixup.layers=1"),
@@ -464,6 +465,13 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
 def test_attach_names_the_setting_of_another_type(build, settings, message):
     with pytest.raises(ValueError, match=message):
         attach(build(), CLASSES, **settings)
+
+
+def test_only_plain_blocks_can_run_twice():
+    model = timm.create_model("efficientnet_b0", num_classes=CLASSES)
+    assert attach(model, CLASSES)
+    with pytest.raises(ValueError, match="cannot serve this model: EfficientNet"):
+        attach(model, CLASSES, checkpoint_blocks=True)
 
 
 def test_training_refuses_what_is_no_batch_of_images():

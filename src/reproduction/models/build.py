@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from timm.layers import Attention
@@ -24,7 +24,7 @@ from reproduction.models.names import State
 from reproduction.models.weights import fitting, read_weights
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import keep_freed_memory
-from tokenmixup import TokenMixup, attach
+from tokenmixup import TokenMixup, attach, why_not
 from tokenmixup.contexts import evaluating
 from tokenmixup.structure import declared_prefix
 
@@ -157,15 +157,14 @@ def attention_kernel(model: nn.Module, image_size: int) -> str | None:
     """What attends in training: torch's fused `flash`, `efficient` or `cudnn`, or `composed`.
 
     It depends on device, precision (by the caller's autocast), head width and dropout. None of a
-    model without attention.
+    model that is no plain sequence of blocks.
     """
-    attention = [part for name, part in model.named_modules() if name.endswith(".attn")]
-    if not attention:
+    if why_not(model) is not None:
         return None
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
     with evaluating(model), torch.no_grad(), _Operations() as operations:
-        for part in attention:
-            part.train()
+        for block in cast(Any, model).blocks:
+            block.attn.training = True  # its normalisation, if any, stays in evaluation
         model(image)
     names = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
     return next((found[1] for found in names if found), "composed")

@@ -52,12 +52,16 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
     with torch.no_grad(), torch.random.fork_rng(drawing):
         torch.manual_seed(trained.config.seed)
         found = trained.module.mixed_pairs(sample.images, sample.targets)
-    assert found is not None
+    htm = trained.module.htm
+    assert found is not None and htm is not None
     donor, mask, keep_ratio = (x.cpu() for x in (found.donor, found.mask, found.keep_ratio))
     mix = found._replace(donor=donor, mask=mask, keep_ratio=keep_ratio)
     chosen = _most_even(mix)
     if not chosen:
-        raise ValueError(f"the trained model mixes none of {len(sample.images)} images")
+        number = len(sample.images)
+        raise ValueError(
+            f"the trained model mixes none of {number} images at block {htm.layers[0]}"
+        )
     pictures = displayable(sample.images, trained.config)
     names = [_named(trained.source.classes[target]) for target in sample.classes]
     with figure(path, len(chosen), 3, figsize=(7, 2.75 * len(chosen)), squeeze=False) as axes:

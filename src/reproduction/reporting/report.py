@@ -28,17 +28,17 @@ CAPTIONS = {
         "batches; line: running mean)."
     ),
     "mixed_pairs.png": (
-        "Mixed pairs of the trained model on images without augmentation: what the donor gives is "
-        "framed. Tokens mix inside the network; the patches stand for them."
+        "Mixed pairs of the trained model at HTM's first block, on images without augmentation: "
+        "what the donor gives is framed. Tokens mix inside the network; the patches stand for them."
     ),
     "saliency.png": (
-        "Figure 3: saliency of the tokens that enter the HTM block, by gradient and by attention, "
-        "on images without augmentation, each from its smallest to its greatest value; mean "
-        "entropy over a batch."
+        "Figure 3: saliency of the tokens that enter HTM's first block, by gradient and by "
+        "attention, on images without augmentation, each from its smallest to its greatest value; "
+        "mean entropy over a batch."
     ),
     "difficulty.png": (
-        "Difficulty of training images without augmentation; those below tau, the line, are easy. "
-        "The entropy of smoothed labels is part of it."
+        "Difficulty of training images without augmentation at HTM's first block; those below tau, "
+        "the line, are easy. The entropy of smoothed labels is part of it."
     ),
 }
 
