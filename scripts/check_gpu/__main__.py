@@ -27,7 +27,8 @@ from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 from scripts.benchmark.page import check_page, put_on_page
 from scripts.check_gpu import correctness, figures
-from scripts.check_gpu.correctness import Finding, Part, Scope
+from scripts.check_gpu.losses import losses
+from scripts.check_gpu.parts import Finding, Part, Scope
 
 ROOT = CONF_DIR.parent
 FILE, MARKDOWN, MARK = "check.json", "check.md", "check-gpu"
@@ -44,7 +45,7 @@ class Limited(NamedTuple):
 
 STAGES: Mapping[str, Mapping[str, Limited]] = {
     "correctness": {
-        "losses": Limited(correctness.losses, 150),
+        "losses": Limited(losses, 150),
         "waits": Limited(correctness.waits, 45),
         "quickstart": Limited(correctness.quickstart, 120),
         "memory": Limited(correctness.memory, 30),

@@ -28,7 +28,7 @@ from scripts.benchmark.parts import measure_detectors
 from scripts.benchmark.pipeline import photos
 from scripts.benchmark.report import Group
 from scripts.benchmark.steps import measure_oracle, measure_steps, precision_on
-from scripts.check_gpu.correctness import BOTH, SMALL, Finding, Scope, small_trainer
+from scripts.check_gpu.parts import BOTH, SMALL, Finding, Scope, small_trainer
 
 SIZES = dataclasses.replace(
     ON_GPU, pairs=12, steps=((CCT, 128), (VIT, 128)), oracle=((CCT, 128),), compiled=False
