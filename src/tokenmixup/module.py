@@ -56,9 +56,8 @@ def attach(
     """Wraps a transformer with `blocks` of pre-norm attention for training with TokenMixup.
 
     `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
-    `checkpoint_blocks`: blocks at which nothing can be mixed or remembered, which are those but of
-    HTM, VTM, its sources and manifold mixup, run again in the backward pass, instead of keeping
-    what they have computed.
+    `checkpoint_blocks`: all blocks but those of HTM, VTM, its sources and manifold mixup run again
+    in the backward pass, instead of keeping what they have computed.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
     A training pass with HTM cannot be differentiated twice.
     """
