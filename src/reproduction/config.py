@@ -81,7 +81,7 @@ class Transformer(Model):
     depth: Blocks
     attn_drop: Rate
     drop_path: Rate
-    checkpoint_blocks: bool
+    checkpoint_blocks: Flag
     htm_layer: Whole
     vtm_layer: Whole
 

@@ -101,7 +101,7 @@ def resolve_device(device: str, devices: int) -> str:
         device = "cuda" if gpus > 0 else "cpu"
     local = local_ranks() or devices
     if device == "cuda" and gpus == 0:
-        raise UserError("device=cuda: this machine has no CUDA GPU, allowed is cpu or auto")
+        raise UserError("device=cuda: this machine has no CUDA GPU, allowed is cpu")
     if device == "cuda" and local > gpus:
         raise UserError(
             f"devices={devices}: this machine has {gpus} CUDA GPUs, allowed is 1..{gpus}"
