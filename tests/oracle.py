@@ -45,8 +45,10 @@ class Oracle(nn.Module):
                 score_logits = self.scorenets[str(index)](x, prefix)
                 difficulty = F.cross_entropy(score_logits, targets, reduction="none")
                 is_easy = difficulty < htm.tau  # Eq. 8
-                x, targets, saliency, mask = mix(x, targets, saliency, is_easy, htm.rho, prefix)
-                layers.append(LayerMix(index, score_logits, difficulty, is_easy, mask))
+                before = saliency
+                x, targets, saliency, mask = mix(x, targets, before, is_easy, htm.rho, prefix)
+                found = is_easy, mask, saliency - before
+                layers.append(LayerMix(index, score_logits, difficulty, *found))
             for layer in later:
                 kept = most_salient(x, saliency, self.vtm[layer].kappa, prefix)
                 memories[layer].append(kept.detach() if self.vtm[layer].stop_gradient else kept)
@@ -58,7 +60,8 @@ class Oracle(nn.Module):
         score_loss = torch.stack([mix.difficulty.mean() for mix in layers]).sum()
         is_easy = torch.stack([mix.is_easy for mix in layers]).any(dim=0)
         mask = torch.stack([mix.mask for mix in layers]).any(dim=0)
-        return Output(logits, targets, score_loss, is_easy, mask, tuple(layers))
+        gain = torch.stack([mix.gain for mix in layers]).sum(dim=0)
+        return Output(logits, targets, score_loss, is_easy, mask, gain, tuple(layers))
 
 
 def is_cct(model: Any) -> bool:

@@ -246,6 +246,7 @@ class Recipe:
     tf32: Flag
     non_finite: Literal["fail", "skip"]
     log_every: Count
+    evaluate_every: Count
     transforms: Transforms
 
 

@@ -20,6 +20,7 @@ class HorizontalMix(NamedTuple):
     targets: Tensor  # b c
     donor: Tensor  # b int64, donor[i] == i for hard samples
     mask: Tensor  # b t bool, True = taken from the donor (the paper's 1 - M)
+    gain: Tensor  # b t, saliency by which the donor's token exceeds the replaced one, else 0
     keep_ratio: Tensor  # b 1, weight of a sample's own label
     is_easy: Tensor  # b bool
     exchange: Exchange  # does to others of `b n` rows what was done to the tokens
@@ -109,7 +110,10 @@ def algorithm_1(
     keep_ratio = rules.weigh(saliency, offered, mask).to(targets.dtype)
     mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
-    return HorizontalMix(mixed_tokens, mixed_targets, donor, mask, keep_ratio, is_easy, exchange)
+    gained = (offered - saliency) * mask
+    return HorizontalMix(
+        mixed_tokens, mixed_targets, donor, mask, gained, keep_ratio, is_easy, exchange
+    )
 
 
 def mix_horizontal(

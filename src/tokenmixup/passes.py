@@ -28,6 +28,7 @@ class LayerMix(NamedTuple):
     difficulty: Tensor  # b, by the targets before mixing
     is_easy: Tensor  # b bool
     mask: Tensor  # b t bool, the replaced tokens
+    gain: Tensor  # b t, saliency that each of them gains, else 0
 
 
 class Output(NamedTuple):
@@ -38,6 +39,7 @@ class Output(NamedTuple):
     score_loss: Tensor | None = None  # scalar: the mean difficulty, summed over the layers
     is_easy: Tensor | None = None  # b bool, at any layer
     mask: Tensor | None = None  # b t bool, tokens that any layer has replaced
+    gain: Tensor | None = None  # b t, saliency that they gain in all layers together
     layers: tuple[LayerMix, ...] = ()
 
     @property
@@ -50,27 +52,29 @@ class Output(NamedTuple):
         """Scalars, computed when they are asked for.
 
         `mixed_samples`, the easy ones; `mixed_tokens`, replaced ones in each of these on average;
-        with HTM `difficulty`, the mean in nats. Of several layers each one's follow, as
+        with HTM `difficulty`, the mean in nats, and `gain_max` and `gain_mean` over replaced
+        tokens, saliency that their donors have over them. Of several layers each one's follow, as
         `mixed_samples/1`, and what they are together comes first.
         """
-        if self.is_easy is None or self.mask is None or self.score_loss is None:
+        if self.is_easy is None or self.mask is None or self.gain is None:
             zero = self.logits.new_zeros((), dtype=torch.float32)
             return {"mixed_samples": zero, "mixed_tokens": zero}
-        difficulty = self.score_loss.detach() / len(self.layers)
-        found = _stats(self.is_easy, self.mask, difficulty)
+        difficulty = torch.stack([mix.difficulty.detach() for mix in self.layers])
+        found = _stats(self.is_easy, self.mask, self.gain, difficulty)
         for mix in self.layers if len(self.layers) > 1 else ():
-            of_layer = _stats(mix.is_easy, mix.mask, mix.difficulty.detach().mean())
+            of_layer = _stats(mix.is_easy, mix.mask, mix.gain, mix.difficulty.detach())
             found |= {f"{name}/{mix.layer}": value for name, value in of_layer.items()}
         return found
 
 
-def _stats(is_easy: Tensor, mask: Tensor, difficulty: Tensor) -> dict[str, Tensor]:
-    mixed_samples = is_easy.sum(dtype=torch.float32)
-    mixed_tokens = mask.sum() / mixed_samples.clamp(min=1)
+def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> dict[str, Tensor]:
+    mixed_samples, replaced = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
     return {
         "mixed_samples": mixed_samples,
-        "mixed_tokens": mixed_tokens,
-        "difficulty": difficulty,
+        "mixed_tokens": replaced / mixed_samples.clamp(min=1),
+        "difficulty": difficulty.mean(),
+        "gain_max": gain.amax(),
+        "gain_mean": gain.sum() / replaced.clamp(min=1),
     }
 
 
@@ -130,7 +134,7 @@ class Pass:
         if not self.mixes:
             return Output(logits, self.targets)
         layers = tuple(
-            LayerMix(layer, *score, mix.is_easy, mix.mask)
+            LayerMix(layer, *score, mix.is_easy, mix.mask, mix.gain)
             for score, (layer, mix) in zip(self.scores, self.mixes.items(), strict=True)
         )
         return Output(
@@ -139,6 +143,7 @@ class Pass:
             reduce(torch.add, [mix.difficulty.mean() for mix in layers]),
             reduce(torch.logical_or, [mix.is_easy for mix in layers]),
             reduce(torch.logical_or, [mix.mask for mix in layers]),
+            reduce(torch.add, [mix.gain for mix in layers]),
             layers,
         )
 

@@ -87,6 +87,9 @@ def test_metrics_of_an_update_are_those_of_all_its_images():
     assert line["difficulty"] == pytest.approx(mean([of["difficulty"] for of in stats]))
     assert line["mixed_samples"] == 5
     assert line["mixed_tokens"] == pytest.approx(mean([of["mixed_tokens"] for of in stats]))
+    gains = torch.cat([part.output.gain[part.output.mask] for part in parts])
+    assert line["gain_max"] == gains.max() == max(of["gain_max"] for of in stats)
+    assert line["gain_mean"] == pytest.approx(float(gains.mean()))
 
 
 def test_images_a_second_are_those_of_all_batches_since_the_last_fetch(

@@ -33,6 +33,8 @@ STEP_KEYS = {
     "mixed_tokens",
     "score_loss",
     "difficulty",
+    "gain_max",
+    "gain_mean",
 }
 SUMMARY_KEYS = {
     "top1_last",
@@ -348,8 +350,8 @@ def test_the_line_of_an_epoch_tells_the_means_of_its_batches(command: Command, t
 def test_a_result_is_the_last_epoch_the_best_one_and_the_median_of_ten():
     trainer = small_trainer([])
     top1 = [90.0, 80.0, 60.0, 20.0, 30.0, 40.0, 70.0, 5.0, 15.0, 25.0, 35.0, 45.0]
-    trainer.history = [{"top1": x, "top5": x + 1, "eval_loss": 1.0} for x in top1]
-    trainer.train_seconds = 1.0
+    trainer.history = [{"epoch": 8 + i, "top1": x, "top5": x + 1} for i, x in enumerate(top1)]
+    trainer.epoch, trainer.train_seconds = 19, 1.0
     result = trainer._result()
     assert (result["top1_last"], result["top1_best"], result["top1_median10"]) == (45, 90, 32.5)
     assert (result["top5_last"], result["top5_best"]) == (46, 91)
@@ -357,6 +359,23 @@ def test_a_result_is_the_last_epoch_the_best_one_and_the_median_of_ten():
     for last, is_best in ((90.0, False), (91.0, True)):  # of two as good the first stays
         trainer.history[-1]["top1"] = last
         assert trainer._is_best() == is_best
+    trainer.epoch = 20  # it is not evaluated
+    assert not trainer._is_best()
+    trainer.history = [{"epoch": i, "top1": i, "top5": i} for i in (4, 8, 12, 16, 20)]
+    assert trainer._result()["top1_median10"] == 16
+
+
+def test_evaluation_every_few_epochs_and_after_the_last(command: Command, tmp_path: Path):
+    few = ["recipe.epochs=5", "recipe.evaluate_every=2"]
+    ended = command("train", "name=mine", *SMALL, *few)
+    steps, epochs = folder(tmp_path).read_metrics()
+    assert [line["epoch"] for line in epochs] == [2, 4, 5]
+    assert {line["epoch"] for line in steps} == {1, 2, 3, 4, 5}
+    told = [line for line in ended.out.splitlines() if line.startswith("epoch")]
+    assert ["top-1" in line for line in told] == [False, True, False, True, True]
+    assert folder(tmp_path).read_summary()["top1_best"] == max(line["top1"] for line in epochs)
+    assert command("eval", f"run={folder(tmp_path).path}").status == 0
+
 
 
 def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):

@@ -137,6 +137,10 @@ def test_several_layers_count_what_any_of_them_mixed(build, batch):
         assert torch.equal(mix.is_easy, mix.difficulty < tau)
         assert stats[f"mixed_samples/{mix.layer}"] == mix.is_easy.sum()
         assert stats[f"mixed_tokens/{mix.layer}"] * mix.is_easy.sum() == mix.mask.sum()
+        gains = mix.gain[mix.mask]
+        assert stats[f"gain_max/{mix.layer}"] == gains.max() > gains.min() > 0.002
+        torch.testing.assert_close(stats[f"gain_mean/{mix.layer}"], gains.mean())
+        assert not mix.gain[~mix.mask].any()
     assert not torch.equal(first.is_easy, second.is_easy)
     assert stats["mixed_samples"] == (first.is_easy | second.is_easy).sum()
     tokens = (first.mask | second.mask).sum()

@@ -17,7 +17,7 @@ LEFT_OUT = (  # where and how a run is made, not what it computes
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
     "model.checkpoint_blocks",
     *("dataset.name", "dataset.root", "dataset.workers", "dataset.memory_mib"),
-    *("dataset.broken_images", "recipe.log_every"),
+    *("dataset.broken_images", "recipe.log_every", "recipe.evaluate_every"),
 )
 NOT_TOLD = "not told"
 

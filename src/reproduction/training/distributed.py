@@ -76,6 +76,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def max(self, values: Tensor) -> Tensor:
+        """The maximum over all ranks, on every rank; changes `values`."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
     def share(self, value: Shared) -> Shared:
         """The first rank's value, on every rank."""
         values = [value]

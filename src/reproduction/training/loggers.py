@@ -68,7 +68,7 @@ class WandbLog:
         self.run.define_metric("epoch")
         for name in ("top1", "top5", "eval_loss"):
             self.run.define_metric(name, step_metric="epoch")
-        for name in ("loss", "lr", "mixed_*", "score_loss", "difficulty*", "images_per_second"):
+        for name in ("loss", "lr", "mixed_*", "score_loss", "difficulty*", "gain_*", "images_*"):
             self.run.define_metric(name, step_metric="step")
 
     def _open(self, config: Config, logger: Wandb) -> Any:

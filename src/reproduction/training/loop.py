@@ -24,7 +24,7 @@ from reproduction.system.hardware import give_back_freed_memory
 from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement, explaining_memory, handling
-from reproduction.training.evaluate import Evaluation, evaluate
+from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Logger, NoLog, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, not_finite
 from reproduction.training.step import Part, TrainingStep, build_schedule
@@ -74,7 +74,7 @@ class Trainer:
         self.seconds = self.train_seconds = 0.0
         self.ticked = time.perf_counter()
         self.totals = dict.fromkeys(TOTALS, 0.0)
-        self.history: list[Evaluation] = []
+        self.history: list[dict[str, Any]] = []  # the lines of evaluated epochs
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # from which it goes on
         self.agreement = Agreement(world, config.checkpoint)
@@ -208,7 +208,14 @@ class Trainer:
                 self.logger.log(line)
 
     def _end_epoch(self) -> None:
-        """Evaluates, writes the epoch's line and keeps the best weights."""
+        """Every `recipe.evaluate_every` epochs, and after the last, evaluates."""
+        self.epoch += 1
+        if self.epoch % self.recipe.evaluate_every == 0 or self.epoch == self.epochs:
+            self._evaluate()
+        self._tick("seconds")
+
+    def _evaluate(self) -> None:
+        """Writes the epoch's line and keeps the best weights."""
         model = self.update.evaluated
         self.world.share_buffers(model)  # what is evaluated is what the first rank saves
         give_back_freed_memory()  # the first time the loader forks its workers
@@ -223,20 +230,23 @@ class Trainer:
         self.broken.agree(self.world)
         if not math.isfinite(result["eval_loss"]):
             raise PlainError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
-        self.epoch += 1
-        self.history.append(result)
+        line = {"epoch": self.epoch, **result}
+        self.history.append(line)
         if self.world.is_main:
-            line = {"epoch": self.epoch, **result}
             self.folder.append_metrics([line])
             self.logger.log(line)
             if self._is_best():
                 self.best = {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
-        self._tick("seconds")
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether the last epoch was."""
+        return bool(self.history) and self.history[-1]["epoch"] == self.epoch
 
     def _is_best(self) -> bool:
-        """Whether no earlier epoch was as good as the last one."""
-        *earlier, last = self.history
-        return all(last["top1"] > other["top1"] for other in earlier)
+        """Whether the last epoch was evaluated, and no earlier one was as good."""
+        top1 = [line["top1"] for line in self.history]
+        return self._is_evaluated and all(top1[-1] > other for other in top1[:-1])
 
     def _save(self) -> None:
         """Writes everything needed to go on from this step."""
@@ -277,15 +287,19 @@ class Trainer:
         if self.module.htm is not None:
             text += f"  mixed {mixed / max(batches, 1):.1f} samples a batch"
             text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
-        return f"{text}  top-1 {self.history[-1]['top1']:.2f} %  [{self.seconds:.0f} s]"
+        if self._is_evaluated:
+            text += f"  top-1 {self.history[-1]['top1']:.2f} %"
+        return f"{text}  [{self.seconds:.0f} s]"
 
     def _result(self) -> dict[str, Any]:
-        top1 = [result["top1"] for result in self.history]
-        top5 = [result["top5"] for result in self.history]
+        top1 = [line["top1"] for line in self.history]
+        top5 = [line["top5"] for line in self.history]
+        since = self.epoch - MEDIAN_EPOCHS
+        last = [line["top1"] for line in self.history if line["epoch"] > since]
         return {
             "top1_last": top1[-1],
             "top1_best": max(top1),
-            "top1_median10": median(top1[-MEDIAN_EPOCHS:]),
+            "top1_median10": median(last),
             "top5_last": top5[-1],
             "top5_best": max(top5),
             "epochs": self.epoch,

@@ -24,12 +24,13 @@ Line = dict[str, Any]
 
 
 class BatchMetrics:
-    """Collects one row of sums per batch; `fetch` turns them into lines of metrics.jsonl."""
+    """Collects a row per micro-batch; `fetch` turns them into lines of metrics.jsonl."""
 
     def __init__(self, world: World):
         self.world = world
         self.zero = torch.zeros((), device=world.device)
         self.rows: list[Tensor] = []
+        self.images: list[int] = []  # of each batch
         self.known: list[dict[str, Any]] = []
         self.layers: list[int] = []  # of HTM
         self.restart_clock()
@@ -41,76 +42,84 @@ class BatchMetrics:
     def add(
         self, step: int, epoch: int, lr: float, parts: list[Part], not_finite: Tensor | None = None
     ) -> None:
-        """Keeps a batch of one micro-batch or more; nothing is copied to the host."""
+        """Keeps a batch, of as many micro-batches as all others; copies nothing to the host."""
         self.layers = [mix.layer for mix in parts[0].output.layers]
-        first, *others = (self._sums(*part) for part in parts)
-        if not_finite is not None:
-            first[-1] = not_finite
-        self.rows.append(sum(map(torch.stack, others), start=torch.stack(first)))
+        flag = self.zero if not_finite is None else not_finite
+        for part in parts:
+            self.rows.append(torch.stack([flag, *_row(*part)]))
+            flag = self.zero
         images = sum(len(part.output.logits) for part in parts)
-        self.known.append({"step": step, "epoch": epoch, "lr": lr, "images": images})
-
-    def _sums(self, loss: Tensor, output: Output) -> list[Tensor]:
-        """Loss, what HTM has done, of several layers also at each, and a place for the flag.
-
-        What it has done: mixed samples and tokens, ScoreNet's loss.
-        """
-        n = len(output.logits)
-        if output.is_easy is None or output.mask is None or output.score_loss is None:
-            return [loss * n, *[self.zero] * 4]
-        row = [loss * n, *_counts(output.is_easy, output.mask, output.score_loss * n)]
-        for mix in output.layers if len(output.layers) > 1 else ():
-            row += _counts(mix.is_easy, mix.mask, mix.difficulty.sum())
-        return [*row, self.zero]
+        self.images.append(images)
+        self.known.append({"step": step, "epoch": epoch, "lr": lr})
 
     def fetch(self) -> list[dict[str, Any]]:
-        """One line per kept batch, summed over ranks, and starts anew.
+        """One line per kept batch, over all ranks, and starts anew.
 
         `skipped` is 1 where loss or gradient is not finite.
         """
         if not self.rows:
             return []
-        images = torch.tensor([known["images"] for known in self.known], device=self.zero.device)
-        sums = torch.cat([images[:, None], torch.stack(self.rows)], dim=1).double()
-        table = self.world.sum(sums).tolist()
+        rows = torch.stack(self.rows).double()
+        rows = rows.unflatten(0, (len(self.known), -1))  # batch, micro-batch, column
+        images = rows.new_tensor(self.images)[:, None]
+        sums = self.world.sum(torch.cat([images, rows.sum(dim=1)], dim=1)).tolist()
+        tops = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1)).tolist()
         elapsed = time.perf_counter() - self.start
-        images_per_second = sum(row[0] for row in table) / elapsed
+        speed = sum(row[0] for row in sums) / elapsed
         lines = [
-            self._line(known, row, images_per_second)
-            for known, row in zip(self.known, table, strict=True)
+            {**known, **self._line(row, top), "images_per_second": round(speed, 1)}
+            for known, row, top in zip(self.known, sums, tops, strict=True)
         ]
-        self.rows, self.known = [], []
+        self.rows, self.images, self.known = [], [], []
         self.restart_clock()
         return lines
 
-    def _line(self, known: dict[str, Any], row: list[float], speed: float) -> dict[str, Any]:
-        n, loss, mixed, tokens, score_loss, *of_layers, flag = row
-        line = {
-            "step": known["step"],
-            "epoch": known["epoch"],
-            "loss": loss / n,
-            "lr": known["lr"],
-            "images_per_second": round(speed, 1),
-            "mixed_samples": round(mixed),
-            "mixed_tokens": tokens / mixed if mixed else 0.0,
-            "score_loss": score_loss / n if self.layers else None,
-            "difficulty": score_loss / n / len(self.layers) if self.layers else None,
+    def _line(self, row: list[float], tops: list[float]) -> dict[str, Any]:
+        """What the columns tell: of all of HTM's layers, of several also of each."""
+        images, flag, loss, *columns = row
+        line: Line = {
+            "loss": loss / images,
             "skipped": int(flag > 0 or not math.isfinite(loss)),
+            **{"mixed_samples": 0, "mixed_tokens": 0.0},
+            **dict.fromkeys(("score_loss", "difficulty", "gain_max", "gain_mean")),
         }
-        names = self.layers if of_layers else []
-        for layer, mixed, tokens, difficulty in zip(
-            names, of_layers[::3], of_layers[1::3], of_layers[2::3], strict=True
-        ):
-            line[f"mixed_samples/{layer}"] = round(mixed)
-            line[f"mixed_tokens/{layer}"] = tokens / mixed if mixed else 0.0
-            line[f"difficulty/{layer}"] = difficulty / n
+        if columns:
+            line["score_loss"] = columns[3] / images
+        layers = len(self.layers)
+        names = ["", *(f"/{layer}" for layer in self.layers)]
+        for name, place, top in zip(names, range(0, len(columns), COLUMNS), tops, strict=False):
+            mixed, tokens, gain, difficulty = columns[place : place + 4]
+            line[f"mixed_samples{name}"] = round(mixed)
+            line[f"mixed_tokens{name}"] = tokens / mixed if mixed else 0.0
+            line[f"difficulty{name}"] = difficulty / images / (1 if name else layers)
+            line[f"gain_max{name}"] = top
+            line[f"gain_mean{name}"] = gain / tokens if tokens else 0.0
         return line
 
 
-def _counts(is_easy: Tensor, mask: Tensor, difficulty: Tensor) -> list[Tensor]:
-    """Mixed samples, replaced tokens, and the difficulty as it is."""
-    sums = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
-    return [*sums, difficulty.detach()]
+COLUMNS = 5  # of HTM, after flag and loss
+
+
+def _row(loss: Tensor, output: Output) -> list[Tensor]:
+    """The summed loss, and of HTM the same COLUMNS of all layers, and of several of each.
+
+    Mixed samples, replaced tokens, what they gain and the difficulty are sums; the last one is
+    the largest gain.
+    """
+    n = len(output.logits)
+    row = [loss * n]
+    if output.is_easy is not None:
+        assert output.mask is not None and output.gain is not None
+        assert output.score_loss is not None
+        row += _columns(output.is_easy, output.mask, output.gain, output.score_loss * n)
+    for mix in output.layers if len(output.layers) > 1 else ():
+        row += _columns(mix.is_easy, mix.mask, mix.gain, mix.difficulty.sum())
+    return row
+
+
+def _columns(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> list[Tensor]:
+    sums = (x.sum(dtype=torch.float32) for x in (is_easy, mask, gain))
+    return [*sums, difficulty.detach(), gain.amax()]
 
 
 class NonFinite:
