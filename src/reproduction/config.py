@@ -1,6 +1,5 @@
 """The typed schema. Values live in conf/, those of HTM, VTM and manifold mixup in the library."""
 
-import dataclasses
 import re
 from functools import partial
 from pathlib import Path
@@ -187,14 +186,23 @@ class InputMix:
     prob: Share
 
 
+STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
+
+
 def _by_library(kind: Any) -> BeforeValidator:
     return BeforeValidator(partial(built, kind))
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Augmentation:
-    """The stack: what is None is not in it. What acts inside the model is the library's own."""
+    """The stack: what is None is not in it. What acts inside the model is the library's own.
 
+    `mode` as timm's Mixup has it, `off_epoch` as timm's training: the first epoch without mixing,
+    counted from 0.
+    """
+
+    mode: Literal["batch", "pair", "elem"] = "batch"
+    off_epoch: Count | None = None
     mixup: InputMix | None = None
     cutmix: InputMix | None = None
     manifold_mixup: Annotated[ManifoldMixup | None, _by_library(ManifoldMixup)] = None
@@ -203,7 +211,7 @@ class Augmentation:
 
     @property
     def stack(self) -> list[str]:
-        return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is not None]
+        return [name for name in STACK if getattr(self, name) is not None]
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -260,16 +268,23 @@ class Checkpoint:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class NoLogger:
-    name: Literal["none"]
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Wandb:
-    name: Literal["wandb"]
     mode: Literal["online", "offline", "disabled"]
     project: str
     entity: str | None
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class TensorBoard:
+    flush_seconds: Positive
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Loggers:
+    """What gets the lines of metrics.jsonl as well."""
+
+    wandb: Wandb | None = None
+    tensorboard: TensorBoard | None = None
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -289,4 +304,4 @@ class Config:
     augmentation: Augmentation
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()  # eval.py writes none
-    logger: Annotated[NoLogger | Wandb, Field(discriminator="name")]
+    logger: Loggers = Loggers()

@@ -136,6 +136,11 @@ class TokenMixup(nn.Module):
         assert len(state.mixes) == len(self._htm_at), "a block of htm.layer did not run"
         return state.output(logits)
 
+    def stop_mixing(self) -> None:
+        """From here on a training pass is the plain model's, and no ScoreNet learns."""
+        self._htm_at, self._vtm_at, self._sources, self._manifold_layers = {}, {}, range(0), ()
+        self.scorenets.requires_grad_(False)
+
     @property
     def scorenet(self) -> ScoreNet | None:
         """Of HTM's first layer."""
@@ -159,10 +164,10 @@ class TokenMixup(nn.Module):
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
         state = Pass(targets)
-        if self.htm is not None and self.htm.detector == "gradient":
+        if self._htm_at and self.htm is not None and self.htm.detector == "gradient":
             with evaluating(self.model):
                 state.pixels = input_gradient(self.model, images, targets)
-        if self.manifold_mixup is not None:
+        if self._manifold_layers and self.manifold_mixup is not None:
             state.manifold = draw_manifold_mix(self.manifold_mixup, images)
         for layer, vtm in self._vtm_at.items():
             place = PLACES[vtm.class_token_offset]

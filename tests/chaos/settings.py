@@ -19,8 +19,8 @@ from tests.chaos.runs import Outcome, Place, differences
 SAME = {
     "workers-1": ("dataset.workers=1",),
     "workers-3": ("dataset.workers=3",),
-    "wandb": ("logger=wandb", "logger.mode=offline"),
-    "wandb-workers-2": ("logger=wandb", "logger.mode=offline", "dataset.workers=2"),
+    "wandb": ("logger=wandb", "logger.wandb.mode=offline"),
+    "wandb-workers-2": ("logger=wandb", "logger.wandb.mode=offline", "dataset.workers=2"),
 }
 IMAGES = (11, 10_007)  # primes
 EVAL = CONF_DIR.parent / "eval.py"

@@ -8,7 +8,7 @@ import yaml
 from reproduction.commands import cli
 from reproduction.config import CONF_DIR, Config
 from reproduction.reporting.cells import read_cells
-from reproduction.runs.compose import compose
+from reproduction.runs.compose import LISTS, compose
 from reproduction.runs.folder import default_name, run_hash
 from reproduction.runs.parse import parse
 
@@ -62,8 +62,8 @@ def test_infinite_thresholds_are_legal():
 def test_every_option_has_the_name_of_its_file(group: str):
     for path in (CONF_DIR / group).glob("*.yaml"):
         content = yaml.safe_load(path.read_text())
-        if group == "augmentation":
-            assert list(content) == [path.stem]
+        if group in LISTS:
+            assert list(content) == [path.stem] or path.stem == "none"
         elif group != "recipe":
             assert content["name"] == path.stem
 
@@ -101,7 +101,8 @@ def test_the_stack_of_an_experiment_is_what_its_name_says(experiment: str):
     stack = [part for part in parts.split("_") if part != "baseline"]
     if dataset != "imagenet1k":
         stack = ["mixup", "cutmix", *stack]
-    assert list(compose("train", [f"experiment={experiment}"]).raw["augmentation"]) == stack
+    raw = compose("train", [f"experiment={experiment}"]).raw
+    assert parse(raw, needs_data=False).augmentation.stack == stack
 
 
 def test_every_cell_has_its_experiment_whose_head_gives_the_printed_value():

@@ -426,7 +426,7 @@ def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
 def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twice(
     command: Command, tmp_path: Path
 ):
-    sweep = ["-m", "augmentation.htm.tau=0.5,2,inf", "logger=wandb", "logger.mode=offline", *SMALL]
+    sweep = ["-m", "augmentation.htm.tau=0.5,2,inf", "logger=wandb", "logger.wandb.mode=offline", *SMALL]
     ended = command("train", *sweep)
     assert ended.status == 0, ended.err
     runs = sorted(path for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps")

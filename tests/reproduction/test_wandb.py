@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("unevaluated")
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 SHORT = [*SMALL, "recipe.epochs=1", "recipe.log_every=1"]
-ONLINE = ["logger=wandb", "logger.mode=online", *SHORT]
-OFFLINE = ["name=mine", "logger=wandb", "logger.mode=offline", *SHORT]
+ONLINE = ["logger=wandb", "logger.wandb.mode=online", *SHORT]
+OFFLINE = ["name=mine", "logger=wandb", "logger.wandb.mode=offline", *SHORT]
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +100,9 @@ def test_what_the_service_refuses_is_refused(
 ):
     with serving(status=403) as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        ended = command("train", *ONLINE, "name=mine", "logger.entity=them")
+        ended = command("train", *ONLINE, "name=mine", "logger.wandb.entity=them")
     assert (ended.status, len(ended.lines)) == (2, 1)
-    assert ended.err.startswith("train.py: logger.mode=online: ")
+    assert ended.err.startswith("train.py: logger.wandb.mode=online: ")
     assert "403" in ended.err and "not for you" in ended.err
     assert not run_of(tmp_path).path.exists()
 

@@ -124,6 +124,7 @@ def build_training_inputs(config: Config, num_classes: int, device: torch.device
         label_smoothing=config.recipe.label_smoothing,
         mixup=mixup,
         cutmix=cutmix,
+        mode=stack.mode,
     )
     normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
     erasing = None

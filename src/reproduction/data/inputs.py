@@ -32,6 +32,11 @@ class TrainingInputs:
             images, targets = self.mix(images, classes)
         return images if self.erase is None else self.erase(images, *key), targets
 
+    def stop_mixing(self) -> None:
+        """From here on labels are smoothed alone."""
+        if isinstance(self.mix, Mixup):
+            self.mix.mixup_enabled = False
+
 
 def build_normalize(
     mean: Sequence[float], std: Sequence[float], device: torch.device | str
@@ -41,15 +46,24 @@ def build_normalize(
     return lambda images: (images - shift).div_(scale)
 
 
-class BatchMixup(Mixup):
-    """timm's Mixup in its batch mode (one lambda, the batch against its reverse), any batch size.
+class AnyMixup(Mixup):
+    """timm's Mixup, the batch against its reverse, for any batch size.
 
     timm asserts an even batch in every mode; here the middle of an odd one meets itself.
     """
 
     def __call__(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        lam = self._mix_batch(x)
+        mix = {"batch": self._mix_batch, "pair": self._mix_pairs, "elem": self._mix_elem}
+        lam = mix[self.mode](x)
         return x, mixup_target(target, self.num_classes, lam, self.label_smoothing)
+
+    def _mix_pairs(self, x: Tensor) -> Tensor:
+        """Mixes `b 3 h w` in place; returns what each image keeps, `b 1`."""
+        middle, is_odd = divmod(len(x), 2)
+        others = torch.cat([x[:middle], x[middle + is_odd :]])
+        lam = self._mix_pair(others)
+        x[:middle], x[middle + is_odd :] = others[:middle], others[middle:]
+        return torch.cat([lam[:middle], lam.new_ones(is_odd, 1), lam[middle:]])
 
 
 def build_input_mixer(
@@ -58,11 +72,13 @@ def build_input_mixer(
     label_smoothing: float,
     mixup: tuple[float, float] | None,
     cutmix: tuple[float, float] | None,
+    mode: str = "batch",
 ) -> InputMixer:
     """(images `b 3 h w`, classes `b`) -> (images, soft targets `b c`); images change in place.
 
     `mixup`, `cutmix`: (alpha, probability) or None. With both, a coin picks one of them for each
-    batch, which then happens with its own probability.
+    batch, which then happens with its own probability; `mode` says what stands for a batch there:
+    pairs of images, or each of them.
     """
     if mixup is None and cutmix is None:
         return lambda x, target: (x, mixup_target(target, num_classes, 1.0, label_smoothing))
@@ -70,12 +86,12 @@ def build_input_mixer(
     cutmix_alpha, cutmix_prob = cutmix or (0.0, 0.0)
     both = mixup is not None and cutmix is not None
     total = mixup_prob + cutmix_prob
-    return BatchMixup(
+    return AnyMixup(
         mixup_alpha=mixup_alpha,
         cutmix_alpha=cutmix_alpha,
         prob=total / 2 if both else total,
         switch_prob=cutmix_prob / total if total else 0.0,
-        mode="batch",
+        mode=mode,
         label_smoothing=label_smoothing,
         num_classes=num_classes,
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, islice, takewhile
+from math import nan
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +35,7 @@ class Epoch(NamedTuple):
     epoch: int
     mixed_samples: float  # in a batch
     mixed_tokens: float | None  # in a mixed sample
-    difficulty: float  # nats
+    difficulty: float  # nats; nan from augmentation.off_epoch on
 
 
 def read_epochs(path: Path) -> list[Epoch]:
@@ -117,7 +118,7 @@ def _means(lines: Iterable[Line]) -> Epoch:
         batches[0]["epoch"],
         mixed / len(batches),
         tokens / mixed if mixed else None,
-        fmean(line["difficulty"] for line in batches),
+        fmean(nan if (nats := line["difficulty"]) is None else nats for line in batches),
     )
 
 

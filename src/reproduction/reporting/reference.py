@@ -34,6 +34,7 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("Run", "Config", "", "train.yaml"),
     Section("Checkpoints", "Checkpoint", "checkpoint.", "train.yaml"),
+    Section("Mixing", "Augmentation", "augmentation.", "train.yaml"),
     Section("Horizontal TokenMixup", "HTM", "augmentation.htm.", "augmentation/htm.yaml"),
     Section("Vertical TokenMixup", "VTM", "augmentation.vtm.", "augmentation/vtm.yaml"),
     Section("Input mixup", "InputMix", "augmentation.mixup.", "augmentation/mixup.yaml"),
@@ -50,7 +51,8 @@ SECTIONS = (
     Section("CCT, CVT, ViT-Lite", "CCT", "model.", "model/cct_7_3x1.yaml"),
     Section("ViT of timm's", "ViT", "model.", "model/vit_base_patch16_224.yaml"),
     Section("Other models", "Library", "model.", "model/resnet18.yaml"),
-    Section("wandb", "Wandb", "logger.", "logger/wandb.yaml"),
+    Section("wandb", "Wandb", "logger.wandb.", "logger/wandb.yaml"),
+    Section("TensorBoard", "TensorBoard", "logger.tensorboard.", "logger/tensorboard.yaml"),
 )
 
 
@@ -83,7 +85,8 @@ def _keys(name: str, definitions: Mapping[str, Any]) -> dict[str, str]:
         told = allowed_of(LIBRARY[name])
         return {key: words.removeprefix("one of ") for key, (words, _) in told.items()}
     properties = definitions[name]["properties"]
-    return {key: _allowed(x) for key, x in properties.items() if not {"$ref", "oneOf"} & set(x)}
+    plain = {key: x for key, x in properties.items() if "$ref" not in str(x)}
+    return {key: _allowed(x) for key, x in plain.items()}
 
 
 def _rows(section: Section, keys: Mapping[str, str]) -> Iterator[str]:

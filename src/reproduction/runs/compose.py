@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from reproduction.config import CONF_DIR
+from reproduction.config import CONF_DIR, STACK
 from reproduction.runs.parse import unservable
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
@@ -25,7 +25,7 @@ from reproduction.system.ranks import launched_ranks, local_ranks
 SHOWN = 200  # characters of an argument that cannot be read
 MERGING = "Error merging override"  # of Hydra's messages
 MOST_WORKERS = 16
-AUGMENTATIONS = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
+LISTS = ("augmentation", "logger")  # groups of which several options can be named
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _refuse_unknown_options(parsed: list[Override]) -> None:
         known = [] if group.startswith("hydra") or override.is_delete() else options_of(group)
         if not known or isinstance(chosen, dict) or (chosen is None and group == "experiment"):
             continue
-        options = chosen if isinstance(chosen, list) and group == "augmentation" else [chosen]
+        options = chosen if isinstance(chosen, list) and group in LISTS else [chosen]
         for option in options:
             if str(option) not in known:
                 typed = f"{group}={option}" if isinstance(option, str) else override.input_line
@@ -154,8 +154,10 @@ def explained(error: Exception) -> str:
         return f"{group}={option}: there is no such option, allowed: {', '.join(options_of(group))}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         parent, _, key = cause.full_key.rpartition(".")
-        if parent == "augmentation" and key in AUGMENTATIONS:
+        if parent == "augmentation" and key in STACK:
             return f"{cause.full_key}: the stack does not name {key}, add it to augmentation=[...]"
+        if parent == "logger" and key in options_of("logger"):
+            return f"{cause.full_key}: logger does not name {key}, add it to logger=[...]"
         keys = cause.parent_node.keys() if isinstance(cause.parent_node, DictConfig) else []
         known = ", ".join(str(k) for k in keys if k != "hydra") or "none"
         return f"{cause.full_key}: unknown key; keys of {parent or 'the configuration'}: {known}"
@@ -195,7 +197,7 @@ def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
     stack = _names("augmentation", chosen)
     for name in set(stack) - set(settings):
         raise UserError(f"augmentation.{name}: the stack names it, so its settings must stay")
-    for name in AUGMENTATIONS:
+    for name in STACK:
         if settings.get(name, {}) is None:
             raise UserError(
                 f"augmentation.{name}=None: must not be null, leave it out of augmentation=[...]"

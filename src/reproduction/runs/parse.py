@@ -64,11 +64,7 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
     parent: Any = raw
     value: Any = raw
     for part in error["loc"]:
-        if (
-            isinstance(value, dict)
-            and part not in value
-            and part in ("cct", "vit", "library", "none", "wandb")
-        ):
+        if isinstance(value, dict) and part not in value and part in ("cct", "vit", "library"):
             continue  # the tag of a union, not a key
         path.append(str(part))
         parent, value = value, value[part] if _holds(value, part) else None

@@ -2,9 +2,11 @@
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from reproduction.reporting.cells import FULL, SCALES, about
+from reproduction.studies.own import plan_own
 from reproduction.studies.plan import (
     DATASET_OPTIONS,
     STUDIES,
@@ -23,7 +25,9 @@ SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in S
 def study_parser(description: str | None) -> Parser:
     """The options that tell which runs, and those of SLURM."""
     options = Parser(description=description)
-    options.add_argument("study", choices=STUDIES, help="what to reproduce")
+    options.add_argument(
+        "study", type=_study, help=f"{', '.join(STUDIES)}, or a file as in results/"
+    )
     options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
     options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
     options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the table's own")
@@ -32,6 +36,13 @@ def study_parser(description: str | None) -> Parser:
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
     _add_resources(options.add_argument_group("what each run asks SLURM for"))
     return options
+
+
+def _study(text: str) -> str:
+    if text in STUDIES or (text.endswith(".yaml") and Path(text).is_file()):
+        return text
+    allowed = f"must be one of {', '.join(STUDIES)}, or a .yaml file that is there"
+    raise argparse.ArgumentTypeError(f"{text}: {allowed}")
 
 
 def _add_resources(group: argparse._ArgumentGroup) -> None:
@@ -58,6 +69,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
     settings = settings_of(args)
+    if args.study not in STUDIES:
+        return plan_own(Path(args.study), settings, args.seeds)
     return plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
 
 

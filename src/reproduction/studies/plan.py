@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from reproduction.config import Config
+from reproduction.config import STACK, Config
 from reproduction.reporting.cells import (
     CIFAR_10,
     CIFAR_100,
@@ -205,7 +205,7 @@ def _planned(
     config = dataclasses.replace(_config(group[0], settings), seed=seed)
     folder = existing.get(run_hash(config))
     name = default_name(config, experiment) if folder is None else folder.path.name
-    own = (f"seed={seed}", f"name={_quoted(name)}", "resume=auto")
+    own = (f"seed={seed}", f"name={quoted(name)}", "resume=auto")
     return PlannedRun(
         config=dataclasses.replace(config, name=name, resume="auto"),
         overrides=(*_overrides(group[0], settings), *own),
@@ -251,19 +251,19 @@ def _overrides(point: Point, settings: Settings) -> list[str]:
         overrides.append(f"dataset={dataset}")
     root = settings.dataset_root(dataset or DATASETS[column])
     if root is not None:
-        overrides.append(f"dataset.root={_quoted(root)}")
+        overrides.append(f"dataset.root={quoted(root)}")
     stack = _stack(point.cell.experiment) if settings.chosen.stacks else set()
     overrides += settings.chosen.overrides(column, stack)
     overrides += [*point.change, f"devices={settings.devices}"]
-    return [*overrides, f"output_root={_quoted(str(settings.root))}"]
+    return [*overrides, f"output_root={quoted(str(settings.root))}"]
 
 
 @lru_cache(maxsize=1024)
 def _stack(experiment: str) -> set[str]:
     """The augmentations of an experiment."""
-    return set(compose("train", [f"experiment={experiment}"]).raw["augmentation"])
+    return {*STACK} & {*compose("train", [f"experiment={experiment}"]).raw["augmentation"]}
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """As Hydra reads it back, whatever is in it."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

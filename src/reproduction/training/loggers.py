@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from reproduction.config import Config, Wandb
+from reproduction.config import Config, TensorBoard, Wandb
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.terminal import say, warn
@@ -86,7 +86,7 @@ class WandbLog:
             if logger.mode != "online" or not unreachable:
                 reason = " ".join(str(error).split()) or first_line(error)
                 raise UserError(
-                    f"logger.mode={logger.mode}: {reason} (or choose offline or disabled)"
+                    f"logger.wandb.mode={logger.mode}: {reason} (or choose offline or disabled)"
                 ) from error
             reason = str(error).strip().splitlines()[-1]
             _warn(f"wandb cannot be reached, the run is recorded offline ({reason})")
@@ -149,16 +149,64 @@ class WandbLog:
         except Exception as error:
             self.broken.append(first_line(error))
         _teardown()
-        if self.broken:
-            lost = len(self.broken)
-            _warn(f"wandb failed {lost} times ({self.broken[0]}), all lines are in metrics.jsonl")
+        _warn_of(self.broken, "wandb")
 
 
-def build_logger(config: Config, folder: RunFolder, is_main: bool) -> Logger:
-    """The configured logger on the first rank."""
-    if is_main and isinstance(config.logger, Wandb) and config.logger.mode != "disabled":
-        return WandbLog(config, config.logger, folder)
-    return NoLog()
+class TensorBoardLog:
+    """Event files in the run's folder; lines of epochs stand at their epoch, others at their step.
+
+    A resumed run writes a file of its own, before whose first step TensorBoard hides what others
+    hold from there on. Nothing that breaks here ends a training.
+    """
+
+    def __init__(self, settings: TensorBoard, folder: RunFolder, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        place, seconds = folder.path / "tensorboard", settings.flush_seconds
+        self.broken: list[str] = []
+        self.writer: Any = SummaryWriter(str(place), purge_step=step + 1, flush_secs=seconds)
+
+    def log(self, line: dict[str, Any]) -> None:
+        at = line.get("step", line["epoch"])
+        try:
+            for name, value in line.items():
+                if value is not None and name != "step":
+                    self.writer.add_scalar(name, value, at)
+        except Exception as error:  # such as a full disk
+            self.broken.append(first_line(error))
+
+    def close(self, status: str) -> None:
+        try:
+            self.writer.close()
+        except Exception as error:
+            self.broken.append(first_line(error))
+        _warn_of(self.broken, "tensorboard")
+
+
+class Both:
+    """Several loggers."""
+
+    def __init__(self, loggers: list[Logger]):
+        self.loggers = loggers
+
+    def log(self, line: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            logger.log(line)
+
+    def close(self, status: str) -> None:
+        for logger in self.loggers:
+            logger.close(status)
+
+
+def build_logger(config: Config, folder: RunFolder, step: int) -> Logger:
+    """What the configuration names, for a run that goes on after `step`."""
+    wandb, tensorboard = config.logger.wandb, config.logger.tensorboard
+    loggers: list[Logger] = []
+    if wandb is not None and wandb.mode != "disabled":
+        loggers.append(WandbLog(config, wandb, folder))
+    if tensorboard is not None:
+        loggers.append(TensorBoardLog(tensorboard, folder, step))
+    return Both(loggers)
 
 
 def _teardown() -> None:
@@ -167,6 +215,11 @@ def _teardown() -> None:
 
     with suppress(Exception):
         wandb.teardown()
+
+
+def _warn_of(broken: list[str], name: str) -> None:
+    if broken:
+        _warn(f"{name} failed {len(broken)} times ({broken[0]}), all lines are in metrics.jsonl")
 
 
 def _warn(text: str) -> None:

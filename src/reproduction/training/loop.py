@@ -147,6 +147,9 @@ class Trainer:
 
     def _begin_epoch(self) -> None:
         """Goes to the batches that are left of the epoch."""
+        off_epoch = self.config.augmentation.off_epoch
+        if off_epoch is not None and self.epoch >= off_epoch:
+            self.update.stop_mixing()
         self.module.train()
         self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
         self._restart_clocks()

@@ -49,10 +49,7 @@ class TrainingStep:
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
         self.score_loss_weight = 0.0 if module.htm is None else module.htm.score_loss_weight
-        self.parallel: nn.Module = module
-        if world.size > 1:
-            devices = [world.device] if world.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(module, device_ids=devices)
+        self.parallel = self._parallel()
         self.optimizer = build_optimizer(module, recipe)
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
@@ -101,6 +98,18 @@ class TrainingStep:
         for value, old in zip(followers, before, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
         return parts
+
+    def stop_mixing(self) -> None:
+        """From here on neither images nor tokens are mixed."""
+        self.inputs.stop_mixing()
+        self.module.stop_mixing()
+        self.parallel = self._parallel()  # the other would wait for ScoreNet's gradients
+
+    def _parallel(self) -> nn.Module:
+        if self.world.size == 1:
+            return self.module
+        devices = [self.world.device] if self.world.device.type == "cuda" else None
+        return DistributedDataParallel(self.module, device_ids=devices)
 
     def _without_sums(self) -> AbstractContextManager[None]:
         parallel = self.parallel

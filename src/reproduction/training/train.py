@@ -111,7 +111,7 @@ def train(config: Config) -> dict[str, Any]:
         if world.is_main:
             _tell_restart(trainer.step)
         facts = _facts(config, trainer) if world.is_main else {}
-        logger = _open_logger(config, world)
+        logger = _open_logger(config, trainer)
         status = "failed"
         try:
             if world.is_main:
@@ -163,15 +163,16 @@ def _tell_restart(step: int) -> None:
         warn(f"restart {done} of {allowed}: all ranks go on after step {step}")
 
 
-def _open_logger(config: Config, world: World) -> Logger:
-    """Opens the logger on the first rank; if that fails, all ranks raise its UserError."""
+def _open_logger(config: Config, trainer: Trainer) -> Logger:
+    """Opens the loggers on the first rank; if that fails, all ranks raise its UserError."""
     logger: Logger = NoLog()
     error = None
-    try:
-        logger = build_logger(config, RunFolder.of(config), world.is_main)
-    except UserError as refusal:
-        error = refusal
-    error = world.share(error)
+    if trainer.world.is_main:
+        try:
+            logger = build_logger(config, trainer.folder, trainer.step)
+        except UserError as refusal:
+            error = refusal
+    error = trainer.world.share(error)
     if error is not None:
         raise error
     return logger
