@@ -47,6 +47,7 @@ PLAIN = [
 MIXING = [
     *(x for x in PLAIN if not x.startswith(("augmentation", "recipe.epochs"))),
     *("augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=4", "devices=2"),
+    "augmentation.off_epoch=3",
 ]
 
 # train.py, whose first rank is killed after 15 steps, once
@@ -127,7 +128,9 @@ def test_two_ranks_mix_within_their_shares_and_count_together(mixing_runs: Path)
     assert len(names) == 2
     for name in names:
         steps, _ = lines_of(mixing_runs, name)
-        assert sum(line["mixed_samples"] for line in steps) == 4 * 95
+        assert sum(line["mixed_samples"] for line in steps) == 3 * 95
+        assert [line["gain_max"] is None for line in steps] == [False] * 30 + [True] * 10
+        assert all(line["gain_max"] > line["gain_mean"] > 0 for line in steps[:30])
 
 
 def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path, command: Command):

@@ -159,19 +159,21 @@ def test_inputs_leave_the_images_and_the_global_generators_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("n", [6, 7, 1])
 @pytest.mark.parametrize(
     "stack",
     [{"mixup": (0.8, 1.0)}, {"cutmix": (1.0, 1.0)}, {"mixup": (0.8, 1.0), "cutmix": (1.0, 1.0)}],
 )
-def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack):
+def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack, mode):
     both = {"mixup": None, "cutmix": None, **stack}
-    ours = build_input_mixer(num_classes=4, label_smoothing=0.1, **both)
+    ours = build_input_mixer(num_classes=4, label_smoothing=0.1, mode=mode, **both)
     theirs = Mixup(
         mixup_alpha=0.8 if "mixup" in stack else 0.0,
         cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
         label_smoothing=0.1,
         num_classes=4,
+        mode=mode,
     )
     for step in range(8):
         images, targets = torch.randn(n, 3, 8, 8), torch.arange(n) % 4
@@ -205,14 +207,20 @@ def test_without_input_mixing_targets_are_smoothed_as_timm_smooths_them():
     torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
 
 
-def test_input_mixup_mixes_labels_of_odd_batches_with_the_images():
-    mixer = build_input_mixer(num_classes=5, label_smoothing=0.0, mixup=(1.0, 1.0), cutmix=None)
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_input_mixup_mixes_labels_of_odd_batches_with_the_images(mode: str):
+    mixer = build_input_mixer(
+        num_classes=5, label_smoothing=0.0, mixup=(1.0, 1.0), cutmix=None, mode=mode
+    )
     for step in range(5):
         images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
         mixed, soft = mixed_by(mixer, images, torch.arange(5), step)
         told = soft @ torch.arange(5.0)  # the value that the labels promise
         torch.testing.assert_close(mixed[:, 0, 0, 0], told)
         assert 0 < soft[0, 0] < 1
+        kept = soft.diagonal().tolist()
+        assert (kept[0] == kept[1]) == (mode == "batch")
+        assert (kept[0] == kept[4]) == (mode != "elem")
 
 
 def test_randomness_for_two_purposes_is_never_the_same():
@@ -220,3 +228,15 @@ def test_randomness_for_two_purposes_is_never_the_same():
         first = torch.rand(2)
     with seeded(Purpose.MIX_INPUTS, 0, 7, 0):
         assert not torch.equal(first, torch.rand(2))
+
+
+def test_mixing_stops_but_not_the_smoothing():
+    mixer = build_input_mixer(num_classes=4, label_smoothing=0.1, mixup=(0.8, 1.0), cutmix=None)
+    inputs = TrainingInputs(lambda x: x, mixer)
+    images = torch.randn(4, 3, 8, 8)
+    assert not torch.equal(inputs(images.clone(), torch.arange(4), 0, 0, 0)[0], images)
+    inputs.stop_mixing()
+    for step in range(5):
+        mixed, soft = inputs(images.clone(), torch.arange(4), 0, step, 0)
+        assert torch.equal(mixed, images)
+        torch.testing.assert_close(soft, 0.9 * torch.eye(4) + 0.025)

@@ -15,6 +15,7 @@ from reproduction.training.step import Part, TrainingStep
 from tests.reproduction.conftest import small_trainer
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
 PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.warmup_epochs=0"]
 SGD = [*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1"]  # Adam's steps take the sign of noise
 
@@ -29,8 +30,15 @@ def images_of(count: int) -> tuple[Tensor, Tensor]:
     return images, torch.arange(count) % 10
 
 
-def line_of(parts: list[Part]) -> dict[str, float]:
-    metrics = BatchMetrics(World(0, 1, CPU))
+class Twice(World):
+    """Two ranks that see the same."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
+def line_of(parts: list[Part], world: World = ALONE) -> dict[str, float]:
+    metrics = BatchMetrics(world)
     metrics.add(1, 1, 0.1, parts)
     (line,) = metrics.fetch()
     return line
@@ -87,6 +95,9 @@ def test_metrics_of_an_update_are_those_of_all_its_images():
     assert line["difficulty"] == pytest.approx(mean([of["difficulty"] for of in stats]))
     assert line["mixed_samples"] == 5
     assert line["mixed_tokens"] == pytest.approx(mean([of["mixed_tokens"] for of in stats]))
+    both = line_of(parts, Twice(0, 1, CPU))
+    assert (both["mixed_samples"], both["loss"]) == (10, pytest.approx(line["loss"]))
+    assert (both["gain_max"], both["gain_mean"]) == (line["gain_max"], line["gain_mean"])
     gains = torch.cat([part.output.gain[part.output.mask] for part in parts])
     assert line["gain_max"] == gains.max() == max(of["gain_max"] for of in stats)
     assert line["gain_mean"] == pytest.approx(float(gains.mean()))

@@ -377,6 +377,26 @@ def test_evaluation_every_few_epochs_and_after_the_last(command: Command, tmp_pa
     assert command("eval", f"run={folder(tmp_path).path}").status == 0
 
 
+def test_from_an_epoch_on_nothing_is_mixed(command: Command, tmp_path: Path):
+    """In the last epoch ScoreNet rests, as its weights show, and a resumed run knows it."""
+    stack = "augmentation=[mixup,htm,vtm,manifold_mixup]"
+    told = [stack, "augmentation.manifold_mixup.layers=[0]", "augmentation.htm.tau=inf", *SMALL]
+    told += ["name=mine", "recipe.epochs=3", "checkpoint.keep=9"]
+    assert command("train", *told, "augmentation.off_epoch=2").status == 0
+    run = folder(tmp_path)
+    steps, epochs = run.read_metrics()
+    assert [line["mixed_samples"] > 0 for line in steps] == [True] * 6 + [False] * 3
+    assert [line["difficulty"] is None for line in steps] == [False] * 6 + [True] * 3
+    assert len(epochs) == 3 and run.read_summary()["status"] == "finished"
+    last, before, _ = (torch.load(path, weights_only=True) for path in run.checkpoints())
+    for name, value in last["module"].items():
+        is_rested = torch.equal(value, before["module"][name])
+        assert is_rested == name.startswith("scorenets"), name
+    run.last_path.unlink()  # back to the end of the second epoch
+    run.summary_path.unlink()
+    assert command("train", *told, "augmentation.off_epoch=2", "resume=auto").status == 0
+    assert without_times(run.read_metrics()[0]) == without_times(steps)
+
 
 def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
@@ -426,7 +446,13 @@ def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
 def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twice(
     command: Command, tmp_path: Path
 ):
-    sweep = ["-m", "augmentation.htm.tau=0.5,2,inf", "logger=wandb", "logger.wandb.mode=offline", *SMALL]
+    sweep = [
+        "-m",
+        "augmentation.htm.tau=0.5,2,inf",
+        "logger=wandb",
+        "logger.wandb.mode=offline",
+        *SMALL,
+    ]
     ended = command("train", *sweep)
     assert ended.status == 0, ended.err
     runs = sorted(path for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps")

@@ -1,4 +1,4 @@
-"""wandb beside a training: reached or not, in the middle of it, and what it is told."""
+"""wandb and TensorBoard beside a training: reached or not, in its middle, what they are told."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from reproduction.commands.jobs import resolve
 from reproduction.runs.compose import compose
@@ -147,3 +148,43 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_no_secret_is_written(
         written = path.read_bytes()
         for secret in (*secrets.values(), "ghp_do_not_tell", "example.org"):
             assert secret.encode() not in written, path
+
+
+def scalars(run: RunFolder) -> dict[str, dict[int, float]]:
+    """Name -> step -> value, as TensorBoard's own reader has them."""
+    found = EventAccumulator(str(run.path / "tensorboard"), {"scalars": 0}).Reload()
+    names = found.Tags()["scalars"]
+    return {name: {x.step: x.value for x in found.Scalars(name)} for name in names}
+
+
+def test_tensorboard_gets_every_line_beside_wandb_also_of_a_run_that_goes_on(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
+):
+    both = ["name=mine", "logger=[wandb,tensorboard]", "logger.wandb.mode=offline", *SHORT]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 2, KeyboardInterrupt())
+        assert command("train", *both).status == 130
+    run = run_of(tmp_path)
+    assert command("train", *both, "resume=auto").status == 0
+    assert_same_result(run, plain)
+    assert list((run.path / "wandb").glob("offline-run-*"))
+    steps, epochs = run.read_metrics()
+    told = scalars(run)
+    assert set(told) == {*steps[0], *epochs[0]} - {"step"}
+    for name in set(steps[0]) - {"step"}:
+        expected = {line["step"]: line[name] for line in steps}
+        assert told[name] == pytest.approx(expected, rel=1e-6)
+    for name in ("top1", "top5", "eval_loss"):
+        assert told[name] == pytest.approx({line["epoch"]: line[name] for line in epochs})
+
+
+def test_what_breaks_in_tensorboard_ends_no_training(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fail)
+    ended = command("train", "name=mine", "logger=tensorboard", *SHORT)
+    assert ended.status == 0
+    assert "tensorboard failed 4 times (OSError: no space left), all lines are in" in ended.err

@@ -168,6 +168,15 @@ def explained(error: Exception) -> str:
 
 
 @contextmanager
+def explaining(place: str) -> Iterator[None]:
+    """Says of what is refused where it stands."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, UserError) as error:
+        raise UserError(f"{place}: {explained(error)}") from error
+
+
+@contextmanager
 def own_hydra(job_name: str = "app") -> Iterator[None]:
     """Hydra for composing alone, also inside a job, where Hydra's own one is in use."""
     in_use = GlobalHydra.instance().hydra

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from reproduction.config import FORBID, Count, FolderName
 from reproduction.reporting.cells import FULL
-from reproduction.runs.compose import compose
+from reproduction.runs.compose import compose, explaining
 from reproduction.runs.folder import default_name, find_runs, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import PlannedRun, Settings, quoted
@@ -68,7 +68,8 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
             told.append(f"output_root={quoted(str(settings.root))}")
             if settings.data is not None:
                 told.append(f"dataset.root={quoted(settings.data)}")
-            config = parse(compose("train", told).raw, needs_data=False)
+            with explaining(f"{path}: {stack}"):
+                config = parse(compose("train", told).raw, needs_data=False)
             folder = existing.get(run_hash(config))
             name = default_name(config, f"{path.stem}/{stack}")
             name = name if folder is None else folder.path.name

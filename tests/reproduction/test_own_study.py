@@ -1,0 +1,60 @@
+"""A study that a file fixes: its runs, and what is refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from reproduction.studies.own import plan_own, read_study
+from reproduction.studies.plan import Settings
+from reproduction.system.errors import UserError
+
+RESULTS = Path(__file__).parents[2] / "results"
+FIRST = RESULTS / "cifar10_5k.yaml"
+
+
+def changed(tmp_path: Path, **values: object) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(FIRST.read_text()) | values))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_study_plans_its_runs_round_by_round_over_seeds(path: Path, tmp_path: Path):
+    study = read_study(path)
+    runs = plan_own(path, Settings(outputs=str(tmp_path)))
+    assert len({run.name for run in runs}) == len(runs) == study.seeds * len(study.stacks)
+    assert [run.config.seed for run in runs] == sorted(run.config.seed for run in runs)
+    for run in runs:
+        (stack,) = run.labels
+        assert "+".join(run.config.augmentation.stack) in (stack, "" if stack == "none" else stack)
+        assert run.name.startswith(f"{path.stem}-{stack}-s{run.config.seed}-")
+
+
+def test_a_run_that_exists_keeps_its_name(tmp_path: Path):
+    settings = Settings(outputs=str(tmp_path))
+    first, *_ = plan_own(FIRST, settings, seeds=1)
+    first.folder.create(first.config)
+    shutil.move(first.folder.path, tmp_path / "mine")
+    again, *others = plan_own(FIRST, settings, seeds=1)
+    assert again.name == "mine" and len(others) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"contrasts": [{"of": "htm", "against": "nothing"}]}, "nothing is no stack, allowed: "),
+        ({"seeds": 0}, "seeds: "),
+        ({"stack": {}}, "stack: "),
+        ({"overrides": ["recipe.lrr=1"]}, "recipe.lrr: unknown key"),
+    ],
+)
+def test_a_file_that_fixes_no_study_is_refused(values, told: str, tmp_path: Path):
+    with pytest.raises(UserError, match=told):
+        plan_own(changed(tmp_path, **values), Settings(outputs=str(tmp_path)))
+
+
+def test_scale_and_data_set_are_the_files_own(tmp_path: Path):
+    with pytest.raises(UserError, match="fixes its scale and data set"):
+        plan_own(FIRST, Settings(scale="smoke", outputs=str(tmp_path)))
