@@ -47,7 +47,7 @@ PLAIN = [
 MIXING = [
     *(x for x in PLAIN if not x.startswith(("augmentation", "recipe.epochs"))),
     *("augmentation=[mixup,htm,vtm]", "augmentation.htm.tau=inf", "recipe.epochs=4", "devices=2"),
-    "augmentation.off_epoch=3",
+    *("augmentation.htm.rho=0", "augmentation.off_epoch=3"),
 ]
 
 # train.py, whose first rank is killed after 15 steps, once
