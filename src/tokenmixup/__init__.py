@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 if TYPE_CHECKING:
+    from tokenmixup.adapters import Adapter, Parts, torch_encoder
     from tokenmixup.assignment import gain_matrix, optimal_assignment
     from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
     from tokenmixup.module import TokenMixup, attach
@@ -23,9 +24,11 @@ __version__ = "0.2.0"
 __all__ = [
     "HTM",
     "VTM",
+    "Adapter",
     "HorizontalMix",
     "ManifoldMixup",
     "Output",
+    "Parts",
     "Rules",
     "ScoreNet",
     "TokenMixup",
@@ -38,6 +41,7 @@ __all__ = [
     "optimal_assignment",
     "rollout_saliency",
     "select_salient",
+    "torch_encoder",
     "training_loss",
     "vertical_attention",
     "why_not",
@@ -54,6 +58,7 @@ def __getattr__(name: str) -> Any:
             "vertical",
             "structure",
             "passes",
+            "adapters",
         ):
             if hasattr(found := import_module(f"{__name__}.{home}"), name):
                 return getattr(found, name)

@@ -89,6 +89,8 @@ def project(
     `rope`: of these tokens, as in Positions. `known`: what `projections` makes of `x`, where it is
     known already; then nothing but the gradient is left to compute.
     """
+    if (own := getattr(attn, "project", None)) is not None:
+        return list(own(x))
     if known:
         layers, each = zip(_projecting(attn), known, strict=True), 3 // len(known)
         flat = [y for layer, result in layers for y in known_linear(x, *layer, result, each)]
@@ -98,7 +100,12 @@ def project(
 
 
 def projections(attn: Any, x: Tensor) -> list[Tensor]:
-    """What the module's layers make of `b n d`: one tensor of q, k and v, or one of each."""
+    """What the module's layers make of `b n d`: one tensor of q, k and v, or one of each.
+
+    None where a function of its own stands for them.
+    """
+    if getattr(attn, "project", None) is not None:
+        return []
     return [F.linear(x, *layer) for layer in _projecting(attn)]
 
 

@@ -9,12 +9,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tokenmixup.adapters import attention_module, block_module
 from tokenmixup.attention import (
     Positions,
     attention_map,
     positions,
+    project,
     projections,
     received,
     split_heads,
@@ -47,8 +49,12 @@ class BlockInput:
         if self.saliency is None:
             block = self.blocks[self.index]
             with torch.no_grad():
-                self.projected = projections(block.attn, block.norm1(self.tokens))
-                q, k, _ = split_heads(block.attn, self.projected, self._positions.rope)
+                normed, rope = block.norm1(self.tokens), self._positions.rope
+                self.projected = projections(block.attn, normed)
+                if self.projected:
+                    q, k, _ = split_heads(block.attn, self.projected, rope)
+                else:
+                    q, k, _ = project(block.attn, normed, rope)
                 self.saliency = self.saliency_by(q, k)
         return self.saliency
 
@@ -66,9 +72,9 @@ class BlockInput:
 
     @cached_property
     def _positions(self) -> Positions:
-        attn = self.blocks[self.index].attn
-        with evaluating(attn):  # relative positions may come from an MLP with dropout
-            return positions(attn, self.tokens.shape[1], self.given)
+        block = self.blocks[self.index]
+        with evaluating(attention_module(block)):  # positions may come from an MLP with dropout
+            return positions(block.attn, self.tokens.shape[1], self.given)
 
 
 def by_gradient(entry: BlockInput) -> Tensor:
@@ -105,14 +111,16 @@ def detector_of(htm: HTM) -> Detector:
 
 
 def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
-    with evaluating(block.attn):  # relative positions may come from an MLP with dropout
+    with evaluating(
+        attention_module(block)
+    ):  # relative positions may come from an MLP with dropout
         where = positions(block.attn, tokens.shape[1], given)
         return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
 
 
-def _run(block: nn.Module, tokens: Tensor, given: dict[str, Any]) -> Tensor:
+def _run(block: Any, tokens: Tensor, given: dict[str, Any]) -> Tensor:
     """The block as in evaluation: its hooks and its attention to a memory stay out."""
-    attn: Any = block.attn
+    attn, module = attention_module(block), block_module(block)
     own_forward = type(attn).forward.__get__(attn)
-    with evaluating(block), replaced_forward(attn, own_forward):
-        return block.forward(tokens, **given)
+    with evaluating(module), replaced_forward(attn, own_forward):
+        return module.forward(tokens, **given)

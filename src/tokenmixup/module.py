@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tokenmixup.adapters import Adapted, Adapter, as_called, attention_module, block_module
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.detectors import BlockInput, detector_of
 from tokenmixup.horizontal import HorizontalMix, algorithm_1
@@ -40,6 +41,7 @@ from tokenmixup.structure import (
     has_class_token,
     reads_class_token,
     scorenet_pooling,
+    view_of,
     why_not,
 )
 from tokenmixup.vertical import PLACES, Memory
@@ -52,12 +54,14 @@ def attach(
     vtm: VTM | Mapping[str, Any] | None = None,
     manifold_mixup: ManifoldMixup | Mapping[str, Any] | None = None,
     checkpoint_blocks: bool = False,
+    adapter: Adapter | None = None,
 ) -> "TokenMixup":
     """Wraps a transformer with `blocks` of pre-norm attention for training with TokenMixup.
 
     `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
     `checkpoint_blocks`: all blocks but those of HTM, VTM, its sources and manifold mixup run again
-    in the backward pass, instead of keeping what they have computed.
+    in the backward pass, instead of keeping what they have computed. `adapter`: where a model of
+    other names than timm's has its parts; known classes of torchvision and transformers need none.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
     A training pass with HTM cannot be differentiated twice.
     """
@@ -68,6 +72,7 @@ def attach(
         built(VTM, vtm),
         built(ManifoldMixup, manifold_mixup),
         checkpoint_blocks,
+        adapter,
     )
 
 
@@ -88,12 +93,14 @@ class TokenMixup(nn.Module):
         vtm: VTM | None,
         manifold_mixup: ManifoldMixup | None = None,
         checkpoint_blocks: bool = False,
+        adapter: Adapter | None = None,
     ):
         super().__init__()
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
-        if checkpoint_blocks and (reason := why_not(model)):
+        if checkpoint_blocks and (reason := why_not(model, None, adapter)):
             raise ValueError(f"TokenMixup cannot serve this model: {reason}")
+        self.adapter = adapter
         self.checkpoint_blocks = checkpoint_blocks
         self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
         self.scorenets = nn.ModuleDict()  # by layer
@@ -102,18 +109,24 @@ class TokenMixup(nn.Module):
         self._manifold_layers = manifold_mixup.layers if manifold_mixup is not None else ()
         self._sources = range(max(self._vtm_at, default=0))
         for key, layer in self._layers():
-            check_layer(model, key, layer)
-        if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(model):
+            check_layer(model, key, layer, adapter)
+        view = self.view
+        if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(view):
             raise ValueError("vtm.class_token_offset='published': there is no class token")
         if htm is not None:
-            width, pooling = cast(Any, model).embed_dim, scorenet_pooling(model, htm.pooling)
+            width, pooling = view.embed_dim, scorenet_pooling(view, htm.pooling)
             like = next(model.parameters())
             for layer in htm.layers:
-                check_rollout(model, layer, htm.rollout_steps)
+                check_rollout(model, layer, htm.rollout_steps, adapter)
                 scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
                 self.scorenets[str(layer)] = scorenet.to(like.device, like.dtype)
             self.rules, self._detect = rules_of(htm), detector_of(htm)
-        self._reads_class_token = reads_class_token(model)
+        self._reads_class_token = reads_class_token(view)
+
+    @property
+    def view(self) -> Any:
+        """The model by the names that this library reads, see `adapters.py`."""
+        return view_of(self.model, self.adapter)
 
     def _layers(self) -> Iterator[tuple[str, int]]:
         for layer in self._htm_at:
@@ -125,16 +138,20 @@ class TokenMixup(nn.Module):
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Output | Tensor:
         if not self.training:
-            return self.model(images)
+            return self._logits(images)
         if targets is None:
             raise TypeError("training needs module(images, targets) with targets b c")
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         state = self._begin(images, targets)
         with self._mixing(state):
-            logits = self.model(images)
+            logits = self._logits(images)
         assert len(state.mixes) == len(self._htm_at), "a block of htm.layer did not run"
         return state.output(logits)
+
+    def _logits(self, images: Tensor) -> Any:
+        out = self.model(images)
+        return self.view.adapter.logits(out) if isinstance(self.view, Adapted) else out
 
     def stop_mixing(self) -> None:
         """From here on a training pass is the plain model's, and no ScoreNet learns."""
@@ -166,7 +183,7 @@ class TokenMixup(nn.Module):
         state = Pass(targets)
         if self._htm_at and self.htm is not None and self.htm.detector == "gradient":
             with evaluating(self.model):
-                state.pixels = input_gradient(self.model, images, targets)
+                state.pixels = input_gradient(self._logits, images, targets)
         if self._manifold_layers and self.manifold_mixup is not None:
             state.manifold = draw_manifold_mix(self.manifold_mixup, images)
         for layer, vtm in self._vtm_at.items():
@@ -177,8 +194,9 @@ class TokenMixup(nn.Module):
     @contextmanager
     def _mixing(self, state: Pass) -> Iterator[None]:
         """Lets the blocks mix until the context ends."""
-        model: Any = self.model
-        if getattr(model, "grad_checkpointing", False):
+        model = self.view
+        repeats = [getattr(block_module(x), "gradient_checkpointing", False) for x in model.blocks]
+        if getattr(self.model, "grad_checkpointing", False) or any(repeats):
             raise ValueError(
                 "TokenMixup cannot repeat all blocks: in place of the model's gradient "
                 "checkpointing use attach(..., checkpoint_blocks=True)"
@@ -186,23 +204,25 @@ class TokenMixup(nn.Module):
         replaced = self.replaced_attention()
         watched = {*replaced, *self._manifold_layers, *self._htm_at}
         for index in {*replaced, *self._rolled_out()}:
-            check_projections(index, model.blocks[index].attn)
+            check_projections(index, model.blocks[index])
         with ExitStack() as stack:
             if watched and isinstance(embed := getattr(model, "patch_embed", None), nn.Module):
                 handle = embed.register_forward_hook(state.note_patches)
                 stack.callback(handle.remove)
             for index in watched:
                 hook = partial(self._enter_block, state, index)
-                handle = model.blocks[index].register_forward_pre_hook(hook, with_kwargs=True)
+                block = block_module(model.blocks[index])
+                handle = block.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             for index, stand_in in replaced.items():
                 block = model.blocks[index]
-                forward = partial(stand_in, state, block)
-                stack.enter_context(replaced_forward(block.attn, forward))
+                forward = as_called(block, partial(stand_in, state, block))
+                stack.enter_context(replaced_forward(attention_module(block), forward))
             for index, block in enumerate(model.blocks) if self.checkpoint_blocks else ():
                 if index not in watched:
-                    again = partial(checkpoint, block.forward, use_reentrant=False)
-                    stack.enter_context(replaced_forward(block, again))
+                    module = block_module(block)
+                    again = partial(checkpoint, module.forward, use_reentrant=False)
+                    stack.enter_context(replaced_forward(module, again))
             yield
 
     def _rolled_out(self) -> Iterator[int]:
@@ -220,8 +240,12 @@ class TokenMixup(nn.Module):
 
     def _enter_block(
         self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
-    ) -> tuple[tuple[Tensor], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Changes what enters a block: manifold mixup, then HTM, and then VTM takes its memory."""
+        if any(value is not None for value in args[1:]):
+            raise ValueError(
+                f"TokenMixup does not understand what block {index} gets besides tokens"
+            )
         entry = state.entry = self._block_input(state, index, args[0], given)
         if state.manifold is not None and state.manifold.layer == index:
             entry.tokens = state.manifold(entry.tokens)
@@ -248,10 +272,11 @@ class TokenMixup(nn.Module):
             entry.own_saliency()  # by its own keys: it attends to others as well
         if entry.saliency is not None and is_source:  # else its attention tells it
             state.remember(entry, entry.saliency)
-        return (entry.tokens,), given
+        return (entry.tokens, *args[1:]), given
 
     def _block_input(self, state: Pass, index: int, tokens: Tensor, given: Any) -> BlockInput:
-        prefix = declared_prefix(self.model)
+        view = self.view
+        prefix = declared_prefix(view)
         if state.num_patches is not None:
             prefix = tokens.shape[1] - state.num_patches
         if not 0 <= prefix < tokens.shape[1]:
@@ -260,7 +285,6 @@ class TokenMixup(nn.Module):
                 "TokenMixup cannot tell which is which"
             )
         by_class_token = prefix > 0 and self._reads_class_token
-        blocks = cast(Any, self.model).blocks
         return BlockInput(
-            blocks, index, tokens, given, prefix, by_class_token, state.pixels, state.grid
+            view.blocks, index, tokens, given, prefix, by_class_token, state.pixels, state.grid
         )

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from tokenmixup.adapters import Adapted, Adapter, adapter_of, attention_module
 from tokenmixup.scorenet import Pooling
 
 # (module, class). Another class may add terms that would be silently lost.
@@ -31,8 +32,36 @@ BLOCKS = {
 STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
 
 
-def why_not(model: Any, last_layer: int | None = None) -> str | None:
+def why_not(
+    model: Any, last_layer: int | None = None, adapter: Adapter | None = None
+) -> str | None:
     """Why blocks 0..last_layer (None: all) cannot be served, in one line; None if they can."""
+    try:
+        view = view_of(model, adapter)
+        return _why_not_adapted(view) if isinstance(view, Adapted) else _why_not(view, last_layer)
+    except ValueError as error:  # of an adapter that does not fit
+        return str(error)
+
+
+def view_of(model: Any, adapter: Adapter | None = None) -> Any:
+    """The model by the names that are read here: itself, or by an adapter."""
+    adapter = adapter or adapter_of(model)
+    return model if adapter is None else adapter(model)
+
+
+def _why_not_adapted(view: Adapted) -> str | None:
+    kind = type(view.model).__name__
+    for index, block in enumerate(view.blocks):
+        if getattr(block.module, "norm_first", True) is False:
+            return f"{kind}: block {index} normalises after its attention (norm_first=False)"
+        if reason := _why_not_projections(block.attn, block.attention):
+            return f"{kind}: block {index}, {reason}"
+    if type(view.embed_dim) is not int:
+        return f"{kind}: Adapter.embed_dim={view.adapter.embed_dim!r} leads to no whole number"
+    return None
+
+
+def _why_not(model: Any, last_layer: int | None) -> str | None:
     kind = type(model).__name__
     if hasattr(model, "_orig_mod"):
         return f"{kind} is compiled already: compile its blocks after attach instead"
@@ -60,24 +89,24 @@ def _why_not_block(block: Any) -> str | None:
         return "not pre-norm self-attention and then an MLP over one token axis"
     if _place(attn) not in ATTENTIONS:
         return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
-    return _why_not_projections(attn)
+    return _why_not_projections(attn, attn)
 
 
-def check_projections(index: int, attn: Any) -> None:
+def check_projections(index: int, block: Any) -> None:
     """Raises ValueError if something has been put on a block's attention since `attach`."""
-    if reason := _why_not_projections(attn):
+    if reason := _why_not_projections(block.attn, attention_module(block)):
         raise ValueError(f"TokenMixup cannot serve block {index} any more, {reason}")
 
 
-def _why_not_projections(attn: Any) -> str | None:
+def _why_not_projections(attn: Any, module: Any) -> str | None:
     """Their weights are read one by one: what replaces them, or listens to them, would be lost."""
-    if "forward" in vars(attn):
-        return f"whose {type(attn).__name__} has a forward of its own"
-    if attn._forward_pre_hooks:
-        return f"whose {type(attn).__name__} has hooks that may change what enters it"
+    if "forward" in vars(module):
+        return f"whose {type(module).__name__} has a forward of its own"
+    if module._forward_pre_hooks:
+        return f"whose {type(module).__name__} has hooks that may change what enters it"
     for name in ("qkv", "q_proj", "k_proj", "v_proj"):
         projection = getattr(attn, name, None)
-        if projection is None:
+        if not isinstance(projection, nn.Module):
             continue
         if type(projection) is not nn.Linear:
             return f"whose {name} is {type(projection).__name__}, not a plain Linear"
@@ -90,21 +119,20 @@ def _place(module: Any) -> tuple[str, str]:
     return type(module).__module__, type(module).__name__
 
 
-def check_layer(model: Any, key: str, layer: int) -> None:
+def check_layer(model: Any, key: str, layer: int, adapter: Adapter | None = None) -> None:
     """Raises ValueError unless block `layer` and those before it are there and can be served."""
-    if reason := why_not(model, layer):
+    if reason := why_not(model, layer, adapter):
         raise ValueError(f"TokenMixup cannot serve this model: {reason}")
-    if layer >= len(model.blocks):
-        raise ValueError(
-            f"{key}={layer}: {type(model).__name__} has blocks 0..{len(model.blocks) - 1}"
-        )
+    count = len(view_of(model, adapter).blocks)
+    if layer >= count:
+        raise ValueError(f"{key}={layer}: {type(model).__name__} has blocks 0..{count - 1}")
 
 
-def check_rollout(model: Any, layer: int, steps: int) -> None:
+def check_rollout(model: Any, layer: int, steps: int, adapter: Adapter | None = None) -> None:
     """Raises ValueError if `steps` further blocks cannot run ahead of block `layer`."""
     if steps == 0:
         return
-    check_layer(model, "htm.layer + htm.rollout_steps", layer + steps)
+    check_layer(model, "htm.layer + htm.rollout_steps", layer + steps, adapter)
     if getattr(model, "rope_mixed", False) or getattr(model, "rope_is_mixed", False):
         raise ValueError(
             f"htm.rollout_steps={steps}: each block of {type(model).__name__} has "
@@ -139,6 +167,8 @@ def declared_prefix(model: Any) -> int:
     return 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
 
 
-def has_class_token(model: nn.Module) -> bool:
+def has_class_token(model: Any) -> bool:
     """Whether there is a class token, the model's own or its embedding's."""
+    if isinstance(model, Adapted):
+        return model.has_class_token
     return any(name.rpartition(".")[2] == "cls_token" for name, _ in model.named_parameters())

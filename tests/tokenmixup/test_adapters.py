@@ -1,0 +1,265 @@
+"""Models by other names than timm's: they mix, evaluate as they are, tell their own saliency."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from tests.conftest import CLASSES
+from tokenmixup import Adapter, Output, Parts, attach, torch_encoder, training_loss, why_not
+from tokenmixup.adapters import adapter_of
+from tokenmixup.detectors import BlockInput
+from tokenmixup.structure import view_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+UNUSED = "dinov2.embeddings.mask_token"  # in the model's own training as well
+EVERYTHING: dict[str, Any] = {"tau": float("inf"), "rho": 0.0}
+SIZES: dict[str, int] = {
+    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"intermediate_size": 64, "image_size": 32, "patch_size": 8, "num_labels": CLASSES},
+}
+
+
+class Encoded(nn.Module):
+    """Patches, torch's own encoder, the mean of the tokens."""
+
+    def __init__(self, **options: Any):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 32, 8, stride=8)
+        told = {"norm_first": True, "batch_first": True, "dropout": 0.0, **options}
+        layer = nn.TransformerEncoderLayer(32, 4, 64, **told)
+        with warnings.catch_warnings(action="ignore"):  # of nested tensors, which nobody wants
+            self.encoder = nn.TransformerEncoder(layer, 3)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(images).flatten(2).mT).mean(dim=1))
+
+
+def page() -> dict[str, Any]:
+    """The example of the page, run as it stands there."""
+    code = re.search(r"## A ViT by hand\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code is not None
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    return names
+
+
+def by_function(attention: Any) -> Parts:
+    """Parts of the page's attention by a function of its own."""
+
+    def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layers = (attention.to_queries, attention.to_keys, attention.to_values)
+        q, k, v = (f(x).unflatten(-1, (attention.heads, -1)).transpose(1, 2) for f in layers)
+        return q, k, v
+
+    told = {"proj": attention.out, "training": attention.training, "scale": 16**-0.5}
+    return Parts(num_heads=attention.heads, project=project, **told)
+
+
+Built = tuple[Any, Adapter | None, bool]  # model, adapter, whether the class token is read
+
+
+def torchvisions() -> Built:
+    model = torchvision.models.VisionTransformer(32, 8, 3, 4, 32, 64, num_classes=CLASSES)
+    nn.init.normal_(model.heads.head.weight, std=0.1)  # zero: no pixel would matter
+    return model, None, True
+
+
+def hand_made(adapter: Callable[[Adapter], Adapter] = lambda x: x) -> Built:
+    names = page()
+    return names["HandMade"](CLASSES), adapter(names["adapter"]), True
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "torchvision": torchvisions,
+    "vit": lambda: (ViTForImageClassification(ViTConfig(**SIZES)), None, True),
+    "deit": lambda: (DeiTForImageClassification(DeiTConfig(**SIZES)), None, True),
+    "dinov2": lambda: (Dinov2ForImageClassification(Dinov2Config(**SIZES)), None, False),
+    "encoder": lambda: (Encoded(), torch_encoder("encoder", embed_dim=32), False),
+    "by hand": hand_made,
+    "by a function": lambda: hand_made(lambda adapter: replace(adapter, parts=by_function)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def built(request: pytest.FixtureRequest) -> Built:
+    torch.manual_seed(0)
+    model, adapter, reads = MODELS[request.param]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model, adapter, reads
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randn(4, CLASSES, generator=generator).softmax(dim=1)
+    return torch.randn(4, 3, 32, 32, generator=generator), targets
+
+
+def logits_of(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def train_output(module: Any, batch: tuple[Tensor, Tensor]) -> Output:
+    return module.train()(*batch)
+
+
+def test_a_step_mixes_and_evaluation_is_the_plain_model(built: Built, batch):
+    model, adapter, _ = built
+    plain = copy.deepcopy(model).eval()
+    for more in ({}, {"detector": "gradient"}, {"rollout_steps": 1}):
+        settings = {"htm": {"layer": 1, **EVERYTHING, **more}, "vtm": {"layer": 2, "kappa": 3}}
+        module = attach(model, CLASSES, manifold_mixup={"layers": [0]}, adapter=adapter, **settings)
+        output = train_output(module, batch)
+        assert output.stats["mixed_samples"] == 4 and output.stats["mixed_tokens"] > 0
+        training_loss(output, 0.5).backward()
+        lost = {name for name, p in module.named_parameters() if p.grad is None}
+        assert lost <= {f"model.{UNUSED}"}
+    with torch.no_grad():
+        assert torch.equal(module.eval()(batch[0]), logits_of(plain(batch[0])))
+
+
+def test_a_pass_that_replaces_no_token_gives_the_models_logits_and_gradients(built: Built, batch):
+    model, adapter, _ = built
+    plain = copy.deepcopy(model).train()
+    htm = {"layer": [0, 1], "tau": float("inf"), "rho": float("inf"), "stop_gradient": True}
+    module = attach(model, CLASSES, htm=htm, adapter=adapter, checkpoint_blocks=True)
+    output, expected = train_output(module, batch), logits_of(plain(batch[0]))
+    torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=1e-4)
+    F.cross_entropy(output.logits, batch[1]).backward()
+    F.cross_entropy(expected, batch[1]).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if name == UNUSED:
+            continue
+        assert ours.grad is not None, name
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def own_map(attention: Any, x: Tensor) -> Tensor:
+    """What the model's own attention attends to, `b h n n`."""
+    if isinstance(attention, nn.MultiheadAttention):
+        return attention(x, x, x, need_weights=True, average_attn_weights=False)[1]
+    if hasattr(attention, "config"):
+        attention.config._attn_implementation = "eager"
+        return attention(x)[1]
+    q, k = (f(x).unflatten(-1, (attention.heads, -1)).transpose(1, 2) for f in attention.both)
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
+
+
+def test_saliency_is_that_of_the_models_own_attention(built: Built, batch):
+    model, adapter, reads = built
+    view, seen = view_of(model.eval(), adapter), []
+    block = view.blocks[1]
+    hook = block.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(batch[0])
+        hook.remove()
+        if type(block.attention).__name__ == "Attention":
+            block.attention.both = (block.attention.to_queries, block.attention.to_keys)
+        found = BlockInput(view.blocks, 1, seen[0], {}, view.num_prefix_tokens, reads)
+        weights = own_map(block.attention, block.norm1(seen[0])).mean(dim=1)
+    rows = weights[:, 0] if reads else weights.mean(dim=1)
+    expected = rows[:, view.num_prefix_tokens :]
+    torch.testing.assert_close(found.own_saliency(), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_torchvisions_vit_mixes_as_timms_with_the_same_weights(batch):
+    """HTM and VTM, logits and labels; timm's is held against the forward pass written out."""
+    torch.manual_seed(0)
+    theirs, _, _ = torchvisions()
+    sizes: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3, "num_heads": 4}
+    name = "vit_tiny_patch16_224"
+    ours = timm.create_model(name, embed_dim=32, mlp_ratio=2, num_classes=CLASSES, **sizes)
+    renamed = {
+        "conv_proj": "patch_embed.proj",
+        "class_token": "cls_token",
+        "encoder.pos_embedding": "pos_embed",
+        "encoder.ln": "norm",
+        "heads.head": "head",
+        "ln_1": "norm1",
+        "ln_2": "norm2",
+        "self_attention.in_proj_": "attn.qkv.",
+        "self_attention.out_proj": "attn.proj",
+        "mlp.0": "mlp.fc1",
+        "mlp.3": "mlp.fc2",
+    }
+    state = {}
+    for key, value in theirs.state_dict().items():
+        name = re.sub(r"encoder\.layers\.encoder_layer_(\d+)", r"blocks.\1", key)
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        state[name] = value
+    ours.load_state_dict(state)
+    outputs = []
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        settings = {"htm": {"layer": 1, **EVERYTHING}, "vtm": {"layer": 2, "kappa": 3}}
+        outputs.append(train_output(attach(model, CLASSES, **settings), batch))
+    for one, other in ((x, y) for x, y in zip(*outputs, strict=True) if isinstance(x, Tensor)):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_what_cannot_be_served_is_refused_with_the_reason(batch):
+    encoder = torch_encoder("encoder", embed_dim=32)
+    assert "norm_first=False" in str(why_not(Encoded(norm_first=False), adapter=encoder))
+    assert "batch_first=True" in str(why_not(Encoded(batch_first=False), adapter=encoder))
+    assert "has no encode" in str(why_not(Encoded(), adapter=torch_encoder("encode", embed_dim=32)))
+    wrong = replace(encoder, embed_dim="head.weight")
+    assert "no whole number" in str(why_not(Encoded(), adapter=wrong))
+    assert "is Linear, no sequence" in str(
+        why_not(Encoded(), adapter=replace(encoder, blocks="head"))
+    )
+    assert "needs one sequence of blocks" in str(why_not(Encoded()))
+    model = ViTForImageClassification(ViTConfig(**SIZES))
+    attention: Any = model.vit.layers[0].attention
+    attention.q_proj = nn.Sequential(attention.q_proj)
+    assert "q_proj is Sequential" in str(why_not(model))
+    with pytest.raises(ValueError, match="give either qkv"):
+        Parts(num_heads=2, proj=nn.Identity(), training=True)
+    repeating = DeiTForImageClassification(DeiTConfig(**SIZES))
+    for layer in repeating.deit.layers:
+        layer.gradient_checkpointing = True
+    module = attach(repeating, CLASSES, htm={"layer": 1})
+    with pytest.raises(ValueError, match="checkpoint_blocks=True"):
+        train_output(module, batch)
+
+
+def test_masks_and_causal_attention_are_refused(batch):
+    class Masked(Encoded):
+        def forward(self, images: Tensor) -> Tensor:
+            tokens = self.embed(images).flatten(2).mT
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+            return self.head(self.encoder(tokens, mask=mask).mean(dim=1))
+
+    module = attach(
+        Masked(), CLASSES, htm={"layer": 1}, adapter=torch_encoder("encoder", embed_dim=32)
+    )
+    with pytest.raises(ValueError, match="does not understand the argument src_mask"):
+        train_output(module, batch)
+
+
+def test_stock_models_need_no_adapter():
+    assert adapter_of(timm.create_model("vit_tiny_patch16_224", depth=1)) is None
+    assert why_not(torchvision.models.vit_b_16()) is None
