@@ -1,11 +1,12 @@
-"""Prints which of timm's models TokenMixup serves, and why not the others: [PATTERN]."""
+"""Prints which of timm's models TokenMixup serves, and why not the others: [PATTERN] [--page]."""
 
 import argparse
 
 import timm
 
-from reproduction.models.survey import survey
+from reproduction.models.survey import PAGE, page_of, survey
 from reproduction.system.errors import UserError
+from reproduction.system.storage import write_text
 from reproduction.system.terminal import ending_in_a_line
 
 
@@ -13,11 +14,17 @@ from reproduction.system.terminal import ending_in_a_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
     parser.add_argument("pattern", nargs="?", default="", help="as in 'vit_*'; all by default")
-    pattern = parser.parse_args().pattern
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} of all of them")
+    args = parser.parse_args()
+    pattern = "" if args.page else args.pattern
     names = timm.list_models(pattern)
     if not names:
         raise UserError(f"{pattern}: timm has no such model")
     verdicts = survey(names)
+    if args.page:
+        write_text(PAGE, page_of(verdicts))
+        print(f"written to {PAGE}")
+        return
     for verdict in verdicts:
         print(f"{verdict.name}: {verdict.reason or 'served'}")
     served = [verdict for verdict in verdicts if verdict.reason is None]

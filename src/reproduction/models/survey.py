@@ -3,8 +3,9 @@
 import copy
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
@@ -13,6 +14,7 @@ from torch import nn
 
 from tokenmixup import Output, attach, training_loss, why_not
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 CLASSES = 10
 # Words of a model's name that tell its size, not its kind.
 SIZES = re.compile(
@@ -48,6 +50,32 @@ def smallest_of_families(verdicts: Iterable[Verdict]) -> list[Verdict]:
         if verdict.reason is None:
             families[verdict.family].append(verdict)
     return [min(family, key=lambda v: v.parameters) for family in families.values()]
+
+
+def page_of(verdicts: Sequence[Verdict]) -> str:
+    """docs/models.md: by timm's modules, how many are served, and why the others are not."""
+    served = sum(verdict.reason is None for verdict in verdicts)
+    lines = [
+        "# Which models are served\n",
+        f"Of timm {timm.__version__} {served} of the {len(verdicts)} models, by its modules. Written",
+        "by `python scripts/list_models.py --page`; without it the command tells of every model, and",
+        "`make check-models` trains and evaluates the smallest of each family. Torchvision's and",
+        "transformers' models, and your own: [adapters.md](adapters.md).\n",
+        "| module | served | of | the others, or all |\n|---|---:|---:|---|",
+    ]
+    modules: dict[str, list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        modules[verdict.module].append(verdict)
+    for module, found in sorted(modules.items()):
+        reasons = Counter(_said(x.reason) for x in found if x.reason is not None)
+        told = "; ".join(reason for reason, _ in reasons.most_common())
+        lines.append(f"| {module} | {len(found) - reasons.total()} | {len(found)} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def _said(reason: str) -> str:
+    """A reason without the name of the class and the number of the block."""
+    return re.sub(r"^\w+:? (block \d+ is )?", "", reason).replace("|", "/")
 
 
 def _verdict(name: str) -> Verdict:
