@@ -1,4 +1,4 @@
-"""Writes what is written from code and data: docs/configuration.md, and the recipes' table."""
+"""Writes what is written from code and data: configuration, results, the recipes' table."""
 
 import argparse
 from pathlib import Path
@@ -8,10 +8,12 @@ from reproduction.reporting.recipes import as_table, compare_recipes, read_recip
 from reproduction.reporting.reference import configuration_page
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
+from reproduction.studies.results import results_page
 from reproduction.system.storage import write_text
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION, DIFFERENCES = DOCS / "configuration.md", DOCS / "differences.md"
+RESULTS = DOCS / "results.md"
 BEGIN, END = "<!-- written by scripts/write_docs.py -->\n\n", "\n<!-- end -->\n"
 TABLES = ("table1", "table2", "published")  # folders of conf/experiment
 
@@ -34,7 +36,12 @@ def differences_page() -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS).parse_args()
-    for path, text in ((CONFIGURATION, configuration_page()), (DIFFERENCES, differences_page())):
+    pages = {
+        CONFIGURATION: configuration_page(),
+        DIFFERENCES: differences_page(),
+        RESULTS: results_page(),
+    }
+    for path, text in pages.items():
         write_text(path, text)
         print(f"written to {path}")
 

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from reproduction.reporting.recipes import Setting, compare_recipes, meant, read_recipes
+from reproduction.studies.results import results_page
 from scripts.write_docs import (
     CONFIGURATION,
     DIFFERENCES,
+    RESULTS,
     configuration_page,
     differences_page,
     experiments,
@@ -69,3 +71,4 @@ def test_written_pages_are_current():
     """Else python scripts/write_docs.py writes them."""
     assert CONFIGURATION.read_text() == configuration_page()
     assert DIFFERENCES.read_text() == differences_page()
+    assert RESULTS.read_text() == results_page()

@@ -14,6 +14,7 @@ from reproduction.runs.parse import parse, parse_saved
 from reproduction.system.errors import UserError
 
 Keys = tuple[str, ...]
+PUBLISHED = "model.safetensors"  # in a folder that scripts/publish.py writes
 EVALUATED_RUN: Keys = ("run", "weights", "device", "devices", "dataset")
 EVALUATED_FILE: Keys = (
     *("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root"),
@@ -85,7 +86,8 @@ def resolve_evaluation(composed: Composed) -> OfWeights:
     file = files[0]
     if saved is not None:
         config = parse_saved(_overridden(saved, raw, composed))
-        return OfWeights(config, files, file.parents[1] / f"evaluation-{file.stem}.json")
+        folder = file.parent if file.name == PUBLISHED else file.parents[1]
+        return OfWeights(config, files, folder / f"evaluation-{file.stem}.json")
     config = parse(raw, trains=False)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
     result = Path(config.output_root, "evaluations", name)
@@ -111,7 +113,10 @@ def _chosen_weights(
         )
     if weights not in ("last", "best"):
         raise UserError(f"weights={weights}: must be last or best")
-    _refuse_others(composed, of_a_run if run is not None else of_a_file)
+    is_folder = run is not None or Path(str(checkpoint)).is_dir()
+    _refuse_others(composed, (*of_a_run, "checkpoint") if is_folder else of_a_file)
+    if checkpoint is not None and (file := Path(str(checkpoint), PUBLISHED)).is_file():
+        return [file], RunFolder(str(checkpoint)).read_config()
     if checkpoint is not None:
         if not Path(str(checkpoint)).is_file():
             raise UserError(f"checkpoint={checkpoint}: there is no such file")

@@ -57,10 +57,10 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
     served = sum(verdict.reason is None for verdict in verdicts)
     lines = [
         "# Which models are served\n",
-        f"Of timm {timm.__version__} {served} of the {len(verdicts)} models, by its modules. Written",
-        "by `python scripts/list_models.py --page`; without it the command tells of every model, and",
-        "`make check-models` trains and evaluates the smallest of each family. Torchvision's and",
-        "transformers' models, and your own: [adapters.md](adapters.md).\n",
+        f"Of timm {timm.__version__} {served} of the {len(verdicts)} models, by its modules.",
+        "Written by `python scripts/list_models.py --page`; without it the command tells of every",
+        "model, and `make check-models` trains and evaluates the smallest of each family.",
+        "Torchvision's, transformers' and your own: [adapters.md](adapters.md).\n",
         "| module | served | of | the others, or all |\n|---|---:|---:|---|",
     ]
     modules: dict[str, list[Verdict]] = defaultdict(list)

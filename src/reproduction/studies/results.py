@@ -1,0 +1,242 @@
+"""Results that others can check: a file for each run in results/, and the page made of them.
+
+`publish` writes the file, and a folder with weights, configuration, metrics and a model card.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from reproduction.commands.jobs import PUBLISHED as WEIGHTS
+from reproduction.reporting.cells import read_cells
+from reproduction.reporting.collect import METRICS
+from reproduction.reporting.statistics import compare, holm, p_text, spread
+from reproduction.runs.folder import RunFolder, hash_of, identity
+from reproduction.runs.parse import parse_saved
+from reproduction.studies.own import OwnStudy, plan_own, read_study
+from reproduction.studies.plan import Settings, cell_config
+from reproduction.system.errors import UserError
+from reproduction.system.reading import parse_json
+from reproduction.system.storage import write_text
+from reproduction.training.checkpoint import export
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+LEAST_ROUNDS = 3  # below them no test
+Result = Mapping[str, Any]
+
+
+def publish(run: Path, results: Path, folder: Path) -> Path:
+    """Writes `results`/<run>.json and `folder`, which must not exist; returns the former.
+
+    UserError for a run that is not finished.
+    """
+    source = RunFolder(run)
+    saved, summary = source.read_config(), source.read_summary()
+    if not source.is_finished():
+        raise UserError(f"run={run}: is not finished, publish what it ends with")
+    if folder.exists():
+        raise UserError(f"{folder}: exists already, move it away or name another folder")
+    config = parse_saved(saved)
+    root = saved["dataset"]["root"]
+    if root is not None and Path(root).is_absolute():  # of one machine
+        saved["dataset"]["root"] = None
+    kept = {**saved, "output_root": "outputs", "device": "auto", "resume": "never"}
+    export(config.model, source.checkpoints(), folder / WEIGHTS)
+    write_text(folder / "config.yaml", yaml.safe_dump(kept, sort_keys=False))
+    write_text(folder / "metrics.jsonl", source.metrics_path.read_text())
+    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    result = _result(source, kept, summary, folder / WEIGHTS)
+    write_text(folder / "README.md", _card(result))
+    path = results / f"{run.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def _result(
+    source: RunFolder, config: dict[str, Any], summary: dict[str, Any], weights: Path
+) -> dict[str, Any]:
+    """What results/ keeps of a run."""
+    steps, epochs = source.read_metrics()
+    mixed = [line["mixed_samples"] for line in steps if not line.get("skipped")]
+    return {
+        "name": source.path.name,
+        "hash": hash_of(source.read_config()),
+        **{key: summary[key] for key in ("seed", *METRICS, "epochs", "hardware", "devices")},
+        "hours": round(summary["seconds"] / 3600, 3),
+        "mixed_share": round(fmean(mixed) / config["recipe"]["batch_size"], 4),
+        "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        **{key: summary[key] for key in ("git_revision", "versions", "parameters", "macs")},
+        "config": _plain(identity(config)),
+        "log": epochs,
+    }
+
+
+def _card(result: Result) -> str:
+    config = result["config"]
+    stack = ", ".join(x for x in ("mixup", "cutmix", "htm", "vtm") if _has(config, x)) or "none"
+    data = f"{config['dataset.name']} at {config['model.image_size']} pixels"
+    best = f"best {result['top1_best']:.2f} %, seed {result['seed']}"
+    return f"""---
+license: mit
+library_name: pytorch
+tags: [image-classification, tokenmixup]
+---
+# {result["name"]}
+
+{config["model.name"]} on {data}, augmentation: {stack}.
+Top-1 {result["top1_last"]:.2f} % after the last of {result["epochs"]} epochs ({best}).
+
+`{WEIGHTS}` holds the plain model after the last epoch, `config.yaml` the resolved configuration,
+`metrics.jsonl` every batch. The weights' sha256: {result["weights_sha256"]}.
+From a checkout of revision {result["git_revision"]}:
+
+```sh
+python eval.py checkpoint=path/to/this/folder
+```
+
+The method: TokenMixup (Choi, Choi and Kim, NeurIPS 2022).
+"""
+
+
+def _has(config: Mapping[str, Any], name: str) -> bool:
+    return any(key.startswith(f"augmentation.{name}.") for key in config)
+
+
+def read_results(results: Path = RESULTS) -> list[Result]:
+    """All that are there, by name; UserError for a file that holds none."""
+    found = []
+    for path in sorted(results.glob("*.json")):
+        try:
+            result = parse_json(path.read_text())
+            assert {"name", "seed", "config", *METRICS} <= result.keys()
+        except (OSError, ValueError, AttributeError, AssertionError) as error:
+            raise UserError(f"{path}: holds no result") from error
+        found.append(result)
+    return found
+
+
+def results_page(results: Path = RESULTS) -> str:
+    """docs/results.md."""
+    runs = read_results(results)
+    studies = {path: read_study(path) for path in sorted(results.glob("*.yaml"))}
+    lines = [
+        "# What has been reproduced\n",
+        "Written by `python scripts/write_docs.py` from the files in `results/`, one for each run:",
+        "configuration, seed, hardware, hours, accuracies, mixed share, sha256 of the weights.",
+        "`make publish RUN=outputs/NAME` writes such a file, and a folder with the weights that",
+        "`python eval.py checkpoint=FOLDER` evaluates.\n",
+        *_paper(runs, studies),
+    ]
+    for path, study in studies.items():
+        lines += _study(path, study, runs)
+    return "\n".join(lines) + "\n"
+
+
+def _paper(runs: Sequence[Result], studies: Mapping[Path, OwnStudy]) -> Iterator[str]:
+    """The cells of the paper's tables."""
+    yield "## The paper's tables\n"
+    own = tuple(f"{path.stem}-" for path in studies)
+    others = [run for run in runs if not run["name"].startswith(own)]
+    yield "| table | row | data | paper | ours | n | hours | command |"
+    yield "|---|---|---|---:|---:|---:|---:|---|"
+    for cell in read_cells():
+        found = [run for run in others if _is(run, identity_of(cell_config(cell)))]
+        ours, n, hours = "not run", "", ""
+        if found:
+            ours, n = _mean(found, "top1_last"), str(len(found))
+            hours = f"{sum(run['hours'] for run in found):.1f}"
+        command = f"`python train.py experiment={cell.experiment}`"
+        row = (str(cell.table), cell.row, cell.column, f"{cell.top1:.2f}", ours, n, hours, command)
+        yield "| " + " | ".join(row) + " |"
+    yield "\nOurs: mean +/- standard deviation over n seeds after the last epoch, in percent."
+
+
+def identity_of(config: Any) -> dict[str, Any]:
+    """What tells a configuration from others, as a result's file holds it."""
+    return _plain(identity(asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, which knows no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if value in (math.inf, -math.inf) else value
+
+
+def _is(run: Result, planned: Mapping[str, Any]) -> bool:
+    """Whether a run is of that configuration; keys that came later do not count."""
+    free = ("seed", "dataset.root")
+    return all(planned.get(key) == value for key, value in run["config"].items() if key not in free)
+
+
+def _study(path: Path, study: OwnStudy, runs: Sequence[Result]) -> Iterator[str]:
+    """A study of one's own: its stacks, its contrasts, how many rounds there are."""
+    by_stack: dict[str, dict[int, Result]] = {stack: {} for stack in study.stacks}
+    planned = plan_own(path, Settings())
+    for plan in planned:
+        prefix = plan.name.rpartition("-")[0]  # without the hash
+        for run in runs:
+            if run["name"].rpartition("-")[0] == prefix and _is(run, identity_of(plan.config)):
+                by_stack[plan.labels[0]][run["seed"]] = run
+    rounds = min(len(found) for found in by_stack.values())
+    yield f"\n## {study.title}\n"
+    yield f"{study.about.strip()}\n"
+    yield f"Fixed before the first run by `results/{path.name}`:"
+    yield f"`make study FILE=results/{path.name}` trains it. {study.pilot.strip()}\n"
+    done = sum(len(found) for found in by_stack.values())
+    yield f"{done} of {len(planned)} runs are there, {rounds} of {study.seeds} rounds are whole.\n"
+    yield "| stack | n | last | median of 10 | best | mixed share | hours | files |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---|"
+    for stack, found in by_stack.items():
+        values = list(found.values())
+        cells = [stack, str(len(values))]
+        if values:
+            cells += [_mean(values, f"top1_{key}") for key in ("last", "median10", "best")]
+            cells.append(f"{100 * fmean(run['mixed_share'] for run in values):.0f} %")
+            cells.append(f"{sum(run['hours'] for run in values):.1f}")
+            links = (f"[{run['seed']}](../results/{run['name']}.json)" for run in values)
+            cells.append(", ".join(links))
+        yield "| " + " | ".join(cells + [""] * (8 - len(cells))) + " |"
+    yield ""
+    yield from _contrasts(study, by_stack, rounds)
+
+
+def _contrasts(
+    study: OwnStudy, by_stack: Mapping[str, Mapping[int, Result]], rounds: int
+) -> Iterator[str]:
+    if rounds < LEAST_ROUNDS:
+        yield f"Fewer than {LEAST_ROUNDS} whole rounds: no difference is tested yet."
+        return
+    tests = []
+    for contrast in study.contrasts:
+        ours, base = (
+            {seed: run["top1_last"] for seed, run in by_stack[name].items()}
+            for name in (contrast.of, contrast.against)
+        )
+        tests.append(compare(ours, base))
+    adjusted = holm([1.0 if test.p is None else test.p for test in tests])
+    yield "| contrast | n | difference | p | p by Holm | |"
+    yield "|---|---:|---:|---:|---:|---|"
+    for contrast, test, p in zip(study.contrasts, tests, adjusted, strict=True):
+        told = "significant at 5 %" if p < 0.05 else "not significant"
+        raw = test.reason if test.p is None else p_text(test.p)
+        yield (
+            f"| {contrast.of} - {contrast.against} | {len(test.seeds)} | {test.difference:+.2f} | "
+            f"{raw} | {p_text(p)} | {told} |"
+        )
+    yield "\nPaired over seeds, two-sided t-tests, accuracy after the last epoch, in percent."
+
+
+def _mean(runs: Sequence[Result], key: str) -> str:
+    found = spread([run[key] for run in runs])
+    return f"{found.mean:.2f}" if found.std is None else f"{found.mean:.2f} +/- {found.std:.2f}"

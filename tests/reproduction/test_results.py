@@ -1,0 +1,122 @@
+"""Results of runs as files: what is kept, the folder that evaluates, the page made of them."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from scipy.stats import ttest_rel
+
+from reproduction.reporting.cells import read_cells
+from reproduction.runs.folder import RunFolder
+from reproduction.studies.own import plan_own
+from reproduction.studies.plan import Settings, cell_config
+from reproduction.studies.results import (
+    METRICS,
+    RESULTS,
+    WEIGHTS,
+    identity_of,
+    publish,
+    read_results,
+    results_page,
+)
+from reproduction.system.errors import UserError
+from tests.reproduction.conftest import SMALL, Command
+
+FIRST = RESULTS / "cifar10_5k.yaml"
+
+
+def test_a_published_run_evaluates_without_another_argument(command: Command, tmp_path: Path):
+    """Also elsewhere; its result tells what the run's files tell."""
+    assert command("train", "name=mine", "augmentation.htm.tau=inf", *SMALL).status == 0
+    run = RunFolder(tmp_path / "outputs/mine")
+    path = publish(run.path, tmp_path / "results", tmp_path / "hub")
+    moved = shutil.move(tmp_path / "hub", tmp_path / "elsewhere")
+    (result,) = read_results(path.parent)
+    summary = run.read_summary()
+    assert {key: result[key] for key in METRICS} == {key: summary[key] for key in METRICS}
+    assert result["log"] == run.read_metrics()[1]
+    assert result["mixed_share"] == 1 and result["config"]["augmentation.htm.tau"] == "inf"
+    digest = hashlib.sha256(Path(moved, WEIGHTS).read_bytes()).hexdigest()
+    assert result["weights_sha256"] == digest
+    assert str(tmp_path) not in "".join(x.read_text() for x in [path, *Path(moved).glob("[!m]*")])
+    shutil.rmtree(run.path)
+    assert command("eval", f"checkpoint={moved}").status == 0
+    found = json.loads(Path(moved, "evaluation-model.json").read_text())
+    assert {found[key] for key in ("top1", "top5")} == {summary["top1_last"], summary["top5_last"]}
+    assert "does not belong here" in command("eval", f"checkpoint={moved}", "model=resnet18").err
+
+
+def test_what_cannot_be_published_is_refused(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", *SMALL).status == 0
+    run = RunFolder(tmp_path / "outputs/mine")
+    with pytest.raises(UserError, match="exists already"):
+        publish(run.path, tmp_path / "results", tmp_path / "outputs")
+    run.write_summary(status="interrupted")
+    with pytest.raises(UserError, match="is not finished"):
+        publish(run.path, tmp_path / "results", tmp_path / "hub")
+    assert not (tmp_path / "results").exists() and not (tmp_path / "hub").exists()
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no result"):
+        read_results(tmp_path)
+
+
+def told(name: str, config: Any, top1: float) -> dict[str, Any]:
+    values = {**dict.fromkeys(METRICS, 90.0), "top1_last": top1, "hours": 0.5, "mixed_share": 0.25}
+    return {"name": name, "seed": config.seed, "config": identity_of(config), **values}
+
+
+def test_the_page_compares_the_runs_of_a_study_over_its_seeds(tmp_path: Path):
+    shutil.copy(FIRST, tmp_path)
+    rows = {"none": [50, 51, 53, 52], "htm": [54, 55, 58, 56], "vtm": [50, 52, 53, 51]}
+    for run in plan_own(FIRST, Settings(outputs=str(tmp_path))):
+        (stack,) = run.labels
+        top1 = rows.get(stack, [60, 61, 62, 63])
+        if run.config.seed < 4:
+            result = told(run.name, run.config, top1[run.config.seed])
+            (tmp_path / f"{run.name}.json").write_text(json.dumps(result))
+        else:  # of another recipe: not counted
+            other = replace(run.config, recipe=replace(run.config.recipe, lr=1.0))
+            (tmp_path / f"{run.name}.json").write_text(json.dumps(told(run.name, other, 99.0)))
+    page = results_page(tmp_path)
+    assert "20 of 25 runs are there, 4 of 5 rounds are whole." in page
+    assert "| htm | 4 | 55.75 +/- 1.71 | 90.00 +/- 0.00 | 90.00 +/- 0.00 | 25 % | 2.0 |" in page
+    p = ttest_rel(rows["htm"], rows["none"]).pvalue
+    assert f"| htm - none | 4 | +4.25 | {p:.1e} | {3 * p:.1e} | significant at 5 % |" in page
+    p = ttest_rel(rows["vtm"], rows["none"]).pvalue
+    assert f"| vtm - none | 4 | +0.00 | {p:.3f} | 1.000 | not significant |" in page
+    assert "values are identical | 1.000 | not significant |" in page
+    for path in tmp_path.glob("*-s[23]-*.json"):
+        path.unlink()
+    page = results_page(tmp_path)
+    assert "2 of 5 rounds are whole" in page and "no difference is tested yet" in page
+    assert " p " not in page.partition("## HTM and VTM")[2]
+
+
+def test_a_cell_of_the_paper_counts_its_own_runs_alone(tmp_path: Path):
+    cell = next(cell for cell in read_cells() if cell.experiment == "table1/cifar10_htm")
+    for seed, top1 in enumerate((97.0, 98.0)):
+        config = cell_config(cell, seed=seed, data="elsewhere")
+        result = told(f"some-{seed}", config, top1)
+        (tmp_path / f"some-{seed}.json").write_text(json.dumps(result))
+    lines = [line for line in results_page(tmp_path).splitlines() if line.startswith("| 1 |")]
+    ours = [line for line in lines if "not run" not in line]
+    assert len(lines) == 8
+    (line,) = ours
+    assert (
+        "| 97.57 | 97.50 +/- 0.71 | 2 | 1.0 | `python train.py experiment=table1/cifar10_htm`"
+        in line
+    )
+
+
+def test_the_results_that_are_there_belong_to_their_study_and_name_no_machine():
+    planned = {run.name.rpartition("-")[0]: run for run in plan_own(FIRST, Settings())}
+    for result in read_results():
+        run = planned[result["name"].rpartition("-")[0]]
+        assert result["seed"] == run.config.seed
+        assert not Path(str(result["config"]["dataset.root"])).is_absolute()
+    assert yaml.safe_load(FIRST.read_text())["seeds"] == 5
