@@ -4,7 +4,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-lowest lint format lock audit check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa study publish cost bench check-gpu chaos
+  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -140,6 +140,10 @@ study: .venv/installed  ## train a study of one's own; FILE=results/NAME.yaml
 
 publish: .venv/installed  ## write results/NAME.json and a folder for a model hub; RUN=outputs/NAME
 	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: name the folder of a finished run))"
+
+check-published: .venv/installed  ## evaluate the published checkpoints beside the printed values; WEIGHTS=folder DATA=
+	$(BIN)/python scripts/check_published.py "$(or $(WEIGHTS),$(error WEIGHTS=: name their folder))" \
+	  $(if $(DATA),--data "$(DATA)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 report: .venv/installed  ## write the tables, sweeps and figures with our results to outputs/report
 	$(BIN)/python scripts/report.py $(SAME)

@@ -1,0 +1,75 @@
+"""Evaluates the nine published checkpoints that are there, beside the printed accuracies."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from reproduction.data.folders import missing_data
+from reproduction.reporting.cells import Cell, read_cells
+from reproduction.studies.plan import cell_config
+from reproduction.system.errors import UserError
+from reproduction.system.terminal import Parser, ending_in_a_line, say
+
+STACKS = {"HTM": "htm", "VTM": "vtm", "HVTM": "htm_vtm"}
+DATA = {
+    "cct_cifar10": "table1/cifar10",
+    "cct_cifar100": "table1/cifar100",
+    "vit_imagenet": "table2/imagenet1k",
+}
+FILES = {  # name without suffix -> the experiment whose row it is
+    f"{name}_{suffix}": f"{experiment}_{stack}"
+    for name, experiment in DATA.items()
+    for suffix, stack in STACKS.items()
+}
+
+
+def weights_in(folder: Path) -> dict[str, Path]:
+    """The files that are there by their names; UserError where none is."""
+    names = {path: path.name.partition(".")[0] for path in sorted(folder.glob("*"))}
+    found = {name: path for path, name in names.items() if name in FILES and path.is_file()}
+    if not found:
+        wanted = ", ".join(f"{name}.*" for name in FILES)
+        raise UserError(f"weights={folder}: holds none of {wanted}; put the published files there")
+    return found
+
+
+def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
+    """What a line says: the accuracy beside the printed one, or what is missing."""
+    from reproduction.training.evaluate import evaluate_checkpoint
+
+    if file is None:
+        return "no such file"
+    config = cell_config(cell, data=data)
+    if reason := missing_data(config.dataset.name, config.dataset.root):
+        return f"not evaluated, {reason}"
+    # as published: CCT under float16's autocast, ViT in float32; a CPU has float32 alone
+    config = replace(config, recipe=replace(config.recipe, precision=_precision(cell)))
+    result = outputs / "evaluations" / f"{file.name.partition('.')[0]}.json"
+    top1 = evaluate_checkpoint(config, [file], result)["top1"]
+    return f"{top1:.2f} % ({top1 - cell.top1:+.2f})"
+
+
+def _precision(cell: Cell) -> Literal["float16", "float32"]:
+    import torch
+
+    return "float16" if cell.table == 1 and torch.cuda.is_available() else "float32"
+
+
+@ending_in_a_line("check_published.py")
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("weights", type=Path, help="a folder with the published files")
+    parser.add_argument("--data", default="data", help="that of CIFAR, and ImageNet in imagenet/")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="for evaluations/")
+    args: argparse.Namespace = parser.parse_args()
+    cells = {cell.experiment: cell for cell in read_cells()}
+    files = weights_in(args.weights)
+    for name, experiment in FILES.items():
+        cell = cells[experiment]
+        told = outcome(cell, files.get(name), args.data, args.outputs)
+        say(f"{name}: {cell.row} on {cell.column}, printed {cell.top1:.2f} %: {told}")
+
+
+if __name__ == "__main__":
+    main()
