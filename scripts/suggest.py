@@ -1,0 +1,48 @@
+"""Prints what each tau and rho would mix, on real batches of a run with HTM: run=FOLDER."""
+
+import argparse
+
+from rich.table import Table
+
+from reproduction.reporting.suggestions import QUANTILES, Layer, suggestions
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse_saved
+from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
+
+
+def tables(found: Layer) -> list[Table]:
+    """Quantiles, samples by tau, tokens by rho; the run's own values are marked."""
+    title = f"layer {found.layer}: tau = {found.tau:g}, rho = {found.rho:g}"
+    quantiles = Table("", *(f"{q:.0%}" for q in QUANTILES), title=title)
+    quantiles.add_row("difficulty in nats", *(f"{x:.3f}" for x in found.difficulty))
+    quantiles.add_row("saliency of donor - own", *(f"{x:+.5f}" for x in found.difference))
+    return [
+        quantiles,
+        _shares("tau", "easy samples", found.samples, found.tau),
+        _shares("rho", "tokens replaced in each", found.tokens, found.rho),
+    ]
+
+
+def _shares(name: str, of: str, shares: dict[float, float], own: float) -> Table:
+    table = Table(name, *(f"{value:g}{' *' * (value == own)}" for value in shares))
+    table.add_row(of, *(f"{share:.1%}" for share in shares.values()))
+    return table
+
+
+def _folder(text: str) -> RunFolder:
+    return RunFolder(text.removeprefix("run="))
+
+
+@ending_in_a_line("suggest.py")
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", type=_folder, metavar="run=FOLDER", help="a run folder")
+    parser.add_argument("--batches", type=positive, default=8, help="to look at (default: 8)")
+    args: argparse.Namespace = parser.parse_args()
+    for layer in suggestions(args.run, parse_saved(args.run.read_config()), args.batches):
+        print_tables(*tables(layer))
+    print("*: the run's own. Tokens are counted at its tau; pairs are matched anew for each rho.")
+
+
+if __name__ == "__main__":
+    main()

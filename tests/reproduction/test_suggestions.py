@@ -1,0 +1,47 @@
+"""What each tau and rho would mix, held against what a run with these values does mix."""
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reproduction.reporting.suggestions import suggestions
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse_saved
+from reproduction.system.errors import UserError
+from scripts import suggest
+from tests.reproduction.conftest import SMALL, Command
+
+STILL = ["model.drop_path=0", "recipe.lr=1e-20", "recipe.min_lr=0", "recipe.warmup_lr=0"]
+
+
+def test_shares_are_those_that_a_step_mixes(command: Command, tmp_path: Path, monkeypatch):
+    """Of a run that does not learn and drops nothing: its first epoch sees the same weights."""
+    told = ["name=mine", *SMALL, *STILL, "dataset.limit=20", "recipe.epochs=1"]
+    stack = ["augmentation=[mixup,htm]", "augmentation.htm.layer=[0,1]"]
+    assert command("train", *told, *stack, "augmentation.htm.tau=[2.3,inf]").status == 0
+    run = RunFolder(tmp_path / "outputs/mine")
+    first, second = suggestions(run, parse_saved(run.read_config()), batches=1)
+    (step,), _ = run.read_metrics()
+    assert (first.layer, second.layer, second.tau) == (0, 1, float("inf"))
+    assert second.samples[float("inf")] == 1 == step["mixed_samples/1"] / 20
+    for layer in (first, second):
+        assert list(layer.samples.values()) == sorted(layer.samples.values())
+        assert list(layer.tokens.values()) == sorted(layer.tokens.values(), reverse=True)
+        assert layer.tokens[0.0] > 0
+        assert np.all(np.diff(layer.difficulty) > 0) and np.all(np.diff(layer.difference) > 0)
+    assert first.difficulty[0] < step["difficulty/0"] < first.difficulty[-1]
+    monkeypatch.setattr("sys.argv", ["suggest.py", f"run={run.path}", "--batches=1"])
+    with redirect_stdout(io.StringIO()) as out:
+        suggest.main()
+    shown = out.getvalue()
+    assert "layer 0: tau = 2.3" in shown and "layer 1: tau = inf" in shown and "inf *" in shown
+
+
+def test_a_run_without_htm_is_refused(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", "augmentation=[vtm]", *SMALL).status == 0
+    run = RunFolder(tmp_path / "outputs/mine")
+    with pytest.raises(UserError, match="without htm"):
+        suggestions(run, parse_saved(run.read_config()), batches=1)
