@@ -4,7 +4,7 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-lowest lint format lock audit check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
+  reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -134,6 +134,9 @@ chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undist
 
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
 	$(BIN)/python scripts/check_models.py
+
+reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
+	$(STUDY) results/openmixup_cifar100.yaml
 
 study: .venv/installed  ## train a study of one's own; FILE=results/NAME.yaml
 	$(STUDY) "$(or $(FILE),$(error FILE=: name the file that fixes the study, as in results/))"

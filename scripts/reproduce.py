@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from reproduction.studies.options import (
     check_launcher,
@@ -10,7 +11,7 @@ from reproduction.studies.options import (
     settings_of,
     study_parser,
 )
-from reproduction.studies.plan import PlannedRun, Settings
+from reproduction.studies.plan import STUDIES, PlannedRun, Settings
 from reproduction.studies.slurm import submit
 from reproduction.studies.states import state_table
 from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
@@ -43,6 +44,10 @@ def reproduce(args: argparse.Namespace) -> int:
         return 0
     failed = train(args, settings, runs)
     print_tables(state_table(runs, settings, with_folders=False))
+    if args.study not in STUDIES:
+        from reproduction.studies.results import write_study_report
+
+        print(f"report: {write_study_report(Path(args.study), settings)}")
     for name, error in failed.items():
         print(f"reproduce.py: {name} failed twice: {error}", file=sys.stderr)
     return int(bool(failed))

@@ -195,7 +195,8 @@ class TokenMixup(nn.Module):
     def _mixing(self, state: Pass) -> Iterator[None]:
         """Lets the blocks mix until the context ends."""
         model = self.view
-        repeats = [getattr(block_module(x), "gradient_checkpointing", False) for x in model.blocks]
+        blocks = getattr(model, "blocks", ())  # none where nothing is mixed inside
+        repeats = [getattr(block_module(x), "gradient_checkpointing", False) for x in blocks]
         if getattr(self.model, "grad_checkpointing", False) or any(repeats):
             raise ValueError(
                 "TokenMixup cannot repeat all blocks: in place of the model's gradient "

@@ -56,5 +56,18 @@ def test_a_file_that_fixes_no_study_is_refused(values, told: str, tmp_path: Path
 
 
 def test_scale_and_data_set_are_the_files_own(tmp_path: Path):
-    with pytest.raises(UserError, match="fixes its scale and data set"):
+    with pytest.raises(UserError, match="scale=smoke: allowed is full"):
         plan_own(FIRST, Settings(scale="smoke", outputs=str(tmp_path)))
+    with pytest.raises(UserError, match="fixes its data set"):
+        plan_own(FIRST, Settings(dataset="digits", outputs=str(tmp_path)))
+
+
+def test_the_openmixup_protocol_at_smoke_scale_mixes_on_stand_ins(tmp_path: Path):
+    path, settings = RESULTS / "openmixup_cifar100.yaml", Settings(scale="smoke", outputs="x")
+    runs = plan_own(path, settings)
+    assert len(runs) == 4 and {run.config.seed for run in runs} == {0}
+    for run in runs:
+        assert run.config.dataset.root == "x/smoke/data/cifar100"
+        htm = run.config.augmentation.htm
+        assert htm is None or (htm.tau, htm.rho) == (float("inf"), 0)
+        assert run.config.recipe.clip_grad_norm == 5 and run.config.recipe.epochs == 2

@@ -67,6 +67,7 @@ def test_what_cannot_be_published_is_refused(command: Command, tmp_path: Path):
 
 def told(name: str, config: Any, top1: float) -> dict[str, Any]:
     values = {**dict.fromkeys(METRICS, 90.0), "top1_last": top1, "hours": 0.5, "mixed_share": 0.25}
+    values |= {"epochs": 50, "log": [{"epoch": 40, "top1": 99.0}, {"epoch": 50, "top1": top1}]}
     return {"name": name, "seed": config.seed, "config": identity_of(config), **values}
 
 
@@ -84,7 +85,7 @@ def test_the_page_compares_the_runs_of_a_study_over_its_seeds(tmp_path: Path):
             (tmp_path / f"{run.name}.json").write_text(json.dumps(told(run.name, other, 99.0)))
     page = results_page(tmp_path)
     assert "20 of 25 runs are there, 4 of 5 rounds are whole." in page
-    assert "| htm | 4 | 55.75 +/- 1.71 | 90.00 +/- 0.00 | 90.00 +/- 0.00 | 25 % | 2.0 |" in page
+    assert "| htm | 4 | 55.75 +/- 1.71 | 55.75 +/- 1.71 | 90.00 +/- 0.00 | 25 % | 2.0 |" in page
     p = ttest_rel(rows["htm"], rows["none"]).pvalue
     assert f"| htm - none | 4 | +4.25 | {p:.1e} | {3 * p:.3f} | significant at 5 % |" in page
     p = ttest_rel(rows["vtm"], rows["none"]).pvalue

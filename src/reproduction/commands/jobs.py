@@ -113,8 +113,10 @@ def _chosen_weights(
         )
     if weights not in ("last", "best"):
         raise UserError(f"weights={weights}: must be last or best")
-    is_folder = run is not None or Path(str(checkpoint)).is_dir()
-    _refuse_others(composed, (*of_a_run, "checkpoint") if is_folder else of_a_file)
+    of_a_folder = ("checkpoint", *(key for key in of_a_run if key not in ("run", "weights")))
+    is_folder = checkpoint is not None and Path(str(checkpoint)).is_dir()
+    allowed = of_a_run if run is not None else of_a_folder if is_folder else of_a_file
+    _refuse_others(composed, allowed)
     if checkpoint is not None and (file := Path(str(checkpoint), PUBLISHED)).is_file():
         return [file], RunFolder(str(checkpoint)).read_config()
     if checkpoint is not None:

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from reproduction.config import FORBID, Count, FolderName
-from reproduction.reporting.cells import FULL
+from reproduction.reporting.cells import FULL, SCALES
 from reproduction.runs.compose import compose, explaining
 from reproduction.runs.folder import default_name, find_runs, run_hash
 from reproduction.runs.parse import parse
@@ -26,8 +26,20 @@ class Contrast:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
+class Quoted:
+    """What others have printed under the same protocol, in percent, by row and column."""
+
+    source: str
+    columns: list[str]
+    rows: dict[str, list[float]]
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
 class OwnStudy:
-    """What the file says: `overrides` of train.py for all runs, more of them by stack."""
+    """What the file says: `overrides` of train.py for all runs, more of them by stack.
+
+    `smoke`: further ones at smoke scale, on stand-in images; without them there is none.
+    """
 
     title: str
     about: str
@@ -36,6 +48,8 @@ class OwnStudy:
     stacks: Annotated[dict[FolderName, list[str]], Field(min_length=1)]
     seeds: Count
     contrasts: list[Contrast]
+    smoke: list[str] = Field(default_factory=list)
+    quoted: Quoted | None = None
 
 
 def read_study(path: Path) -> OwnStudy:
@@ -58,17 +72,20 @@ def read_study(path: Path) -> OwnStudy:
 
 def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[PlannedRun]:
     """All runs, seed by seed; a run that exists keeps its name."""
-    if settings.scale != FULL or settings.dataset is not None:
-        raise UserError(f"{path}: fixes its scale and data set, leave scale and dataset out")
     study, existing = read_study(path), find_runs(settings.root)
+    if settings.dataset is not None:
+        raise UserError(f"{path}: fixes its data set, leave dataset out")
+    scales = [FULL, *(["smoke"] if study.smoke else [])]
+    if settings.scale not in scales:
+        raise UserError(f"{path}: scale={settings.scale}: allowed is {' or '.join(scales)}")
     runs = []
-    for seed in range(seeds or study.seeds):
+    default = study.seeds if settings.scale == FULL else 1
+    for seed in range(seeds or default):
         for stack, own in study.stacks.items():
-            told = [*study.overrides, *own, f"seed={seed}", f"devices={settings.devices}"]
-            told.append(f"output_root={quoted(str(settings.root))}")
-            if settings.data is not None:
-                told.append(f"dataset.root={quoted(settings.data)}")
             with explaining(f"{path}: {stack}"):
+                told = [*study.overrides, *own, *_at_scale(study, own, settings)]
+                told += [f"seed={seed}", f"devices={settings.devices}"]
+                told.append(f"output_root={quoted(str(settings.root))}")
                 config = parse(compose("train", told).raw, needs_data=False)
             folder = existing.get(run_hash(config))
             name = default_name(config, f"{path.stem}/{stack}")
@@ -81,3 +98,15 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
                 )
             )
     return runs
+
+
+def _at_scale(study: OwnStudy, own: list[str], settings: Settings) -> list[str]:
+    """What the scale and the place of the images change in a stack."""
+    raw = compose("train", [*study.overrides, *own]).raw
+    root = settings.dataset_root(raw["dataset"]["name"])
+    told = [] if root is None else [f"dataset.root={quoted(root)}"]
+    if settings.scale == FULL:
+        return told
+    stacks = SCALES[settings.scale].stacks.items()
+    mixing = [x for name, more in stacks if name in raw["augmentation"] for x in more]
+    return [*study.smoke, *mixing, *told]

@@ -6,7 +6,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -15,19 +15,20 @@ from typing import Any
 import yaml
 
 from reproduction.commands.jobs import PUBLISHED as WEIGHTS
-from reproduction.reporting.cells import read_cells
+from reproduction.reporting.cells import FULL, read_cells
 from reproduction.reporting.collect import METRICS
 from reproduction.reporting.statistics import compare, holm, p_text, spread
 from reproduction.runs.folder import RunFolder, hash_of, identity
 from reproduction.runs.parse import parse_saved
 from reproduction.studies.own import OwnStudy, plan_own, read_study
-from reproduction.studies.plan import Settings, cell_config
+from reproduction.studies.plan import PlannedRun, Settings, cell_config
 from reproduction.system.errors import UserError
 from reproduction.system.reading import parse_json
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
+MEDIAN_EPOCHS = 10
 LEAST_ROUNDS = 3  # below them no test
 Result = Mapping[str, Any]
 
@@ -52,7 +53,8 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
     write_text(folder / "config.yaml", yaml.safe_dump(kept, sort_keys=False))
     write_text(folder / "metrics.jsonl", source.metrics_path.read_text())
     write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    result = _result(source, kept, summary, folder / WEIGHTS)
+    digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    result = {**_result(source, kept), "weights_sha256": digest}
     write_text(folder / "README.md", _card(result))
     path = results / f"{run.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,11 +62,25 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
     return path
 
 
-def _result(
-    source: RunFolder, config: dict[str, Any], summary: dict[str, Any], weights: Path
-) -> dict[str, Any]:
-    """What results/ keeps of a run."""
-    steps, epochs = source.read_metrics()
+def write_study_report(path: Path, settings: Settings) -> Path:
+    """Writes the section of a study from its finished run folders, and returns the file."""
+    planned = plan_own(path, settings)
+    folders = [run.folder for run in planned if run.folder.is_finished()]
+    runs = [_result(folder, folder.read_config()) for folder in folders]
+    lines = [f"# {path.stem}"]
+    if settings.scale != FULL:
+        warning = f"{settings.scale.upper()} SCALE: not the study, but a trial of it"
+        lines.append(f"\n**WARNING. {warning}.**")
+    lines += _study(path, read_study(path), runs, planned, is_page=False)
+    report = settings.root / "report" / f"{path.stem}.md"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    write_text(report, "\n".join(lines) + "\n")
+    return report
+
+
+def _result(source: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
+    """What results/ keeps of a run, without its weights' digest."""
+    (steps, epochs), summary = source.read_metrics(), source.read_summary()
     mixed = [line["mixed_samples"] for line in steps if not line.get("skipped")]
     return {
         "name": source.path.name,
@@ -72,7 +88,6 @@ def _result(
         **{key: summary[key] for key in ("seed", *METRICS, "epochs", "hardware", "devices")},
         "hours": round(summary["seconds"] / 3600, 3),
         "mixed_share": round(fmean(mixed) / config["recipe"]["batch_size"], 4),
-        "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         **{key: summary[key] for key in ("git_revision", "versions", "parameters", "macs")},
         "config": _plain(identity(config)),
         "log": epochs,
@@ -136,7 +151,7 @@ def results_page(results: Path = RESULTS) -> str:
         *_paper(runs, studies),
     ]
     for path, study in studies.items():
-        lines += _study(path, study, runs)
+        lines += _study(path, study, runs, plan_own(path, Settings()))
     return "\n".join(lines) + "\n"
 
 
@@ -179,36 +194,55 @@ def _is(run: Result, planned: Mapping[str, Any]) -> bool:
     return all(planned.get(key) == value for key, value in run["config"].items() if key not in free)
 
 
-def _study(path: Path, study: OwnStudy, runs: Sequence[Result]) -> Iterator[str]:
+def _study(
+    path: Path,
+    study: OwnStudy,
+    runs: Sequence[Result],
+    planned: Sequence[PlannedRun],
+    is_page: bool = True,
+) -> Iterator[str]:
     """A study of one's own: its stacks, its contrasts, how many rounds there are."""
     by_stack: dict[str, dict[int, Result]] = {stack: {} for stack in study.stacks}
-    planned = plan_own(path, Settings())
     for plan in planned:
         prefix = plan.name.rpartition("-")[0]  # without the hash
         for run in runs:
             if run["name"].rpartition("-")[0] == prefix and _is(run, identity_of(plan.config)):
                 by_stack[plan.labels[0]][run["seed"]] = run
     rounds = min(len(found) for found in by_stack.values())
+    seeds = len(planned) // len(by_stack)
     yield f"\n## {study.title}\n"
     yield f"{study.about.strip()}\n"
     yield f"Fixed before the first run by `results/{path.name}`:"
     yield f"`make study FILE=results/{path.name}` trains it. {study.pilot.strip()}\n"
     done = sum(len(found) for found in by_stack.values())
-    yield f"{done} of {len(planned)} runs are there, {rounds} of {study.seeds} rounds are whole.\n"
-    yield "| stack | n | last | median of 10 | best | mixed share | hours | files |"
+    yield f"{done} of {len(planned)} runs are there, {rounds} of {seeds} rounds are whole.\n"
+    yield "| stack | n | last | best of the last 10 | best | mixed share | hours | files |"
     yield "|---|---:|---:|---:|---:|---:|---:|---|"
     for stack, found in by_stack.items():
         values = list(found.values())
         cells = [stack, str(len(values))]
         if values:
-            cells += [_mean(values, f"top1_{key}") for key in ("last", "median10", "best")]
+            cells += [_mean(values, "top1_last"), _spread_text(map(_best_of_ten, values))]
+            cells.append(_mean(values, "top1_best"))
             cells.append(f"{100 * fmean(run['mixed_share'] for run in values):.0f} %")
             cells.append(f"{sum(run['hours'] for run in values):.1f}")
-            links = (f"[{run['seed']}](../results/{run['name']}.json)" for run in values)
-            cells.append(", ".join(links))
+            link = "[{seed}](../results/{name}.json)" if is_page else "{name}"
+            cells.append(", ".join(link.format(**run) for run in values))
         yield "| " + " | ".join(cells + [""] * (8 - len(cells))) + " |"
     yield ""
     yield from _contrasts(study, by_stack, rounds)
+    if study.quoted is not None:
+        yield f"\nQuoted, not trained here: {study.quoted.source.strip()}.\n"
+        yield f"| | {' | '.join(study.quoted.columns)} |"
+        yield f"|---|{'---:|' * len(study.quoted.columns)}"
+        for row, printed in study.quoted.rows.items():
+            yield f"| {row} | {' | '.join(f'{value:.2f}' for value in printed)} |"
+
+
+def _best_of_ten(run: Result) -> float:
+    """The best of the epochs among the last ten that were evaluated."""
+    since = run["epochs"] - MEDIAN_EPOCHS
+    return max(line["top1"] for line in run["log"] if line["epoch"] > since)
 
 
 def _contrasts(
@@ -238,5 +272,9 @@ def _contrasts(
 
 
 def _mean(runs: Sequence[Result], key: str) -> str:
-    found = spread([run[key] for run in runs])
+    return _spread_text(run[key] for run in runs)
+
+
+def _spread_text(values: Iterable[float]) -> str:
+    found = spread(list(values))
     return f"{found.mean:.2f}" if found.std is None else f"{found.mean:.2f} +/- {found.std:.2f}"
