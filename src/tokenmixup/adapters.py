@@ -7,8 +7,7 @@ Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +49,10 @@ class Parts:
         self.attn_drop, self.proj_drop = SimpleNamespace(p=self.dropout), nn.Identity()
 
 
+def _itself(out: Any) -> Any:
+    return out
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """Where a model of pre-norm attention keeps what TokenMixup needs.
@@ -65,8 +68,8 @@ class Adapter:
     embed_dim: str | int  # from the model: the width of its tokens, or the number itself
     num_prefix_tokens: int = 0  # in front of the spatial tokens
     reads_class_token: bool = False  # whether the class is read from token 0 and no other
-    returns: Callable[[Tensor], Any] = lambda out: out  # what the attention module returns
-    logits: Callable[[Any], Tensor] = lambda out: out  # of what the model returns, `b c`
+    returns: Callable[[Tensor], Any] = _itself  # what the attention module returns
+    logits: Callable[[Any], Tensor] = _itself  # of what the model returns, `b c`
 
     def __call__(self, model: nn.Module) -> "Adapted":
         """The view of a model; ValueError where a path leads nowhere."""
@@ -112,7 +115,7 @@ class AdaptedBlock:
 def found(start: Any, path: str) -> Any:
     """What a dotted path leads to; ValueError if nothing."""
     try:
-        return attrgetter(path)(start)
+        return reduce(getattr, path.split("."), start)
     except AttributeError as error:
         raise ValueError(f"Adapter: {type(start).__name__} has no {path} ({error})") from error
 
@@ -176,6 +179,10 @@ def _with_weights(out: Tensor) -> tuple[Tensor, None]:
     return out, None
 
 
+def _logits(out: Any) -> Tensor:
+    return out.logits
+
+
 def multihead(blocks: str, norm: str, attn: str, **more: Any) -> Adapter:
     """Blocks around torch's MultiheadAttention, such as those of nn.TransformerEncoder."""
     parts: dict[str, Any] = {"parts": multihead_parts, "returns": _with_weights}
@@ -198,7 +205,7 @@ def _huggingface(blocks: str, norm: str, **more: Any) -> Adapter:
         parts=huggingface_parts,
         embed_dim="config.hidden_size",
         returns=_with_weights,
-        logits=attrgetter("logits"),
+        logits=_logits,
         **more,
     )
 

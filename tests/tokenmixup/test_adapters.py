@@ -260,6 +260,16 @@ def test_masks_and_causal_attention_are_refused(batch):
         train_output(module, batch)
 
 
+def test_a_wrapped_model_is_copied_and_saved_whole(tmp_path: Path, batch):
+    model = ViTForImageClassification(ViTConfig(**SIZES))
+    module = attach(model, CLASSES, htm={"layer": 1, **EVERYTHING}, vtm={"layer": 2})
+    torch.save(module, tmp_path / "module.pt")
+    loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+    outputs = [train_output(one, batch) for one in (module, copy.deepcopy(module), loaded)]
+    for other in outputs[1:]:
+        assert torch.equal(outputs[0].logits, other.logits)
+
+
 def test_stock_models_need_no_adapter():
     assert adapter_of(timm.create_model("vit_tiny_patch16_224", depth=1)) is None
     assert why_not(torchvision.models.vit_b_16()) is None
