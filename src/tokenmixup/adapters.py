@@ -8,10 +8,16 @@ Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+
+class Projection(NamedTuple):
+    """A layer that is not a module of its own."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -46,7 +52,7 @@ class Parts:
                 self.qkv.weight.shape[0] // 3 if self.q_proj is None else len(self.q_proj.weight)
             )
             self.scale = (width / self.num_heads) ** -0.5
-        self.attn_drop, self.proj_drop = SimpleNamespace(p=self.dropout), nn.Identity()
+        self.attn_drop, self.proj_drop = nn.Dropout(self.dropout), nn.Identity()
 
 
 def _itself(out: Any) -> Any:
@@ -154,7 +160,7 @@ def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
         raise ValueError("MultiheadAttention must have neither add_bias_kv nor add_zero_attn")
     return Parts(
         num_heads=attention.num_heads,
-        qkv=SimpleNamespace(weight=attention.in_proj_weight, bias=attention.in_proj_bias),
+        qkv=Projection(attention.in_proj_weight, attention.in_proj_bias),
         proj=attention.out_proj,
         dropout=attention.dropout,
         training=attention.training,
