@@ -62,21 +62,23 @@ class BatchMetrics:
         rows = torch.stack(self.rows).double()
         rows = rows.unflatten(0, (len(self.known), -1))  # batch, micro-batch, column
         images = rows.new_tensor(self.images)[:, None]
-        sums = self.world.sum(torch.cat([images, rows.sum(dim=1)], dim=1)).tolist()
-        tops = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1)).tolist()
+        sums = self.world.sum(torch.cat([images, rows.sum(dim=1)], dim=1))
+        tops = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1))
+        table = torch.cat([sums, tops], dim=1).tolist()  # the wait for the device
         elapsed = time.perf_counter() - self.start
-        speed = sum(row[0] for row in sums) / elapsed
+        speed = sum(row[0] for row in table) / elapsed
         lines = [
-            {**known, **self._line(row, top), "images_per_second": round(speed, 1)}
-            for known, row, top in zip(self.known, sums, tops, strict=True)
+            {**known, **self._line(row, sums.shape[1]), "images_per_second": round(speed, 1)}
+            for known, row in zip(self.known, table, strict=True)
         ]
         self.rows, self.images, self.known = [], [], []
         self.restart_clock()
         return lines
 
-    def _line(self, row: list[float], tops: list[float]) -> dict[str, Any]:
-        """What the columns tell: of all of HTM's layers, of several also of each."""
-        images, flag, loss, *columns = row
+    def _line(self, row: list[float], width: int) -> dict[str, Any]:
+        """What `width` sums, and maxima behind, tell of all of HTM's layers, of several of each."""
+        images, flag, loss, *columns = row[:width]
+        tops = row[width:]
         line: Line = {
             "loss": loss / images,
             "skipped": int(flag > 0 or not math.isfinite(loss)),
