@@ -12,6 +12,7 @@ from tokenmixup.settings import HTM, VTM, ManifoldMixup
 if TYPE_CHECKING:
     from tokenmixup.adapters import Adapter, Parts, torch_encoder
     from tokenmixup.assignment import gain_matrix, optimal_assignment
+    from tokenmixup.fitting import check_adapter
     from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
     from tokenmixup.module import TokenMixup, attach
     from tokenmixup.passes import Output, training_loss
@@ -34,6 +35,7 @@ __all__ = [
     "TokenMixup",
     "attach",
     "attention_saliency",
+    "check_adapter",
     "difficulty",
     "gain_matrix",
     "gradient_saliency",
@@ -59,6 +61,7 @@ def __getattr__(name: str) -> Any:
             "structure",
             "passes",
             "adapters",
+            "fitting",
         ):
             if hasattr(found := import_module(f"{__name__}.{home}"), name):
                 return getattr(found, name)

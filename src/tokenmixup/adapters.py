@@ -89,8 +89,10 @@ class Adapted:
         self.model, self.adapter = model, adapter
         blocks = found(model, adapter.blocks)
         if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
-            kind = type(blocks).__name__
-            raise ValueError(f"Adapter.blocks={adapter.blocks!r}: is {kind}, no sequence of blocks")
+            kind = f"is {type(blocks).__name__}, needs a Sequential or ModuleList of blocks"
+            raise ValueError(f"Adapter.blocks={adapter.blocks!r}: {kind}")
+        if len({id(block) for block in blocks}) < len(blocks):
+            raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
         self.blocks = [AdaptedBlock(block, adapter) for block in blocks]
         width = adapter.embed_dim
         self.embed_dim = width if isinstance(width, int) else found(model, width)
@@ -106,6 +108,8 @@ class AdaptedBlock:
         self.module, self.adapter = module, adapter
         self.attention: Any = found(module, adapter.attn)
         self.norm1: Any = found(module, adapter.norm)
+        if self.norm1 is self.attention:
+            raise ValueError(f"Adapter.norm={adapter.norm!r}: is the attention")
 
     @property
     def attn(self) -> Parts:

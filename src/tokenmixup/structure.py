@@ -56,6 +56,10 @@ def _why_not_adapted(view: Adapted) -> str | None:
             return f"{kind}: block {index} normalises after its attention (norm_first=False)"
         if reason := _why_not_projections(block.attn, block.attention):
             return f"{kind}: block {index}, {reason}"
+    if type(view.num_prefix_tokens) is not int or view.num_prefix_tokens < 0:
+        return (
+            f"{kind}: Adapter.num_prefix_tokens={view.num_prefix_tokens!r} is no whole number >= 0"
+        )
     if type(view.embed_dim) is not int:
         return f"{kind}: Adapter.embed_dim={view.adapter.embed_dim!r} leads to no whole number"
     return None

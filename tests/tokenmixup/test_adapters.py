@@ -24,7 +24,16 @@ from transformers import (
 )
 
 from tests.conftest import CLASSES
-from tokenmixup import Adapter, Output, Parts, attach, torch_encoder, training_loss, why_not
+from tokenmixup import (
+    Adapter,
+    Output,
+    Parts,
+    attach,
+    check_adapter,
+    torch_encoder,
+    training_loss,
+    why_not,
+)
 from tokenmixup.adapters import adapter_of
 from tokenmixup.detectors import BlockInput
 from tokenmixup.structure import view_of
@@ -228,9 +237,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     assert "has no encode" in str(why_not(Encoded(), adapter=torch_encoder("encode", embed_dim=32)))
     wrong = replace(encoder, embed_dim="head.weight")
     assert "no whole number" in str(why_not(Encoded(), adapter=wrong))
-    assert "is Linear, no sequence" in str(
-        why_not(Encoded(), adapter=replace(encoder, blocks="head"))
-    )
+    assert "is Linear, needs a" in str(why_not(Encoded(), adapter=replace(encoder, blocks="head")))
     assert "needs one sequence of blocks" in str(why_not(Encoded()))
     model = ViTForImageClassification(ViTConfig(**SIZES))
     attention: Any = model.vit.layers[0].attention
@@ -244,6 +251,58 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     module = attach(repeating, CLASSES, htm={"layer": 1})
     with pytest.raises(ValueError, match="checkpoint_blocks=True"):
         train_output(module, batch)
+
+
+def test_an_adapter_that_fits_is_found_to(built: Built, batch):
+    model, adapter, _ = built
+    told = adapter or adapter_of(model)
+    assert told is not None
+    modes = [module.training for module in model.modules()]
+    tokens = check_adapter(model, told, batch[0])
+    assert tokens == (64 if hasattr(model, "patches") else 16)
+    assert modes == [module.training for module in model.modules()]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_adapter_that_does_not_fit_is_found_out(batch):
+    model, adapter, _ = hand_made()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+    def wrong(**parts: Any) -> Adapter:
+        return replace(adapter, parts=lambda attention: replace(adapter.parts(attention), **parts))
+
+    def swapped(attention: Any) -> Parts:
+        found = adapter.parts(attention)
+        return replace(found, q_proj=found.v_proj, v_proj=found.q_proj)
+
+    def shifting(attention: Any) -> Parts:
+        found = by_function(attention)
+        assert found.project is not None
+        own = found.project
+        return replace(found, project=lambda x: own(x + torch.arange(x.shape[1])[:, None] / 10))
+
+    refused = {
+        "does not get between of": replace(adapter, norm="between"),
+        "promises b n 63": replace(adapter, embed_dim=63),
+        "Parts give other tokens": wrong(scale=1.0),
+        "Parts give other": replace(adapter, parts=swapped),
+        "Parts do not fit together": wrong(num_heads=5),
+        "Parts give other tokens than": replace(adapter, parts=shifting),
+        "is the attention": replace(adapter, norm="mix"),
+        "no whole number >= 0": replace(adapter, num_prefix_tokens=-1),
+    }
+    for told, other in refused.items():
+        with pytest.raises(ValueError, match=told):
+            check_adapter(model, other, batch[0])
+    layer = model.layers[0]
+    layer.forward = lambda x: layer.before(x + layer.mix(x))  # post-norm
+    with pytest.raises(ValueError, match="block 0 .* does not get before of"):
+        check_adapter(model, adapter, batch[0])
+    model.layers[1] = model.layers[2]
+    with pytest.raises(ValueError, match="one block more than once"):
+        check_adapter(model, adapter, batch[0])
 
 
 def test_masks_and_causal_attention_are_refused(batch):

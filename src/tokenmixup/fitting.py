@@ -1,0 +1,86 @@
+"""Whether an adapter tells the truth about a model, found out by running it.
+
+Letters: b batch, h heads, n tokens with prefix, d width, e head width.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenmixup.adapters import AdaptedBlock, Adapter
+from tokenmixup.attention import attend, project
+from tokenmixup.contexts import evaluating
+from tokenmixup.structure import view_of, why_not
+
+CLOSE = 1e-3  # of what is large, between two ways to compute the same
+
+
+@torch.no_grad()
+def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
+    """Runs the model in evaluation on `images` and returns how many spatial tokens a block gets.
+
+    Raises ValueError, naming the block, unless each is called once with `b n d`, its attention once
+    with the norm of these tokens, the Parts give what the attention gives, and queries, keys and
+    values of a token depend on that token alone. Which tokens are the prefix, whether the class is
+    read from token 0, and dropout are not seen in evaluation: compare the returned number with the
+    patches that the model makes.
+    """
+    if reason := why_not(model, None, adapter):
+        raise ValueError(reason)
+    view = view_of(model, adapter)
+    seen: list[dict[str, list[Any]]] = [{"block": [], "given": [], "made": []} for _ in view.blocks]
+    with ExitStack() as stack, evaluating(model):
+        for block, found in zip(view.blocks, seen, strict=True):
+            for handle in (
+                block.module.register_forward_pre_hook(lambda _, x, f=found: f["block"].append(x)),
+                block.attention.register_forward_pre_hook(
+                    lambda _, x, f=found: f["given"].append(x)
+                ),
+                block.attention.register_forward_hook(
+                    lambda _, x, out, f=found: f["made"].append(out)
+                ),
+            ):
+                stack.callback(handle.remove)
+        model(images)
+        for index, (block, found) in enumerate(zip(view.blocks, seen, strict=True)):
+            for reason in _problems(block, view.embed_dim, found):
+                raise ValueError(f"block {index} ({type(block.module).__name__}): {reason}")
+    return seen[0]["block"][0][0].shape[1] - adapter.num_prefix_tokens
+
+
+def _problems(block: AdaptedBlock, width: int, seen: dict[str, list[Any]]) -> Iterator[str]:
+    """What of the adapter does not hold in this block."""
+    if len(seen["block"]) != 1 or len(seen["given"]) != 1:
+        calls = f"{len(seen['block'])} and {len(seen['given'])} times"
+        yield f"it and its attention are called {calls}, must be once"
+        return
+    tokens, given, made = seen["block"][0][0], seen["given"][0][0], seen["made"][0]
+    if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.shape[2] != width:
+        shape = list(getattr(tokens, "shape", []))
+        yield f"gets {shape}, Adapter.embed_dim={width} promises b n {width}"
+        return
+    if not _same(given, block.norm1(tokens)):
+        norm = block.adapter.norm
+        yield f"its attention does not get {norm} of what enters the block (Adapter.norm)"
+    parts = block.attn
+    try:
+        q, k, v = project(parts, given)
+        rebuilt = attend(parts, given, q, k, v, None)
+    except (RuntimeError, ValueError, TypeError) as error:
+        yield f"Parts do not fit together: {str(error).splitlines()[0]}"
+        return
+    if not _same(made[0] if isinstance(made, tuple) else made, rebuilt):
+        yield "Parts give other tokens than its attention (Adapter.parts)"
+    turned = [y.flip(2) for y in project(parts, given.flip(1))]
+    if not all(_same(y, z) for y, z in zip((q, k, v), turned, strict=True)):
+        yield "queries, keys or values of a token depend on its place or on other tokens"
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    scale = float(other.abs().max().clamp(min=1e-6))
+    return bool(((one - other).abs() <= CLOSE * scale).all())
