@@ -298,7 +298,7 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
             check_adapter(model, other, batch[0])
     layer = model.layers[0]
     layer.forward = lambda x: layer.before(x + layer.mix(x))  # post-norm
-    with pytest.raises(ValueError, match="block 0 .* does not get before of"):
+    with pytest.raises(ValueError, match=r"block 0 .* does not get before of"):
         check_adapter(model, adapter, batch[0])
     model.layers[1] = model.layers[2]
     with pytest.raises(ValueError, match="one block more than once"):
