@@ -49,7 +49,7 @@ class TrainingStep:
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
         self.score_loss_weight = 0.0 if module.htm is None else module.htm.score_loss_weight
-        self.parallel = self._parallel()
+        self.parallel, self.mixes = self._parallel(), True
         self.optimizer = build_optimizer(module, recipe)
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
@@ -100,7 +100,10 @@ class TrainingStep:
         return parts
 
     def stop_mixing(self) -> None:
-        """From here on neither images nor tokens are mixed."""
+        """From here on neither images nor tokens are mixed; once more changes nothing."""
+        if not self.mixes:
+            return
+        self.mixes = False
         self.inputs.stop_mixing()
         self.module.stop_mixing()
         self.parallel = self._parallel()  # the other would wait for ScoreNet's gradients
