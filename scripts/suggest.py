@@ -41,7 +41,10 @@ def main() -> None:
     args: argparse.Namespace = parser.parse_args()
     for layer in suggestions(args.run, parse_saved(args.run.read_config()), args.batches):
         print_tables(*tables(layer))
-    print("*: the run's own. Tokens are counted at its tau; pairs are matched anew for each rho.")
+    print(
+        "*: the run's own. Tokens are counted at its tau, or of all samples if none is easy there; "
+        "pairs are matched anew for each rho."
+    )
 
 
 if __name__ == "__main__":

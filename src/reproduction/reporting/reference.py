@@ -75,8 +75,9 @@ def _options(group: str) -> Iterator[str]:
     names = sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.rglob("*.yaml"))
     entries = yaml.safe_load((CONF_DIR / "train.yaml").read_text())["defaults"]
     chosen = next((x[group] for x in entries if isinstance(x, dict) and group in x), None)
-    for name in sorted(names, key=lambda name: name != chosen):
-        yield f"`{name}`" + (" (default)" if name == chosen else "")
+    chosen = chosen if isinstance(chosen, list) else [chosen]
+    for name in sorted(names, key=lambda name: name not in chosen):
+        yield f"`{name}`" + (" (default)" if name in chosen else "")
 
 
 def _keys(name: str, definitions: Mapping[str, Any]) -> dict[str, str]:

@@ -41,7 +41,7 @@ class Layer(NamedTuple):
     difficulty: np.ndarray  # nats, at QUANTILES
     difference: np.ndarray  # of saliency, donor's - own, in pairs as they are matched, at QUANTILES
     samples: dict[float, float]  # by tau
-    tokens: dict[float, float]  # by rho, at the run's tau; none where no sample is easy
+    tokens: dict[float, float]  # by rho, at the run's tau, or of all if none is easy there
 
 
 def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
@@ -88,6 +88,8 @@ def _layer(layer: int, htm: HTM, seen: list[Seen]) -> Layer:
     tau, rho = cast(float, htm.tau), cast(float, htm.rho)  # of one layer
     nats = torch.cat([one.difficulty for one in seen]).numpy()
     easy = [one.difficulty < tau for one in seen]
+    if not any(bool(some.any()) for some in easy):  # then as if all were
+        easy = [torch.ones_like(some) for some in easy]
     found = {value: _pairs(seen, easy, value) for value in sorted({*RHOS, rho})}
     difference = found[rho][1]
     return Layer(
@@ -95,7 +97,7 @@ def _layer(layer: int, htm: HTM, seen: list[Seen]) -> Layer:
         tau,
         rho,
         np.quantile(nats, QUANTILES),
-        np.quantile(difference, QUANTILES) if len(difference) else np.full(len(QUANTILES), np.nan),
+        np.quantile(difference, QUANTILES),
         {value: float(np.mean(nats < value)) for value in sorted({*TAUS, tau})},
         {value: share for value, (share, _) in found.items()},
     )
@@ -110,4 +112,4 @@ def _pairs(seen: list[Seen], easy: list[Tensor], rho: float) -> tuple[float, np.
         masks.append(mix.mask[is_easy].flatten().float())
         differences.append((one.saliency[mix.donor] - one.saliency)[is_easy].flatten())
     mask = torch.cat(masks)
-    return float(mask.mean()) if len(mask) else 0.0, torch.cat(differences).numpy()
+    return float(mask.mean()), torch.cat(differences).numpy()

@@ -147,7 +147,9 @@ def results_page(results: Path = RESULTS) -> str:
         "Written by `python scripts/write_docs.py` from the files in `results/`, one for each run:",
         "configuration, seed, hardware, hours, accuracies, mixed share, sha256 of the weights.",
         "`make publish RUN=outputs/NAME` writes such a file, and a folder with the weights that",
-        "`python eval.py checkpoint=FOLDER` evaluates.\n",
+        "`python eval.py checkpoint=FOLDER` evaluates. Weights are not kept in this repository: a",
+        "file is checked by training its configuration again, which on a CPU gives the same weights",
+        "bit for bit with the same versions and threads.\n",
         *_paper(runs, studies),
     ]
     for path, study in studies.items():
