@@ -67,7 +67,10 @@ def main() -> None:
     files = weights_in(args.weights)
     for name, experiment in FILES.items():
         cell = cells[experiment]
-        told = outcome(cell, files.get(name), args.data, args.outputs)
+        try:
+            told = outcome(cell, files.get(name), args.data, args.outputs)
+        except UserError as error:  # the others may go
+            told = str(error)
         say(f"{name}: {cell.row} on {cell.column}, printed {cell.top1:.2f} %: {told}")
 
 

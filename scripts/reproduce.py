@@ -6,6 +6,7 @@ from pathlib import Path
 
 from reproduction.studies.options import (
     check_launcher,
+    name_of,
     resources_of,
     runs_of,
     settings_of,
@@ -40,14 +41,14 @@ def reproduce(args: argparse.Namespace) -> int:
         print_tables(state_table(runs, settings, with_folders=args.dry_run))
         return 0
     if args.launcher == "slurm":
-        print(submit(args.study, runs, settings, resources_of(args)))
+        print(submit(name_of(args), runs, settings, resources_of(args)))
         return 0
     failed = train(args, settings, runs)
     print_tables(state_table(runs, settings, with_folders=False))
     if args.study not in STUDIES:
         from reproduction.studies.results import write_study_report
 
-        print(f"report: {write_study_report(Path(args.study), settings)}")
+        print(f"report: {write_study_report(Path(args.study), settings, runs)}")
     for name, error in failed.items():
         print(f"reproduce.py: {name} failed twice: {error}", file=sys.stderr)
     return int(bool(failed))

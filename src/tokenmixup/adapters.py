@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments that change no token
+
 
 class Projection(NamedTuple):
     """A layer that is not a module of its own."""
@@ -148,16 +150,20 @@ def as_called(block: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
 def _call(
     adapter: Adapter, attend: Callable[..., Tensor], tokens: Tensor, *others: Any, **given: Any
 ) -> Any:
-    for value in (*others, *given.values()):
-        if isinstance(value, Tensor) and value is not tokens:
-            raise ValueError("TokenMixup serves self-attention without a mask, this call has more")
-    if given.get("is_causal"):
-        raise ValueError("TokenMixup serves attention to all tokens, this call is causal")
+    kept = {name: value for name, value in given.items() if name not in OF_WEIGHTS}
+    for name, value in (*enumerate(others, start=1), *kept.items()):
+        if not (value is None or value is False or value is tokens):
+            raise ValueError(
+                f"TokenMixup serves self-attention of tokens alone; argument {name} of the "
+                "attention, such as a mask or positions, is not understood"
+            )
     return adapter.returns(attend(tokens))
 
 
 def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
     """Of torch's module, with batches first and one projection."""
+    if type(attention) is not nn.MultiheadAttention:
+        raise ValueError(f"is a {type(attention).__name__}, not torch's own MultiheadAttention")
     if not attention.batch_first or attention.in_proj_weight is None:
         raise ValueError("MultiheadAttention must have batch_first=True and one width for q, k, v")
     if attention.bias_k is not None or attention.add_zero_attn:
@@ -173,6 +179,8 @@ def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
 
 def huggingface_parts(attention: Any) -> Parts:
     """Of the attention of ViT, DeiT and DINOv2 in transformers 5."""
+    if type(attention).__name__ not in ("ViTAttention", "DeiTAttention", "Dinov2Attention"):
+        raise ValueError(f"is a {type(attention).__name__}, not one of transformers' own")
     return Parts(
         num_heads=attention.num_attention_heads,
         scale=attention.scaling,

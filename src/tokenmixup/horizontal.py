@@ -110,7 +110,7 @@ def algorithm_1(
     keep_ratio = rules.weigh(saliency, offered, mask).to(targets.dtype)
     mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
-    gained = (offered - saliency) * mask
+    gained = torch.where(mask, offered - saliency, 0)
     return HorizontalMix(
         mixed_tokens, mixed_targets, donor, mask, gained, keep_ratio, is_easy, exchange
     )

@@ -282,8 +282,8 @@ class TokenMixup(nn.Module):
             prefix = tokens.shape[1] - state.num_patches
         if not 0 <= prefix < tokens.shape[1]:
             raise ValueError(
-                f"block {index} gets {tokens.shape[1]} tokens, of which {prefix} are told to be no "
-                "patches: TokenMixup cannot tell which is which"
+                f"block {index} gets {tokens.shape[1]} tokens of {tokens.shape[1] - prefix} patches: "
+                "TokenMixup cannot tell which is which"
             )
         by_class_token = prefix > 0 and self._reads_class_token
         return BlockInput(

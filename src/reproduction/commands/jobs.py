@@ -119,6 +119,8 @@ def _chosen_weights(
     _refuse_others(composed, allowed)
     if checkpoint is not None and (file := Path(str(checkpoint), PUBLISHED)).is_file():
         return [file], RunFolder(str(checkpoint)).read_config()
+    if is_folder:
+        raise UserError(f"checkpoint={checkpoint}: holds no {PUBLISHED}, as a folder must")
     if checkpoint is not None:
         if not Path(str(checkpoint)).is_file():
             raise UserError(f"checkpoint={checkpoint}: there is no such file")

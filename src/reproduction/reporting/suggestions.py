@@ -16,8 +16,9 @@ from reproduction.data.loaders import collate_readable
 from reproduction.reporting.trained import Trained, block_inputs, load_trained
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
-from tokenmixup import HTM, difficulty, mix_horizontal
+from tokenmixup import HTM, Rules, difficulty, mix_horizontal
 from tokenmixup.detectors import detector_of
+from tokenmixup.rules import rules_of
 from tokenmixup.saliency import input_gradient
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -66,7 +67,8 @@ def _batches(trained: Trained, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     inputs = build_training_inputs(config, len(source.classes), trained.device)
     images = build_training_images(config, source)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
-    size = min(config.recipe.batch_size, len(order))
+    parts = config.devices * config.recipe.grad_accum_steps  # within which pairs are matched
+    size = min(max(1, config.recipe.batch_size // parts), len(order))
     for step in range(min(count, len(order) // size)):
         items = [images[(0, i)] for i in order[step * size : (step + 1) * size]]
         pixels, classes = (x.to(trained.device) for x in collate_readable(items)[0])
@@ -90,7 +92,8 @@ def _layer(layer: int, htm: HTM, seen: list[Seen]) -> Layer:
     easy = [one.difficulty < tau for one in seen]
     if not any(bool(some.any()) for some in easy):  # then as if all were
         easy = [torch.ones_like(some) for some in easy]
-    found = {value: _pairs(seen, easy, value) for value in sorted({*RHOS, rho})}
+    rules = rules_of(htm)
+    found = {value: _pairs(seen, easy, value, rules) for value in sorted({*RHOS, rho})}
     difference = found[rho][1]
     return Layer(
         layer,
@@ -103,12 +106,16 @@ def _layer(layer: int, htm: HTM, seen: list[Seen]) -> Layer:
     )
 
 
-def _pairs(seen: list[Seen], easy: list[Tensor], rho: float) -> tuple[float, np.ndarray]:
+def _pairs(
+    seen: list[Seen], easy: list[Tensor], rho: float, rules: Rules
+) -> tuple[float, np.ndarray]:
     """(share of an easy sample's tokens that is replaced, all differences of the pairs)."""
     masks, differences = [], []
     for one, is_easy in zip(seen, easy, strict=True):
         labels = torch.zeros(len(is_easy), 1)
-        mix = mix_horizontal(one.saliency[..., None], labels, one.saliency, is_easy, rho)
+        mix = mix_horizontal(
+            one.saliency[..., None], labels, one.saliency, is_easy, rho, rules=rules
+        )
         masks.append(mix.mask[is_easy].flatten().float())
         differences.append((one.saliency[mix.donor] - one.saliency)[is_easy].flatten())
     mask = torch.cat(masks)

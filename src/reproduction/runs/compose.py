@@ -172,7 +172,7 @@ def explaining(place: str) -> Iterator[None]:
     """Says of what is refused where it stands."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, UserError) as error:
+    except (HydraException, OmegaConfBaseException, UserError, ValueError) as error:
         raise UserError(f"{place}: {explained(error)}") from error
 
 

@@ -83,7 +83,7 @@ class RunFolder:
 
     def _is_barely_begun(self) -> bool:
         """Whether a run was killed here before it could write its configuration."""
-        ours = {"checkpoints", "wandb", "summary.json", LOCK}
+        ours = {"checkpoints", "wandb", "tensorboard", "summary.json", LOCK}
         ours |= {entry.name for entry in self.path.glob(TEMPORARIES)}
         return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= ours
 

@@ -74,6 +74,11 @@ def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
     return plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
 
 
+def name_of(args: argparse.Namespace) -> str:
+    """The study's, or that of the file which fixes it."""
+    return args.study if args.study in STUDIES else Path(args.study).stem
+
+
 def resources_of(args: argparse.Namespace) -> Resources:
     return Resources(devices=args.devices, **_given(args))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from reproduction.config import FORBID, Count, FolderName
+from reproduction.config import FORBID, Count, FolderName, folder_name
 from reproduction.reporting.cells import FULL, SCALES
 from reproduction.runs.compose import compose, explaining
 from reproduction.runs.folder import default_name, find_runs, run_hash
@@ -58,7 +58,7 @@ def read_study(path: Path) -> OwnStudy:
         study = TypeAdapter(OwnStudy).validate_python(parse_yaml(path.read_text()))
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(part) for part in first["loc"]) or "must be a mapping of settings"
         raise UserError(f"{path}: {key}: {first['msg']}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable: {first_line(error)}") from error
@@ -87,9 +87,9 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
                 told += [f"seed={seed}", f"devices={settings.devices}"]
                 told.append(f"output_root={quoted(str(settings.root))}")
                 config = parse(compose("train", told).raw, needs_data=False)
-            folder = existing.get(run_hash(config))
-            name = default_name(config, f"{path.stem}/{stack}")
-            name = name if folder is None else folder.path.name
+                folder = existing.get(run_hash(config))
+                name = default_name(config, f"{path.stem}/{stack}")
+                name = folder_name(name) if folder is None else folder.path.name
             runs.append(
                 PlannedRun(
                     config=dataclasses.replace(config, name=name, resume="auto"),

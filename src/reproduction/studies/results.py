@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import StatisticsError, fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
 from reproduction.commands.jobs import PUBLISHED as WEIGHTS
+from reproduction.config import STACK
+from reproduction.models.weights import read_file
 from reproduction.reporting.cells import FULL, read_cells
 from reproduction.reporting.collect import METRICS
 from reproduction.reporting.statistics import compare, holm, p_text, spread
@@ -22,7 +25,7 @@ from reproduction.runs.folder import RunFolder, hash_of, identity
 from reproduction.runs.parse import parse_saved
 from reproduction.studies.own import OwnStudy, plan_own, read_study
 from reproduction.studies.plan import PlannedRun, Settings, cell_config
-from reproduction.system.errors import UserError
+from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
@@ -31,6 +34,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "results"
 MEDIAN_EPOCHS = 10
 LEAST_ROUNDS = 3  # below them no test
 Result = Mapping[str, Any]
+Runs = dict[str, dict[int, Result]]  # stack -> seed -> run
 
 
 def publish(run: Path, results: Path, folder: Path) -> Path:
@@ -38,40 +42,63 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
 
     UserError for a run that is not finished.
     """
+    run = run.resolve()
     source = RunFolder(run)
-    saved, summary = source.read_config(), source.read_summary()
+    saved = source.read_config()
     if not source.is_finished():
-        raise UserError(f"run={run}: is not finished, publish what it ends with")
+        raise UserError(f"run={run.name}: is not finished, publish what it ends with")
     if folder.exists():
         raise UserError(f"{folder}: exists already, move it away or name another folder")
-    config = parse_saved(saved)
-    root = saved["dataset"]["root"]
-    if root is not None and Path(root).is_absolute():  # of one machine
-        saved["dataset"]["root"] = None
-    kept = {**saved, "output_root": "outputs", "device": "auto", "resume": "never"}
-    export(config.model, source.checkpoints(), folder / WEIGHTS)
-    write_text(folder / "config.yaml", yaml.safe_dump(kept, sort_keys=False))
-    write_text(folder / "metrics.jsonl", source.metrics_path.read_text())
-    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
-    result = {**_result(source, kept), "weights_sha256": digest}
-    write_text(folder / "README.md", _card(result))
-    path = results / f"{run.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(result, indent=1) + "\n")
+    config, kept = parse_saved(saved), _of_no_machine(saved)
+    try:
+        result = _result(source, kept)
+    except (KeyError, TypeError, StatisticsError) as error:
+        raise UserError(f"run={run.name}: holds no whole result: {first_line(error)}") from error
+    state = read_file(f"checkpoint={source.last_path}", source.last_path)
+    if state.get("step") != source.read_summary()["steps"]:
+        raise UserError(f"checkpoint={source.last_path}: is not what the run has ended with")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=".publishing-") as temporary:
+        whole = Path(temporary, folder.name)
+        export(config.model, [source.last_path], whole / WEIGHTS)
+        (whole / WEIGHTS).chmod(0o644)
+        result["weights_sha256"] = hashlib.sha256((whole / WEIGHTS).read_bytes()).hexdigest()
+        write_text(whole / "config.yaml", yaml.safe_dump(kept, sort_keys=False))
+        write_text(whole / "metrics.jsonl", source.metrics_path.read_text())
+        write_text(whole / "summary.json", source.summary_path.read_text())
+        write_text(whole / "README.md", _card(result))
+        path = results / f"{run.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(result, indent=1) + "\n")
+        whole.rename(folder)
     return path
 
 
-def write_study_report(path: Path, settings: Settings) -> Path:
+def _of_no_machine(saved: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration without what belongs to a machine or a person."""
+    root, weights = saved["dataset"]["root"], saved["model"]["weights"]
+    is_elsewhere = root is not None and Path(root).is_absolute()
+    return {
+        **saved,
+        **{"output_root": "outputs", "device": "auto", "resume": "never", "logger": {}},
+        "dataset": {**saved["dataset"], "root": None if is_elsewhere else root},
+        "model": {**saved["model"], "weights": weights and Path(weights).name},
+    }
+
+
+def write_study_report(path: Path, settings: Settings, planned: Sequence[PlannedRun]) -> Path:
     """Writes the section of a study from its finished run folders, and returns the file."""
-    planned = plan_own(path, settings)
-    folders = [run.folder for run in planned if run.folder.is_finished()]
-    runs = [_result(folder, folder.read_config()) for folder in folders]
+    study = read_study(path)
+    by_stack: Runs = {stack: {} for stack in study.stacks}
+    for run in planned:
+        if run.folder.is_finished():
+            found = _result(run.folder, run.folder.read_config())
+            by_stack[run.labels[0]][run.config.seed] = found
     lines = [f"# {path.stem}"]
     if settings.scale != FULL:
         warning = f"{settings.scale.upper()} SCALE: not the study, but a trial of it"
         lines.append(f"\n**WARNING. {warning}.**")
-    lines += _study(path, read_study(path), runs, planned, is_page=False)
+    lines += _study(path, study, by_stack, len(planned), is_page=False)
     report = settings.root / "report" / f"{path.stem}.md"
     report.parent.mkdir(parents=True, exist_ok=True)
     write_text(report, "\n".join(lines) + "\n")
@@ -96,7 +123,7 @@ def _result(source: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
 
 def _card(result: Result) -> str:
     config = result["config"]
-    stack = ", ".join(x for x in ("mixup", "cutmix", "htm", "vtm") if _has(config, x)) or "none"
+    stack = ", ".join(name for name in STACK if _has(config, name)) or "none"
     data = f"{config['dataset.name']} at {config['model.image_size']} pixels"
     best = f"best {result['top1_best']:.2f} %, seed {result['seed']}"
     return f"""---
@@ -128,12 +155,15 @@ def _has(config: Mapping[str, Any], name: str) -> bool:
 def read_results(results: Path = RESULTS) -> list[Result]:
     """All that are there, by name; UserError for a file that holds none."""
     found = []
+    needed = {"name", "seed", "config", "hours", "mixed_share", "epochs", "log", *METRICS}
     for path in sorted(results.glob("*.json")):
         try:
             result = parse_json(path.read_text())
-            assert {"name", "seed", "config", *METRICS} <= result.keys()
-        except (OSError, ValueError, AttributeError, AssertionError) as error:
-            raise UserError(f"{path}: holds no result") from error
+            missing = needed - result.keys()
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}: holds no result: {first_line(error)}") from error
+        if missing:
+            raise UserError(f"{path}: holds no result, it lacks {', '.join(sorted(missing))}")
         found.append(result)
     return found
 
@@ -148,12 +178,13 @@ def results_page(results: Path = RESULTS) -> str:
         "configuration, seed, hardware, hours, accuracies, mixed share, sha256 of the weights.",
         "`make publish RUN=outputs/NAME` writes such a file, and a folder with the weights that",
         "`python eval.py checkpoint=FOLDER` evaluates. Weights are not kept in this repository: a",
-        "file is checked by training its configuration again, which on a CPU gives the same weights",
-        "bit for bit with the same versions and threads.\n",
+        "file is checked by training its configuration again, which gives the same weights bit for",
+        "bit on a CPU, with the same versions and threads.\n",
         *_paper(runs, studies),
     ]
     for path, study in studies.items():
-        lines += _study(path, study, runs, plan_own(path, Settings()))
+        planned = plan_own(path, Settings())
+        lines += _study(path, study, _sorted_out(path, study, planned, runs), len(planned))
     return "\n".join(lines) + "\n"
 
 
@@ -165,7 +196,8 @@ def _paper(runs: Sequence[Result], studies: Mapping[Path, OwnStudy]) -> Iterator
     yield "| table | row | data | paper | ours | n | hours | command |"
     yield "|---|---|---|---:|---:|---:|---:|---|"
     for cell in read_cells():
-        found = [run for run in others if _is(run, identity_of(cell_config(cell)))]
+        planned = identity_of(cell_config(cell))
+        found = list({run["seed"]: run for run in others if _is(run, planned)}.values())
         ours, n, hours = "not run", "", ""
         if found:
             ours, n = _mean(found, "top1_last"), str(len(found))
@@ -192,32 +224,36 @@ def _plain(value: Any) -> Any:
 
 def _is(run: Result, planned: Mapping[str, Any]) -> bool:
     """Whether a run is of that configuration; keys that came later do not count."""
-    free = ("seed", "dataset.root")
-    return all(planned.get(key) == value for key, value in run["config"].items() if key not in free)
+    own = {k: v for k, v in run["config"].items() if k not in ("seed", "dataset.root", "devices")}
+    return all(key in planned and planned[key] == value for key, value in own.items())
+
+
+def _sorted_out(
+    path: Path, study: OwnStudy, planned: Sequence[PlannedRun], runs: Sequence[Result]
+) -> Runs:
+    """The published runs of a study, by their names without the hash, and what they computed."""
+    by_stack: Runs = {stack: {} for stack in study.stacks}
+    for plan in planned:
+        stack, seed = plan.labels[0], plan.config.seed
+        for run in runs:
+            is_named = run["name"].rpartition("-")[0] == f"{path.stem}-{stack}-s{seed}"
+            if is_named and _is(run, identity_of(plan.config)):
+                by_stack[stack][seed] = run
+    return by_stack
 
 
 def _study(
-    path: Path,
-    study: OwnStudy,
-    runs: Sequence[Result],
-    planned: Sequence[PlannedRun],
-    is_page: bool = True,
+    path: Path, study: OwnStudy, by_stack: Runs, planned: int, is_page: bool = True
 ) -> Iterator[str]:
     """A study of one's own: its stacks, its contrasts, how many rounds there are."""
-    by_stack: dict[str, dict[int, Result]] = {stack: {} for stack in study.stacks}
-    for plan in planned:
-        prefix = plan.name.rpartition("-")[0]  # without the hash
-        for run in runs:
-            if run["name"].rpartition("-")[0] == prefix and _is(run, identity_of(plan.config)):
-                by_stack[plan.labels[0]][run["seed"]] = run
-    rounds = min(len(found) for found in by_stack.values())
-    seeds = len(planned) // len(by_stack)
+    rounds = len(set.intersection(*(set(found) for found in by_stack.values())))
+    seeds = planned // len(by_stack)
     yield f"\n## {study.title}\n"
     yield f"{study.about.strip()}\n"
     yield f"Fixed before the first run by `results/{path.name}`:"
     yield f"`make study FILE=results/{path.name}` trains it. {study.pilot.strip()}\n"
     done = sum(len(found) for found in by_stack.values())
-    yield f"{done} of {len(planned)} runs are there, {rounds} of {seeds} rounds are whole.\n"
+    yield f"{done} of {planned} runs are there, {rounds} of {seeds} rounds are whole.\n"
     yield "| stack | n | last | best of the last 10 | best | mixed share | hours | files |"
     yield "|---|---:|---:|---:|---:|---:|---:|---|"
     for stack, found in by_stack.items():

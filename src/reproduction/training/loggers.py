@@ -153,10 +153,10 @@ class WandbLog:
 
 
 class TensorBoardLog:
-    """Event files in the run's folder; lines of epochs stand at their epoch, others at their step.
+    """Event files in the run's folder; the line of an epoch stands at its last step.
 
-    A resumed run writes a file of its own, before whose first step TensorBoard hides what others
-    hold from there on. Nothing that breaks here ends a training.
+    A resumed run writes a file of its own; TensorBoard hides what others hold from its first step
+    on. Nothing that breaks here ends a training.
     """
 
     def __init__(self, settings: TensorBoard, folder: RunFolder, step: int):
@@ -164,14 +164,15 @@ class TensorBoardLog:
 
         place, seconds = folder.path / "tensorboard", settings.flush_seconds
         self.broken: list[str] = []
+        self.step = step
         self.writer: Any = SummaryWriter(str(place), purge_step=step + 1, flush_secs=seconds)
 
     def log(self, line: dict[str, Any]) -> None:
-        at = line.get("step", line["epoch"])
+        self.step = line.get("step", self.step)
         try:
             for name, value in line.items():
-                if value is not None and name != "step":
-                    self.writer.add_scalar(name, value, at)
+                if value is not None and name not in ("step", "epoch"):
+                    self.writer.add_scalar(name, value, self.step)
         except Exception as error:  # such as a full disk
             self.broken.append(first_line(error))
 
