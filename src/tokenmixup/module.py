@@ -281,8 +281,9 @@ class TokenMixup(nn.Module):
         if state.num_patches is not None:
             prefix = tokens.shape[1] - state.num_patches
         if not 0 <= prefix < tokens.shape[1]:
+            n = tokens.shape[1]
             raise ValueError(
-                f"block {index} gets {tokens.shape[1]} tokens of {tokens.shape[1] - prefix} patches: "
+                f"block {index} gets {n} tokens of {n - prefix} patches: "
                 "TokenMixup cannot tell which is which"
             )
         by_class_token = prefix > 0 and self._reads_class_token
