@@ -15,6 +15,16 @@ from torch import Tensor, nn
 OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments that change no token
 
 
+def _itself(out: Any) -> Any:
+    return out
+
+
+class Dropped(NamedTuple):
+    """What is read of a dropout."""
+
+    p: float
+
+
 class Projection(NamedTuple):
     """A layer that is not a module of its own."""
 
@@ -54,11 +64,12 @@ class Parts:
                 self.qkv.weight.shape[0] // 3 if self.q_proj is None else len(self.q_proj.weight)
             )
             self.scale = (width / self.num_heads) ** -0.5
-        self.attn_drop, self.proj_drop = nn.Dropout(self.dropout), nn.Identity()
 
+    @property
+    def attn_drop(self) -> Dropped:
+        return Dropped(self.dropout)
 
-def _itself(out: Any) -> Any:
-    return out
+    proj_drop = staticmethod(_itself)  # `proj` has it
 
 
 @dataclass(frozen=True, kw_only=True)

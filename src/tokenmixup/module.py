@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tokenmixup.adapters import Adapted, Adapter, as_called, attention_module, block_module
+from tokenmixup.adapters import Adapter, adapter_of, as_called, attention_module, block_module
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.detectors import BlockInput, detector_of
 from tokenmixup.horizontal import HorizontalMix, algorithm_1
@@ -100,7 +100,7 @@ class TokenMixup(nn.Module):
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         if checkpoint_blocks and (reason := why_not(model, None, adapter)):
             raise ValueError(f"TokenMixup cannot serve this model: {reason}")
-        self.adapter = adapter
+        self.adapter = adapter or adapter_of(model)
         self.checkpoint_blocks = checkpoint_blocks
         self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
         self.scorenets = nn.ModuleDict()  # by layer
@@ -110,7 +110,7 @@ class TokenMixup(nn.Module):
         self._sources = range(max(self._vtm_at, default=0))
         for key, layer in self._layers():
             check_layer(model, key, layer, adapter)
-        view = self.view
+        view = view_of(model, adapter)
         if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(view):
             raise ValueError("vtm.class_token_offset='published': there is no class token")
         if htm is not None:
@@ -122,11 +122,6 @@ class TokenMixup(nn.Module):
                 self.scorenets[str(layer)] = scorenet.to(like.device, like.dtype)
             self.rules, self._detect = rules_of(htm), detector_of(htm)
         self._reads_class_token = reads_class_token(view)
-
-    @property
-    def view(self) -> Any:
-        """The model by the names that this library reads, see `adapters.py`."""
-        return view_of(self.model, self.adapter)
 
     def _layers(self) -> Iterator[tuple[str, int]]:
         for layer in self._htm_at:
@@ -151,7 +146,7 @@ class TokenMixup(nn.Module):
 
     def _logits(self, images: Tensor) -> Any:
         out = self.model(images)
-        return self.view.adapter.logits(out) if isinstance(self.view, Adapted) else out
+        return out if self.adapter is None else self.adapter.logits(out)
 
     def stop_mixing(self) -> None:
         """From here on a training pass is the plain model's, and no ScoreNet learns."""
@@ -180,7 +175,7 @@ class TokenMixup(nn.Module):
         """What is known before the pass: the gradient of the input, the draws of manifold mixup."""
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
-        state = Pass(targets)
+        state = Pass(targets, view_of(self.model, self.adapter))
         if self._htm_at and self.htm is not None and self.htm.detector == "gradient":
             with evaluating(self.model):
                 state.pixels = input_gradient(self._logits, images, targets)
@@ -194,7 +189,7 @@ class TokenMixup(nn.Module):
     @contextmanager
     def _mixing(self, state: Pass) -> Iterator[None]:
         """Lets the blocks mix until the context ends."""
-        model = self.view
+        model = state.view
         blocks = getattr(model, "blocks", ())  # none where nothing is mixed inside
         repeats = [getattr(block_module(x), "gradient_checkpointing", False) for x in blocks]
         if getattr(self.model, "grad_checkpointing", False) or any(repeats):
@@ -276,8 +271,7 @@ class TokenMixup(nn.Module):
         return (entry.tokens, *args[1:]), given
 
     def _block_input(self, state: Pass, index: int, tokens: Tensor, given: Any) -> BlockInput:
-        view = self.view
-        prefix = declared_prefix(view)
+        prefix = declared_prefix(state.view)
         if state.num_patches is not None:
             prefix = tokens.shape[1] - state.num_patches
         if not 0 <= prefix < tokens.shape[1]:
@@ -288,5 +282,12 @@ class TokenMixup(nn.Module):
             )
         by_class_token = prefix > 0 and self._reads_class_token
         return BlockInput(
-            view.blocks, index, tokens, given, prefix, by_class_token, state.pixels, state.grid
+            state.view.blocks,
+            index,
+            tokens,
+            given,
+            prefix,
+            by_class_token,
+            state.pixels,
+            state.grid,
         )

@@ -89,6 +89,7 @@ class Pass:
     """What is known so far."""
 
     targets: Tensor  # b c, as mixed so far
+    view: Any  # the model by the names that this library reads, see `adapters.py`
     pixels: Tensor | None = None  # b h w, the gradient of the input
     manifold: ManifoldMix | None = None
     num_patches: int | None = None  # by the patch embedding

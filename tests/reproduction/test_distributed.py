@@ -22,7 +22,7 @@ from reproduction.runs.folder import RunFolder
 from reproduction.training import endings
 from reproduction.training.distributed import World, _how
 from reproduction.training.evaluate import _count, evaluate
-from reproduction.training.loggers import NoLog
+from reproduction.training.loggers import Logs
 from reproduction.training.train import build_trainer, run_training
 from tests.chaos.runs import differences
 from tests.reproduction.conftest import Command, at_step, run_here
@@ -261,7 +261,7 @@ def test_only_the_first_rank_writes(tmp_path: Path):
     trainer.world = World(1, 1, torch.device("cpu"))
     trainer.history[0]["top1"] = -1.0  # so that the second one is the best
     before = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
-    trainer.fit(NoLog())
+    trainer.fit(Logs())
     after = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
     assert after == before
 

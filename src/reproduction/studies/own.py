@@ -1,6 +1,5 @@
 """A study of one's own: a file that fixes its runs and comparisons before the first run."""
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +9,9 @@ from pydantic.dataclasses import dataclass
 from reproduction.config import FORBID, Count, FolderName, folder_name
 from reproduction.reporting.cells import FULL, SCALES
 from reproduction.runs.compose import compose, explaining
-from reproduction.runs.folder import default_name, find_runs, run_hash
+from reproduction.runs.folder import default_name, find_runs
 from reproduction.runs.parse import parse
-from reproduction.studies.plan import PlannedRun, Settings, quoted
+from reproduction.studies.plan import PlannedRun, Settings, planned_run, quoted
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_yaml
 
@@ -78,26 +77,20 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
     scales = [FULL, *(["smoke"] if study.smoke else [])]
     if settings.scale not in scales:
         raise UserError(f"{path}: scale={settings.scale}: allowed is {' or '.join(scales)}")
-    runs = []
+    stacks = {}
+    for stack, own in study.stacks.items():
+        with explaining(f"{path}: {stack}"):
+            told = [*study.overrides, *own, *_at_scale(study, own, settings)]
+            told += [f"devices={settings.devices}", f"output_root={quoted(str(settings.root))}"]
+            config = parse(compose("train", told).raw, needs_data=False)
+            folder_name(default_name(config, f"{path.stem}/{stack}"))  # refuses what is none
+            stacks[stack] = told, config
     default = study.seeds if settings.scale == FULL else 1
-    for seed in range(seeds or default):
-        for stack, own in study.stacks.items():
-            with explaining(f"{path}: {stack}"):
-                told = [*study.overrides, *own, *_at_scale(study, own, settings)]
-                told += [f"seed={seed}", f"devices={settings.devices}"]
-                told.append(f"output_root={quoted(str(settings.root))}")
-                config = parse(compose("train", told).raw, needs_data=False)
-                folder = existing.get(run_hash(config))
-                name = default_name(config, f"{path.stem}/{stack}")
-                name = folder_name(name) if folder is None else folder.path.name
-            runs.append(
-                PlannedRun(
-                    config=dataclasses.replace(config, name=name, resume="auto"),
-                    overrides=(*told, f"name={quoted(name)}", "resume=auto"),
-                    labels=(stack,),
-                )
-            )
-    return runs
+    return [
+        planned_run(config, told, seed, f"{path.stem}/{stack}", existing, (stack,))
+        for seed in range(seeds or default)
+        for stack, (told, config) in stacks.items()
+    ]
 
 
 def _at_scale(study: OwnStudy, own: list[str], settings: Settings) -> list[str]:

@@ -5,7 +5,7 @@ Imports no torch. A study is `table1` to `table5`, `figure3`, `figure4`, `sweep-
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -189,27 +189,36 @@ def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
     for point in points:
         grouped.setdefault(run_hash(_config(point, settings)), []).append(point)
     return [
-        _planned(group, settings, seed, firsts.get(key, group[0].cell.experiment), existing)
+        planned_run(
+            _config(group[0], settings),
+            _overrides(group[0], settings),
+            seed,
+            firsts.get(key, group[0].cell.experiment),
+            existing,
+            tuple(point.label for point in group),
+        )
         for seed in range(seeds)
         for key, group in grouped.items()
     ]
 
 
-def _planned(
-    group: list[Point],
-    settings: Settings,
+def planned_run(
+    config: Config,
+    overrides: Sequence[str],
     seed: int,
     experiment: str,
-    existing: dict[str, RunFolder],
+    existing: Mapping[str, RunFolder],
+    labels: tuple[str, ...],
 ) -> PlannedRun:
-    config = dataclasses.replace(_config(group[0], settings), seed=seed)
+    """A configuration with its seed and name: that of the folder which exists, or a new one."""
+    config = dataclasses.replace(config, seed=seed)
     folder = existing.get(run_hash(config))
     name = default_name(config, experiment) if folder is None else folder.path.name
     own = (f"seed={seed}", f"name={quoted(name)}", "resume=auto")
     return PlannedRun(
         config=dataclasses.replace(config, name=name, resume="auto"),
-        overrides=(*_overrides(group[0], settings), *own),
-        labels=tuple(point.label for point in group),
+        overrides=(*overrides, *own),
+        labels=labels,
     )
 
 

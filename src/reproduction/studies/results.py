@@ -6,7 +6,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import StatisticsError, fmean
@@ -20,7 +20,9 @@ from reproduction.config import STACK
 from reproduction.models.weights import read_file
 from reproduction.reporting.cells import FULL, read_cells
 from reproduction.reporting.collect import METRICS
+from reproduction.reporting.columns import spread_text
 from reproduction.reporting.statistics import compare, holm, p_text, spread
+from reproduction.reporting.tables import LEVEL
 from reproduction.runs.folder import RunFolder, hash_of, identity
 from reproduction.runs.parse import parse_saved
 from reproduction.studies.own import OwnStudy, plan_own, read_study
@@ -29,9 +31,9 @@ from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
+from reproduction.training.loop import MEDIAN_EPOCHS
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
-MEDIAN_EPOCHS = 10
 LEAST_ROUNDS = 3  # below them no test
 Result = Mapping[str, Any]
 Runs = dict[str, dict[int, Result]]  # stack -> seed -> run
@@ -260,7 +262,10 @@ def _study(
         values = list(found.values())
         cells = [stack, str(len(values))]
         if values:
-            cells += [_mean(values, "top1_last"), _spread_text(map(_best_of_ten, values))]
+            cells += [
+                _mean(values, "top1_last"),
+                spread_text(spread([_best_of_ten(run) for run in values])),
+            ]
             cells.append(_mean(values, "top1_best"))
             cells.append(f"{100 * fmean(run['mixed_share'] for run in values):.0f} %")
             cells.append(f"{sum(run['hours'] for run in values):.1f}")
@@ -300,7 +305,7 @@ def _contrasts(
     yield "| contrast | n | difference | p | p by Holm | |"
     yield "|---|---:|---:|---:|---:|---|"
     for contrast, test, p in zip(study.contrasts, tests, adjusted, strict=True):
-        told = "significant at 5 %" if p < 0.05 else "not significant"
+        told = "significant at 5 %" if p < LEVEL else "not significant"
         raw = test.reason if test.p is None else p_text(test.p)
         yield (
             f"| {contrast.of} - {contrast.against} | {len(test.seeds)} | {test.difference:+.2f} | "
@@ -310,9 +315,4 @@ def _contrasts(
 
 
 def _mean(runs: Sequence[Result], key: str) -> str:
-    return _spread_text(run[key] for run in runs)
-
-
-def _spread_text(values: Iterable[float]) -> str:
-    found = spread(list(values))
-    return f"{found.mean:.2f}" if found.std is None else f"{found.mean:.2f} +/- {found.std:.2f}"
+    return spread_text(spread([run[key] for run in runs]))

@@ -40,12 +40,19 @@ class Logger(Protocol):
     def close(self, status: str) -> None: ...
 
 
-class NoLog:
+class Logs:
+    """None, one or several loggers."""
+
+    def __init__(self, *loggers: Logger):
+        self.loggers = loggers
+
     def log(self, line: dict[str, Any]) -> None:
-        """Logs nothing."""
+        for logger in self.loggers:
+            logger.log(line)
 
     def close(self, status: str) -> None:
-        """Has nothing to close."""
+        for logger in self.loggers:
+            logger.close(status)
 
 
 class WandbLog:
@@ -184,21 +191,6 @@ class TensorBoardLog:
         _warn_of(self.broken, "tensorboard")
 
 
-class Both:
-    """Several loggers."""
-
-    def __init__(self, loggers: list[Logger]):
-        self.loggers = loggers
-
-    def log(self, line: dict[str, Any]) -> None:
-        for logger in self.loggers:
-            logger.log(line)
-
-    def close(self, status: str) -> None:
-        for logger in self.loggers:
-            logger.close(status)
-
-
 def build_logger(config: Config, folder: RunFolder, step: int) -> Logger:
     """What the configuration names, for a run that goes on after `step`."""
     wandb, tensorboard = config.logger.wandb, config.logger.tensorboard
@@ -207,7 +199,7 @@ def build_logger(config: Config, folder: RunFolder, step: int) -> Logger:
         loggers.append(WandbLog(config, wandb, folder))
     if tensorboard is not None:
         loggers.append(TensorBoardLog(tensorboard, folder, step))
-    return Both(loggers)
+    return Logs(*loggers)
 
 
 def _teardown() -> None:

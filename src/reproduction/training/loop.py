@@ -25,7 +25,7 @@ from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import evaluate
-from reproduction.training.loggers import Logger, NoLog, ProgressDisplay
+from reproduction.training.loggers import Logger, Logs, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, not_finite
 from reproduction.training.step import Part, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
@@ -57,7 +57,7 @@ class Trainer:
         recipe = config.recipe
         self.config, self.recipe, self.world = config, recipe, world
         self.folder, self.classes = folder, classes
-        self.logger: Logger = NoLog()
+        self.logger: Logger = Logs()
         self.module, self.batches = module, batches
         self.train_loader, self.eval_loader, self.broken = train_loader, eval_loader, broken
         if config.compile:

@@ -54,7 +54,7 @@ from reproduction.training.endings import (
     stop_at_once,
 )
 from reproduction.training.evaluate import autocast
-from reproduction.training.loggers import Logger, NoLog, build_logger
+from reproduction.training.loggers import Logger, Logs, build_logger
 from reproduction.training.loop import Trainer
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
@@ -165,7 +165,7 @@ def _tell_restart(step: int) -> None:
 
 def _open_logger(config: Config, trainer: Trainer) -> Logger:
     """Opens the loggers on the first rank; if that fails, all ranks raise its UserError."""
-    logger: Logger = NoLog()
+    logger: Logger = Logs()
     error = None
     if trainer.world.is_main:
         try:
