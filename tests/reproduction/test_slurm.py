@@ -125,9 +125,13 @@ def test_a_task_is_queued_again_near_its_time_limit_and_goes_on(
 
 
 def test_sigterm_is_left_to_slurm(calls: Path, tmp_path: Path, monkeypatch):
-    """It ends the run, here with status 7, and does not queue the task again."""
+    """It ends the run, here with status 7, and does not queue the task again.
+
+    The run takes a moment to end, as every run does that saves: bash loses the status of a step
+    that ends in the millisecond in which the signal reaches the shell.
+    """
     code = "import pathlib, signal, sys, time\n"
-    code += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    code += "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7)))\n"
     code += f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(60)\n"
     (tmp_path / "train.py").write_text(code)
     monkeypatch.setattr(slurm, "TRAIN", tmp_path / "train.py")
