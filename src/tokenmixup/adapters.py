@@ -90,13 +90,12 @@ class Adapter:
     returns: Callable[[Tensor], Any] = _itself  # what the attention module returns
     logits: Callable[[Any], Tensor] = _itself  # of what the model returns, `b c`
 
-    def __call__(self, model: nn.Module) -> "Adapted":
-        """The view of a model; ValueError where a path leads nowhere."""
-        return Adapted(model, self)
-
 
 class Adapted:
-    """A model by the names that this library reads, which are timm's."""
+    """A model by the names that this library reads, which are timm's.
+
+    Raises ValueError where a path of the adapter leads nowhere.
+    """
 
     def __init__(self, model: nn.Module, adapter: Adapter):
         self.model, self.adapter = model, adapter
@@ -127,12 +126,6 @@ class AdaptedBlock:
     @property
     def attn(self) -> Parts:
         return self.adapter.parts(self.attention)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AdaptedBlock) and other.module is self.module
-
-    def __hash__(self) -> int:
-        return id(self.module)
 
 
 def found(start: Any, path: str) -> Any:

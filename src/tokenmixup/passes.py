@@ -191,5 +191,5 @@ def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> T
 
 def _entry_of(block: Any, state: Pass) -> BlockInput:
     entry = state.entry
-    assert entry is not None and entry.blocks[entry.index] == block, "it is not watched"
+    assert entry is not None and entry.blocks[entry.index] is block, "it is not watched"
     return entry

@@ -46,7 +46,7 @@ def why_not(
 def view_of(model: Any, adapter: Adapter | None = None) -> Any:
     """The model by the names that are read here: itself, or by an adapter."""
     adapter = adapter or adapter_of(model)
-    return model if adapter is None else adapter(model)
+    return model if adapter is None else Adapted(model, adapter)
 
 
 def _why_not_adapted(view: Adapted) -> str | None:

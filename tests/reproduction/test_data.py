@@ -22,8 +22,8 @@ from reproduction.data.loaders import (
     BrokenImages,
     EvaluationImages,
     TrainingBatches,
-    evaluation_loader,
-    training_loader,
+    data_loader,
+    evaluation_batches,
 )
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
@@ -124,7 +124,7 @@ def epoch_of_images(workers: int, seed: int = 0, epoch: int = 0) -> torch.Tensor
     images = build_training_images(config, source)
     batches = TrainingBatches(24, 10, seed)
     batches.epoch = epoch
-    return torch.cat([x for x, _ in training_loader(images, batches, workers, pin_memory=False)])
+    return torch.cat([x for x, _ in data_loader(images, batches, workers, pin_memory=False)])
 
 
 def test_augmented_images_do_not_depend_on_workers_or_global_generators():
@@ -153,7 +153,7 @@ def test_loading_leaves_the_global_generators_alone(workers: int):
 def hold_workers() -> None:
     """Fails while a traceback holds a loader's iterator, as ranks that we start may do."""
     images = EvaluationImages([(0, 0)] * 9, lambda image: image)
-    held = iter(evaluation_loader(images, num_images=9, batch_size=2, workers=1, pin_memory=False))
+    held = iter(data_loader(images, evaluation_batches(9, 2), workers=1, pin_memory=False))
     next(held)
     raise RuntimeError
 
@@ -254,6 +254,6 @@ def test_evaluation_shows_every_image_once_to_one_rank(ranks):
         build_evaluation_loader(config, source, r, ranks, False, BrokenImages(0))
         for r in range(ranks)
     ]
-    seen = [index for loader in loaders for index in loader.sampler]
+    seen = [index for loader in loaders for batch in loader.batch_sampler for index in batch]
     assert sorted(seen) == list(range(360))
     assert sum(len(targets) for loader in loaders for _, targets in loader) == 360

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from reproduction.commands.jobs import resolve
 from reproduction.data.build import build_source
-from reproduction.data.loaders import EvaluationImages, evaluation_loader
+from reproduction.data.loaders import EvaluationImages, data_loader, evaluation_batches
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.training import endings
@@ -307,7 +307,7 @@ def test_every_image_is_evaluated_once_whatever_the_ranks(held_out: int, ranks: 
     together = Counted()
     for rank in range(ranks):
         world = Counted(rank, ranks, together.totals)
-        loader = evaluation_loader(data, held_out, 7, 0, False, rank, ranks)
+        loader = data_loader(data, evaluation_batches(held_out, 7, rank, ranks), 0, False)
         evaluate(model, torch.clone, loader, world, "float32")
     right = (model(images).argmax(dim=1) == targets).sum().item()
     assert together.totals[:3].tolist() == [held_out, right, held_out]

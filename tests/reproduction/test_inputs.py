@@ -9,7 +9,7 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from reproduction.config import Config
+from reproduction.config import Augmentation, Config, InputMix
 from reproduction.data.build import build_training_images, build_training_inputs
 from reproduction.data.inputs import (
     Erasing,
@@ -24,6 +24,7 @@ from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 
 CPU = torch.device("cpu")
+MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), InputMix(alpha=1.0, prob=1.0)
 
 
 def config_of(*overrides: str) -> Config:
@@ -163,11 +164,10 @@ def test_inputs_leave_the_images_and_the_global_generators_alone():
 @pytest.mark.parametrize("n", [6, 7, 1])
 @pytest.mark.parametrize(
     "stack",
-    [{"mixup": (0.8, 1.0)}, {"cutmix": (1.0, 1.0)}, {"mixup": (0.8, 1.0), "cutmix": (1.0, 1.0)}],
+    [{"mixup": MIXUP}, {"cutmix": CUTMIX}, {"mixup": MIXUP, "cutmix": CUTMIX}],
 )
 def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack, mode):
-    both = {"mixup": None, "cutmix": None, **stack}
-    ours = build_input_mixer(num_classes=4, label_smoothing=0.1, mode=mode, **both)
+    ours = build_input_mixer(Augmentation(mode=mode, **stack), 0.1, 4)
     theirs = Mixup(
         mixup_alpha=0.8 if "mixup" in stack else 0.0,
         cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
@@ -187,9 +187,8 @@ def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack, mode):
 
 
 def test_input_mixing_happens_as_often_as_asked():
-    mixer = build_input_mixer(
-        num_classes=2, label_smoothing=0.0, mixup=(1.0, 0.2), cutmix=(1.0, 0.6)
-    )
+    mixup, cutmix = InputMix(alpha=1.0, prob=0.2), InputMix(alpha=1.0, prob=0.6)
+    mixer = build_input_mixer(Augmentation(mixup=mixup, cutmix=cutmix), 0.0, 2)
     kinds = {"none": 0, "mixup": 0, "cutmix": 0}
     for step in range(2000):
         images = torch.stack([torch.zeros(1, 8, 8), torch.ones(1, 8, 8)])
@@ -202,16 +201,15 @@ def test_input_mixing_happens_as_often_as_asked():
 
 
 def test_without_input_mixing_targets_are_smoothed_as_timm_smooths_them():
-    mixer = build_input_mixer(num_classes=4, label_smoothing=0.1, mixup=None, cutmix=None)
+    mixer = build_input_mixer(Augmentation(), 0.1, 4)
     _, soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3]))
     torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_input_mixup_mixes_labels_of_odd_batches_with_the_images(mode: str):
-    mixer = build_input_mixer(
-        num_classes=5, label_smoothing=0.0, mixup=(1.0, 1.0), cutmix=None, mode=mode
-    )
+    mixup = InputMix(alpha=1.0, prob=1.0)
+    mixer = build_input_mixer(Augmentation(mixup=mixup, mode=mode), 0.0, 5)
     for step in range(5):
         images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
         mixed, soft = mixed_by(mixer, images, torch.arange(5), step)
@@ -231,7 +229,7 @@ def test_randomness_for_two_purposes_is_never_the_same():
 
 
 def test_mixing_stops_but_not_the_smoothing():
-    mixer = build_input_mixer(num_classes=4, label_smoothing=0.1, mixup=(0.8, 1.0), cutmix=None)
+    mixer = build_input_mixer(Augmentation(mixup=MIXUP), 0.1, 4)
     inputs = TrainingInputs(lambda x: x, mixer)
     images = torch.randn(4, 3, 8, 8)
     assert not torch.equal(inputs(images.clone(), torch.arange(4), 0, 0, 0)[0], images)

@@ -22,8 +22,8 @@ from reproduction.data.loaders import (
     TrainingBatches,
     TrainingImages,
     Transform,
-    evaluation_loader,
-    training_loader,
+    data_loader,
+    evaluation_batches,
 )
 from reproduction.data.sources import Source, load_source
 from reproduction.system.errors import UserError
@@ -76,7 +76,7 @@ def build_training_loader(
     """Loads this rank's batches; decodes a small folder now."""
     in_memory = dataclasses.replace(source, train=_held(config.dataset, source.train))
     images = build_training_images(config, in_memory)
-    loader = training_loader(images, batches, config.dataset.workers, pin)
+    loader = data_loader(images, batches, config.dataset.workers, pin)
     return broken.leave_out(loader, first=0) if config.dataset.skips else loader
 
 
@@ -85,15 +85,10 @@ def build_evaluation_loader(
 ) -> Loader:
     """Loads this rank's share of the held-out images; decodes a small folder now."""
     held_out = _held(config.dataset, source.held_out)
-    loader = evaluation_loader(
-        EvaluationImages(held_out, build_evaluation_transform(config), config.dataset.skips),
-        num_images=len(source.held_out),
-        batch_size=max(1, config.recipe.batch_size // ranks),
-        workers=config.dataset.workers,
-        pin_memory=pin,
-        rank=rank,
-        ranks=ranks,
-    )
+    images = EvaluationImages(held_out, build_evaluation_transform(config), config.dataset.skips)
+    size = max(1, config.recipe.batch_size // ranks)
+    batches = evaluation_batches(len(source.held_out), size, rank, ranks)
+    loader = data_loader(images, batches, config.dataset.workers, pin)
     return broken.leave_out(loader, first=len(source.train)) if config.dataset.skips else loader
 
 
@@ -115,17 +110,8 @@ def _held(dataset: Dataset, images: ImageSource) -> ImageSource:
 
 def build_training_inputs(config: Config, num_classes: int, device: torch.device) -> TrainingInputs:
     """Normalisation, input mixup, CutMix and random erasing as recipe and stack have them."""
-    stack, transforms = config.augmentation, config.recipe.transforms
-    mixup, cutmix = (
-        (mix.alpha, mix.prob) if mix is not None else None for mix in (stack.mixup, stack.cutmix)
-    )
-    mixer = build_input_mixer(
-        num_classes=num_classes,
-        label_smoothing=config.recipe.label_smoothing,
-        mixup=mixup,
-        cutmix=cutmix,
-        mode=stack.mode,
-    )
+    transforms = config.recipe.transforms
+    mixer = build_input_mixer(config.augmentation, config.recipe.label_smoothing, num_classes)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
     erasing = None
     if transforms.erasing_prob > 0:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from reproduction.system.errors import UserError
 
@@ -108,24 +108,18 @@ def image_files(folder: Path) -> list[str]:
     Links are followed. OSError if a folder is not readable, or found twice, as through a link that
     leads up: its images would count as often, or for ever.
     """
-    found, seen, waiting = [], set(), [str(folder)]
-    while waiting:
-        here = waiting.pop()
+    found, seen = [], set()
+    for here, _, names in os.walk(folder, onerror=_refuse, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in seen:
             raise OSError(f"{here} leads to a folder of images that is in this class already")
         seen.add((status.st_dev, status.st_ino))
-        for entry in os.scandir(here):
-            if _is_folder(entry):
-                waiting.append(entry.path)
-            elif entry.name.lower().endswith(EXTENSIONS):
-                found.append((here, entry.name))
+        found += [(here, name) for name in names if name.lower().endswith(EXTENSIONS)]
     return [os.path.join(*place) for place in sorted(found)]
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Without a look at the disk for most; a link that leads nowhere is none."""
-    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
+def _refuse(error: OSError) -> NoReturn:
+    raise error
 
 
 def is_text(name: str) -> bool:

@@ -10,6 +10,7 @@ from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from reproduction.config import Augmentation
 from reproduction.data.seeding import Purpose, seed_of, seeded
 
 Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
@@ -66,32 +67,25 @@ class AnyMixup(Mixup):
         return torch.cat([lam[:middle], lam.new_ones(is_odd, 1), lam[middle:]])
 
 
-def build_input_mixer(
-    *,
-    num_classes: int,
-    label_smoothing: float,
-    mixup: tuple[float, float] | None,
-    cutmix: tuple[float, float] | None,
-    mode: str = "batch",
-) -> InputMixer:
+def build_input_mixer(stack: Augmentation, label_smoothing: float, num_classes: int) -> InputMixer:
     """(images `b 3 h w`, classes `b`) -> (images, soft targets `b c`); images change in place.
 
-    `mixup`, `cutmix`: (alpha, probability) or None. With both, a coin picks one of them for each
-    batch, which then happens with its own probability; `mode` says what stands for a batch there:
-    pairs of images, or each of them.
+    With both mixup and CutMix a coin picks one of them for each batch, which then happens with its
+    own probability; `stack.mode` says what stands for a batch there: pairs of images, or each.
     """
-    if mixup is None and cutmix is None:
+    if stack.mixup is None and stack.cutmix is None:
         return lambda x, target: (x, mixup_target(target, num_classes, 1.0, label_smoothing))
-    mixup_alpha, mixup_prob = mixup or (0.0, 0.0)
-    cutmix_alpha, cutmix_prob = cutmix or (0.0, 0.0)
-    both = mixup is not None and cutmix is not None
+    (mixup_alpha, mixup_prob), (cutmix_alpha, cutmix_prob) = (
+        (0.0, 0.0) if mix is None else (mix.alpha, mix.prob) for mix in (stack.mixup, stack.cutmix)
+    )
+    both = stack.mixup is not None and stack.cutmix is not None
     total = mixup_prob + cutmix_prob
     return AnyMixup(
         mixup_alpha=mixup_alpha,
         cutmix_alpha=cutmix_alpha,
         prob=total / 2 if both else total,
         switch_prob=cutmix_prob / total if total else 0.0,
-        mode=mode,
+        mode=stack.mode,
         label_smoothing=label_smoothing,
         num_classes=num_classes,
     )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 
 from reproduction.data.images import ImageSource
 from reproduction.data.seeding import Purpose, generators_kept, seed_generators
@@ -122,42 +122,29 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
             yield [(self.epoch, int(index)) for index in share]
 
 
-def training_loader(
-    images: TrainingImages, batches: TrainingBatches, workers: int, pin_memory: bool
-) -> DataLoader[Item]:
-    """Loads this rank's shares, from where `batches` starts."""
-    settings = _settings(images, workers, pin_memory)
-    return DataLoader(images, batch_sampler=batches, **settings)
+def evaluation_batches(num_images: int, size: int, rank: int = 0, ranks: int = 1) -> BatchSampler:
+    """Every image exactly once over all ranks, without padding."""
+    return BatchSampler(range(rank, num_images, ranks), size, drop_last=False)
 
 
-def evaluation_loader(
-    images: EvaluationImages,
-    num_images: int,
-    batch_size: int,
+def data_loader(
+    images: TrainingImages | EvaluationImages,
+    batches: Iterable[list[Any]],
     workers: int,
     pin_memory: bool,
-    rank: int = 0,
-    ranks: int = 1,
 ) -> DataLoader[Item]:
-    """Every image exactly once over all ranks, without padding."""
-    settings = _settings(images, workers, pin_memory)
-    share = range(rank, num_images, ranks)
-    return DataLoader(images, batch_size=batch_size, sampler=share, **settings)
-
-
-def _settings(
-    images: TrainingImages | EvaluationImages, workers: int, pin_memory: bool
-) -> dict[str, Any]:
-    """What both kinds of loaders have in common."""
-    return {
-        "num_workers": workers,
-        "multiprocessing_context": START if workers else None,
-        "persistent_workers": workers > 0,
-        "pin_memory": pin_memory,
-        "worker_init_fn": _leave_signals_to_parent,
-        "collate_fn": collate_readable if images.skips else None,
-        "generator": torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
-    }
+    """Loads `batches`, each the keys of its images."""
+    return DataLoader(
+        images,
+        batch_sampler=batches,
+        num_workers=workers,
+        multiprocessing_context=START if workers else None,
+        persistent_workers=workers > 0,
+        pin_memory=pin_memory,
+        worker_init_fn=_leave_signals_to_parent,
+        collate_fn=collate_readable if images.skips else None,
+        generator=torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
+    )
 
 
 class World(Protocol):
@@ -208,16 +195,6 @@ class Readable:
             for number, reason in left_out:
                 self.broken.note(self.first + number, reason)
             yield batch
-
-
-def worker_death(text: str) -> str | None:
-    """What an error of torch's says of a worker that died, and what to try; None of another."""
-    if "DataLoader worker (pid" not in text:
-        return None
-    return (
-        f"{text.rstrip('. ')}: memory may have run out, try a lower dataset.workers, "
-        "dataset.memory_mib or recipe.batch_size"
-    )
 
 
 def _leave_signals_to_parent(worker: int) -> None:

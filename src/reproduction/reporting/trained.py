@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from timm.data.mixup import mixup_target
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
 from reproduction.data.build import build_evaluation_transform, build_source
-from reproduction.data.inputs import build_input_mixer, build_normalize
+from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import Broken, loaded
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
@@ -96,15 +97,8 @@ def some_images(trained: Trained, count: int) -> Sample:
     readable = islice((item for item in items if not isinstance(item, Broken)), count)
     pixels, classes = default_collate([(transform(image), target) for image, target in readable])
     images = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
-    smooth = build_input_mixer(
-        num_classes=len(source.classes),
-        label_smoothing=config.recipe.label_smoothing,
-        mixup=None,
-        cutmix=None,
-    )
-    return Sample(
-        *(part.to(trained.device) for part in (images, classes, smooth(images, classes)[1]))
-    )
+    targets = mixup_target(classes, len(source.classes), 1.0, config.recipe.label_smoothing)
+    return Sample(*(part.to(trained.device) for part in (images, classes, targets)))
 
 
 def displayable(images: Tensor, config: Config) -> np.ndarray:

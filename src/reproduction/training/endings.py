@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from reproduction.config import Checkpoint, Recipe
 from reproduction.data.images import NO_IMAGE
-from reproduction.data.loaders import worker_death
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError
 from reproduction.system.ranks import is_first_rank, restarts
@@ -90,8 +89,12 @@ def explaining_data() -> Iterator[None]:
         last = str(error).strip().rpartition("\n")[2]  # of a worker's traceback
         if NO_IMAGE in last:
             raise PlainError(last.removeprefix("RuntimeError: ")) from error
-        if death := worker_death(" ".join(str(error).split())):
-            raise PlainError(death) from error
+        said = " ".join(str(error).split())
+        if "DataLoader worker (pid" in said:
+            raise PlainError(
+                f"{said.rstrip('. ')}: memory may have run out, try a lower dataset.workers, "
+                "dataset.memory_mib or recipe.batch_size"
+            ) from error
         raise
 
 

@@ -5,9 +5,10 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from uuid import uuid4
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -35,37 +36,17 @@ UNASKED: dict[str, Any] = {
 }
 
 
-class Logger(Protocol):
-    def log(self, line: dict[str, Any]) -> None: ...
-    def close(self, status: str) -> None: ...
-
-
-class Logs:
-    """None, one or several loggers."""
-
-    def __init__(self, *loggers: Logger):
-        self.loggers = loggers
-
-    def log(self, line: dict[str, Any]) -> None:
-        for logger in self.loggers:
-            logger.log(line)
-
-    def close(self, status: str) -> None:
-        for logger in self.loggers:
-            logger.close(status)
-
-
 class WandbLog:
     """One wandb run per job; summary.json keeps its id, so that a resumed run goes on in it.
 
-    A service that cannot be reached costs a warning: the run is then recorded offline. Nor does
-    anything that breaks in wandb later on end a training, whose lines are in metrics.jsonl.
+    A service that cannot be reached costs a warning: the run is then recorded offline.
     """
+
+    name = "wandb"
 
     def __init__(self, config: Config, logger: Wandb, folder: RunFolder):
         self.run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
         self.place = folder.path / "wandb"
-        self.broken: list[str] = []
         folder.path.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self.run = self._open(config, logger)
@@ -137,13 +118,10 @@ class WandbLog:
             self.place.rmdir()
 
     def log(self, line: dict[str, Any]) -> None:
-        try:
-            self.run.log({key: value for key, value in line.items() if value is not None})
-        except Exception as error:  # its process has died: the training goes on
-            self.broken.append(first_line(error))
+        self.run.log({key: value for key, value in line.items() if value is not None})
 
     def close(self, status: str) -> None:
-        """Never raises; a run that is not uploaded yet says how it can be."""
+        """A run that is not uploaded yet says how it can be."""
         try:
             self.run.finish(exit_code=0 if status == "finished" else 1)
             if self.run.url is None:
@@ -153,53 +131,78 @@ class WandbLog:
                 f"wandb took not all within {FINISH_SECONDS:.0f} s, to upload the rest: "
                 f"wandb sync --include-online {self.recorded}"
             )
-        except Exception as error:
-            self.broken.append(first_line(error))
-        _teardown()
-        _warn_of(self.broken, "wandb")
+        finally:
+            _teardown()
 
 
 class TensorBoardLog:
     """Event files in the run's folder; the line of an epoch stands at its last step.
 
     A resumed run writes a file of its own; TensorBoard hides what others hold from its first step
-    on. Nothing that breaks here ends a training.
+    on.
     """
+
+    name = "tensorboard"
 
     def __init__(self, settings: TensorBoard, folder: RunFolder, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         place, seconds = folder.path / "tensorboard", settings.flush_seconds
-        self.broken: list[str] = []
         self.step = step
         self.writer: Any = SummaryWriter(str(place), purge_step=step + 1, flush_secs=seconds)
 
     def log(self, line: dict[str, Any]) -> None:
         self.step = line.get("step", self.step)
-        try:
-            for name, value in line.items():
-                if value is not None and name not in ("step", "epoch"):
-                    self.writer.add_scalar(name, value, self.step)
-        except Exception as error:  # such as a full disk
-            self.broken.append(first_line(error))
+        for name, value in line.items():
+            if value is not None and name not in ("step", "epoch"):
+                self.writer.add_scalar(name, value, self.step)
 
     def close(self, status: str) -> None:
+        self.writer.close()
+
+
+class Logs:
+    """No, one or several loggers.
+
+    What breaks in them, as a full disk or the death of wandb's process, ends no training: a warning
+    counts it, and all lines are in metrics.jsonl.
+    """
+
+    def __init__(self) -> None:
+        self.loggers: list[WandbLog | TensorBoardLog] = []
+        self.broken: dict[str, list[str]] = {}
+
+    def log(self, line: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            self._try(logger.name, logger.log, line)
+
+    def close(self, status: str) -> None:
+        for logger in self.loggers:
+            self._try(logger.name, logger.close, status)
+        for name, errors in self.broken.items():
+            first, count = errors[0], len(errors)
+            _warn(f"{name} failed {count} times ({first}), all lines are in metrics.jsonl")
+
+    def _try(self, name: str, call: Callable[[Any], None], value: Any) -> None:
         try:
-            self.writer.close()
+            call(value)
         except Exception as error:
-            self.broken.append(first_line(error))
-        _warn_of(self.broken, "tensorboard")
+            self.broken.setdefault(name, []).append(first_line(error))
 
 
-def build_logger(config: Config, folder: RunFolder, step: int) -> Logger:
+def build_logs(config: Config, folder: RunFolder, step: int) -> Logs:
     """What the configuration names, for a run that goes on after `step`."""
     wandb, tensorboard = config.logger.wandb, config.logger.tensorboard
-    loggers: list[Logger] = []
-    if wandb is not None and wandb.mode != "disabled":
-        loggers.append(WandbLog(config, wandb, folder))
-    if tensorboard is not None:
-        loggers.append(TensorBoardLog(tensorboard, folder, step))
-    return Logs(*loggers)
+    logs = Logs()
+    try:
+        if wandb is not None and wandb.mode != "disabled":
+            logs.loggers.append(WandbLog(config, wandb, folder))
+        if tensorboard is not None:
+            logs.loggers.append(TensorBoardLog(tensorboard, folder, step))
+    except BaseException:
+        logs.close("failed")
+        raise
+    return logs
 
 
 def _teardown() -> None:
@@ -208,11 +211,6 @@ def _teardown() -> None:
 
     with suppress(Exception):
         wandb.teardown()
-
-
-def _warn_of(broken: list[str], name: str) -> None:
-    if broken:
-        _warn(f"{name} failed {len(broken)} times ({broken[0]}), all lines are in metrics.jsonl")
 
 
 def _warn(text: str) -> None:

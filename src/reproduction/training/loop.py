@@ -25,7 +25,7 @@ from reproduction.training.checkpoint import save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import evaluate
-from reproduction.training.loggers import Logger, Logs, ProgressDisplay
+from reproduction.training.loggers import Logs, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, not_finite
 from reproduction.training.step import Part, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
@@ -57,7 +57,7 @@ class Trainer:
         recipe = config.recipe
         self.config, self.recipe, self.world = config, recipe, world
         self.folder, self.classes = folder, classes
-        self.logger: Logger = Logs()
+        self.logger = Logs()
         self.module, self.batches = module, batches
         self.train_loader, self.eval_loader, self.broken = train_loader, eval_loader, broken
         if config.compile:
@@ -93,7 +93,7 @@ class Trainer:
             reason = first_line(error)
             raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
 
-    def fit(self, logger: Logger) -> dict[str, Any]:
+    def fit(self, logger: Logs) -> dict[str, Any]:
         """Trains to the end and returns what summary.json tells about it.
 
         Signals raise Stopped after a step, once the run has been saved: it goes on from there.
@@ -109,9 +109,10 @@ class Trainer:
                 self._begin_epoch()
                 with self._keeping_lines():
                     for images, classes in islice(self.train_loader, self.total_steps - self.step):
-                        batch = self.step % len(self.batches)
-                        size = self.batches.global_size(batch)
-                        lr = self.schedule.set(self.epoch, batch)
+                        size = self.batches.global_size(self.step % len(self.batches))
+                        self.schedule.step(self.epoch)
+                        self.schedule.step_update(self.step)
+                        lr = self.update.optimizer.param_groups[0]["lr"]
                         parts = self.train_step(images, classes, size)
                         self.step, self.images = self.step + 1, self.images + size
                         left_out = self.update.not_finite

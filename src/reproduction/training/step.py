@@ -151,7 +151,7 @@ class TrainingStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_optimizer(self.optimizer, state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])
@@ -174,26 +174,16 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     return optimizer
 
 
-def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Goes on from a saved state, but by the kernels that `optimizer` was built with.
+def build_schedule(
+    optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int
+) -> CosineLRScheduler:
+    """Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
 
-    A state names those it was saved by. Fused kernels walk through memory, whatever the strides:
-    what is kept of a parameter gets its strides, which a file from elsewhere need not have.
+    It takes both `step(epoch)` and `step_update(step)`, and follows one of them.
     """
-    kernels = {key: optimizer.defaults[key] for key in ("fused", "foreach")}
-    groups = [{**group, **kernels} for group in state["param_groups"]]
-    optimizer.load_state_dict({**state, "param_groups": groups})
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                kept[name] = torch.empty_like(parameter).copy_(value)
-
-
-def build_schedule(optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int) -> "Schedule":
-    """The recipe's schedule."""
     every_batch = recipe.schedule_step == "batch"
     unit = batches_per_epoch if every_batch else 1
-    scheduler = CosineLRScheduler(
+    return CosineLRScheduler(
         optimizer,
         t_initial=max(1, (recipe.epochs - recipe.cooldown_epochs) * unit),
         lr_min=recipe.min_lr,
@@ -201,18 +191,3 @@ def build_schedule(optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int)
         warmup_lr_init=recipe.warmup_lr,
         t_in_epochs=not every_batch,
     )
-    return Schedule(optimizer, scheduler, batches_per_epoch)
-
-
-class Schedule:
-    """Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`."""
-
-    def __init__(self, optimizer: Optimizer, scheduler: CosineLRScheduler, batches_per_epoch: int):
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.batches_per_epoch = batches_per_epoch
-
-    def set(self, epoch: int, batch: int) -> float:
-        """Sets and returns the learning rate of a batch of an epoch, both counted from 0."""
-        self.scheduler.step(epoch)
-        self.scheduler.step_update(epoch * self.batches_per_epoch + batch)
-        return self.optimizer.param_groups[0]["lr"]

@@ -54,7 +54,7 @@ from reproduction.training.endings import (
     stop_at_once,
 )
 from reproduction.training.evaluate import autocast
-from reproduction.training.loggers import Logger, Logs, build_logger
+from reproduction.training.loggers import Logs, build_logs
 from reproduction.training.loop import Trainer
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
@@ -163,13 +163,13 @@ def _tell_restart(step: int) -> None:
         warn(f"restart {done} of {allowed}: all ranks go on after step {step}")
 
 
-def _open_logger(config: Config, trainer: Trainer) -> Logger:
+def _open_logger(config: Config, trainer: Trainer) -> Logs:
     """Opens the loggers on the first rank; if that fails, all ranks raise its UserError."""
-    logger: Logger = Logs()
+    logger = Logs()
     error = None
     if trainer.world.is_main:
         try:
-            logger = build_logger(config, trainer.folder, trainer.step)
+            logger = build_logs(config, trainer.folder, trainer.step)
         except UserError as refusal:
             error = refusal
     error = trainer.world.share(error)
