@@ -24,11 +24,10 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.models.build import build_module, place
-from reproduction.reporting.cells import read_cells
 from reproduction.reporting.latency import FILE
 from reproduction.reporting.trained import block_inputs
 from reproduction.runs.folder import check_writable
-from reproduction.studies.plan import Settings, cell_config
+from reproduction.studies.plan import Settings, point_configs
 from reproduction.system.errors import UserError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
@@ -90,13 +89,8 @@ def measure_latency(
 
 def detector_configs(settings: Settings) -> dict[str, Config]:
     """detector -> configuration of its experiment, mixing every sample."""
-    cells = {cell.experiment: cell for cell in read_cells()}
-    return {
-        name: _mixing_all(
-            cell_config(cells[f"table3/{name}"], settings.scale, outputs=settings.outputs)
-        )
-        for name in DETECTORS
-    }
+    configs = point_configs("table3", settings)
+    return {name: _mixing_all(configs[f"table3/{name}"]) for name in DETECTORS}
 
 
 def _mixing_all(config: Config) -> Config:

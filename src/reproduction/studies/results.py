@@ -26,7 +26,7 @@ from reproduction.reporting.tables import LEVEL
 from reproduction.runs.folder import RunFolder, hash_of, identity
 from reproduction.runs.parse import parse_saved
 from reproduction.studies.own import OwnStudy, plan_own, read_study
-from reproduction.studies.plan import PlannedRun, Settings, cell_config
+from reproduction.studies.plan import PlannedRun, Settings, point_configs
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
 from reproduction.system.storage import write_text
@@ -198,7 +198,8 @@ def _paper(runs: Sequence[Result], studies: Mapping[Path, OwnStudy]) -> Iterator
     yield "| table | row | data | paper | ours | n | hours | command |"
     yield "|---|---|---|---:|---:|---:|---:|---|"
     for cell in read_cells():
-        planned = identity_of(cell_config(cell))
+        configs = point_configs(f"table{cell.table}", Settings())
+        planned = identity_of(configs[cell.experiment])
         found = list({run["seed"]: run for run in others if _is(run, planned)}.values())
         ours, n, hours = "not run", "", ""
         if found:
