@@ -38,8 +38,6 @@ class Result:
     seconds: float | None
     devices: int | None
     hardware: str | None
-    parameters: int | None
-    macs: int | None
     revision: str | None
 
 
@@ -237,8 +235,6 @@ def _result(summary: dict[str, Any], found: Mapping[str, Any]) -> Result:
         seconds=_number(summary, "seconds"),
         devices=_whole(summary, "devices"),
         hardware=None if hardware is None else short(str(hardware)),
-        parameters=_whole(summary, "parameters"),
-        macs=_whole(summary, "macs"),
         revision=None if revision is None else short(str(revision)),
     )
 

@@ -122,8 +122,5 @@ def _run(run: Run, collection: Collection) -> Iterator[tuple[str, Any]]:
     for key in ("devices", "hardware"):
         value = None if result is None else getattr(result, key)
         yield key, NOTHING if value is None else value
-    for key, unit in (("parameters", 1e6), ("macs", 1e9)):
-        value = None if result is None else getattr(result, key)
-        yield key, NOTHING if value is None else f"{value / unit:.3f}"
     revision = None if result is None else result.revision
     yield "revision", NOTHING if revision is None else short_revision(revision)

@@ -223,7 +223,7 @@ def _unfinished(mine: set[str], collection: Collection) -> Iterator[str]:
 
 
 def _provenance(records: Sequence[Measured]) -> Iterator[str]:
-    """Where the numbers come from, for formats that leave the columns out."""
+    """Where the numbers come from."""
     results = {
         run: result
         for record in records
