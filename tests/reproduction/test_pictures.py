@@ -13,6 +13,7 @@ from reproduction.reporting.figures import figure
 from reproduction.reporting.pictures import Picture, draw_pictures
 from reproduction.reporting.plots import scale_of
 from reproduction.reporting.render import as_json, as_markdown
+from reproduction.studies.overview import build_tables
 from reproduction.system.errors import UserError
 from tests.reproduction.tables import (
     Configs,
@@ -46,10 +47,11 @@ def draw(
     folder = outputs / "report"
     folder.mkdir(exist_ok=True)
     sources = sources_of(outputs, configs, scale)
-    planned = [x for x in module._planned(sources) if x[0].startswith(only)]
+    tables = build_tables(sources)
+    planned = [x for x in module._planned(sources, tables) if x[0].startswith(only)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_planned", lambda _: planned)
-        return {picture.name: picture for picture in draw_pictures(sources, folder)}
+        patch.setattr(module, "_planned", lambda *args: planned)
+        return {picture.name: picture for picture in draw_pictures(sources, tables, folder)}
 
 
 def write_htm(outputs: Path, configs: Configs, seed: int = 0, epochs: int = 40) -> Path:

@@ -127,7 +127,7 @@ def test_only_a_full_table_of_the_papers_data_has_no_warning(tmp_path: Path, con
     for table in tables_of(tmp_path, configs, "smoke")[0].values():
         assert "SMOKE SCALE" in (table.banner or "") and "smoke scale" in table.title
     for table in tables_of(tmp_path, swapped)[0].values():
-        assert "OTHER DATA: digits in place of" in (table.banner or "")
+        assert "DIGITS IN PLACE OF" in (table.banner or "")
 
 
 def test_cells_without_runs_say_so(tmp_path: Path, configs: Configs):
