@@ -47,7 +47,7 @@ def test_every_model_has_the_parameters_that_its_head_states(model: str, stats):
     stated = re.search(r"([\d,]+) parameters with ([\d,]+) classes", head)
     assert stated is not None
     parameters, classes = (int(number.replace(",", "")) for number in stated.groups())
-    plain = PaperRow(table=1, section="transformer", row="", model=model, classes=classes)
+    plain = PaperRow(table=1, row="", model=model, classes=classes)
     key = (plain.command_line, classes)
     rows = [s for s in stats.values() if (s.row.command_line, s.row.classes) == key]
     measured = rows[0] if rows else measure(plain, config_of(*plain.command_line))

@@ -29,7 +29,6 @@ class PaperRow:
     """One row: parameters in millions, MACs in billions, accuracies in percent."""
 
     table: Literal[1, 2]
-    section: Literal["convolutional", "transformer"]
     row: str
     model: str
     classes: int

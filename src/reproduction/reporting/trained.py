@@ -65,12 +65,6 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
     return Trained(config, module.to(place), source, place)
 
 
-def give_back_gpu_memory() -> None:
-    """What trained models took, to other processes and the ranks of the next run."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
 def affordable(trained: Trained, most: int) -> int:
     """How many of `most` images are looked at: fewer only by a large model on a CPU.
 

@@ -12,7 +12,6 @@ from reproduction.studies.plan import (
     STUDIES,
     PlannedRun,
     Settings,
-    default_seeds,
     plan,
 )
 from reproduction.studies.slurm import Resources
@@ -71,7 +70,8 @@ def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
     settings = settings_of(args)
     if args.study not in STUDIES:
         return plan_own(Path(args.study), settings, args.seeds)
-    return plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
+    usual = 1 if args.study == "figure3" else settings.chosen.seeds  # Figure 3 shows one model
+    return plan(args.study, settings, args.seeds or usual)
 
 
 def name_of(args: argparse.Namespace) -> str:

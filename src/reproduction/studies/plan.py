@@ -131,11 +131,6 @@ def cells_of(scale: str) -> list[Cell]:
     return [cell for cell in read_cells() if cell.column in SCALES[scale].columns]
 
 
-def default_seeds(study: str, settings: Settings) -> int:
-    """How many seeds a study is trained with, unless told; Figure 3 shows one model."""
-    return 1 if study == "figure3" else settings.chosen.seeds
-
-
 def point_configs(study: str, settings: Settings) -> dict[str, Config]:
     """The configuration of each cell, by its experiment, and value of a sweep, as `tau=2`.
 

@@ -125,7 +125,8 @@ def _result(source: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
 
 def _card(result: Result) -> str:
     config = result["config"]
-    stack = ", ".join(name for name in STACK if _has(config, name)) or "none"
+    named = [x for x in STACK if any(key.startswith(f"augmentation.{x}.") for key in config)]
+    stack = ", ".join(named) or "none"
     data = f"{config['dataset.name']} at {config['model.image_size']} pixels"
     best = f"best {result['top1_best']:.2f} %, seed {result['seed']}"
     return f"""---
@@ -148,10 +149,6 @@ python eval.py checkpoint=path/to/this/folder
 
 The method: TokenMixup (Choi, Choi and Kim, NeurIPS 2022).
 """
-
-
-def _has(config: Mapping[str, Any], name: str) -> bool:
-    return any(key.startswith(f"augmentation.{name}.") for key in config)
 
 
 def read_results(results: Path = RESULTS) -> list[Result]:
