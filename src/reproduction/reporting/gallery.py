@@ -130,8 +130,6 @@ def draw_figure3(
     path: Path, config: Config, folder: RunFolder, count: int | None
 ) -> dict[str, float]:
     """draw_saliency_maps of a run over `count` images; UserError if it cannot be done."""
-    if config.augmentation.htm is None:
-        raise UserError(f"{folder.path}: the run was trained without htm")
     trained = load_trained(config, folder, config.device)
     try:
         return draw_saliency_maps(path, trained, some_images(trained, count or batch_size(trained)))
