@@ -13,7 +13,6 @@ from reproduction.reporting.records import Record
 from reproduction.reporting.tables import Table
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
-from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.tables import Configs, set_time, shortened, tables_of, write_run
 
@@ -250,8 +249,3 @@ def test_a_trained_run_is_read(command: Command, tmp_path: Path):
     assert run.result is not None
     assert run.result.accuracy == {key: summary[key] for key in METRICS}
     assert run.result.seconds == summary["seconds"] and run.result.devices == 1
-
-
-def test_no_folder_of_runs_is_the_users_error(tmp_path: Path, configs: Configs):
-    with pytest.raises(UserError, match="no folder of runs"):
-        collect(tmp_path / "nowhere", configs)

@@ -96,8 +96,7 @@ class Collection:
 def collect(outputs: Path, configs: Mapping[str, Config]) -> Collection:
     """The runs under `outputs` that have the configuration of a cell, but for the seed.
 
-    `configs` maps an experiment to its resolved configuration. Raises UserError if there is no
-    folder `outputs`.
+    `configs` maps an experiment to its resolved configuration.
     """
     runs, unused = _read_all(outputs)
     wanted = {name: identity(dataclasses.asdict(config)) for name, config in configs.items()}
@@ -125,10 +124,7 @@ def _key(shared: Mapping[str, Any]) -> str:
 
 
 def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
-    try:
-        names = sorted(entry.name for entry in outputs.iterdir() if entry.is_dir())
-    except OSError as error:
-        raise UserError(f"outputs={outputs}: no folder of runs: {first_line(error)}") from error
+    names = sorted(entry.name for entry in outputs.iterdir() if entry.is_dir())
     runs: list[Run] = []
     unused: list[Unused] = []
     for name in names:

@@ -20,14 +20,11 @@ TEMPLATE, PAGE = "page.html.jinja", "index.html"
 
 
 def report_folder(outputs: Path) -> Path:
-    """Makes the folder of the report; UserError if it is a run or cannot be written."""
+    """Makes the folder of the report; UserError if it is a run's."""
     folder = outputs / REPORT
     if (folder / "config.yaml").exists():
         raise UserError(f"{folder}: is the folder of a run, which the report would write into")
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from error
+    folder.mkdir(exist_ok=True)
     return folder
 
 
