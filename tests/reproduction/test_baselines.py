@@ -142,14 +142,13 @@ def run_script(monkeypatch: pytest.MonkeyPatch, rows: list[PaperRow], *args: str
     return model_stats.main()
 
 
-def test_the_script_prints_either_table_and_fails_on_what_it_cannot_explain(monkeypatch, capsys):
+def test_the_script_prints_the_table_and_fails_on_what_it_cannot_explain(monkeypatch, capsys):
     row = next(row for row in read_paper() if row.model == "cvt_6_4")
     assert run_script(monkeypatch, [row]) == 0
-    assert re.search(r"CVT-6/4 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.22", capsys.readouterr().out)
-    assert run_script(monkeypatch, [dataclasses.replace(row, macs_note=None)], "--markdown") == 1
-    out = capsys.readouterr().out
-    assert "| 1 | CVT-6/4 | cvt_6_4 | 32 | 10 | 3.1903 | 3.19 | 0.2147 | 0.2021 | 0.22 |" in out
-    assert "MACs, for no known reason" in out
+    told = r"1 .* CVT-6/4 .* 32 .* 10 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.2021 .* 0\.22"
+    assert re.search(told, capsys.readouterr().out)
+    assert run_script(monkeypatch, [dataclasses.replace(row, macs_note=None)]) == 1
+    assert "differs: MACs, for no known reason" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         run_script(monkeypatch, [], "--nope")
     assert end.value.code == 2

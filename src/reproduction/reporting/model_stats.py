@@ -134,14 +134,6 @@ def as_table(all_stats: list[RowStats]) -> Table:
     return table
 
 
-def as_markdown(all_stats: list[RowStats]) -> str:
-    """The table as a Markdown page."""
-    rules = ["---"] * len(COLUMNS)
-    rows = [COLUMNS, rules, *(_cells(stats) for stats in all_stats)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", CAPTION]) + "\n"
-
-
 def _cells(stats: RowStats) -> list[str]:
     row = stats.row
     return [
