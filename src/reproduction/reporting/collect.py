@@ -13,7 +13,7 @@ from typing import Any
 
 from reproduction.config import Config
 from reproduction.reporting.curves import lines_backwards
-from reproduction.runs.folder import RunFolder, identity
+from reproduction.runs.folder import RunFolder, differing, identity
 from reproduction.runs.locking import is_held
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
@@ -165,20 +165,12 @@ def _by_seed(run: Run) -> tuple[int, str]:
 
 def _nearest(run: Run, wanted: Mapping[str, Mapping[str, Any]]) -> str:
     """How the run differs from the cell that it is closest to."""
-    gaps = ((_differing(run.identity, theirs), name) for name, theirs in wanted.items())
-    keys, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
+    gaps = ((differing(run.identity, theirs), name) for name, theirs in wanted.items())
+    pairs, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
     reason = f"{run.status}, not the configuration of a cell at this scale"
-    if name is None or len(keys) > MOST_KEYS:
+    if not 0 < len(pairs) <= MOST_KEYS:
         return reason
-    pairs = (f"{key}={run.identity.get(key)} (there {wanted[name].get(key)})" for key in keys)
     return short(f"{reason}: differs from {name} in {', '.join(pairs)}")
-
-
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    missing = object()
-    return sorted(
-        key for key in {*ours, *theirs} if ours.get(key, missing) != theirs.get(key, missing)
-    )
 
 
 def _read_run(path: Path) -> Run:
