@@ -7,7 +7,7 @@ from typing import Literal
 
 from reproduction.data.folders import missing_data
 from reproduction.reporting.cells import Cell, read_cells
-from reproduction.studies.plan import cell_config
+from reproduction.studies.plan import Settings, point_configs
 from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, ending_in_a_line, say
 
@@ -40,7 +40,7 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
 
     if file is None:
         return "no such file"
-    config = cell_config(cell, data=data)
+    config = point_configs(f"table{cell.table}", Settings(data=data))[cell.experiment]
     if reason := missing_data(config.dataset.name, config.dataset.root):
         return f"not evaluated, {reason}"
     # as published: CCT under float16's autocast, ViT in float32; a CPU has float32 alone

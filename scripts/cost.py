@@ -1,11 +1,12 @@
 """Measures on this machine how long the runs of tables and sweeps take, for their hours."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
-from reproduction.reporting.cells import FULL, SCALES, about
 from reproduction.studies.cost import FILE, Speed, add_costs, hours_table, speed_key, speed_table
-from reproduction.studies.plan import DATASET_OPTIONS, PlannedRun, Settings, plan, studies_of
+from reproduction.studies.options import add_settings, settings_of
+from reproduction.studies.plan import PlannedRun, plan, studies_of
 from reproduction.system.errors import UserError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
@@ -14,16 +15,12 @@ from reproduction.system.terminal import Parser, ending_in_a_line, positive, pri
 def parser() -> Parser:
     options = Parser(description=__doc__)
     options.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")
-    options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
-    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the tables' own")
-    options.add_argument("--data", help="its folder")
+    add_settings(options)
     options.add_argument("--seeds", type=positive, help="that hours are counted for")
-    options.add_argument("--devices", type=positive, default=1, help="that share the work ideally")
     options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options.add_argument(
         "--batch-size", type=positive, help="default: the runs', on a CPU of two seconds"
     )
-    options.add_argument("--outputs", default="outputs", help="folder of all runs")
     return options
 
 
@@ -46,9 +43,7 @@ def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict
 
 def main() -> None:
     args = parser().parse_args()
-    settings = Settings(
-        scale=args.scale, dataset=args.dataset, data=args.data, outputs=args.outputs
-    )
+    settings = replace(settings_of(args), devices=1)  # they share the hours of one
     if settings.uses_stand_ins:
         raise UserError(f"scale={args.scale}: runs of seconds on made-up images are not measured")
     chosen = args.studies or studies_of(args.scale)

@@ -6,28 +6,32 @@ from pathlib import Path
 from reproduction.runs.folder import RunFolder, check_writable
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
-from reproduction.system.terminal import ending_in_a_line
+from reproduction.system.terminal import Parser, ending_in_a_line, positive
 
 
 @ending_in_a_line("draw_saliency.py")
 def main() -> None:
     """Writes RUN/saliency.png, or PICTURE, with a .pdf and a .json; prints the entropies."""
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help="a .png")
-    parser.add_argument("--images", metavar="N", type=int, help="to take entropies over")
-    args = parser.parse_args()
+    parser.add_argument("--images", metavar="N", type=positive, help="to take entropies over")
+    args: argparse.Namespace = parser.parse_args()
     folder = RunFolder(args.run)
     path = args.picture or folder.path / "saliency.png"
     if path.suffix != ".png":
         raise UserError(f"{path}: must end in .png")
-    if args.images is not None and args.images < 1:
-        raise UserError(f"--images={args.images}: must be 1 or more")
     config = parse_saved(folder.read_config())
     check_writable(path, str(path))
-    from reproduction.reporting.gallery import draw_figure3
+    from reproduction.reporting.gallery import draw_saliency_maps
+    from reproduction.reporting.trained import batch_size, load_trained, some_images
 
-    entropies = draw_figure3(path, config, folder, args.images)
+    trained = load_trained(config, folder, config.device)
+    sample = some_images(trained, args.images or batch_size(trained))
+    try:
+        entropies = draw_saliency_maps(path, trained, sample)
+    except ValueError as error:
+        raise UserError(f"{folder.path}: {error}") from error
     for name, nats in entropies.items():
         print(f"{name.replace('_', ' ')}: entropy {nats:.3f} nats")
     print(

@@ -4,19 +4,19 @@ import argparse
 import json
 
 from reproduction.studies.plan import SCALES, Settings
-from reproduction.system.terminal import ending_in_a_line
+from reproduction.system.terminal import Parser, ending_in_a_line, positive
 
 
 @ending_in_a_line("measure_latency.py")
 def main() -> None:
     """Writes latency.json beside the runs of the scale and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
-    parser.add_argument("--batch-size", type=int, help="default: that of the experiments, 128")
-    parser.add_argument("--repeats", type=int, help="rounds (default: 20; smoke: 5)")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--batch-size", type=positive, help="default: that of the experiments, 128")
+    parser.add_argument("--repeats", type=positive, help="rounds (default: 20; smoke: 5)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--scale", choices=SCALES, default="full", help="of the experiments")
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
-    args = parser.parse_args()
+    args: argparse.Namespace = parser.parse_args()
     settings = Settings(scale=args.scale, outputs=args.outputs)
     from reproduction.studies.latency import measure_latency
 

@@ -3,13 +3,7 @@
 import argparse
 import sys
 
-from reproduction.reporting.model_stats import (
-    as_markdown,
-    as_table,
-    differences,
-    measure,
-    read_paper,
-)
+from reproduction.reporting.model_stats import as_table, differences, measure, read_paper
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.system.terminal import print_tables
@@ -17,14 +11,9 @@ from reproduction.system.terminal import print_tables
 
 def main() -> int:
     """Prints the table; status 1 if a printed figure differs for no known reason."""
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    args = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS).parse_args()
     stats = [measure(row, parse(compose("train", row.command_line).raw)) for row in read_paper()]
-    if args.markdown:
-        print(as_markdown(stats), end="")
-    else:
-        print_tables(as_table(stats))
+    print_tables(as_table(stats))
     return int(any(note is None for row in stats for _, note in differences(row)))
 
 

@@ -20,7 +20,7 @@ from reproduction.system.terminal import ending_in_a_line
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
-from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page
+from scripts.benchmark.page import check_page, markdown, put_on_page
 from scripts.benchmark.parts import measure_detectors, measure_gain, measure_parts
 from scripts.benchmark.pipeline import measure_pipeline, measure_startup
 from scripts.benchmark.report import (
@@ -100,7 +100,6 @@ def run_benchmark(args: argparse.Namespace) -> tuple[Path, list[str]]:
         measured["sections"][name] = _section(name, scope, device, args.quick)
         report = add_groups(folder / FILE, machine, name, measured["sections"][name])
         write_text(folder / MARKDOWN, markdown(report))
-        draw_benchmark(folder / "benchmark.png", report)
     if args.page is not None:
         put_on_page(Path(args.page), (folder / MARKDOWN).read_text(), MARK)
     return folder, [] if earlier is None else slower(earlier, measured)

@@ -1,13 +1,12 @@
 """benchmark.json: kept, compared, and written as tables."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reproduction.system.errors import UserError
-from scripts.benchmark.page import check_page, draw_benchmark, markdown, put_on_page
+from scripts.benchmark.page import check_page, markdown, put_on_page
 from scripts.benchmark.report import (
     GOALS,
     Figure,
@@ -155,16 +154,3 @@ def test_a_page_without_marks_is_refused(tmp_path: Path, content: str | None):
         page.write_text(content)
     with pytest.raises(UserError, match=r"page=.*page\.md: "):
         check_page(page, "tables")
-
-
-def test_the_picture_shows_each_group(tmp_path: Path, drawn_texts: dict[str, list[str]]):
-    whole = report(1.043)
-    rows = {
-        f"{b} x 196": {"ms": spread(b), "assignment_ms": b**3, "peak_mib": b**2} for b in (2, 4)
-    }
-    exponents = {"time": 1.0, "memory": 2.0, "time of the assignment": 3.0}
-    growth = {"title": "growth", "about": "", "rows": rows, "exponents": exponents}
-    whole["sections"]["gain"] = [growth]
-    draw_benchmark(tmp_path / "picture.png", json.loads(json.dumps(whole)))
-    texts = drawn_texts["picture"]
-    assert {"1.04", "HTM", "plain, again", "memory [MiB], exponent 2.00", "samples"} <= set(texts)

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from reproduction.config import Config
-from reproduction.reporting.collect import Collection, collect
+from reproduction.reporting.collect import Collection
 from reproduction.reporting.model_stats import Counts, read_paper
-from reproduction.reporting.pictures import Sources
+from reproduction.reporting.records import Sources
 from reproduction.reporting.tables import TABLES, Table
-from reproduction.studies.overview import read_sources
+from reproduction.studies.overview import build_tables, read_sources
 
 Configs = Mapping[str, Config]
 COUNTS = {
@@ -60,7 +60,12 @@ def shortened(configs: Configs) -> dict[str, Config]:
 
 def sources_of(outputs: Path, configs: Configs, scale: str = "full") -> Sources:
     """What the report of what is under `outputs` is made from."""
-    return read_sources(outputs, scale, configs, collect(outputs, configs), COUNTS)
+    return read_sources(outputs, scale, configs, COUNTS)
+
+
+def all_tables(outputs: Path, configs: Configs, scale: str = "full") -> list[Table]:
+    """Of the report of it."""
+    return build_tables(sources_of(outputs, configs, scale))
 
 
 def tables_of(
@@ -68,12 +73,12 @@ def tables_of(
 ) -> tuple[dict[int, Table], Collection]:
     """Tables 1 to 5 of it."""
     sources = sources_of(outputs, configs, scale)
-    return dict(zip(TABLES, sources.tables, strict=False)), sources.collection
+    return dict(zip(TABLES, build_tables(sources), strict=False)), sources.collection
 
 
 def sweep_of(outputs: Path, configs: Configs, name: str) -> Table:
     """One of the sweeps."""
-    (table,) = (x for x in sources_of(outputs, configs).tables if x.name == name)
+    (table,) = (x for x in all_tables(outputs, configs) if x.name == name)
     return table
 
 

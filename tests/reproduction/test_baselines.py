@@ -47,7 +47,7 @@ def test_every_model_has_the_parameters_that_its_head_states(model: str, stats):
     stated = re.search(r"([\d,]+) parameters with ([\d,]+) classes", head)
     assert stated is not None
     parameters, classes = (int(number.replace(",", "")) for number in stated.groups())
-    plain = PaperRow(table=1, section="transformer", row="", model=model, classes=classes)
+    plain = PaperRow(table=1, row="", model=model, classes=classes)
     key = (plain.command_line, classes)
     rows = [s for s in stats.values() if (s.row.command_line, s.row.classes) == key]
     measured = rows[0] if rows else measure(plain, config_of(*plain.command_line))
@@ -142,14 +142,13 @@ def run_script(monkeypatch: pytest.MonkeyPatch, rows: list[PaperRow], *args: str
     return model_stats.main()
 
 
-def test_the_script_prints_either_table_and_fails_on_what_it_cannot_explain(monkeypatch, capsys):
+def test_the_script_prints_the_table_and_fails_on_what_it_cannot_explain(monkeypatch, capsys):
     row = next(row for row in read_paper() if row.model == "cvt_6_4")
     assert run_script(monkeypatch, [row]) == 0
-    assert re.search(r"CVT-6/4 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.22", capsys.readouterr().out)
-    assert run_script(monkeypatch, [dataclasses.replace(row, macs_note=None)], "--markdown") == 1
-    out = capsys.readouterr().out
-    assert "| 1 | CVT-6/4 | cvt_6_4 | 32 | 10 | 3.1903 | 3.19 | 0.2147 | 0.2021 | 0.22 |" in out
-    assert "MACs, for no known reason" in out
+    told = r"1 .* CVT-6/4 .* 32 .* 10 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.2021 .* 0\.22"
+    assert re.search(told, capsys.readouterr().out)
+    assert run_script(monkeypatch, [dataclasses.replace(row, macs_note=None)]) == 1
+    assert "differs: MACs, for no known reason" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         run_script(monkeypatch, [], "--nope")
     assert end.value.code == 2

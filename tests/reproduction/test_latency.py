@@ -89,7 +89,7 @@ def test_bad_numbers_end_in_one_line(monkeypatch, capsys, tmp_path, args):
         runpy.run_path(SCRIPT, run_name="__main__")
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "must be 1 or more" in line
+    assert "is not 1 or more" in line
     assert not list(tmp_path.iterdir())
 
 

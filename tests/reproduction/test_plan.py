@@ -15,7 +15,7 @@ from reproduction.reporting.cells import SCALES, read_cells
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs, run_hash
 from reproduction.runs.parse import parse
-from reproduction.studies.plan import PlannedRun, Settings, cell_config, cells_of, plan
+from reproduction.studies.plan import PlannedRun, Settings, cells_of, plan, point_configs
 from reproduction.system.errors import UserError
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
@@ -179,13 +179,13 @@ def test_a_run_of_plain_hydra_is_recognised_whatever_its_name(tmp_path: Path):
     runs = plan("table1", chosen, 2)
     assert [run.name for run in runs if run.name == "mine"] == ["mine"]
     assert labelled([r for r in runs if r.config.seed == 1], "table1/cifar100_htm").name == "mine"
-    cell = cell_config(CELLS["table4/full"], seed=1, outputs=chosen.outputs)
-    assert find_runs(chosen.root)[run_hash(cell)].path.name == "mine"
+    cell = point_configs("table4", chosen)["table4/full"]
+    assert find_runs(chosen.root)[run_hash(replace(cell, seed=1))].path.name == "mine"
 
 
 def test_of_two_folders_of_one_run_the_finished_one_counts(tmp_path: Path):
     chosen = settings(tmp_path)
-    config = cell_config(CELLS["table1/cifar100_htm"], outputs=chosen.outputs)
+    config = point_configs("table1", chosen)["table1/cifar100_htm"]
     for name in ("a", "b", "c"):
         RunFolder.of(replace(config, name=name)).create(config)
     RunFolder(chosen.root / "b").write_summary(status="finished", top1_last=1.0)
@@ -213,8 +213,8 @@ def test_find_runs_leaves_out_what_is_no_run(tmp_path: Path):
         ({"scale": "smoke"}, "table1/cifar100_htm", "outputs/smoke/data/cifar100"),
     ],
 )
-def test_cell_config_takes_another_data_set_and_folder(changes, experiment, root):
-    config = cell_config(CELLS[experiment], **changes)
+def test_a_cell_takes_another_data_set_and_folder(changes, experiment, root):
+    config = point_configs(experiment.partition("/")[0], Settings(**changes))[experiment]
     assert config.dataset.root == root
     assert config.dataset.name == changes.get("dataset", config.dataset.name)
 
@@ -230,7 +230,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="study=table6"):
         plan("table6", settings(tmp_path, scale="smoke"), 1)
     with pytest.raises(UserError, match="devices=3"):
-        cell_config(CELLS["table1/cifar100_htm"], devices=3)
+        point_configs("table1", Settings(devices=3))
 
 
 def test_a_plan_does_not_import_torch():

@@ -101,7 +101,7 @@ def test_the_script_refuses_in_one_line(command: Command, draw, tmp_path: Path):
     for args, part in (
         ([str(tmp_path)], "is no run folder"),
         ([str(tmp_path), "picture.pdf"], "must end in .png"),
-        ([str(tmp_path), "--images", "0"], "--images=0"),
+        ([str(tmp_path), "--images", "0"], "--images: '0' is not 1 or more"),
         ([str(tmp_path / "outputs" / "plain")], "was trained without htm"),
     ):
         status, _, err = draw(*args)

@@ -13,6 +13,7 @@ from reproduction.studies.overview import sweeps_of
 from reproduction.studies.plan import SWEEPS
 from tests.reproduction.tables import (
     Configs,
+    all_tables,
     sources_of,
     sweep_of,
     tables_of,
@@ -57,7 +58,7 @@ def test_only_the_papers_experiment_stands_beside_the_papers_value(
     tmp_path: Path, configs: Configs
 ):
     for scale, papers in (("full", {82.87, 83.56, 83.54}), ("short", set[float]())):
-        sweeps = [t for t in sources_of(tmp_path, configs, scale).tables if "sweep" in t.name]
+        sweeps = [t for t in all_tables(tmp_path, configs, scale) if "sweep" in t.name]
         records = [r for t in sweeps for r in t.records if isinstance(r, SweepRecord)]
         assert {r.paper for r in records} - {None} == papers
 

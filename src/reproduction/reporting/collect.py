@@ -13,7 +13,7 @@ from typing import Any
 
 from reproduction.config import Config
 from reproduction.reporting.curves import lines_backwards
-from reproduction.runs.folder import RunFolder, identity
+from reproduction.runs.folder import RunFolder, differing, identity
 from reproduction.runs.locking import is_held
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
@@ -38,8 +38,6 @@ class Result:
     seconds: float | None
     devices: int | None
     hardware: str | None
-    parameters: int | None
-    macs: int | None
     revision: str | None
 
 
@@ -98,8 +96,7 @@ class Collection:
 def collect(outputs: Path, configs: Mapping[str, Config]) -> Collection:
     """The runs under `outputs` that have the configuration of a cell, but for the seed.
 
-    `configs` maps an experiment to its resolved configuration. Raises UserError if there is no
-    folder `outputs`.
+    `configs` maps an experiment to its resolved configuration.
     """
     runs, unused = _read_all(outputs)
     wanted = {name: identity(dataclasses.asdict(config)) for name, config in configs.items()}
@@ -127,10 +124,7 @@ def _key(shared: Mapping[str, Any]) -> str:
 
 
 def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
-    try:
-        names = sorted(entry.name for entry in outputs.iterdir() if entry.is_dir())
-    except OSError as error:
-        raise UserError(f"outputs={outputs}: no folder of runs: {first_line(error)}") from error
+    names = sorted(entry.name for entry in outputs.iterdir() if entry.is_dir())
     runs: list[Run] = []
     unused: list[Unused] = []
     for name in names:
@@ -171,20 +165,12 @@ def _by_seed(run: Run) -> tuple[int, str]:
 
 def _nearest(run: Run, wanted: Mapping[str, Mapping[str, Any]]) -> str:
     """How the run differs from the cell that it is closest to."""
-    gaps = ((_differing(run.identity, theirs), name) for name, theirs in wanted.items())
-    keys, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
+    gaps = ((differing(run.identity, theirs), name) for name, theirs in wanted.items())
+    pairs, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
     reason = f"{run.status}, not the configuration of a cell at this scale"
-    if name is None or len(keys) > MOST_KEYS:
+    if not 0 < len(pairs) <= MOST_KEYS:
         return reason
-    pairs = (f"{key}={run.identity.get(key)} (there {wanted[name].get(key)})" for key in keys)
     return short(f"{reason}: differs from {name} in {', '.join(pairs)}")
-
-
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    missing = object()
-    return sorted(
-        key for key in {*ours, *theirs} if ours.get(key, missing) != theirs.get(key, missing)
-    )
 
 
 def _read_run(path: Path) -> Run:
@@ -237,8 +223,6 @@ def _result(summary: dict[str, Any], found: Mapping[str, Any]) -> Result:
         seconds=_number(summary, "seconds"),
         devices=_whole(summary, "devices"),
         hardware=None if hardware is None else short(str(hardware)),
-        parameters=_whole(summary, "parameters"),
-        macs=_whole(summary, "macs"),
         revision=None if revision is None else short(str(revision)),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from reproduction.reporting.cells import Cell
 from reproduction.reporting.latency import Latency
-from reproduction.reporting.records import Measured, Record, known
+from reproduction.reporting.records import Measured, Record
 from reproduction.reporting.statistics import Spread, p_text
 
 NOTHING = "-"
@@ -51,7 +51,6 @@ def columns_of(
     if has_latency:
         yield Column("latency (ms)", lambda r: _latency(r.latency))
         yield Column("latency paper (ms)", lambda r: _latency(r.paper_latency))
-    yield from _origin()
 
 
 def sweep_columns(word: str, has_mixing: bool) -> Iterator[Column]:
@@ -67,13 +66,6 @@ def sweep_columns(word: str, has_mixing: bool) -> Iterator[Column]:
     if has_mixing:
         yield Column("mixed samples", lambda r: spread_text(r.mixed_samples))
         yield Column("mixed tokens", lambda r: spread_text(r.mixed_tokens))
-    yield from _origin()
-
-
-def _origin() -> Iterator[Column]:
-    yield Column("hours (seconds) a run", _time, is_printed=False)
-    yield Column("devices", _devices, is_printed=False)
-    yield Column("git", _revisions, is_printed=False, is_number=False)
 
 
 def spread_text(found: Spread | None) -> str:
@@ -155,22 +147,3 @@ def _latency(found: Latency | None) -> str:
     quartiles = f" ({found.low_ms:.1f} to {found.high_ms:.1f})" if known_quartiles else ""
     ratio = "" if found.ratio is None else f", x{found.ratio:.1f}"
     return f"{found.ms:.1f}{quartiles}{ratio}"
-
-
-def _time(record: Measured) -> str:
-    seconds = record.seconds
-    return NOTHING if seconds is None else f"{seconds.mean / 3600:.2f} ({seconds.mean:,.0f})"
-
-
-def _devices(record: Measured) -> str:
-    pairs = known(
-        " x ".join(str(part) for part in (result.devices, result.hardware) if part is not None)
-        for result in record.results
-    )
-    return ", ".join(pair for pair in pairs if pair) or NOTHING
-
-
-def _revisions(record: Measured) -> str:
-    return (
-        ", ".join(short_revision(r) for r in known(r.revision for r in record.results)) or NOTHING
-    )

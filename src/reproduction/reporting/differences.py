@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.data.build import build_training_images
-from reproduction.data.inputs import Normalize, build_normalize
-from reproduction.data.loaders import collate_readable
-from reproduction.reporting.trained import block_inputs, load_trained
+from reproduction.data.inputs import build_normalize
+from reproduction.reporting.trained import block_inputs, load_trained, training_batches
 from reproduction.runs.folder import RunFolder
-from reproduction.system.errors import UserError
 from tokenmixup import (
     HTM,
     HorizontalMix,
@@ -143,26 +140,14 @@ def random_batches(seed: int, b: int = 128, t: int = 64, prefix: int = 0) -> lis
 
 def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
     """Batches of augmented training images of a finished run, without input mixup."""
-    if config.augmentation.htm is None:
-        raise UserError(f"run={folder.path}: was trained without htm")
     trained = load_trained(config, folder)
-    images = build_training_images(config, trained.source)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, trained.device)
-    order = np.random.default_rng(config.seed).permutation(len(trained.source.train)).tolist()
-    size = config.recipe.batch_size
-    return [
-        _batch(
-            trained.module,
-            normalize,
-            collate_readable([images[(0, i)] for i in order[start : start + size]])[0],
-        )
-        for start in range(0, min(len(order), BATCHES * size) - size + 1, size)
-    ]
+    batches = training_batches(trained, config.recipe.batch_size, BATCHES)
+    return [_batch(trained.module, normalize(pixels), classes) for pixels, classes in batches]
 
 
 @torch.no_grad()
-def _batch(module: Any, normalize: Normalize, items: list[Tensor]) -> Batch:
-    images, classes = normalize(items[0]), items[1]
+def _batch(module: Any, images: Tensor, classes: Tensor) -> Batch:
     layer = module.htm.first.layer
     entries = block_inputs(module.model, images, last=layer + 1)[layer:]
     maps = []

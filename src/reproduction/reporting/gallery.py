@@ -14,19 +14,13 @@ import torch
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
-from reproduction.config import Config
 from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
 from reproduction.reporting.trained import (
     Sample,
     Trained,
-    batch_size,
     block_inputs,
     displayable,
-    load_trained,
-    some_images,
 )
-from reproduction.runs.folder import RunFolder
-from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 from tokenmixup import HorizontalMix
 from tokenmixup.detectors import BlockInput, Detector, by_gradient, by_rollout
@@ -100,10 +94,10 @@ def _named(name: str) -> str:
     return f'"{name}"' if len(name) <= LONGEST else f'"{name[: LONGEST - 3]}..."'
 
 
-def _grid(mask: Tensor) -> np.ndarray:
+def _grid(tokens: Tensor) -> np.ndarray:
     """`(g g)` -> `g g`."""
-    g = round(len(mask) ** 0.5)
-    return mask.reshape(g, g).numpy()
+    g = round(len(tokens) ** 0.5)
+    return tokens.reshape(g, g).numpy()
 
 
 def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
@@ -126,21 +120,8 @@ def _frames(grid: np.ndarray, size: int) -> LineCollection:
     )
 
 
-def draw_figure3(
-    path: Path, config: Config, folder: RunFolder, count: int | None
-) -> dict[str, float]:
-    """draw_saliency_maps of a run over `count` images; UserError if it cannot be done."""
-    if config.augmentation.htm is None:
-        raise UserError(f"{folder.path}: the run was trained without htm")
-    trained = load_trained(config, folder, config.device)
-    try:
-        return draw_saliency_maps(path, trained, some_images(trained, count or batch_size(trained)))
-    except ValueError as error:
-        raise UserError(f"{folder.path}: {error}") from error
-
-
 def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:
-    """Draws a row for each of the first images, min-max scaled.
+    """Draws a row for each of the first images, each map from its least to its greatest value.
 
     Returns the mean entropy of each saliency over the sample, and of a uniform one, in nats, and
     writes them to a .json beside `path`. ValueError where the model has no such saliency.
@@ -154,7 +135,7 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
         for row, picture, *saliencies in zip(axes, pictures, *maps.values(), strict=False):
             row[0].imshow(picture)
             for ax, saliency in zip(row[1:], saliencies, strict=True):
-                ax.imshow(_scaled(saliency), cmap="viridis", vmin=0, vmax=1)
+                ax.imshow(_grid(saliency), cmap="viridis")
             for ax in row:
                 ax.set_axis_off()
         axes[0][0].set_title("input")
@@ -195,13 +176,6 @@ def entropy(saliency: Tensor) -> float:
     """Mean entropy over a batch `b t` in nats, of each sample's saliency scaled to sum 1."""
     share = saliency / saliency.sum(dim=1, keepdim=True)
     return float(torch.special.entr(share).sum(dim=1).mean())
-
-
-def _scaled(saliency: Tensor) -> np.ndarray:
-    """`t` -> `g g`, from 0 to 1."""
-    g = round(len(saliency) ** 0.5)
-    low, high = saliency.aminmax()
-    return ((saliency - low) / (high - low).clamp(min=1e-12)).reshape(g, g).numpy()
 
 
 def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
 from reproduction.reporting.cells import FULL, Cell
-from reproduction.system.errors import UserError, first_line
+from reproduction.system.errors import UserError
 
 FILE = "latency.json"  # in the folder of all runs
 PAPERS = "an RTX A6000"
@@ -70,7 +70,7 @@ def command(scale: str) -> str:
 
 
 def read_latency(outputs: Path) -> Measurement | None:
-    """What was measured beside the runs; None if nothing was, UserError if it cannot be read."""
+    """What was measured beside the runs; None if nothing was, UserError if it is broken."""
     path = outputs / FILE
     if not path.exists():
         return None
@@ -78,8 +78,6 @@ def read_latency(outputs: Path) -> Measurement | None:
         return TypeAdapter(Measurement).validate_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}; remove it") from error
-    except OSError as error:
-        raise UserError(f"{path}: {first_line(error)}") from error
 
 
 def printed_latencies(cells: Sequence[Cell]) -> dict[str, Latency]:

@@ -29,7 +29,6 @@ class PaperRow:
     """One row: parameters in millions, MACs in billions, accuracies in percent."""
 
     table: Literal[1, 2]
-    section: Literal["convolutional", "transformer"]
     row: str
     model: str
     classes: int
@@ -133,14 +132,6 @@ def as_table(all_stats: list[RowStats]) -> Table:
     for stats in all_stats:
         table.add_row(*_cells(stats))
     return table
-
-
-def as_markdown(all_stats: list[RowStats]) -> str:
-    """The table as a Markdown page."""
-    rules = ["---"] * len(COLUMNS)
-    rows = [COLUMNS, rules, *(_cells(stats) for stats in all_stats)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", CAPTION]) + "\n"
 
 
 def _cells(stats: RowStats) -> list[str]:

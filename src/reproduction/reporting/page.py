@@ -20,14 +20,11 @@ TEMPLATE, PAGE = "page.html.jinja", "index.html"
 
 
 def report_folder(outputs: Path) -> Path:
-    """Makes the folder of the report; UserError if it is a run or cannot be written."""
+    """Makes the folder of the report; UserError if it is a run's."""
     folder = outputs / REPORT
     if (folder / "config.yaml").exists():
         raise UserError(f"{folder}: is the folder of a run, which the report would write into")
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from error
+    folder.mkdir(exist_ok=True)
     return folder
 
 
@@ -122,8 +119,5 @@ def _run(run: Run, collection: Collection) -> Iterator[tuple[str, Any]]:
     for key in ("devices", "hardware"):
         value = None if result is None else getattr(result, key)
         yield key, NOTHING if value is None else value
-    for key, unit in (("parameters", 1e6), ("macs", 1e9)):
-        value = None if result is None else getattr(result, key)
-        yield key, NOTHING if value is None else f"{value / unit:.3f}"
     revision = None if result is None else result.revision
     yield "revision", NOTHING if revision is None else short_revision(revision)

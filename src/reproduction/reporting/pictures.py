@@ -7,17 +7,14 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from reproduction.config import Config
-from reproduction.reporting.cells import Cell
-from reproduction.reporting.collect import CellRuns, Collection
 from reproduction.reporting.columns import spread_text
 from reproduction.reporting.curves import Trace, describe, length, read_trace, regimes_of
 from reproduction.reporting.figures import ROLLOUT_IS_ONE_STEP, copy_picture
-from reproduction.reporting.latency import Measurement, in_ms, printed_latencies
 from reproduction.reporting.latency import command as latency_command
+from reproduction.reporting.latency import in_ms, printed_latencies
 from reproduction.reporting.plots import draw_curriculum, draw_latency, draw_sensitivity
-from reproduction.reporting.records import SweepRecord
-from reproduction.reporting.tables import FULL, Table, mark
+from reproduction.reporting.records import Sources, SweepRecord
+from reproduction.reporting.tables import Table
 from reproduction.system.errors import UserError
 
 CIFAR, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"  # whose runs the figures show
@@ -46,41 +43,14 @@ class Picture:
     missing: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """What the pictures are made from; `outputs` holds the runs."""
-
-    outputs: Path
-    scale: str
-    cells: Sequence[Cell]
-    configs: Mapping[str, Config]
-    collection: Collection
-    tables: Sequence[Table]
-    latency: Measurement | None
-
-    def command(self, target: str) -> str:
-        """What makes the runs of this scale."""
-        return f"make {target}" + ("" if self.scale == FULL else f" SCALE={self.scale}")
-
-    def finished(self, experiment: str) -> dict[int, Path]:
-        """seed -> folder."""
-        runs = self.collection.cells.get(experiment, CellRuns()).finished
-        return {seed: self.outputs / run.folder for seed, run in sorted(runs.items())}
-
-    def mark(self, experiment: str) -> str | None:
-        """What a picture of this cell has to say about its runs."""
-        cells = [cell for cell in self.cells if cell.experiment == experiment]
-        return mark(self.scale, cells, self.configs)
-
-
 Draw = Callable[[Sources, Path], tuple[str, str]]  # to a path; returns caption and alt text
 
 
-def draw_pictures(sources: Sources, folder: Path) -> list[Picture]:
+def draw_pictures(sources: Sources, tables: Sequence[Table], folder: Path) -> list[Picture]:
     """Draws all of them into `folder`, and removes what a former report has left of others."""
     return [
         _drawn(sources, folder / f"{name}.png", title, table, draw)
-        for name, title, table, draw in _planned(sources)
+        for name, title, table, draw in _planned(sources, tables)
     ]
 
 
@@ -94,9 +64,11 @@ def _drawn(sources: Sources, path: Path, title: str, table: str | None, draw: Dr
     return Picture(name=path.stem, title=title, table=table, caption=caption, alt=alt)
 
 
-def _planned(sources: Sources) -> Iterator[tuple[str, str, str | None, Draw]]:
+def _planned(
+    sources: Sources, tables: Sequence[Table]
+) -> Iterator[tuple[str, str, str | None, Draw]]:
     """Name, title, table."""
-    for table in sources.tables:
+    for table in tables:
         if table.name == "table3":
             yield "latency", "Latency of the saliency detectors", table.name, _latency
         if isinstance(table.records[0], SweepRecord):

@@ -4,7 +4,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -34,49 +34,19 @@ from reproduction.reporting.figures import (
 from reproduction.reporting.latency import PAPERS, Latency, Measurement, in_ms
 from reproduction.reporting.records import SweepRecord
 
-DECADE = 10  # values that span more of it are shown on a logarithmic axis
-GAP = 0.12  # of the axis, before what has no place on it
-
-
-class Scale(NamedTuple):
-    """Where each value is drawn; those `apart` have no place on the axis: inf, 0 of a logarithm."""
-
-    places: Mapping[str, float]
-    apart: tuple[str, ...]
-    is_log: bool
-
-
-def scale_of(values: Sequence[str]) -> Scale:
-    """Even steps between numbers, or between their logarithms where they span a decade."""
-    numbers = {value: float(value) for value in values}
-    positive = [number for number in numbers.values() if 0 < number < math.inf]
-    is_log = bool(positive) and max(positive) >= DECADE * min(positive)
-    apart = tuple(v for v, x in numbers.items() if math.isinf(x) or (is_log and x == 0))
-    on_axis = {v: math.log10(x) if is_log else x for v, x in numbers.items() if v not in apart}
-    low, high = min(on_axis.values(), default=0.0), max(on_axis.values(), default=1.0)
-    gap = GAP * (high - low) or 1.0
-    beside = {v: high + gap if math.isinf(numbers[v]) else low - gap for v in apart}
-    return Scale({value: {**on_axis, **beside}[value] for value in values}, apart, is_log)
-
 
 def draw_sensitivity(
     path: Path, records: Sequence[SweepRecord], *, word: str, mark: str | None
 ) -> None:
-    """Accuracy over the values: seeds, mean and deviation; the baseline as a band."""
+    """Accuracy over the values, in even steps: seeds, mean, deviation; the baseline as a band."""
     values = {record.value: record for record in records if record.value is not None}
-    scale = scale_of(list(values))
     with figure(path, figsize=(5.4, 3.8), mark=mark) as axes:
         for record in records:
             if record.value is None:
                 _baseline(axes, record)
-        _line(axes, [(scale.places[v], values[v]) for v in values if v not in scale.apart], "-")
-        for value in scale.apart:
-            _line(axes, [(scale.places[value], values[value])], "")
-            inner = GAP / 2 * (1 if math.isinf(float(value)) else -1)
-            width = max(scale.places.values()) - min(scale.places.values())
-            axes.axvline(scale.places[value] - inner * width, color=GREY, linewidth=0.6)
-        for value, record in values.items():
-            x, foot = scale.places[value], axes.get_xaxis_transform()
+        _line(axes, list(values.values()))
+        for x, record in enumerate(values.values()):
+            foot = axes.get_xaxis_transform()
             if not record.results:
                 style: Any = {"rotation": 90, "color": "#666666", "fontsize": 9, "ha": "center"}
                 axes.text(x, 0.03, "not run", va="bottom", transform=foot, **style)
@@ -86,25 +56,25 @@ def draw_sensitivity(
             if record.is_own and record.paper is not None:
                 label = f"the paper: {record.paper:.2f}"
                 axes.plot([x], [record.paper], "D", color=VERMILION, fillstyle="none", label=label)
-        axes.set_xticks(list(scale.places.values()), list(scale.places))
-        axes.set_xlabel(f"{word} (logarithmic)" if scale.is_log else word)
+        axes.set_xticks(range(len(values)), list(values))
+        axes.set_xlabel(word)
         axes.set_ylabel("top-1 after the last epoch [%]")
         axes.legend(fontsize=9)
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, SweepRecord]], style: str) -> None:
+def _line(axes: Axes, records: Sequence[SweepRecord]) -> None:
     """Means with their deviation, broken where nothing was run, and every seed as a dash."""
-    spreads = [record.spreads.get("top1_last") for _, record in points]
+    spreads = [record.spreads.get("top1_last") for record in records]
     axes.errorbar(
-        [x for x, _ in points],
+        range(len(records)),
         [math.nan if found is None else found.mean for found in spreads],
         yerr=[math.nan if found is None else found.std or 0.0 for found in spreads],
-        fmt=f"o{style}",
+        fmt="o-",
         color=BLUE,
         capsize=3,
         linewidth=1.5,
     )
-    for x, record in points:
+    for x, record in enumerate(records):
         seeds = [result.accuracy["top1_last"] for result in record.results]
         axes.plot([x] * len(seeds), seeds, "_", color=BLUE, markersize=12, alpha=0.5)
 

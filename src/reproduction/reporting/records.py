@@ -7,7 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from reproduction.reporting.cells import Cell
+from reproduction.config import Config
+from reproduction.reporting.cells import FULL, Cell
 from reproduction.reporting.collect import METRICS, CellRuns, Collection, Result
 from reproduction.reporting.curves import Epoch, last_epoch
 from reproduction.reporting.latency import (
@@ -23,6 +24,47 @@ from reproduction.system.errors import UserError
 
 TESTED = "top1_last"
 PRINTED = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet-1K": "top1"}  # of a PaperRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What a report is made from; `outputs` holds the runs.
+
+    `configs` are those of all cells and values of sweeps at the `scale`, `papers` the printed rows
+    of Tables 1 and 2, `counts` our sizes by (table, row), `latency` what was measured for Table 3.
+    """
+
+    outputs: Path
+    scale: str
+    cells: Sequence[Cell]
+    configs: Mapping[str, Config]
+    collection: Collection
+    papers: Sequence[PaperRow]
+    counts: Mapping[tuple[int, str], Counts]
+    latency: Measurement | None
+
+    def command(self, target: str) -> str:
+        """What makes the runs of this scale."""
+        return f"make {target}" + ("" if self.scale == FULL else f" SCALE={self.scale}")
+
+    def finished(self, experiment: str) -> dict[int, Path]:
+        """seed -> folder."""
+        runs = self.collection.cells.get(experiment, CellRuns()).finished
+        return {seed: self.outputs / run.folder for seed, run in sorted(runs.items())}
+
+    def mark(self, *experiments: str) -> str | None:
+        """In a few words why these are not the paper's experiments; None if they are."""
+        others = {
+            f"{self.configs[cell.experiment].dataset.name} in place of {cell.column}"
+            for cell in self.cells
+            if cell.experiment in experiments and self._has_other_data(cell)
+        }
+        scale = [] if self.scale == FULL else [f"{self.scale} scale"]
+        return ", ".join([*scale, *sorted(others)]) or None
+
+    def _has_other_data(self, cell: Cell) -> bool:
+        config = self.configs.get(cell.experiment)
+        return config is not None and config.dataset.name != cell.column.lower().replace("-", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,26 +232,16 @@ class SweepRecord(Measured):
         }
 
 
-def records_of(
-    table: int,
-    cells: Sequence[Cell],
-    collection: Collection,
-    papers: Sequence[PaperRow],
-    counts: Mapping[tuple[int, str], Counts],
-    latency: Measurement | None,
-) -> list[Record]:
-    """The lines of one table, column by column in the paper's order.
-
-    `papers` are the printed rows of Tables 1 and 2, `counts` is keyed by (table, row), `latency` is
-    what was measured for Table 3.
-    """
-    mine = [cell for cell in cells if cell.table == table]
-    rows = {row.row: row for row in papers if row.table == table}
+def records_of(table: int, sources: Sources) -> list[Record]:
+    """The lines of one table, column by column in the paper's order."""
+    mine = [cell for cell in sources.cells if cell.table == table]
+    rows = {row.row: row for row in sources.papers if row.table == table}
     if not rows:
-        ours, printed = {} if latency is None else latency.latencies(), printed_latencies(mine)
+        ours = {} if sources.latency is None else sources.latency.latencies()
+        printed = printed_latencies(mine)
         return [
             replace(
-                _trained(cell, collection),
+                _trained(cell, sources.collection),
                 latency=ours.get(cell.row) if cell.row in printed else None,
                 paper_latency=printed.get(cell.row),
             )
@@ -220,23 +252,17 @@ def records_of(
         record
         for column in dict.fromkeys(cell.column for cell in mine)
         for row in rows.values()
-        for record in _printed(row, column, by_place, collection, counts.get((table, row.row)))
+        for record in _printed(row, by_place.get((row.row, column)), column, sources)
     ]
 
 
-def _printed(
-    row: PaperRow,
-    column: str,
-    cells: Mapping[tuple[str, str], Cell],
-    collection: Collection,
-    counts: Counts | None,
-) -> Iterator[Record]:
+def _printed(row: PaperRow, cell: Cell | None, column: str, sources: Sources) -> Iterator[Record]:
     """The line of a printed row in one column; none if nothing is printed there."""
-    cell = cells.get((row.row, column))
+    counts = sources.counts.get((row.table, row.row))
     top1 = getattr(row, PRINTED[column])
     sizes = {"parameters": row.parameters, "macs": row.macs}
     if cell is not None:
-        found = _trained(cell, collection)
+        found = _trained(cell, sources.collection)
         yield replace(found, paper={**found.paper, **sizes}, counts=counts)
     elif top1 is not None:
         yield Record(
@@ -261,9 +287,11 @@ def _trained(cell: Cell, collection: Collection) -> Record:
 
 
 def sweep_records(
-    sweep: Sweep, cell: Cell, baseline: Cell, collection: Collection, outputs: Path | None
+    sweep: Sweep, cell: Cell, sources: Sources, has_mixing: bool
 ) -> Iterator[SweepRecord]:
-    """The baseline, and every value of the cell's key; mixing is read where `outputs` is given."""
+    """The baseline, and every value of the cell's key; `has_mixing`: what HTM mixes is read."""
+    (baseline,) = (other for other in sources.cells if other.experiment == cell.baseline)
+    collection = sources.collection
     yield SweepRecord(
         row="baseline",
         column=baseline.column,
@@ -284,7 +312,7 @@ def sweep_records(
             is_own=is_own,
             paper=cell.top1 if is_own else None,
             **found,
-            **({} if outputs is None else _mixing(found["runs"], outputs)),
+            **(_mixing(found["runs"], sources.outputs) if has_mixing else {}),
         )
 
 

@@ -9,6 +9,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Config
+from reproduction.runs.compose import options_of
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
@@ -71,12 +72,10 @@ def configuration_page() -> str:
 
 def _options(group: str) -> Iterator[str]:
     """Names, the default one first."""
-    folder = CONF_DIR / group
-    names = sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.rglob("*.yaml"))
     entries = yaml.safe_load((CONF_DIR / "train.yaml").read_text())["defaults"]
     chosen = next((x[group] for x in entries if isinstance(x, dict) and group in x), None)
     chosen = chosen if isinstance(chosen, list) else [chosen]
-    for name in sorted(names, key=lambda name: name not in chosen):
+    for name in sorted(options_of(group), key=lambda name: name not in chosen):
         yield f"`{name}`" + (" (default)" if name in chosen else "")
 
 

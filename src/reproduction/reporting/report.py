@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from reproduction.config import Config
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_difficulty, draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import (
     affordable,
     batch_size,
-    give_back_gpu_memory,
     load_trained,
     some_images,
 )
@@ -87,7 +88,7 @@ def _draw(folder: RunFolder) -> list[str]:
         return [_picture("accuracy.png")]
     curves = [_picture("accuracy.png"), _picture("mixed_samples.png")]
     pictures = [*curves, *_draw_trained(folder, config)]
-    give_back_gpu_memory()
+    torch.cuda.empty_cache()  # for other processes, and the ranks of the next run
     return pictures
 
 

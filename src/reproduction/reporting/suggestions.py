@@ -3,7 +3,6 @@
 Letters: b batch, t spatial tokens.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -11,11 +10,9 @@ import torch
 from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.data.build import build_training_images, build_training_inputs
-from reproduction.data.loaders import collate_readable
-from reproduction.reporting.trained import Trained, block_inputs, load_trained
+from reproduction.data.build import build_training_inputs
+from reproduction.reporting.trained import Trained, block_inputs, load_trained, training_batches
 from reproduction.runs.folder import RunFolder
-from reproduction.system.errors import UserError
 from tokenmixup import HTM, Rules, difficulty, mix_horizontal
 from tokenmixup.detectors import detector_of
 from tokenmixup.rules import rules_of
@@ -50,29 +47,18 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
 
     A later layer is looked at as if earlier ones did not mix. UserError without HTM.
     """
-    if config.augmentation.htm is None:
-        raise UserError(f"run={folder.path}: was trained without htm")
     trained = load_trained(config, folder, config.device)
+    assert config.augmentation.htm is not None
     each = config.augmentation.htm.each
     seen: dict[int, list[Seen]] = {layer: [] for layer in each}
-    for images, targets in _batches(trained, batches):
+    inputs = build_training_inputs(config, len(trained.source.classes), trained.device)
+    parts = config.devices * config.recipe.grad_accum_steps  # within which pairs are matched
+    size = max(1, config.recipe.batch_size // parts)
+    for step, (pixels, classes) in enumerate(training_batches(trained, size, batches)):
+        images, targets = inputs(pixels, classes, config.seed, step, 0)
         for layer, htm in each.items():
             seen[layer].append(_seen(trained, layer, htm, images, targets))
     return [_layer(layer, htm, seen[layer]) for layer, htm in each.items()]
-
-
-def _batches(trained: Trained, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Training batches as they enter the model, the first of an order drawn by the run's seed."""
-    config, source = trained.config, trained.source
-    inputs = build_training_inputs(config, len(source.classes), trained.device)
-    images = build_training_images(config, source)
-    order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
-    parts = config.devices * config.recipe.grad_accum_steps  # within which pairs are matched
-    size = min(max(1, config.recipe.batch_size // parts), len(order))
-    for step in range(min(count, len(order) // size)):
-        items = [images[(0, i)] for i in order[step * size : (step + 1) * size]]
-        pixels, classes = (x.to(trained.device) for x in collate_readable(items)[0])
-        yield inputs(pixels, classes, config.seed, step, 0)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """A table as data: title, columns as text, records as numbers, notes. Builds tables and sweeps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -8,13 +8,18 @@ from typing import Any
 
 import yaml
 
-from reproduction.config import Config
-from reproduction.reporting.cells import FULL, SCALES, Cell
+from reproduction.reporting.cells import FULL, SCALES
 from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import Column, columns_of, short_revision, sweep_columns
 from reproduction.reporting.latency import PAPERS, Measurement, command
-from reproduction.reporting.model_stats import Counts, PaperRow
-from reproduction.reporting.records import Measured, Sweep, known, records_of, sweep_records
+from reproduction.reporting.records import (
+    Measured,
+    Sources,
+    Sweep,
+    known,
+    records_of,
+    sweep_records,
+)
 from reproduction.reporting.statistics import Comparison, holm, p_text
 
 TEXTS = Path(__file__).with_name("tables.yaml")
@@ -24,19 +29,29 @@ LEVEL = 0.05  # of significance
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One table at one scale; `banner` says why it is not the paper's experiment, if it is not.
+    """One table at one scale; `mark` says why it is not the paper's experiment, if it is not.
 
-    `mark` says the same in a few words, for pictures; `name` is that of its files.
+    `name` is that of its files.
     """
 
     name: str
     title: str
     scale: str
-    banner: str | None
     mark: str | None
     columns: tuple[Column, ...]
     records: tuple[Measured, ...]
     notes: tuple[str, ...]
+
+    @property
+    def banner(self) -> str | None:
+        """`mark` as a warning."""
+        if self.mark is None:
+            return None
+        about = "" if self.scale == FULL else f" ({SCALES[self.scale].about})"
+        return (
+            f"{self.mark.upper()}{about}: these runs are not the paper's experiments, and no value "
+            "here may be compared with the paper's."
+        )
 
     def sections(self) -> Iterator[tuple[str, list[Measured]]]:
         """(data set, its lines)."""
@@ -44,80 +59,50 @@ class Table:
             yield name, list(records)
 
 
-def build_table(
-    number: int,
-    scale: str,
-    *,
-    cells: Sequence[Cell],
-    configs: Mapping[str, Config],
-    collection: Collection,
-    papers: Sequence[PaperRow],
-    counts: Mapping[tuple[int, str], Counts],
-    latency: Measurement | None,
-) -> Table:
-    """One of TABLES at the `scale` at which `configs` (experiment -> configuration) were resolved.
-
-    `papers` are the printed rows of Tables 1 and 2, `counts` our sizes by (table, row), `latency`
-    what was measured for Table 3.
-    """
-    texts = _texts()
-    mine = [cell for cell in cells if cell.table == number]
-    warning = _banner(scale, mine, configs)
-    records = [
-        replace(record, is_papers=warning is None)
-        for record in records_of(number, cells, collection, papers, counts, latency)
-    ]
-    has_sizes = any(row.table == number for row in papers)
+def build_table(number: int, sources: Sources) -> Table:
+    """One of TABLES."""
+    texts, scale = _texts(), sources.scale
+    mine = [cell for cell in sources.cells if cell.table == number]
+    mark = sources.mark(*(cell.experiment for cell in mine))
+    records = [replace(record, is_papers=mark is None) for record in records_of(number, sources)]
+    has_sizes = any(row.table == number for row in sources.papers)
     has_latency = any(cell.latency_ms is not None for cell in mine)
     notes = [
         texts["accuracies"],
         *texts["common"],
         *([texts["sizes"]] if has_sizes else []),
         *texts["notes"][number],
-        *([_measurement(latency, scale)] if has_latency else []),
+        *([_measurement(sources.latency, scale)] if has_latency else []),
         *significance(records, "the baseline"),
-        *_origin_notes(records, collection),
+        *_origin_notes(records, sources.collection),
     ]
     return Table(
         name=f"table{number}",
         title=f"Table {number} at {scale} scale: {texts['titles'][number]}",
         scale=scale,
-        banner=warning,
-        mark=mark(scale, mine, configs),
-        columns=tuple(columns_of(cells, warning is None, number == 2, has_sizes, has_latency)),
+        mark=mark,
+        columns=tuple(columns_of(sources.cells, mark is None, number == 2, has_sizes, has_latency)),
         records=tuple(records),
         notes=tuple(notes),
     )
 
 
-def build_sweep(
-    sweep: Sweep,
-    scale: str,
-    *,
-    cells: Sequence[Cell],
-    configs: Mapping[str, Config],
-    collection: Collection,
-    outputs: Path,
-) -> Table:
-    """The sweep at the `scale` at which `configs` were resolved; `outputs` holds the runs."""
-    texts = _texts()
-    by_name = {cell.experiment: cell for cell in cells}
-    cell = by_name[sweep.experiment]
-    assert cell.baseline is not None
-    config = configs[sweep.experiment]
+def build_sweep(sweep: Sweep, sources: Sources) -> Table:
+    """A table of the sweep's values."""
+    texts, scale = _texts(), sources.scale
+    (cell,) = (cell for cell in sources.cells if cell.experiment == sweep.experiment)
+    config = sources.configs[sweep.experiment]
     has_mixing = config.augmentation.htm is not None
-    baseline, read_from = by_name[cell.baseline], outputs if has_mixing else None
-    records = list(sweep_records(sweep, cell, baseline, collection, read_from))
+    records = list(sweep_records(sweep, cell, sources, has_mixing))
     mixing = texts["mixing"].format(batch_size=config.recipe.batch_size)
-    said = mark(scale, [cell], configs)
-    if said is not None:  # the printed accuracies may be of another value of the key
+    mark = sources.mark(sweep.experiment)
+    if mark is not None:  # the printed accuracies may be of another value of the key
         records = [replace(record, paper=None) for record in records]
     return Table(
         name=sweep.name,
         title=f"Sensitivity to {sweep.word} at {scale} scale: {texts['sweep_titles'][sweep.name]}",
         scale=scale,
-        banner=_banner(scale, [cell], configs),
-        mark=said,
+        mark=mark,
         columns=tuple(sweep_columns(sweep.word, has_mixing)),
         records=tuple(records),
         notes=(
@@ -127,7 +112,7 @@ def build_sweep(
             *texts["sweep_notes"][sweep.name],
             *(problem for record in records for problem in record.unread),
             *significance(records, f"the {sweep.word} of Table {cell.table}"),
-            *_origin_notes(records, collection),
+            *_origin_notes(records, sources.collection),
         ),
     )
 
@@ -135,35 +120,6 @@ def build_sweep(
 def _texts() -> dict[str, Any]:
     """Titles and notes."""
     return yaml.safe_load(TEXTS.read_text())
-
-
-def _banner(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> str | None:
-    """What keeps these cells from being the paper's experiments; None if nothing does."""
-    warnings = []
-    if scale != FULL:
-        warnings.append(
-            f"{scale.upper()} SCALE ({SCALES[scale].about}): these runs are not the paper's "
-            "experiments, and no value here may be compared with the paper's"
-        )
-    if others := _other_data(cells, configs):
-        warnings.append(f"OTHER DATA: {', '.join(others)}")
-    return ". ".join(warnings) + "." if warnings else None
-
-
-def mark(scale: str, cells: Sequence[Cell], configs: Mapping[str, Config]) -> str | None:
-    """The same in a few words."""
-    parts = [*([] if scale == FULL else [f"{scale} scale"]), *_other_data(cells, configs)]
-    return ", ".join(parts) or None
-
-
-def _other_data(cells: Sequence[Cell], configs: Mapping[str, Config]) -> list[str]:
-    resolved = [(configs[cell.experiment], cell) for cell in cells if cell.experiment in configs]
-    others = {
-        f"{config.dataset.name} in place of {cell.column}"
-        for config, cell in resolved
-        if config.dataset.name != cell.column.lower().replace("-", "")
-    }
-    return sorted(others)
 
 
 def significance(records: Sequence[Measured], reference: str) -> Iterator[str]:
@@ -223,7 +179,7 @@ def _unfinished(mine: set[str], collection: Collection) -> Iterator[str]:
 
 
 def _provenance(records: Sequence[Measured]) -> Iterator[str]:
-    """Where the numbers come from, for formats that leave the columns out."""
+    """Where the numbers come from."""
     results = {
         run: result
         for record in records

@@ -4,6 +4,7 @@ Letters: b batch, n tokens with prefix, c classes, d width, h w image.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
-from reproduction.data.build import build_evaluation_transform, build_source
+from reproduction.data.build import (
+    build_evaluation_transform,
+    build_source,
+    build_training_images,
+)
 from reproduction.data.inputs import build_normalize
-from reproduction.data.loaders import Broken, loaded
+from reproduction.data.loaders import Broken, collate_readable, loaded
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
 from reproduction.models.weights import fitting_module, read_newest
 from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import UserError
 from tokenmixup import TokenMixup
 from tokenmixup.detectors import BlockInput
 from tokenmixup.structure import declared_prefix, reads_class_token
@@ -51,11 +57,13 @@ class Sample(NamedTuple):
 
 
 def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trained:
-    """A run's module as it trained last, without manifold mixup: whole images are looked at.
+    """The module of a run with HTM as it trained last, without manifold mixup: of whole images.
 
-    `device`: as a run's own setting, where `auto` is a GPU if there is one. UserError if the
-    checkpoints or the data cannot be read.
+    `device`: as a run's own setting, where `auto` is a GPU if there is one. UserError without HTM,
+    and if the checkpoints or the data cannot be read.
     """
+    if config.augmentation.htm is None:
+        raise UserError(f"run={folder.path}: was trained without htm")
     source = build_source(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_start(config.model), stack, len(source.classes))
@@ -66,10 +74,15 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
     return Trained(config, module.to(place), source, place)
 
 
-def give_back_gpu_memory() -> None:
-    """What trained models took, to other processes and the ranks of the next run."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+def training_batches(trained: Trained, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Augmented images and their classes; the first batches of an order drawn by the run's seed."""
+    images = build_training_images(trained.config, trained.source)
+    number = len(trained.source.train)
+    order = np.random.default_rng(trained.config.seed).permutation(number).tolist()
+    size = min(size, number)
+    for start in range(0, min(count, number // size) * size, size):
+        pixels, classes = collate_readable([images[(0, i)] for i in order[start : start + size]])[0]
+        yield pixels.to(trained.device), classes.to(trained.device)
 
 
 def affordable(trained: Trained, most: int) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,9 @@ class RunFolder:
         if self._is_barely_begun():
             return
         both = dataclasses.asdict(config), self.read_config()
-        ours, theirs = (identity(one) for one in both)
-        differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-        if differing:
-            pairs = ", ".join(f"{k}={ours.get(k)} (there {theirs.get(k)})" for k in differing)
-            raise UserError(f"name={config.name}: {self.path} holds a run with other {pairs}")
+        if pairs := differing(*(identity(one) for one in both)):
+            told = ", ".join(pairs)
+            raise UserError(f"name={config.name}: {self.path} holds a run with other {told}")
 
     @cached_property
     def _is_going_on(self) -> bool:
@@ -251,6 +249,12 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in flatten(config)
         if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
     }
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """`key=ours (there theirs)` of two identities."""
+    keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+    return [f"{key}={ours.get(key)} (there {theirs.get(key)})" for key in keys]
 
 
 def run_hash(config: Config) -> str:

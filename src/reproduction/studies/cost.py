@@ -3,14 +3,12 @@
 cost.json maps hardware -> key of a configuration -> Speed. Imports no torch.
 """
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,7 +16,7 @@ from reproduction.config import Config
 from reproduction.data.folders import Sizes, data_sizes
 from reproduction.runs.folder import run_hash
 from reproduction.studies.plan import PlannedRun
-from reproduction.system.errors import UserError, first_line
+from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 
 FILE = "cost.json"
@@ -41,6 +39,7 @@ class Speed:
 
 
 Speeds = Mapping[str, Speed]  # by speed_key
+COSTS = TypeAdapter(dict[str, dict[str, Speed]])  # the file
 
 
 def as_measured(config: Config) -> Config:
@@ -95,27 +94,17 @@ def read_costs(path: Path) -> dict[str, dict[str, Speed]]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text())
-        return {
-            hardware: {key: Speed(**values) for key, values in speeds.items()}
-            for hardware, speeds in content.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: no costs, remove it and measure again: {first_line(error)}"
-        ) from error
+        return COSTS.validate_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: no costs, remove it and measure again: {error}") from error
 
 
 def add_costs(path: Path, hardware: str, speeds: Speeds) -> None:
     """Puts newly measured speeds into the file."""
     known = read_costs(path)
     known[hardware] = {**known.get(hardware, {}), **speeds}
-    content: dict[str, dict[str, Any]] = {
-        name: {key: dataclasses.asdict(speed) for key, speed in found.items()}
-        for name, found in known.items()
-    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    write_text(path, COSTS.dump_json(known, indent=2).decode() + "\n")
 
 
 SPEEDS = (

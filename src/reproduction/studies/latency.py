@@ -13,7 +13,6 @@ Letters: b batch, c classes, h w image.
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.models.build import build_module, place
-from reproduction.reporting.cells import read_cells
 from reproduction.reporting.latency import FILE
 from reproduction.reporting.trained import block_inputs
 from reproduction.runs.folder import check_writable
-from reproduction.studies.plan import Settings, cell_config
-from reproduction.system.errors import UserError
+from reproduction.studies.cost import as_measured
+from reproduction.studies.plan import Settings, point_configs
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 from reproduction.system.timing import spread_of, time_in_turns
@@ -54,11 +52,8 @@ def measure_latency(
     """Writes medians and quartiles over `repeats` rounds beside the runs, and returns the file.
 
     Every sample is mixed (tau = inf, rho = 0), in the precision of the experiments; on a CPU in
-    float32. UserError for a device that is not there, and a number below 1.
+    float32. UserError for a device that is not there.
     """
-    for name, number in (("batch_size", batch_size), ("repeats", repeats)):
-        if number is not None and number < 1:
-            raise UserError(f"{name}={number}: must be 1 or more")
     path = settings.root / FILE
     check_writable(path, str(path))
     device = resolve_device(device, 1)
@@ -71,6 +66,7 @@ def measure_latency(
         name: build_step(config, batch_size, torch.device(device), precision)
         for name, config in configs.items()
     }
+    times = time_in_turns(steps, repeats)
     told = {
         "hardware": hardware_name(device),
         "device": device,
@@ -80,7 +76,8 @@ def measure_latency(
         "repeats": repeats,
         "torch": torch.__version__,
         "detectors": {
-            name: as_milliseconds(ms) for name, ms in time_in_turns(steps, repeats).items()
+            name: {f"{key}_ms": value for key, value in spread_of(ms)._asdict().items()}
+            for name, ms in times.items()
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,22 +87,8 @@ def measure_latency(
 
 def detector_configs(settings: Settings) -> dict[str, Config]:
     """detector -> configuration of its experiment, mixing every sample."""
-    cells = {cell.experiment: cell for cell in read_cells()}
-    return {
-        name: _mixing_all(
-            cell_config(cells[f"table3/{name}"], settings.scale, outputs=settings.outputs)
-        )
-        for name in DETECTORS
-    }
-
-
-def _mixing_all(config: Config) -> Config:
-    htm = config.augmentation.htm
-    assert htm is not None
-    htm = dataclasses.replace(htm, tau=math.inf, rho=0.0)
-    return dataclasses.replace(
-        config, augmentation=dataclasses.replace(config.augmentation, htm=htm)
-    )
+    configs = point_configs("table3", settings)
+    return {name: as_measured(configs[f"table3/{name}"]) for name in DETECTORS}
 
 
 def build_step(config: Config, batch_size: int, device: torch.device, precision: str) -> Step:
@@ -154,8 +137,3 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     for projected in entry.projected:
         mixed.exchange(projected, in_place=True)
     return mixed
-
-
-def as_milliseconds(ms: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    return {f"{name}_ms": value for name, value in spread_of(ms)._asdict().items()}

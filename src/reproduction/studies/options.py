@@ -12,7 +12,6 @@ from reproduction.studies.plan import (
     STUDIES,
     PlannedRun,
     Settings,
-    default_seeds,
     plan,
 )
 from reproduction.studies.slurm import Resources
@@ -29,13 +28,18 @@ def study_parser(description: str | None) -> Parser:
         "study", type=_study, help=f"{', '.join(STUDIES)}, or a file as in results/"
     )
     options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
+    add_settings(options)
+    _add_resources(options.add_argument_group("what each run asks SLURM for"))
+    return options
+
+
+def add_settings(options: argparse.ArgumentParser) -> None:
+    """The options that `settings_of` reads."""
     options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
-    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the table's own")
+    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the tables' own")
     options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
     options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
-    _add_resources(options.add_argument_group("what each run asks SLURM for"))
-    return options
 
 
 def _study(text: str) -> str:
@@ -71,7 +75,8 @@ def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
     settings = settings_of(args)
     if args.study not in STUDIES:
         return plan_own(Path(args.study), settings, args.seeds)
-    return plan(args.study, settings, args.seeds or default_seeds(args.study, settings))
+    usual = 1 if args.study == "figure3" else settings.chosen.seeds  # Figure 3 shows one model
+    return plan(args.study, settings, args.seeds or usual)
 
 
 def name_of(args: argparse.Namespace) -> str:

@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from reproduction.config import Config
 from reproduction.reporting.cells import read_cells
-from reproduction.reporting.collect import Collection, collect
+from reproduction.reporting.collect import collect
 from reproduction.reporting.latency import read_latency
 from reproduction.reporting.model_stats import Counts, PaperRow, measure, read_paper
 from reproduction.reporting.page import report_folder, write_page
-from reproduction.reporting.pictures import Sources, draw_pictures
-from reproduction.reporting.records import Sweep
-from reproduction.reporting.tables import TABLES, build_sweep, build_table
+from reproduction.reporting.pictures import draw_pictures
+from reproduction.reporting.records import Sources, Sweep
+from reproduction.reporting.tables import TABLES, Table, build_sweep, build_table
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import SWEEPS, Settings, point_configs
@@ -29,34 +28,34 @@ def write_overview(settings: Settings) -> list[Path]:
     if not settings.root.is_dir():  # before a second of composing
         raise UserError(f"outputs={settings.root}: there is no such folder of runs")
     configs = point_configs("all", settings)
-    collection = collect(settings.root, configs)
     folder = report_folder(settings.root)
-    sources = read_sources(settings.root, settings.scale, configs, collection, count(read_paper()))
-    pictures = draw_pictures(sources, folder)
-    return write_page(folder, sources.tables, pictures, sources.collection)
+    sources = read_sources(settings.root, settings.scale, configs, count(read_paper()))
+    tables = build_tables(sources)
+    pictures = draw_pictures(sources, tables, folder)
+    return write_page(folder, tables, pictures, sources.collection)
 
 
 def read_sources(
-    outputs: Path,
-    scale: str,
-    configs: Mapping[str, Config],
-    collection: Collection,
-    sizes: Sizes,
+    outputs: Path, scale: str, configs: Mapping[str, Config], counts: Sizes
 ) -> Sources:
-    """What the report is made from; `configs` are those of all cells and values of sweeps.
+    """What the report of the runs in `outputs` is made from."""
+    return Sources(
+        outputs=outputs,
+        scale=scale,
+        cells=read_cells(),
+        configs=configs,
+        collection=collect(outputs, configs),
+        papers=read_paper(),
+        counts=counts,
+        latency=read_latency(outputs),
+    )
 
-    Tables of which the scale has no cell are left out.
-    """
-    cells, latency = read_cells(), read_latency(outputs)
-    common: dict[str, Any] = {"cells": cells, "configs": configs, "collection": collection}
-    papers = read_paper()
-    tables = [
-        build_table(number, scale, papers=papers, counts=sizes, latency=latency, **common)
-        for number in TABLES
-        if any(cell.table == number and cell.experiment in configs for cell in cells)
-    ]
-    tables += [build_sweep(x, scale, outputs=outputs, **common) for x in sweeps_of(configs)]
-    return Sources(outputs=outputs, scale=scale, tables=tables, latency=latency, **common)
+
+def build_tables(sources: Sources) -> list[Table]:
+    """Those of which the scale has a cell, and the sweeps."""
+    trained = {cell.table for cell in sources.cells if cell.experiment in sources.configs}
+    tables = [build_table(number, sources) for number in TABLES if number in trained]
+    return tables + [build_sweep(sweep, sources) for sweep in sweeps_of(sources.configs)]
 
 
 def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:

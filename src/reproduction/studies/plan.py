@@ -126,39 +126,17 @@ class PlannedRun:
         return self.folder.is_finished() and self.folder.report_path.exists()
 
 
-def cell_config(
-    cell: Cell,
-    scale: str = FULL,
-    dataset: str | None = None,
-    data: str | None = None,
-    seed: int = 0,
-    devices: int = 1,
-    outputs: str = "outputs",
-) -> Config:
-    """The configuration of a cell's run, see Settings; without a name, which is free.
-
-    `find_runs(config.output_root).get(run_hash(config))` is its folder. Raises UserError for
-    settings that do not fit together; the images may be missing. The scale must have the cell, see
-    `cells_of`.
-    """
-    settings = Settings(scale=scale, dataset=dataset, data=data, devices=devices, outputs=outputs)
-    return dataclasses.replace(_config(Point(cell.experiment, cell), settings), seed=seed)
-
-
 def cells_of(scale: str) -> list[Cell]:
     """The cells that a scale trains, in the paper's order."""
     return [cell for cell in read_cells() if cell.column in SCALES[scale].columns]
 
 
-def default_seeds(study: str, settings: Settings) -> int:
-    """How many seeds a study is trained with, unless told; Figure 3 shows one model."""
-    return 1 if study == "figure3" else settings.chosen.seeds
-
-
 def point_configs(study: str, settings: Settings) -> dict[str, Config]:
     """The configuration of each cell, by its experiment, and value of a sweep, as `tau=2`.
 
-    With seed 0, and without a name. Raises UserError for settings that do not fit together.
+    With seed 0, and without a name, which is free: `find_runs(config.output_root)` has the folder
+    by `run_hash(config)`. Images may be missing. Raises UserError for settings that do not fit
+    together.
     """
     return {point.label: _config(point, settings) for point in _points(study, settings)}
 

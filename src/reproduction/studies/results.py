@@ -26,7 +26,7 @@ from reproduction.reporting.tables import LEVEL
 from reproduction.runs.folder import RunFolder, hash_of, identity
 from reproduction.runs.parse import parse_saved
 from reproduction.studies.own import OwnStudy, plan_own, read_study
-from reproduction.studies.plan import PlannedRun, Settings, cell_config
+from reproduction.studies.plan import PlannedRun, Settings, point_configs
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
 from reproduction.system.storage import write_text
@@ -125,7 +125,8 @@ def _result(source: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
 
 def _card(result: Result) -> str:
     config = result["config"]
-    stack = ", ".join(name for name in STACK if _has(config, name)) or "none"
+    named = [x for x in STACK if any(key.startswith(f"augmentation.{x}.") for key in config)]
+    stack = ", ".join(named) or "none"
     data = f"{config['dataset.name']} at {config['model.image_size']} pixels"
     best = f"best {result['top1_best']:.2f} %, seed {result['seed']}"
     return f"""---
@@ -148,10 +149,6 @@ python eval.py checkpoint=path/to/this/folder
 
 The method: TokenMixup (Choi, Choi and Kim, NeurIPS 2022).
 """
-
-
-def _has(config: Mapping[str, Any], name: str) -> bool:
-    return any(key.startswith(f"augmentation.{name}.") for key in config)
 
 
 def read_results(results: Path = RESULTS) -> list[Result]:
@@ -198,7 +195,8 @@ def _paper(runs: Sequence[Result], studies: Mapping[Path, OwnStudy]) -> Iterator
     yield "| table | row | data | paper | ours | n | hours | command |"
     yield "|---|---|---|---:|---:|---:|---:|---|"
     for cell in read_cells():
-        planned = identity_of(cell_config(cell))
+        configs = point_configs(f"table{cell.table}", Settings())
+        planned = identity_of(configs[cell.experiment])
         found = list({run["seed"]: run for run in others if _is(run, planned)}.values())
         ours, n, hours = "not run", "", ""
         if found:

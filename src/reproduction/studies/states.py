@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
+from reproduction.reporting.curves import lines_backwards
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import is_held
 from reproduction.studies.cost import FILE, hours_text, read_costs, run_hours, speed_key
@@ -37,45 +39,35 @@ class State:
 
 def read_state(folder: RunFolder) -> State:
     """The state of one run; UserError if its summary or its metrics are not readable."""
+    summary = folder.read_summary()
     try:
-        return _read_state(folder)
+        if folder.is_finished():
+            return State(
+                status="finished",
+                epochs=int(summary["epochs"]),
+                top1=float(summary["top1_last"]),
+                hours=float(summary["seconds"]) / 3600,
+            )
+        last = _last_epoch(folder)
+        epochs, top1 = (int(last["epoch"]), float(last["top1"])) if last else (0, None)
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise UserError(f"{folder.path}: not readable: {first_line(error)}") from error
-
-
-def _read_state(folder: RunFolder) -> State:
-    summary = folder.read_summary()
-    if folder.is_finished():
-        return State(
-            status="finished",
-            epochs=int(summary["epochs"]),
-            top1=float(summary["top1_last"]),
-            hours=float(summary["seconds"]) / 3600,
-        )
-    last = _last_epoch(folder)
-    epochs, top1 = (int(last["epoch"]), float(last["top1"])) if last else (0, None)
     if is_held(folder):
         return State(status="running", epochs=epochs, top1=top1)
     if summary.get("status") == "failed":
-        return State(status="failed", epochs=epochs, top1=top1, error=_text(summary.get("error")))
+        told = None if summary.get("error") is None else in_one_line(str(summary["error"]))
+        return State(status="failed", epochs=epochs, top1=top1, error=told)
     if not folder.config_path.exists():
         return State(status="not started")
     return State(status="interrupted", epochs=epochs, top1=top1)  # killed ones still say running
 
 
-def _text(error: Any) -> str | None:
-    return None if error is None else in_one_line(str(error))
-
-
 def _last_epoch(folder: RunFolder) -> dict[str, Any]:
     """The line of the last whole epoch; empty before the first."""
-    last = ""
-    if folder.metrics_path.exists():
-        with folder.metrics_path.open() as file:
-            for line in file:  # of steps there may be a million
-                if '"top1"' in line and line.endswith("\n"):
-                    last = line
-    return parse_json(last) if last else {}
+    if not folder.metrics_path.exists():
+        return {}
+    whole = islice(lines_backwards(folder.metrics_path), 1, None)  # what follows is cut off
+    return next((parse_json(line) for line in whole if b'"top1"' in line), {})
 
 
 def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bool) -> Table:
