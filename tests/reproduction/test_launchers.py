@@ -54,6 +54,12 @@ def test_a_missing_plugin_is_named(command: Command, monkeypatch, launcher: str)
     assert f"launcher={launcher}" in line and "pip install -r requirements-cluster.txt" in line
 
 
+def test_the_settings_of_a_launcher_are_shown(command: Command):
+    ended = command("train", "hydra/launcher=slurm", "--cfg", "hydra", "-p", "hydra.launcher")
+    assert (ended.status, ended.err) == (0, "")
+    assert "partition: null" in ended.out and "array_parallelism: 256" in ended.out
+
+
 @pytest.fixture
 def sweep(monkeypatch, capfd, tmp_path: Path) -> Callable[..., Ended]:
     """`sweep(*args)`: python train.py -m, without reports, which take longer than such runs."""

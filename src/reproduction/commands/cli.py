@@ -4,6 +4,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -41,7 +43,7 @@ from reproduction.system.terminal import say
 Settings = TypeVar("Settings")
 
 NOT_AVAILABLE = (  # of Hydra's options
-    *("config_name", "config_path", "config_dir", "package", "experimental_rerun"),
+    *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
 )
 
@@ -94,7 +96,13 @@ def _leave_to_hydra(config_name: str, job: Callable[[DictConfig], Exception | No
     """Its help, or a sweeper that draws the points."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
     start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
-    start(job)()
+    try:
+        with redirect_stderr(StringIO()):  # where it would complain of the package
+            start(job)()
+    except SystemExit as end:
+        if end.code:
+            raise UserError("--package: must be a key of what --cfg shows") from end
+        raise
 
 
 def _job(
@@ -180,6 +188,8 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
     if sum(bool(x) for x in (args.run, args.multirun, args.cfg, args.info)) > 1:
         raise UserError("--multirun: must go without --cfg, --info and --run, of which one goes")
+    if args.package and not args.cfg:
+        raise UserError("--package: needs --cfg")
     if args.help or args.hydra_help or args.cfg or args.info:
         compose(config_name, args.overrides)
         return None
