@@ -29,7 +29,7 @@ REFUSED = {
     "-m hydra/launcher=paralel": ["hydra/launcher=paralel", "parallel, joblib, slurm"],
     "-m hydra/launcher=parallel hydra.launcher.jobs=2": ["hydra.launcher.jobs", "n_jobs"],
     "-m hydra/launcher=parallel seed=0,0": ["2 points of the sweep are this one run"],
-    "-m hydra/launcher=parallel hydra/sweeper=optuna": ["hydra/sweeper=basic only"],
+    "-m hydra/launcher=parallel hydra/sweeper=optuna": ["hydra/sweeper: not available here"],
     "-m hydra/launcher=slurm resume=auto recipe.epochs=3,0": ["recipe.epochs=0"],
 }
 
