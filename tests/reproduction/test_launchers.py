@@ -29,7 +29,7 @@ REFUSED = {
     "-m hydra/launcher=paralel": ["hydra/launcher=paralel", "parallel, joblib, slurm"],
     "-m hydra/launcher=parallel hydra.launcher.jobs=2": ["hydra.launcher.jobs", "n_jobs"],
     "-m hydra/launcher=parallel seed=0,0": ["2 points of the sweep are this one run"],
-    "-m hydra/launcher=parallel hydra/sweeper=optuna": ["hydra/sweeper=basic only"],
+    "-m hydra/launcher=parallel hydra/sweeper=optuna": ["hydra/sweeper: not available here"],
     "-m hydra/launcher=slurm resume=auto recipe.epochs=3,0": ["recipe.epochs=0"],
 }
 
@@ -52,6 +52,12 @@ def test_a_missing_plugin_is_named(command: Command, monkeypatch, launcher: str)
     assert ended.status == 2
     (line,) = ended.lines
     assert f"launcher={launcher}" in line and "pip install -r requirements-cluster.txt" in line
+
+
+def test_the_settings_of_a_launcher_are_shown(command: Command):
+    ended = command("train", "hydra/launcher=slurm", "--cfg", "hydra", "-p", "hydra.launcher")
+    assert (ended.status, ended.err) == (0, "")
+    assert "partition: null" in ended.out and "array_parallelism: 256" in ended.out
 
 
 @pytest.fixture

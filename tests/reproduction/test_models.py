@@ -154,6 +154,7 @@ def test_vit_says_what_to_do_when_the_weights_cannot_be_downloaded(monkeypatch):
         ("vit_base_patch16_siglip_224", ["model.global_pool=map"], 10),
         ("beit_base_patch16_224", ["model.global_pool=avg"], 10),
         ("eva02_base_patch16_clip_224", [], 10),
+        ("vit_base_r50_s16_224", [], 10),  # a hybrid
     ],
 )
 def test_other_transformers_of_timm_are_built_checked_and_counted(architecture, options, classes):

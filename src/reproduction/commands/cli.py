@@ -4,6 +4,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -41,7 +43,7 @@ from reproduction.system.terminal import say
 Settings = TypeVar("Settings")
 
 NOT_AVAILABLE = (  # of Hydra's options
-    *("config_name", "config_path", "config_dir", "package", "experimental_rerun"),
+    *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
 )
 
@@ -61,7 +63,7 @@ def run(
     try:
         points = _points(config_name, sys.argv[1:])
         if points is None:
-            _leave_to_hydra(config_name, _job(config_name, resolve, check_all, main, [], failures))
+            _leave_to_hydra(config_name)
         else:
             composed = [compose(config_name, point) for point in points]
             launcher = composed[0].overrides.get("hydra/launcher", HERE).rpartition("=")[2]
@@ -70,8 +72,7 @@ def run(
             settings = [resolve(point) for point in composed]
             check_all(settings, launcher not in SUBMITIT)
             if launcher != HERE:
-                job = _job(config_name, resolve, check_all, main, _gpus(launcher), failures)
-                failures += _launch(launcher, config_name, job)
+                failures += _launch(launcher, config_name, resolve, check_all, main)
             else:
                 for one in settings:
                     try:
@@ -90,23 +91,31 @@ def run(
     sys.exit(max((1 if isinstance(f, RunFailed) else 2 for f in failures), default=0))
 
 
-def _leave_to_hydra(config_name: str, job: Callable[[DictConfig], Exception | None]) -> None:
-    """Its help, or a sweeper that draws the points."""
+def _leave_to_hydra(config_name: str) -> None:
+    """Its help, or what --cfg and --info show."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
     start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
-    start(job)()
+    try:
+        with redirect_stderr(StringIO()):  # where it would complain of the package
+            start(lambda _: None)()
+    except SystemExit as end:
+        if end.code:
+            raise UserError("--package: must be a key of what --cfg shows") from end
+        raise
 
 
-def _job(
+def _launch(
+    launcher: str,
     config_name: str,
     resolve: Callable[[Composed], Settings],
     check_all: Callable[[list[Settings], bool], None],
     main: Callable[[Settings], None],
-    gpus: list[str],
-    failures: list[Exception],
-) -> Callable[[DictConfig], Exception | None]:
-    """What Hydra calls for a point: here its failure joins the others, elsewhere it is returned."""
-    process = os.getpid()
+) -> list[Exception]:
+    """Runs the points in the launcher's processes, waits for them and returns their failures."""
+    from reproduction.training.distributed import visible_gpus
+    from reproduction.training.endings import handling, stop_at_once
+
+    gpus = visible_gpus() if launcher in PARALLEL else []  # SLURM gives each job its own
 
     def job(_: DictConfig) -> Exception | None:
         try:
@@ -117,40 +126,11 @@ def _job(
             check_all([one], True)
             main(one)
         except (UserError, RunFailed) as error:
-            if os.getpid() != process:
-                return error
-            failures.append(error)  # the other points of a sweep go on
+            return error
         except Exception as error:
-            if os.getpid() == process:
-                raise
             traceback.print_exc()  # it does not travel
             return RunFailed(first_line(error))
         return None
-
-    return job
-
-
-def _typed(hydra_config: HydraConf) -> list[str]:
-    """The overrides of a point, in which nothing is resolved yet."""
-    task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
-    assert isinstance(task, list)
-    return [str(override) for override in task]
-
-
-def _gpus(launcher: str) -> list[str]:
-    """What the launcher's processes have to share; SLURM gives each job its own."""
-    if launcher not in PARALLEL:
-        return []
-    from reproduction.training.distributed import visible_gpus
-
-    return visible_gpus()
-
-
-def _launch(
-    launcher: str, config_name: str, job: Callable[[DictConfig], Exception | None]
-) -> list[Exception]:
-    """Runs the points in the launcher's processes, waits for them and returns their failures."""
-    from reproduction.training.endings import handling, stop_at_once
 
     overrides = get_args_parser().parse_args(sys.argv[1:]).overrides
     with own_hydra(job_name=config_name), handling(stop_at_once):
@@ -170,8 +150,15 @@ def _launch(
     return [failure for failure in ended if failure is not None]
 
 
+def _typed(hydra_config: HydraConf) -> list[str]:
+    """The overrides of a point, in which nothing is resolved yet."""
+    task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+    assert isinstance(task, list)
+    return [str(override) for override in task]
+
+
 def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
-    """The overrides of every point; None where nothing runs or only Hydra knows the points."""
+    """The overrides of every point; None where nothing runs."""
     parser = get_args_parser()
     setattr(parser, "error", _refuse_option)  # argparse would print its usage as well
     args = parser.parse_args(argv)
@@ -180,6 +167,8 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
     if sum(bool(x) for x in (args.run, args.multirun, args.cfg, args.info)) > 1:
         raise UserError("--multirun: must go without --cfg, --info and --run, of which one goes")
+    if args.package and not args.cfg:
+        raise UserError("--package: needs --cfg")
     if args.help or args.hydra_help or args.cfg or args.info:
         compose(config_name, args.overrides)
         return None
@@ -193,14 +182,11 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
         parsed = read_overrides(args.overrides)
         values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
         _refuse_hydras_folders(values)
-        sweeper = values.get("hydra/sweeper", "basic")
         if "hydra/launcher" in values:
-            check_launcher(values["hydra/launcher"], sweeper, args.multirun)
+            check_launcher(values["hydra/launcher"], args.multirun)
         if not args.multirun:
             _refuse_sweeps(parsed)
             return [args.overrides]
-        if sweeper != "basic":
-            return None  # each job is checked when the sweeper draws it
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
         points = [list(point) for batch in batches for point in batch]
     if not points:
@@ -218,10 +204,10 @@ def _refuse_sweeps(parsed: Iterable[Override]) -> None:
 
 
 def _refuse_hydras_folders(keys: Iterable[str]) -> None:
-    """Hydra's launcher and sweeper are the user's, its folders and logs are not."""
+    """Hydra's launcher is the user's; its folders, logs and sweepers are not."""
     for key in keys:
-        if key.startswith("hydra") and not key[6:].startswith(("launcher", "sweeper")):
-            raise UserError(f"{key}: not available here, of Hydra's only launcher and sweeper are")
+        if key.startswith("hydra") and not key[6:].startswith("launcher"):
+            raise UserError(f"{key}: not available here, of Hydra's only the launcher is")
 
 
 def _refuse_option(message: str) -> NoReturn:

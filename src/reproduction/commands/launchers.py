@@ -12,14 +12,12 @@ SUBMITIT = ("slurm", "submitit_slurm", "submitit_local")  # jobs that may be sta
 REQUIREMENTS = "requirements-cluster.txt"
 
 
-def check_launcher(launcher: str, sweeper: str, is_sweep: bool) -> None:
+def check_launcher(launcher: str, is_sweep: bool) -> None:
     """Raises UserError for a launcher that cannot start these points, naming what to install."""
     if not is_sweep:
         raise UserError(f"hydra/launcher={launcher}: starts the points of a sweep, add -m")
     if launcher == HERE:
         return
-    if sweeper != "basic":
-        raise UserError(f"hydra/launcher={launcher}: goes with hydra/sweeper=basic only")
     known = dict.fromkeys(PARALLEL, "joblib") | dict.fromkeys(SUBMITIT, "submitit")
     if launcher not in known:
         raise UserError(

@@ -6,6 +6,7 @@ import socket
 import tarfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+from torchvision.datasets.utils import download_and_extract_archive
 
 from reproduction.data.folders import EXTENSIONS, class_names, image_files, split_folders
 from reproduction.data.images import ArrayImages, FileImages, ImageSource
-from reproduction.data.stand_ins import STAND_INS, cifar_digests
+from reproduction.data.stand_ins import STAND_INS, cifar_stand_ins
 from reproduction.system.errors import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
@@ -84,63 +85,42 @@ def _cifar(name: str, root: str | None) -> Source:
     kind: Any = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
     place = Path(str(root)).expanduser()
     if os.path.lexists(place / kind.base_folder / STAND_INS):
-        kind = _expecting(kind, cifar_digests(name))
-        if problem := _cifar_problem(kind, place):
-            reason = f"its stand-in images are broken ({problem}), remove the folder"
-            raise UserError(f"dataset.root={root}: {reason}")
-    else:
-        try:
-            _fetch(kind, place)
-        except (OSError, RuntimeError, ValueError, tarfile.TarError) as error:
-            raise UserError(
-                f"dataset.root={root}: {name} is not there and could not be downloaded "
-                f"({first_line(error)}); put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into "
-                f"{place.absolute()}"
-            ) from error
+        train, held_out = (ArrayImages(*half) for half in cifar_stand_ins(name))
+        return Source(train, held_out, [f"stand-in {label}" for label in sorted({*train.targets})])
+    with suppress(OSError, RuntimeError):  # it is not there and whole
+        return _read(kind, place)
+    try:
+        return _fetched(kind, place)
+    except (OSError, RuntimeError, ValueError, tarfile.TarError) as error:
+        raise UserError(
+            f"dataset.root={root}: {name} is not there and could not be downloaded "
+            f"({first_line(error)}); put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into "
+            f"{place.absolute()}"
+        ) from error
+
+
+def _read(kind: Any, place: Path) -> Source:
+    """RuntimeError or OSError of a file that is not there, or not as it should be."""
     with warnings.catch_warnings(action="ignore"):  # numpy's, of what an old one has pickled
         halves = [kind(place, train=is_train) for is_train in (True, False)]
     train, held_out = (ArrayImages(half.data, half.targets) for half in halves)
     return Source(train, held_out, halves[0].classes)
 
 
-def _expecting(kind: Any, digests: dict[str, str]) -> Any:
-    """The same class of torchvision's, for files of other MD5s."""
-    expected: dict[str, Any] = {"meta": kind.meta | {"md5": digests[kind.meta["filename"]]}}
-    for files in ("train_list", "test_list"):
-        expected[files] = [(file, digests[file]) for file, _ in getattr(kind, files)]
-    return type(kind.__name__, (kind,), expected)
-
-
-def _cifar_problem(kind: Any, place: Path) -> str | None:
-    """The first file that is not as it should be, and what is wrong with it; None if all are."""
-    meta = kind.meta["filename"], kind.meta["md5"]
-    for file, md5 in (*kind.train_list, *kind.test_list, meta):
-        path = place / kind.base_folder / file
-        try:
-            if not check_integrity(path, md5):
-                return f"{path}: is missing or has another MD5"
-        except OSError as error:
-            return str(error)
-    return None
-
-
-def _fetch(kind: Any, place: Path) -> None:
-    """Downloads and unpacks what is not there and whole; one process does it, others wait."""
-    if _cifar_problem(kind, place) is None:
-        return
+def _fetched(kind: Any, place: Path) -> Source:
+    """Downloads and unpacks the archive; one process does it, others wait."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / f".{kind.filename}.lock").open("a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # until it is closed: the system closes a killed one's
-        if _cifar_problem(kind, place) is None:
-            return
+        with suppress(OSError, RuntimeError):
+            return _read(kind, place)
         patience = socket.getdefaulttimeout()
         socket.setdefaulttimeout(SILENCE)
         try:
             download_and_extract_archive(kind.url, place, filename=kind.filename, md5=kind.tgz_md5)
         finally:
             socket.setdefaulttimeout(patience)
-        if problem := _cifar_problem(kind, place):
-            raise RuntimeError(problem)
+        return _read(kind, place)
 
 
 def _folders(name: str, root: str | None) -> Source:

@@ -1,18 +1,16 @@
-"""Images made on the spot in the data sets' own formats, to try out whole studies offline."""
+"""Images made on the spot, to try out whole studies offline."""
 
-import hashlib
 import os
-import pickle
 import tempfile
 from pathlib import Path
 
 import numpy as np
-import yaml
 from PIL import Image
 
 from reproduction.data.folders import IMAGENET_CLASSES
 
-STAND_INS = "stand_ins.yaml"  # marks a CIFAR folder of them; its MD5s are for people
+STAND_INS = "stand_ins.yaml"  # marks a CIFAR folder that stands for them, and says so
+CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 NOISE = 60  # of 256 grey levels; the rest of a pixel tells the class
 FOLDER_CLASSES = 10
 
@@ -22,7 +20,8 @@ def make_stand_ins(name: str, root: Path) -> None:
 
     CIFAR: 32 x 32 pixels, 10 training and 5 held-out images a class of CIFAR-10, 2 and 1 of
     CIFAR-100. Folders: 32 x 32 pixels, one training and one held-out image for each of ImageNet's
-    1,000 classes, 8 and 4 for each of 10 classes of an image folder. Always the same images.
+    1,000 classes, 8 and 4 for each of 10 classes of an image folder. Always the same images;
+    CIFAR's are made where they are read.
     """
     if root.exists():
         return
@@ -35,7 +34,9 @@ def make_stand_ins(name: str, root: Path) -> None:
             case "image_folder":
                 _write_folders(whole, [f"class_{i}" for i in range(FOLDER_CLASSES)], 8, 4)
             case "cifar10" | "cifar100":
-                _write_cifar(whole, name)
+                (whole / CIFAR_FOLDERS[name]).mkdir(parents=True)
+                told = "Its images are stand-ins, made by cifar_stand_ins.\n"
+                (whole / CIFAR_FOLDERS[name] / STAND_INS).write_text(told)
         try:
             os.rename(whole, root)
         except OSError:
@@ -43,42 +44,18 @@ def make_stand_ins(name: str, root: Path) -> None:
                 raise
 
 
-def cifar_digests(name: str) -> dict[str, str]:
-    """The MD5 of each file of a CIFAR's stand-ins, whatever a folder itself says of them."""
-    return {
-        file: hashlib.md5(content, usedforsecurity=False).hexdigest()
-        for file, content in _cifar_files(name).items()
-    }
-
-
-def _write_cifar(root: Path, name: str) -> None:
-    folder = root / {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[name]
-    folder.mkdir(parents=True)
-    for file, content in _cifar_files(name).items():
-        (folder / file).write_bytes(content)
-    (folder / STAND_INS).write_text(yaml.safe_dump(cifar_digests(name)))
-
-
-def _cifar_files(name: str) -> dict[str, bytes]:
-    """What is in each file, pickled as published."""
-    files: dict[str, dict[str, object]] = {}
-    if name == "cifar10":
-        for seed, file in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
-            labels = list(range(10)) * (5 if file == "test_batch" else 2)
-            files[file] = {"batch_label": file, "labels": labels, "data": _rows(labels, 10, seed)}
-        files["batches.meta"] = {"label_names": _names(10), "num_vis": 3072}
-    else:
-        for seed, (file, each) in enumerate({"train": 2, "test": 1}.items()):
-            labels = list(range(100)) * each
-            coarse = [label // 5 for label in labels]
-            files[file] = {"batch_label": file, "fine_labels": labels, "coarse_labels": coarse}
-            files[file]["data"] = _rows(labels, 100, seed)
-        files["meta"] = {"fine_label_names": _names(100), "coarse_label_names": _names(20)}
-    return {file: pickle.dumps(content, protocol=2) for file, content in files.items()}
-
-
-def _names(classes: int) -> list[str]:
-    return [f"stand-in {label}" for label in range(classes)]
+def cifar_stand_ins(name: str) -> list[tuple[np.ndarray, list[int]]]:
+    """Training and held-out images, `n 32 32 3` uint8, each half with its classes."""
+    classes, files = (10, [2] * 5 + [5]) if name == "cifar10" else (100, [2, 1])
+    labels = [list(range(classes)) * each for each in files]
+    rows = [_rows(some, classes, seed) for seed, some in enumerate(labels)]
+    return [
+        (
+            np.concatenate(rows[half]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1),
+            np.concatenate(labels[half]).tolist(),
+        )
+        for half in (slice(-1), slice(-1, None))
+    ]
 
 
 def _write_folders(root: Path, classes: list[str], train: int, held_out: int) -> None:

@@ -59,7 +59,7 @@ def build_vit(
             f"model.pretrained={pretrained}: the weights could not be loaded "
             f"({first_line(error)}); give a local file as model.weights instead"
         ) from error
-    _check_sizes(model, architecture, depth, patch_size)
+    _check_sizes(model, architecture, depth, image_size, patch_size)
     if mlp_drop_rate is not None:
         _set_mlp_dropout(model, architecture, mlp_drop_rate)
     return model
@@ -90,11 +90,13 @@ def _timm_name(architecture: str, pretrained: str | None) -> str:
     return name
 
 
-def _check_sizes(model: nn.Module, architecture: str, depth: int, patch_size: int) -> None:
+def _check_sizes(
+    model: nn.Module, architecture: str, depth: int, image_size: int, patch_size: int
+) -> None:
+    """By the grid of tokens: what timm calls the patch of a hybrid is one of its feature maps."""
     blocks = getattr(model, "blocks", ())
-    built_patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if isinstance(built_patch, tuple):
-        built_patch = built_patch[0]
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    built_patch = None if grid is None else image_size // grid[0]
     if len(blocks) != depth:
         raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
     if built_patch != patch_size:
