@@ -1,6 +1,7 @@
-"""Learning rates over a run, what decays, and steps that a scaler skips."""
+"""Learning rates over a run, what decays, and optimisers whose state comes from elsewhere."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +25,7 @@ def recipe_of(*overrides: str) -> Recipe:
 def rates(recipe: Recipe, batches: int = 2) -> list[list[float]]:
     optimizer = build_optimizer(torch.nn.Linear(2, 2), recipe)
     schedule = build_schedule(optimizer, recipe, batches)
-    found = []
-    for step in range(recipe.epochs * batches):
-        schedule.step(step // batches)
-        schedule.step_update(step)
-        found.append(optimizer.param_groups[0]["lr"])
-    return [found[start : start + batches] for start in range(0, len(found), batches)]
+    return [[schedule(e, b) for b in range(batches)] for e in range(recipe.epochs)]
 
 
 def test_the_published_schedule_steps_once_an_epoch_and_cools_down():
@@ -92,6 +88,28 @@ def convolution(optimizer: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]
     torch.manual_seed(0)
     module = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     return module, build_optimizer(module, recipe_of(f"recipe.optimizer={optimizer}"))
+
+
+def update(module: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    module(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_goes_on_exactly_from_its_file(optimizer: str, tmp_path: Path):
+    module, before = convolution(optimizer)
+    update(module, before, seed=1)
+    torch.save([module.state_dict(), before.state_dict()], tmp_path / "state.pt")
+    again, after = convolution(optimizer)
+    saved, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again.load_state_dict(saved)
+    after.load_state_dict(state)
+    update(module, before, seed=2)
+    update(again, after, seed=2)
+    for ours, theirs in zip(again.parameters(), module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

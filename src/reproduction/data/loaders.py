@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -147,16 +147,6 @@ def data_loader(
     )
 
 
-class World(Protocol):
-    """The ranks; see training/distributed.py."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    def sum(self, values: Tensor) -> Tensor: ...
-
-
 class BrokenImages:
     """The broken ones of a run's images that have come up so far; a new one is told on stderr.
 
@@ -175,13 +165,6 @@ class BrokenImages:
         if number not in self.known:
             self.known.add(number)
             warn(f"warning: left out: {reason}")
-
-    def agree(self, world: World) -> None:
-        """Every rank comes to know what any of them has met; all have to ask."""
-        if world.size > 1 and self.num_images:
-            met = torch.zeros(self.num_images, dtype=torch.int32, device=world.device)
-            met[sorted(self.known)] = 1
-            self.known = set(world.sum(met).nonzero().flatten().tolist())
 
 
 class Readable:

@@ -82,6 +82,14 @@ class World:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
+    def union(self, numbers: set[int], bound: int) -> set[int]:
+        """The numbers below `bound` that any rank has; all have to ask."""
+        if self.size == 1 or not bound:
+            return numbers
+        has = torch.zeros(bound, dtype=torch.int32, device=self.device)
+        has[sorted(numbers)] = 1
+        return set(self.sum(has).nonzero().flatten().tolist())
+
     def share(self, value: Shared) -> Shared:
         """The first rank's value, on every rank."""
         values = [value]

@@ -109,10 +109,9 @@ class Trainer:
                 self._begin_epoch()
                 with self._keeping_lines():
                     for images, classes in islice(self.train_loader, self.total_steps - self.step):
-                        size = self.batches.global_size(self.step % len(self.batches))
-                        self.schedule.step(self.epoch)
-                        self.schedule.step_update(self.step)
-                        lr = self.update.optimizer.param_groups[0]["lr"]
+                        batch = self.step % len(self.batches)
+                        size = self.batches.global_size(batch)
+                        lr = self.schedule(self.epoch, batch)
                         parts = self.train_step(images, classes, size)
                         self.step, self.images = self.step + 1, self.images + size
                         left_out = self.update.not_finite
@@ -193,7 +192,7 @@ class Trainer:
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; PlainError at an update that is not finite."""
-        self.broken.agree(self.world)
+        self.broken.known = self.world.union(self.broken.known, self.broken.num_images)
         lines = self.metrics.fetch()
         self._write(lines)
         self.non_finite.check(lines)
@@ -231,7 +230,7 @@ class Trainer:
                 self.world,
                 self.recipe.precision,
             )
-        self.broken.agree(self.world)
+        self.broken.known = self.world.union(self.broken.known, self.broken.num_images)
         if not math.isfinite(result["eval_loss"]):
             raise PlainError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         line = {"epoch": self.epoch, **result}

@@ -5,6 +5,7 @@ Below it optimiser and schedule, both timm's.
 Letters: b batch, c classes, h w image.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -176,14 +177,14 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
 
 def build_schedule(
     optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int
-) -> CosineLRScheduler:
-    """Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
+) -> Callable[[int, int], float]:
+    """Sets and returns the learning rate of a batch of an epoch, both counted from 0.
 
-    It takes both `step(epoch)` and `step_update(step)`, and follows one of them.
+    Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
     """
     every_batch = recipe.schedule_step == "batch"
     unit = batches_per_epoch if every_batch else 1
-    return CosineLRScheduler(
+    scheduler = CosineLRScheduler(
         optimizer,
         t_initial=max(1, (recipe.epochs - recipe.cooldown_epochs) * unit),
         lr_min=recipe.min_lr,
@@ -191,3 +192,10 @@ def build_schedule(
         warmup_lr_init=recipe.warmup_lr,
         t_in_epochs=not every_batch,
     )
+
+    def schedule(epoch: int, batch: int) -> float:
+        scheduler.step(epoch)
+        scheduler.step_update(epoch * batches_per_epoch + batch)
+        return optimizer.param_groups[0]["lr"]
+
+    return schedule
