@@ -87,7 +87,9 @@ def run(
         _complain(str(interrupt) or "interrupted")
         sys.exit(130)
     for failure in failures:
-        _complain(str(failure) if isinstance(failure, RunFailed) else one_line(failure))
+        _complain(
+            str(failure) if isinstance(failure, RunFailed) else in_one_line(explained(failure))
+        )
     sys.exit(max((1 if isinstance(f, RunFailed) else 2 for f in failures), default=0))
 
 
@@ -212,11 +214,6 @@ def _refuse_hydras_folders(keys: Iterable[str]) -> None:
 
 def _refuse_option(message: str) -> NoReturn:
     raise UserError(f"{message}; see --help")
-
-
-def one_line(error: Exception) -> str:
-    """What went wrong, in one line that names the key, the value and what is allowed."""
-    return in_one_line(explained(error))
 
 
 def _complain(line: str) -> None:

@@ -36,18 +36,13 @@ def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> 
     Without `needs_data` the images may be missing, as for a plan; without `trains` the global batch
     need not divide over the ranks, as for an evaluation.
     """
-    config = parse_types(raw)
+    try:
+        config = TypeAdapter(Config).validate_python(raw)
+    except ValidationError as error:
+        raise UserError("; ".join(_describe(e, raw) for e in error.errors())) from None
     if found := list(problems(config, needs_data, trains)):
         raise UserError("; ".join(found))
     return config
-
-
-def parse_types(raw: dict[str, Any]) -> Config:
-    """Types and ranges alone, to compare configurations whose data need not be on this machine."""
-    try:
-        return TypeAdapter(Config).validate_python(raw)
-    except ValidationError as error:
-        raise UserError("; ".join(_describe(e, raw) for e in error.errors())) from None
 
 
 def parse_saved(raw: dict[str, Any]) -> Config:
