@@ -188,3 +188,24 @@ def test_what_breaks_in_tensorboard_ends_no_training(
     ended = command("train", "name=mine", "logger=tensorboard", *SHORT)
     assert ended.status == 0
     assert "tensorboard failed 4 times (OSError: no space left), all lines are in" in ended.err
+
+
+def test_a_wandb_run_is_ended_where_tensorboard_cannot_begin(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    closed: list[str] = []
+    whole = loggers.WandbLog.close
+
+    def close(self: loggers.WandbLog, status: str) -> None:
+        closed.append(status)
+        whole(self, status)
+
+    def fail(*args: object, **settings: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(loggers.WandbLog, "close", close)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.__init__", fail)
+    both = ["name=mine", "logger=[wandb,tensorboard]", "logger.wandb.mode=offline", *SHORT]
+    ended = command("train", *both)
+    assert ended.status == 1 and "no space left" in ended.lines[-1]
+    assert closed == ["failed"]
