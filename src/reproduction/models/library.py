@@ -95,8 +95,12 @@ def _check_sizes(
 ) -> None:
     """By the grid of tokens: what timm calls the patch of a hybrid is one of its feature maps."""
     blocks = getattr(model, "blocks", ())
-    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    built_patch = None if grid is None else image_size // grid[0]
+    embed = getattr(model, "patch_embed", None)
+    built_patch = getattr(embed, "patch_size", None)
+    if grid := getattr(embed, "grid_size", None):
+        built_patch = image_size // grid[0]
+    elif isinstance(built_patch, tuple):
+        built_patch = built_patch[0]
     if len(blocks) != depth:
         raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
     if built_patch != patch_size:
