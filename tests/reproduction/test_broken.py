@@ -90,7 +90,7 @@ def test_ranks_agree_on_what_is_broken():
             return torch.stack(met).sum(dim=0)
 
     for broken in ranks:
-        broken.known = Two(0, 2, torch.device("cpu")).union(broken.known, broken.num_images)
+        broken.agree(Two(0, 2, torch.device("cpu")).union)
     assert ranks[1].known == {1, 4}  # of which it has met one itself
 
 

@@ -166,6 +166,10 @@ class BrokenImages:
             self.known.add(number)
             warn(f"warning: left out: {reason}")
 
+    def agree(self, union: Callable[[set[int], int], set[int]]) -> None:
+        """Every rank comes to know what any has met, by `World.union`; all have to ask."""
+        self.known = union(self.known, self.num_images)
+
 
 class Readable:
     """The batches of a loader without their broken images, which are noted."""

@@ -122,7 +122,7 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
             found = evaluate(
                 place(model, world.device), normalize, loader, world, config.recipe.precision
             )
-        broken.known = world.union(broken.known, broken.num_images)
+        broken.agree(world.union)
         return {
             **found,
             "images": len(source.held_out) - len(broken.known),

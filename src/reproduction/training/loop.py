@@ -192,7 +192,7 @@ class Trainer:
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; PlainError at an update that is not finite."""
-        self.broken.known = self.world.union(self.broken.known, self.broken.num_images)
+        self.broken.agree(self.world.union)
         lines = self.metrics.fetch()
         self._write(lines)
         self.non_finite.check(lines)
@@ -230,7 +230,7 @@ class Trainer:
                 self.world,
                 self.recipe.precision,
             )
-        self.broken.known = self.world.union(self.broken.known, self.broken.num_images)
+        self.broken.agree(self.world.union)
         if not math.isfinite(result["eval_loss"]):
             raise PlainError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         line = {"epoch": self.epoch, **result}
