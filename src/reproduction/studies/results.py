@@ -310,6 +310,11 @@ def _contrasts(
             f"{raw} | {p_text(p)} | {told} |"
         )
     yield "\nPaired over seeds, two-sided t-tests, accuracy after the last epoch, in percent."
+    yield (
+        f"What this cannot tell: that two stacks are equal, since of {rounds} pairs only a "
+        "difference large beside its spread is found; and anything of models, data, lengths of "
+        "training or settings other than these, the paper's included."
+    )
 
 
 def _mean(runs: Sequence[Result], key: str) -> str:
