@@ -15,7 +15,6 @@ from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -187,22 +186,12 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
         if "hydra/launcher" in values:
             check_launcher(values["hydra/launcher"], args.multirun)
         if not args.multirun:
-            _refuse_sweeps(parsed)
             return [args.overrides]
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
         points = [list(point) for batch in batches for point in batch]
     if not points:
         raise UserError(f"{' '.join(args.overrides)}: the sweep has no points")
     return points
-
-
-def _refuse_sweeps(parsed: Iterable[Override]) -> None:
-    for override in parsed:
-        if override.is_sweep_override():
-            raise UserError(
-                f"{override.input_line}: several values need --multirun (-m), a list needs "
-                "brackets: key=[a,b]"
-            )
 
 
 def _refuse_hydras_folders(keys: Iterable[str]) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -42,8 +44,9 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     register_resolvers()
     with own_hydra():
         parsed = read_overrides(overrides)
+        _refuse_sweeps(parsed)
         _refuse_unknown_options(parsed)
-        config, chosen = _composed(config_name, overrides, parsed)
+        config, chosen = _composed(config_name, parsed)
     values = _resolved(config, chosen, overrides)
     values["devices"] = _devices(values.get("devices"))
     _share_out_cores(values)
@@ -87,8 +90,20 @@ def options_of(group: str) -> list[str]:
     return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
 
 
-def _is_group(key: str) -> bool:
-    return key.startswith("hydra") or bool(options_of(key))
+def _chooses_files(override: Override) -> bool:
+    """An option of a group, whose values come from files; Hydra's own settings go with them."""
+    key = override.key_or_group
+    is_group = bool(options_of(key)) and not isinstance(override.value(), dict)
+    return key.startswith("hydra") or is_group
+
+
+def _refuse_sweeps(parsed: list[Override]) -> None:
+    for override in parsed:
+        if override.is_sweep_override():
+            raise UserError(
+                f"{override.input_line}: several values need --multirun (-m), a list needs "
+                "brackets: key=[a,b]"
+            )
 
 
 def _refuse_unknown_options(parsed: list[Override]) -> None:
@@ -107,26 +122,35 @@ def _refuse_unknown_options(parsed: list[Override]) -> None:
             raise UserError(f"{override.input_line}: names an option twice, allowed is once")
 
 
-def _composed(
-    config_name: str, overrides: list[str], parsed: list[Override]
-) -> tuple[DictConfig, list[str]]:
+def _composed(config_name: str, parsed: list[Override]) -> tuple[DictConfig, list[str]]:
     """The configuration, and the files that it was made from as group/option."""
+    choices = [override for override in parsed if _chooses_files(override)]
+    values = [override for override in parsed if override not in choices]
     try:
-        config = hydra.compose(config_name, overrides=overrides)
-        groups = tuple(str(x.input_line) for x in parsed if _is_group(x.key_or_group))
-        return config, _files(CONF_DIR, config_name, groups)
+        files = tuple(str(override.input_line) for override in choices)
+        config, chosen = _of_files(CONF_DIR, config_name, files)
+        config = deepcopy(config)
+        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        return config, chosen
     except (HydraException, OmegaConfBaseException):
         raise
     except Exception as error:  # Hydra checks little of odd overrides, so that anything may come
-        raise UserError(f"{' '.join(overrides)}: cannot be applied: {first_line(error)}") from error
+        typed = " ".join(str(override.input_line) for override in parsed)
+        raise UserError(f"{typed}: cannot be applied: {first_line(error)}") from error
 
 
 @lru_cache(maxsize=256)
-def _files(conf_dir: Path, config_name: str, groups: tuple[str, ...]) -> list[str]:
-    """The files that options of groups lead to; what else is overridden changes none of them."""
+def _of_files(
+    conf_dir: Path, config_name: str, choices: tuple[str, ...]
+) -> tuple[DictConfig, list[str]]:
+    """What the files of these options say, and which they are; read once for all points.
+
+    Hydra lays single values over it as its last step, so that points of a sweep differ there.
+    """
+    config = hydra.compose(config_name, overrides=[*choices])
     loader = GlobalHydra.instance().config_loader()
-    defaults = loader.compute_defaults_list(config_name, list(groups), RunMode.RUN)
-    return [default.config_path or "" for default in defaults.defaults]
+    defaults = loader.compute_defaults_list(config_name, [*choices], RunMode.RUN).defaults
+    return config, [default.config_path or "" for default in defaults]
 
 
 def _resolved(config: DictConfig, chosen: list[str], overrides: list[str]) -> dict[str, Any]:
