@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import eval as eval_script
 import train as train_script
 from reproduction.commands.cli import run
 from reproduction.config import Config
+from reproduction.data import sources
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import Settings, point_configs
@@ -96,6 +98,25 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
     with pytest.raises(SystemExit) as end:
         run(script, resolve, check_all, main)
     return int(end.value.code or 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """60 of the 360 held-out digits are evaluated, on which small runs spend half of their time.
+
+    Not in modules marked `all_digits`, which compare with runs in processes of their own.
+    """
+    whole = sources._open
+
+    def opened(name: str, root: str | None) -> sources.Source:
+        source = whole(name, root)
+        few = source.held_out.take(range(60)) if name == "digits" else source.held_out
+        return replace(source, held_out=few)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("all_digits") is None:
+            patch.setattr(sources, "_open", opened)
+        yield
 
 
 @pytest.fixture(scope="module")

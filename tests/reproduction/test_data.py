@@ -36,6 +36,8 @@ from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command, write_images
 from tests.reproduction.test_training import assert_same_result
 
+pytestmark = pytest.mark.all_digits
+
 
 def config_of(*overrides: str) -> Config:
     return parse(compose("train", list(overrides)).raw)

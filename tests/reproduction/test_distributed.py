@@ -27,6 +27,7 @@ from reproduction.training.train import build_trainer, run_training
 from tests.chaos.runs import differences
 from tests.reproduction.conftest import Command, at_step, run_here
 
+pytestmark = pytest.mark.all_digits
 ROOT = Path(__file__).parents[2]
 
 # Nothing random but the order of the images, so that one and two ranks see the same.

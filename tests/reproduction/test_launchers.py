@@ -22,6 +22,7 @@ from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command, Ended
 from tests.reproduction.test_training import assert_same_result
 
+pytestmark = pytest.mark.all_digits
 REFUSED = {
     "hydra/launcher=slurm": ["hydra/launcher=slurm", "add -m"],
     "-m hydra/launcher=slurm seed=0,1": ["resume=never", "must be auto", "hydra/launcher=slurm"],

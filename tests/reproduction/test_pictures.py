@@ -23,6 +23,7 @@ from tests.reproduction.tables import (
     write_run,
 )
 
+pytestmark = pytest.mark.usefixtures("drawn_texts")
 HTM, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"
 LATENCY: dict[str, Any] = {
     **{"hardware": "Some CPU", "device": "cpu", "precision": "float32", "batch_size": 128},

@@ -32,6 +32,7 @@ from scripts.reproduce import parser, reproduce
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import assert_same_result
 
+pytestmark = pytest.mark.all_digits
 ROOT = Path(__file__).parents[2]
 TABLE3 = ["table3/gradient", "table3/attention", "table3/random"]
 

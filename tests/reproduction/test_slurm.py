@@ -28,6 +28,7 @@ from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_runner import Holder
 from tests.reproduction.test_training import assert_same_result
 
+pytestmark = pytest.mark.all_digits
 ROOT = Path(__file__).parents[2]
 SLOW = """import runpy, time
 from reproduction.training.loop import Trainer

@@ -72,11 +72,12 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
 
 
 def assert_same_result(one: RunFolder, other: RunFolder) -> None:
-    assert weights(one).keys() == weights(other).keys()
-    for name, value in weights(one).items():
-        assert torch.equal(value, weights(other)[name]), name
-    for ours, theirs in zip(one.read_metrics(), other.read_metrics(), strict=True):
-        assert without_times(ours) == without_times(theirs)
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+    for lines, others in zip(one.read_metrics(), other.read_metrics(), strict=True):
+        assert without_times(lines) == without_times(others)
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:

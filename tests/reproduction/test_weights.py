@@ -26,6 +26,7 @@ from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.recorded import FIXTURES, Recorded, recorded_cct, recorded_vit
 from tokenmixup import attach
 
+pytestmark = pytest.mark.all_digits
 PUBLISHED = yaml.safe_load((FIXTURES / "published_names.yaml").read_text())
 PUBLISHED_FILES = [(kind, name) for kind in PUBLISHED for name in PUBLISHED[kind]["files"]]
 VIT_BASE = "vit_base_patch16_224"
