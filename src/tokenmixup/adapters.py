@@ -151,9 +151,10 @@ def as_called(block: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
     return partial(_call, block.adapter, attend) if isinstance(block, AdaptedBlock) else attend
 
 
-def _call(
-    adapter: Adapter, attend: Callable[..., Tensor], tokens: Tensor, *others: Any, **given: Any
-) -> Any:
+def _call(adapter: Adapter, attend: Callable[..., Tensor], *called: Any, **given: Any) -> Any:
+    if not called:
+        raise ValueError("an attention gets its tokens by name: must be its first argument")
+    tokens, *others = called
     kept = {name: value for name, value in given.items() if name not in OF_WEIGHTS}
     for name, value in (*enumerate(others, start=1), *kept.items()):
         if not (value is None or value is False or value is tokens):

@@ -57,6 +57,9 @@ def _problems(block: AdaptedBlock, width: int, seen: dict[str, list[Any]]) -> It
         calls = f"{len(seen['block'])} and {len(seen['given'])} times"
         yield f"it and its attention are called {calls}, must be once"
         return
+    if not seen["block"][0] or not seen["given"][0]:
+        yield "it or its attention gets its tokens by name: must be the first argument"
+        return
     tokens, given, made = seen["block"][0][0], seen["given"][0][0], seen["made"][0]
     if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.shape[2] != width:
         shape = list(getattr(tokens, "shape", []))
@@ -83,4 +86,5 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     scale = float(other.abs().max().clamp(min=1e-6))
-    return bool(((one - other).abs() <= CLOSE * scale).all())
+    close = max(CLOSE, 4 * torch.finfo(one.dtype).eps)
+    return bool(((one - other).abs() <= close * scale).all())

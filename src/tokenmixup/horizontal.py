@@ -14,7 +14,7 @@ from tokenmixup.speed import Exchange, copy_to_host, exchange_of
 
 
 class HorizontalMix(NamedTuple):
-    """What Algorithm 1 makes of a batch, whose order it keeps."""
+    """What Algorithm 1 makes of a batch; under another order tokens and targets alone are in it."""
 
     tokens: Tensor  # b n d
     targets: Tensor  # b c
@@ -134,5 +134,5 @@ def mix_horizontal(
     `n - t` tokens, the prefix, stay. Raises ValueError if `t > n`, FloatingPointError if a gain is
     not finite.
     """
-    difficulty = (~is_easy).float()  # 0 or 1, and tau is 1
+    difficulty = 1 - is_easy.float()  # 0 or 1, and tau is 1
     return algorithm_1(tokens, targets, 1.0, rho, lambda *_: difficulty, lambda: saliency, rules)

@@ -80,9 +80,9 @@ class TokenMixup(nn.Module):
     """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
     `images`: `b 3 h w`; `targets`: `b c` probabilities as they enter the model. In training raises
-    TypeError without targets; ValueError for other images, for the model's own checkpointing, which
-    would repeat blocks when hooks are gone, and for DataParallel, whose replicas would share them;
-    FloatingPointError if the saliency is not finite.
+    TypeError without targets; ValueError for other images or targets, for the model's own
+    checkpointing, which would repeat blocks when hooks are gone, and for DataParallel, whose
+    replicas would share them; FloatingPointError if the saliency is not finite.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class TokenMixup(nn.Module):
         if checkpoint_blocks and (reason := why_not(model, None, adapter)):
             raise ValueError(f"TokenMixup cannot serve this model: {reason}")
         self.adapter = adapter or adapter_of(model)
+        self.num_classes = num_classes
         self.checkpoint_blocks = checkpoint_blocks
         self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
         self.scorenets = nn.ModuleDict()  # by layer
@@ -149,7 +150,10 @@ class TokenMixup(nn.Module):
         return out if self.adapter is None else self.adapter.logits(out)
 
     def stop_mixing(self) -> None:
-        """From here on a training pass is the plain model's, and no ScoreNet learns."""
+        """From here on a training pass is the plain model's, and no ScoreNet learns.
+
+        Wrap it in DistributedDataParallel anew, which would wait for ScoreNet's gradients.
+        """
         self._htm_at, self._vtm_at, self._sources, self._manifold_layers = {}, {}, range(0), ()
         self.scorenets.requires_grad_(False)
 
@@ -175,10 +179,17 @@ class TokenMixup(nn.Module):
         """What is known before the pass: the gradient of the input, the draws of manifold mixup."""
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
+        shape, rows = (len(images), self.num_classes), getattr(targets, "shape", type(targets))
+        if rows != shape or not len(images):
+            raise ValueError(
+                f"targets {rows}: must be probabilities b c of one image or more, here {shape}, "
+                "such as F.one_hot(classes, c)"
+            )
         state = Pass(targets, view_of(self.model, self.adapter))
         if self._htm_at and self.htm is not None and self.htm.detector == "gradient":
             with evaluating(self.model):
-                state.pixels = input_gradient(self._logits, images, targets)
+                exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
+                state.pixels = input_gradient(self._logits, exact, targets)
         if self._manifold_layers and self.manifold_mixup is not None:
             state.manifold = draw_manifold_mix(self.manifold_mixup, images)
         for layer, vtm in self._vtm_at.items():
@@ -238,6 +249,8 @@ class TokenMixup(nn.Module):
         self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Changes what enters a block: manifold mixup, then HTM, and then VTM takes its memory."""
+        if not args:
+            raise ValueError(f"block {index} gets its tokens by name: must be its first argument")
         if any(value is not None for value in args[1:]):
             raise ValueError(
                 f"TokenMixup does not understand what block {index} gets besides tokens"

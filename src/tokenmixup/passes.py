@@ -21,7 +21,7 @@ from tokenmixup.vertical import Memory, vertical_attention
 
 
 class LayerMix(NamedTuple):
-    """What HTM has found at one layer."""
+    """What HTM has found at one layer, in the order of the mixed targets."""
 
     layer: int
     score_logits: Tensor  # b c, of its ScoreNet
@@ -135,7 +135,7 @@ class Pass:
         if not self.mixes:
             return Output(logits, self.targets)
         layers = tuple(
-            LayerMix(layer, *score, mix.is_easy, mix.mask, mix.gain)
+            LayerMix(layer, *map(mix.exchange.reorder, (*score, mix.is_easy, mix.mask, mix.gain)))
             for score, (layer, mix) in zip(self.scores, self.mixes.items(), strict=True)
         )
         return Output(

@@ -3,7 +3,7 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ class ScoreNet(nn.Module):
         stop_gradient: bool = False,
     ):
         super().__init__()
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
         self.pooling = pooling
         self.stop_gradient = stop_gradient
         self.pool = nn.Linear(embed_dim, 1) if pooling == "attention" else None

@@ -29,6 +29,7 @@ BLOCKS = {
     ("timm.models.vision_transformer_relpos", "RelPosBlock"),
     ("timm.models.cait", "LayerScaleBlock"),
 }
+HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
 
 
@@ -60,6 +61,8 @@ def _why_not_adapted(view: Adapted) -> str | None:
         return (
             f"{kind}: Adapter.num_prefix_tokens={view.num_prefix_tokens!r} is no whole number >= 0"
         )
+    if view.adapter.reads_class_token and not view.num_prefix_tokens:
+        return f"{kind}: Adapter.reads_class_token needs num_prefix_tokens >= 1"
     if type(view.embed_dim) is not int:
         return f"{kind}: Adapter.embed_dim={view.adapter.embed_dim!r} leads to no whole number"
     return None
@@ -68,7 +71,7 @@ def _why_not_adapted(view: Adapted) -> str | None:
 def _why_not(model: Any, last_layer: int | None) -> str | None:
     kind = type(model).__name__
     if hasattr(model, "_orig_mod"):
-        return f"{kind} is compiled already: compile its blocks after attach instead"
+        return f"{kind} is compiled already: call .compile() on its blocks after attach instead"
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
         has_stages = any(hasattr(model, name) for name in STAGES)
@@ -114,7 +117,7 @@ def _why_not_projections(attn: Any, module: Any) -> str | None:
             continue
         if type(projection) is not nn.Linear:
             return f"whose {name} is {type(projection).__name__}, not a plain Linear"
-        if projection._forward_hooks or projection._forward_pre_hooks:
+        if any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS):
             return f"whose {name} has hooks, which would not run"
     return None
 
@@ -152,7 +155,7 @@ def scorenet_pooling(model: Any, asked: str) -> Pooling:
     if asked == "auto":
         return "class_token" if reads_class_token(model) else "attention"
     if asked == "class_token" and not has_class_token(model):
-        raise ValueError("htm.pooling='class_token': the model has no class token")
+        raise ValueError("htm.pooling='class_token': the class is not read from a class token")
     return cast(Pooling, asked)
 
 

@@ -21,6 +21,7 @@ from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
+from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 
@@ -98,6 +99,22 @@ def train(command: Command, root: Path, name: str, *overrides: str) -> Any:
     small = [x for x in SMALL if "limit" not in x and "batch_size" not in x]
     told = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
     return command("train", f"name={name}", *told, *small, "recipe.batch_size=5", *overrides)
+
+
+def test_an_update_is_by_the_mean_loss_of_the_readable_images(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sizes, whole = [], Trainer.train_step
+
+    def step(self: Trainer, images: Tensor, classes: Tensor, size: int) -> Any:
+        sizes.append((len(images), size))
+        return whole(self, images, classes, size)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    root = write_broken(tmp_path / "images")
+    assert train(command, root, "mine", "dataset.broken_images=skip").status == 0
+    assert all(readable == size for readable, size in sizes)
+    assert sum(size for _, size in sizes) == 2 * (16 - 3)  # epochs x images
 
 
 def test_a_run_counts_what_it_leaves_out_also_where_it_was_interrupted(

@@ -129,7 +129,7 @@ def tiny_vit(*overrides: str):
     ("override", "message"),
     [
         ("model.architecture=vit_nope", "model.architecture=vit_nope"),
-        ("model.pretrained=nope", "tags of vit_tiny_patch16_224 are .*augreg_in21k"),
+        ("model.pretrained=nope", "no tag of vit_tiny_patch16_224, allowed: .*augreg_in21k"),
         ("model.depth=5", "model.depth=5: .* has 12 blocks"),
     ],
 )

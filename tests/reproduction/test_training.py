@@ -1,8 +1,10 @@
 """Runs of seconds: the run folder, resuming, interruptions, precision, sweeps, evaluation."""
 
+import gc
 import json
 import math
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -473,11 +475,14 @@ def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twi
 def test_one_failing_point_does_not_stop_a_sweep(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = Trainer.train_step
+    whole, failed = Trainer.train_step, []
 
     def step(self: Trainer, *args: Any) -> Any:
         if self.config.seed == 1:
+            failed.append(weakref.ref(self))
             raise RuntimeError("unlucky")
+        gc.collect()  # its memory is free again, for the others
+        assert all(trainer() is None for trainer in failed)
         return whole(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", step)

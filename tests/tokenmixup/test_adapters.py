@@ -238,6 +238,8 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     wrong = replace(encoder, embed_dim="head.weight")
     assert "no whole number" in str(why_not(Encoded(), adapter=wrong))
     assert "is Linear, needs a" in str(why_not(Encoded(), adapter=replace(encoder, blocks="head")))
+    wrong = replace(encoder, reads_class_token=True)
+    assert "needs num_prefix_tokens >= 1" in str(why_not(Encoded(), adapter=wrong))
     assert "needs one sequence of blocks" in str(why_not(Encoded()))
     model = ViTForImageClassification(ViTConfig(**SIZES))
     attention: Any = model.vit.layers[0].attention
@@ -303,6 +305,27 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
     model.layers[1] = model.layers[2]
     with pytest.raises(ValueError, match="one block more than once"):
         check_adapter(model, adapter, batch[0])
+
+
+def test_tokens_by_name_are_refused(batch):
+    class Named(Encoded):
+        def forward(self, images: Tensor) -> Tensor:
+            tokens = self.embed(images).flatten(2).mT
+            for layer in self.encoder.layers:
+                tokens = layer(src=tokens)
+            return self.head(tokens.mean(dim=1))
+
+    encoder = torch_encoder("encoder", embed_dim=32)
+    with pytest.raises(ValueError, match=r"block 0 .* gets its tokens by name"):
+        check_adapter(Named(), encoder, batch[0])
+    module = attach(Named(), CLASSES, htm={"layer": 1}, adapter=encoder)
+    with pytest.raises(ValueError, match="block 1 gets its tokens by name"):
+        train_output(module, batch)
+
+
+def test_an_adapter_fits_in_low_precision_too(batch):
+    encoder = torch_encoder("encoder", embed_dim=32)
+    assert check_adapter(Encoded().bfloat16(), encoder, batch[0].bfloat16()) == 16
 
 
 def test_masks_and_causal_attention_are_refused(batch):

@@ -417,6 +417,11 @@ def with_hook(model: Any) -> nn.Module:
     return model
 
 
+def with_gradient_hook(model: Any) -> nn.Module:
+    model.blocks[1].attn.qkv.register_full_backward_hook(lambda module, inner, outer: None)
+    return model
+
+
 def with_own_forward(model: Any) -> nn.Module:
     model.blocks[1].attn.forward = lambda x, **given: x
     return model
@@ -427,6 +432,7 @@ def with_own_forward(model: Any) -> nn.Module:
     [
         (with_adapter, "block 1 is .*Block, whose qkv is Adapted, not a plain Linear"),
         (with_hook, "block 1 is .*Block, whose qkv has hooks"),
+        (with_gradient_hook, "block 1 is .*Block, whose qkv has hooks"),
         (with_own_forward, "block 1 is .*Block, whose Attention has a forward of its own"),
         (nn.utils.parametrizations.weight_norm, None),
         (torch.compile, "is compiled already"),
@@ -483,6 +489,49 @@ def test_training_refuses_what_is_no_batch_of_images():
     for images in ({"patches": torch.zeros(2, 4, 8)}, torch.zeros(3, 16, 16)):
         with pytest.raises(ValueError, match="images of one size, as a tensor b 3 h w"):
             module(images, torch.eye(CLASSES)[:2])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"htm": {"layer": 1}}, {"manifold_mixup": {"layers": [0]}}, {"vtm": {"layer": 1}}]
+)
+@pytest.mark.parametrize(
+    "targets", [torch.arange(2), torch.eye(7)[:2], torch.eye(CLASSES)[:3], [[1.0, 0, 0, 0, 0]] * 2]
+)
+def test_training_refuses_what_are_no_probabilities(settings, targets):
+    module = attach(small_cct(), CLASSES, **settings).train()
+    with pytest.raises(ValueError, match=rf"must be probabilities b c .*, here \(2, {CLASSES}\)"):
+        module(torch.zeros(2, 3, 16, 16), targets)
+
+
+def test_rows_of_an_output_belong_together_whatever_the_order():
+    """Samples of class 0 are easy, and the others keep their label."""
+    labels = torch.tensor([1, 0, 2, 0, 0, 3])
+    images = torch.randn(6, 3, 16, 16)
+    for order, rows in {"in_place": [1, 0, 2, 0, 0, 3], "published": [0, 0, 0, 1, 2, 3]}.items():
+        htm = {"layer": 1, "rho": 0.0, "order": order}
+        module = attach(small_cct(), CLASSES, htm=htm)
+        assert module.scorenet is not None
+        with torch.no_grad():
+            module.scorenet.head.weight.zero_()
+            module.scorenet.head.bias.copy_(9.0 * torch.eye(CLASSES)[0])
+        output = train_output(module, (images, torch.eye(CLASSES)[labels]))
+        expected = torch.tensor(rows)
+        (layer,) = output.layers
+        assert output.is_easy is not None and output.mask is not None
+        assert torch.equal(output.is_easy, expected == 0)
+        assert torch.equal(output.mask.any(dim=1), expected == 0)
+        assert torch.equal(layer.difficulty < 1, expected == 0)
+        hard = output.targets[expected > 0]
+        assert torch.equal(hard, torch.eye(CLASSES)[expected[expected > 0]])
+
+
+def test_the_gradient_detector_takes_images_of_autocasts_precision(batch):
+    htm = {"layer": 1, "detector": "gradient", **EVERYTHING}
+    module = attach(small_vit(), CLASSES, htm=htm).train()
+    images = torch.randn(4, 3, 32, 32).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(images, torch.eye(CLASSES)[:4])
+    assert output.mask is not None and output.mask.any()
 
 
 def test_tokens_that_vanish_behind_the_patch_embedding_are_noticed():

@@ -77,7 +77,8 @@ def run(
                     try:
                         main(one)
                     except (UserError, RunFailed) as error:
-                        failures.append(error)  # the other points of a sweep go on
+                        # the others go on, without what the traceback holds: model and loaders
+                        failures.append(type(error)(str(error)))
     except (UserError, RunFailed, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # of a path that was typed: a run's own come as RunFailed

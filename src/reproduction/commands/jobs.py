@@ -87,7 +87,9 @@ def resolve_evaluation(composed: Composed) -> OfWeights:
     if saved is not None:
         config = parse_saved(_overridden(saved, raw, composed))
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
-        return OfWeights(config, files, folder / f"evaluation-{file.stem}.json")
+        result = folder / f"evaluation-{file.stem}.json"
+        check_writable(result, f"{folder}")
+        return OfWeights(config, files, result)
     config = parse(raw, trains=False)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
     result = Path(config.output_root, "evaluations", name)
@@ -146,10 +148,12 @@ def _overridden(saved: dict[str, Any], typed: dict[str, Any], composed: Composed
         head, _, leaf = key.partition(".")
         if head not in ("device", "devices", "dataset"):
             continue
-        if head not in typed or not isinstance(saved.get("dataset"), dict):
+        name = leaf.partition(".")[0]
+        known = head in typed and (not name or name in typed[head])
+        if not known or not isinstance(saved.get("dataset"), dict):
             raise UserError(f"{text}: cannot be applied to this run")
-        if leaf:
-            saved[head][leaf] = typed[head][leaf]
+        if name:
+            saved[head][name] = typed[head][name]
         else:
             saved[head] = typed[head]
     return saved

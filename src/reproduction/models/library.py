@@ -35,7 +35,7 @@ def build_vit(
     UserError for an unknown name or tag, a failed download, a size that does not fit, and for MLPs
     whose dropout cannot be set.
     """
-    name = _timm_name(architecture, pretrained)
+    name = timm_name(architecture, pretrained)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line says it, see below
     try:
         model = timm.create_model(
@@ -76,7 +76,7 @@ def _set_mlp_dropout(model: Any, architecture: str, rate: float) -> None:
             dropout.p = rate
 
 
-def _timm_name(architecture: str, pretrained: str | None) -> str:
+def timm_name(architecture: str, pretrained: str | None) -> str:
     """The name that timm knows architecture and tag by; UserError if it knows none."""
     if architecture not in timm.list_models():
         raise UserError(f"model.architecture={architecture}: timm has no such model")
@@ -86,7 +86,9 @@ def _timm_name(architecture: str, pretrained: str | None) -> str:
     tags = timm.list_pretrained(f"{architecture}.*")
     if name not in tags:
         known = ", ".join(tag.partition(".")[2] for tag in tags) or "none"
-        raise UserError(f"model.pretrained={pretrained}: timm's tags of {architecture} are {known}")
+        raise UserError(
+            f"model.pretrained={pretrained}: no tag of {architecture}, allowed: {known}"
+        )
     return name
 
 

@@ -178,6 +178,10 @@ def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
             f"recipe.warmup_epochs={recipe.warmup_epochs}: warm-up and cooldown "
             f"({recipe.cooldown_epochs}) must fit into recipe.epochs={recipe.epochs}"
         )
+    warmup_lr = recipe.warmup_lr if recipe.warmup_epochs else 0.0
+    for key, lr in (("min_lr", recipe.min_lr), ("warmup_lr", warmup_lr)):
+        if lr > recipe.lr:
+            yield f"recipe.{key}={lr}: must not exceed recipe.lr={recipe.lr}, the schedule's top"
 
 
 def _restart_problems(config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count, pairwise, takewhile
+from itertools import chain, count, takewhile
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from uuid import uuid4
@@ -66,13 +66,12 @@ def clear_leftovers(folder: Path) -> None:
 
 def _make_room(path: Path, keep: int) -> None:
     """Moves each version one further, and removes those that are too many."""
-    names = [path, *(path.with_stem(f"{path.stem}-{number}") for number in range(1, keep))]
-    for newer, older in reversed(list(pairwise(names))):
-        if newer.exists():
-            os.replace(newer, older)
-    surplus = (path.with_stem(f"{path.stem}-{number}") for number in count(keep))
-    for version in takewhile(Path.exists, surplus):  # a copy of the user's own has a gap before it
-        version.unlink()
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(1))
+    there = [*takewhile(Path.exists, chain([path], numbered))]  # a user's copy has a gap before it
+    for surplus in there[keep:]:
+        surplus.unlink()
+    for newer, number in reversed([*zip(there, range(1, keep), strict=False)]):
+        os.replace(newer, path.with_stem(f"{path.stem}-{number}"))
 
 
 def sync(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from reproduction.config import Config
@@ -110,7 +111,7 @@ class Trainer:
                 with self._keeping_lines():
                     for images, classes in islice(self.train_loader, self.total_steps - self.step):
                         batch = self.step % len(self.batches)
-                        size = self.batches.global_size(batch)
+                        size = self._size_of(batch, len(images))
                         lr = self.schedule(self.epoch, batch)
                         parts = self.train_step(images, classes, size)
                         self.step, self.images = self.step + 1, self.images + size
@@ -163,6 +164,13 @@ class Trainer:
             if self.world.size == 1:
                 self._write(self.metrics.fetch())
             raise
+
+    def _size_of(self, batch: int, own: int) -> int:
+        """Images of a global batch; without the broken ones where these are left out."""
+        if not self.broken.num_images:
+            return self.batches.global_size(batch)
+        own_images = torch.tensor(float(own), device=self.world.device)
+        return int(self.world.sum(own_images).item())
 
     def _write_what_is_due(self) -> None:
         """Metrics every `recipe.log_every` steps, a checkpoint where all ranks agree on one."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from reproduction.config import Config
+from reproduction.config import Config, ViT
 from reproduction.data.build import build_source, build_training_images
 from reproduction.data.loaders import Broken, TrainingBatches
 from reproduction.models.build import (
@@ -14,6 +14,7 @@ from reproduction.models.build import (
     start_weights,
     without_start,
 )
+from reproduction.models.library import timm_name
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.training.distributed import resolve_device
@@ -42,6 +43,8 @@ def preflight(config: Config, here: bool = True) -> None:
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices
     )
+    if isinstance(config.model, ViT):
+        timm_name(config.model.architecture, config.model.pretrained)
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, len(source.classes))
     _check_size(module, config)
