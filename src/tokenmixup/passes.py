@@ -21,7 +21,7 @@ from tokenmixup.vertical import Memory, vertical_attention
 
 
 class LayerMix(NamedTuple):
-    """What HTM has found at one layer, in the order of the mixed targets."""
+    """What HTM has found at one layer."""
 
     layer: int
     score_logits: Tensor  # b c, of its ScoreNet
@@ -32,7 +32,11 @@ class LayerMix(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a training forward pass returns; but for the first two None or empty without HTM."""
+    """What a training forward pass returns; but for the first two None or empty without HTM.
+
+    Rows are those of the images, except that `order=published` puts `logits` and `targets`, as the
+    published code does, into another order: easy samples first.
+    """
 
     logits: Tensor  # b c
     targets: Tensor  # b c, after mixing
@@ -135,7 +139,7 @@ class Pass:
         if not self.mixes:
             return Output(logits, self.targets)
         layers = tuple(
-            LayerMix(layer, *map(mix.exchange.reorder, (*score, mix.is_easy, mix.mask, mix.gain)))
+            LayerMix(layer, *score, mix.is_easy, mix.mask, mix.gain)
             for score, (layer, mix) in zip(self.scores, self.mixes.items(), strict=True)
         )
         return Output(

@@ -43,6 +43,8 @@ from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import write_images
 from tests.reproduction.tables import Configs
 
+pytestmark = pytest.mark.all_digits
+
 SPEED = Speed(
     batch_size=8, training=100.0, slowest=90.0, fastest=110.0, evaluation=200.0, macs=10**9
 )

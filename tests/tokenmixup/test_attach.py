@@ -503,28 +503,6 @@ def test_training_refuses_what_are_no_probabilities(settings, targets):
         module(torch.zeros(2, 3, 16, 16), targets)
 
 
-def test_rows_of_an_output_belong_together_whatever_the_order():
-    """Samples of class 0 are easy, and the others keep their label."""
-    labels = torch.tensor([1, 0, 2, 0, 0, 3])
-    images = torch.randn(6, 3, 16, 16)
-    for order, rows in {"in_place": [1, 0, 2, 0, 0, 3], "published": [0, 0, 0, 1, 2, 3]}.items():
-        htm = {"layer": 1, "rho": 0.0, "order": order}
-        module = attach(small_cct(), CLASSES, htm=htm)
-        assert module.scorenet is not None
-        with torch.no_grad():
-            module.scorenet.head.weight.zero_()
-            module.scorenet.head.bias.copy_(9.0 * torch.eye(CLASSES)[0])
-        output = train_output(module, (images, torch.eye(CLASSES)[labels]))
-        expected = torch.tensor(rows)
-        (layer,) = output.layers
-        assert output.is_easy is not None and output.mask is not None
-        assert torch.equal(output.is_easy, expected == 0)
-        assert torch.equal(output.mask.any(dim=1), expected == 0)
-        assert torch.equal(layer.difficulty < 1, expected == 0)
-        hard = output.targets[expected > 0]
-        assert torch.equal(hard, torch.eye(CLASSES)[expected[expected > 0]])
-
-
 def test_the_gradient_detector_takes_images_of_autocasts_precision(batch):
     htm = {"layer": 1, "detector": "gradient", **EVERYTHING}
     module = attach(small_vit(), CLASSES, htm=htm).train()
