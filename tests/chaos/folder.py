@@ -111,7 +111,7 @@ def _left(place: Place, name: str, status: int, said: list[str]) -> Iterator[str
 def contend(root: Path, processes: int, rounds: int) -> Outcome:
     """All start in the same moment, again and again; at most one may be in the folder."""
     root.mkdir(parents=True, exist_ok=True)
-    context = get_context("spawn")
+    context = get_context("fork")
     barrier, told = context.Barrier(processes), context.SimpleQueue()
     workers = [
         context.Process(target=_want, args=(root, number, rounds, barrier, told))

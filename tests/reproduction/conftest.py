@@ -17,6 +17,7 @@ import train as train_script
 from reproduction.commands.cli import run
 from reproduction.config import Config
 from reproduction.data import sources
+from reproduction.reporting import report
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import Settings, point_configs
@@ -73,11 +74,11 @@ def command(
 ) -> Command:
     """`command("train", *args)`: as typed in an empty folder, with runs under tmp_path/outputs.
 
-    Reports go without pictures, which take longer than such a run, unless marked `draws`.
+    Reports have pictures where marked `draws`.
     """
     monkeypatch.chdir(tmp_path)
-    if request.node.get_closest_marker("draws") is None:
-        monkeypatch.setattr("reproduction.reporting.report._draw", lambda folder: {})
+    if request.node.get_closest_marker("draws") is not None:
+        monkeypatch.setattr(report, "_draw", _draw)
 
     def call(script: str, *args: str) -> Ended:
         status = run_here(monkeypatch, script, *args)
@@ -98,6 +99,14 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
     with pytest.raises(SystemExit) as end:
         run(script, resolve, check_all, main)
     return int(end.value.code or 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """Reports without pictures, which take longer than a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_draw", lambda folder: [])
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,6 +143,7 @@ def configs() -> dict[str, Config]:
     return point_configs("all", Settings())
 
 
+_draw = report._draw
 _on_spawned_rank = distributed._on_rank
 
 

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,8 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import (
     BrokenImages,
-    EvaluationImages,
     TrainingBatches,
     data_loader,
-    evaluation_batches,
 )
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
@@ -152,19 +152,24 @@ def test_loading_leaves_the_global_generators_alone(workers: int):
     assert [before, draw()] == expected
 
 
-def hold_workers() -> None:
-    """Fails while a traceback holds a loader's iterator, as ranks that we start may do."""
+# Fails while a traceback holds a loader's iterator, as ranks that we start may do.
+HOLDING = """
+from reproduction.data.loaders import EvaluationImages, data_loader, evaluation_batches
+
+def hold_workers():
     images = EvaluationImages([(0, 0)] * 9, lambda image: image)
     held = iter(data_loader(images, evaluation_batches(9, 2), workers=1, pin_memory=False))
     next(held)
-    raise RuntimeError
+    raise RuntimeError("held")
+
+hold_workers()
+"""
 
 
 def test_a_process_ends_although_something_still_holds_its_workers():
-    process = multiprocessing.get_context("spawn").Process(target=hold_workers)
-    process.start()
-    process.join(300)  # machines are shared
-    assert process.exitcode == 1
+    command = [sys.executable, "-c", HOLDING]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: held\n")
 
 
 def test_a_worker_that_dies_ends_a_run_that_can_go_on(

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed.run as distributed_run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from reproduction.commands.jobs import resolve
@@ -51,26 +52,6 @@ MIXING = [
     *("augmentation.htm.rho=0", "augmentation.off_epoch=3"),
 ]
 
-# train.py, whose first rank is killed after 15 steps, once
-DYING = f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-import train
-from reproduction.commands.cli import run
-from reproduction.training.loop import Trainer
-
-whole = Trainer.train_step
-
-def step(self, *args):
-    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], self.step) == ("0", "0", 15):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(self, *args)
-
-Trainer.train_step = step
-if __name__ == "__main__":
-    run("train", train.resolve, train.check_all, train.main)
-"""
-
 
 def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     folder = RunFolder(tmp_path / "outputs" / name)
@@ -79,24 +60,18 @@ def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict
 
 
 def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_of_one(
-    tmp_path: Path, command: Command
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
     for name, more in (("one", []), ("two", ["devices=2"])):
         assert command("train", f"name={name}", *PLAIN, *more).status == 0
-    dying = tmp_path / "dying.py"
-    dying.write_text(DYING)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    at_step(monkeypatch, 15, kill_the_first_rank_once)
+    torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--run-path", "--start-method=fork"]
     in_parts = "recipe.grad_accum_steps=3"  # of shares of 4 and 5 images
-    ended = subprocess.run(
-        [*torchrun, "--max-restarts=1", str(dying), "name=torchrun", *PLAIN, in_parts],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "restart 1 of 1: all ranks go on after step 10" in ended.stderr
+    distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
+    assert "restart 1 of 1: all ranks go on after step 10" in capfd.readouterr().err
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
     one_steps, one_epochs = lines_of(tmp_path, "one")
     assert len(one_steps) == 20
@@ -230,8 +205,16 @@ def stop_the_launcher() -> None:
         os.kill(os.getppid(), signal.SIGUSR1)
 
 
+def kill_the_first_rank_once() -> None:
+    kill_once("0")
+
+
 def kill_the_second_rank_once() -> None:
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    kill_once("1")
+
+
+def kill_once(rank: str) -> None:
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (rank, "0"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

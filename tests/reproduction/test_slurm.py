@@ -31,7 +31,9 @@ from tests.reproduction.test_training import assert_same_result
 pytestmark = pytest.mark.all_digits
 ROOT = Path(__file__).parents[2]
 SLOW = """import runpy, time
+from reproduction.reporting import report
 from reproduction.training.loop import Trainer
+report._draw = lambda folder: []
 step = Trainer.train_step
 def slow(*args):
     time.sleep(0.1)
