@@ -37,6 +37,7 @@ SMALL = [
     "recipe.log_every=2",
     "device=cpu",
 ]
+SMALL_VIT = ["model.architecture=test_vit", "model.depth=6"]  # 64 wide, as timm tests itself
 
 
 class Ended(NamedTuple):

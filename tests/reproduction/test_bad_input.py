@@ -27,7 +27,7 @@ from reproduction.runs import compose as composing
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse
-from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, write_images
 from tests.reproduction.mutations import snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -262,8 +262,9 @@ def test_other_classes_are_refused(command: Command, tmp_path: Path):
 def test_evaluation_does_not_need_the_weights_that_training_started_from(
     command: Command, tmp_path: Path
 ):
-    vit = ["model=vit_tiny_patch16_224", "model.image_size=32", "dataset.limit=8", "device=cpu"]
+    vit = ["model=vit_tiny_patch16_224", "model.image_size=32", *SMALL_VIT]
     start = tmp_path / "start.pth"
+    vit += ["dataset.limit=8", "device=cpu"]
     config = parse(compose("train", vit).raw)
     torch.save(build_model(config.model, 10).state_dict(), start)
     args = [*vit, f"model.weights={start}", "recipe.epochs=1", "recipe.batch_size=8"]

@@ -24,6 +24,8 @@ from tokenmixup import TokenMixup, attach, training_loss
 
 BLOCKS = 4
 INDUCTOR = build.COMPILER
+# no header compiled for later sums, no trial of the machine's vector instructions
+QUICK: dict[str, object] = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
 with_dropout = pytest.mark.parametrize(
     "build",
     [
@@ -181,5 +183,5 @@ def test_a_machine_without_compiler_is_told_before_anything_is_written(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="this machine has no C++ compiler")
 def test_the_compiler_of_this_machine_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build, "COMPILER", INDUCTOR)
-    with torch._inductor.config.patch(cpp_cache_precompile_headers=False):  # once, for later ones
+    with torch._inductor.config.patch(QUICK):
         check_compiler("cpu")

@@ -42,6 +42,17 @@ Trainer.train_step = slow
 runpy.run_path({train!r}, run_name="__main__")
 """
 
+# Of a run on two nodes: it notes what it was told, once it is stopped.
+RANK = """import os, pathlib, signal, sys, time
+here, rank = pathlib.Path({here!r}), os.environ["RANK"] + "-of-" + os.environ["WORLD_SIZE"]
+def end(*_):
+    (here / ("stopped-" + rank)).write_text("\\n".join(sys.argv[1:]))
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+(here / ("ready-" + rank)).touch()
+time.sleep(300)
+"""
+
 # srun starts the step on every node, scancel signals it.
 COMMANDS = {
     "srun": """
@@ -93,9 +104,8 @@ def execute(script: Path, **environment: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["bash", str(script)], env=os.environ | task | nodes | environment)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_task_is_queued_again_near_its_time_limit_and_goes_on(
-    calls: Path, tmp_path: Path, monkeypatch, nodes: int
+    calls: Path, tmp_path: Path, monkeypatch
 ):
     here = tmp_path / "it's $(here)"
     here.mkdir()
@@ -103,28 +113,46 @@ def test_a_task_is_queued_again_near_its_time_limit_and_goes_on(
     train = here / "train.py"
     train.write_text(SLOW.format(train=str(slurm.TRAIN)))
     monkeypatch.setattr(slurm, "TRAIN", train)
-    run = small_run(devices=str(nodes))
+    run = small_run()
     script = tmp_path / "job.sbatch"
-    resources = Resources(devices=nodes, nodes=nodes, no_gpu=True, cpus=1)
-    script.write_text(render("small", [run], resources, here))
+    script.write_text(render("small", [run], Resources(no_gpu=True, cpus=1), here))
     monkeypatch.chdir(tmp_path)  # the script goes there itself
-    first = execute(script, SLURM_JOB_NUM_NODES=str(nodes))
+    first = execute(script)
     folder = RunFolder(here / run.config.output_root / run.name)
     while not folder.metrics_path.exists():
         assert first.poll() is None
         time.sleep(0.02)
     first.send_signal(signal.SIGUSR1)
-    assert first.wait() == (130 if nodes == 1 else 1)
+    assert first.wait() == 130
     assert "scontrol requeue 70_0" in calls.read_text().splitlines()
     assert read_state(folder).status == "interrupted" and folder.last_path.exists()
-    if nodes > 1:
-        return
     assert execute(script).wait() == 0
     assert read_state(folder).status == "finished"
     assert calls.read_text().count("scontrol requeue") == 1
     undisturbed = replace(run.config, output_root=str(tmp_path), name="undisturbed", device="cpu")
     run_training(undisturbed)
     assert_same_result(folder, RunFolder.of(undisturbed))
+
+
+def test_near_the_time_limit_the_ranks_of_all_nodes_are_stopped(
+    calls: Path, tmp_path: Path, monkeypatch
+):
+    (tmp_path / "train.py").write_text(RANK.format(here=str(tmp_path)))
+    monkeypatch.setattr(slurm, "TRAIN", tmp_path / "train.py")
+    script = tmp_path / "job.sbatch"
+    resources = Resources(devices=2, nodes=2, no_gpu=True, cpus=1)
+    run = small_run(devices="2")
+    script.write_text(render("small", [run], resources, tmp_path))
+    task = execute(script, SLURM_JOB_NUM_NODES="2")
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert task.poll() is None
+        time.sleep(0.02)
+    task.send_signal(signal.SIGUSR1)
+    assert task.wait() == 1
+    assert "scontrol requeue 70_0" in calls.read_text().splitlines()
+    told = {path.name: path.read_text().splitlines() for path in tmp_path.glob("stopped-*")}
+    assert set(told) == {"stopped-0-of-2", "stopped-1-of-2"}
+    assert all(args == [*run.overrides, "device=cpu"] for args in told.values())
 
 
 def test_sigterm_is_left_to_slurm(calls: Path, tmp_path: Path, monkeypatch):

@@ -23,7 +23,7 @@ from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command, small_trainer, write_images
+from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, small_trainer, write_images
 
 STEP_KEYS = {
     "step",
@@ -437,9 +437,9 @@ def test_a_folder_of_images_needs_its_root_alone(command: Command, tmp_path: Pat
 
 
 def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
-    vit = ["model=vit_tiny_patch16_224", "recipe.max_steps=2", "dataset.limit=8"]
-    small = ["recipe.batch_size=4", "recipe.epochs=2", "device=cpu", "model.image_size=32"]
-    ended = command("train", "name=mine", *vit, *small)
+    vit = ["model=vit_tiny_patch16_224", *SMALL_VIT, "recipe.max_steps=2"]
+    small = ["dataset.limit=8", "recipe.batch_size=4", "recipe.epochs=2", "device=cpu"]
+    ended = command("train", "name=mine", "model.image_size=32", *vit, *small)
     assert ended.status == 0, ended.err
     assert command("eval", "run=outputs/mine").status == 0
     steps, _ = folder(tmp_path).read_metrics()
@@ -481,7 +481,8 @@ def test_one_failing_point_does_not_stop_a_sweep(
         if self.config.seed == 1:
             failed.append(weakref.ref(self))
             raise RuntimeError("unlucky")
-        gc.collect()  # its memory is free again, for the others
+        if failed:
+            gc.collect()  # its memory is free again, for the others
         assert all(trainer() is None for trainer in failed)
         return whole(self, *args)
 

@@ -12,12 +12,13 @@ from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.training.distributed import join_world
 from reproduction.training.train import build_trainer
+from tests.reproduction.conftest import SMALL_VIT
 from tokenmixup.detectors import DETECTORS
 from tokenmixup.rules import LABELS, MASK_RULES, MATCHINGS, ORDERS
 
 MODELS: dict[str, list[str]] = {
     "cct_2_3x2": ["augmentation.{}.layer=1"],
-    "vit_tiny_patch16_224": ["augmentation.{}.layer=2", "model.image_size=64"],
+    "vit_tiny_patch16_224": ["augmentation.{}.layer=2", "model.image_size=64", *SMALL_VIT],
 }
 STACKS = [  # Table 5, and everything at once
     [],
