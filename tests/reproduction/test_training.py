@@ -434,6 +434,11 @@ def test_a_folder_of_images_needs_its_root_alone(command: Command, tmp_path: Pat
     assert ended.status == 0, ended.err
     evaluated = command("eval", "run=outputs/mine", "dataset.workers=0")
     assert "on 12 images of image_folder" in evaluated.out
+    results = ["evaluation-last.json", "evaluation-last-image_folder-others.json"]
+    assert (folder(tmp_path).path / results[0]).exists()
+    root.rename(tmp_path / "others")
+    evaluated = command("eval", "run=outputs/mine", f"dataset.root={tmp_path / 'others'}")
+    assert evaluated.out.endswith(f"written to outputs/mine/{results[1]}\n")
 
 
 def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,10 @@ def resolve_evaluation(composed: Composed) -> OfWeights:
     files, saved = _chosen_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
     file = files[0]
     if saved is not None:
-        config = parse_saved(_overridden(saved, raw, composed))
+        config = parse_saved(_overridden(deepcopy(saved), raw, composed))
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
-        result = folder / f"evaluation-{file.stem}.json"
+        data = _other_data(config, saved)
+        result = folder / f"{'-'.join(['evaluation', file.stem, *data])}.json"
         check_writable(result, f"{folder}")
         return OfWeights(config, files, result)
     config = parse(raw, trains=False)
@@ -95,6 +97,14 @@ def resolve_evaluation(composed: Composed) -> OfWeights:
     result = Path(config.output_root, "evaluations", name)
     check_writable(result, f"output_root={config.output_root}")
     return OfWeights(config, files, result)
+
+
+def _other_data(config: Config, saved: dict[str, Any]) -> list[str]:
+    """Name and folder of the images, unless they are those that the run itself is evaluated on."""
+    name, root = config.dataset.name, config.dataset.root
+    if (name, root) == (saved["dataset"].get("name"), saved["dataset"].get("root")):
+        return []
+    return [name] if root is None else [name, Path(root).name]
 
 
 def _chosen_weights(
