@@ -5,6 +5,7 @@ Imports nothing heavy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -32,9 +33,10 @@ class Cell:
         return int(self.experiment.partition("/")[0].removeprefix("table"))
 
 
-def read_cells() -> list[Cell]:
+@cache
+def read_cells() -> tuple[Cell, ...]:
     """All 29 cells in the paper's order."""
-    return [Cell(**entry) for entry in yaml.safe_load(CELLS.read_text())]
+    return tuple(Cell(**entry) for entry in yaml.safe_load(CELLS.read_text()))
 
 
 Overrides = tuple[str, ...]  # of train.py's command line

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -71,9 +72,10 @@ class RowStats:
     counts: Counts
 
 
-def read_paper() -> list[PaperRow]:
+@cache
+def read_paper() -> tuple[PaperRow, ...]:
     """All 29 rows in the paper's order."""
-    return [PaperRow(**entry) for entry in yaml.safe_load(PAPER.read_text())]
+    return tuple(PaperRow(**entry) for entry in yaml.safe_load(PAPER.read_text()))
 
 
 def measure(row: PaperRow, config: Config) -> RowStats:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def build_sweep(sweep: Sweep, sources: Sources) -> Table:
     )
 
 
+@cache
 def _texts() -> dict[str, Any]:
     """Titles and notes."""
     return yaml.safe_load(TEXTS.read_text())
