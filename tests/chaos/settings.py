@@ -43,18 +43,18 @@ def evaluate_in_shares(place: Place) -> Outcome:
     checkpoint = place.folder("evaluated").best_path
     rows = []
     for images in IMAGES:
-        root = _write_images(place.root / f"images-{images}", images)
+        root = write_images(place.root / f"images-{images}", images)
         args = (f"checkpoint={checkpoint}", *MODEL, f"dataset.root={root}")
         counted = {ranks: _counted(place, ranks, args) for ranks in (1, 2, 3)}
         rows += [{"images": images, "ranks": ranks, **row} for ranks, row in counted.items()]
         for ranks, row in counted.items():
             if row != counted[1]:
                 found.append(f"{images} images, {ranks} ranks: {row} for {counted[1]}")
-            found += _not_once(images, ranks, args)
+            found += not_once(images, ranks, args)
     return Outcome("evaluation by 1, 2, 3 ranks", {"evaluations": len(rows)}, found, rows)
 
 
-def _write_images(root: Path, held_out: int) -> Path:
+def write_images(root: Path, held_out: int) -> Path:
     """Noise of 8 x 8 pixels in ten classes that are called as the digits are."""
     rng = np.random.default_rng(0)
     for split, number in (("train", 10), ("val", held_out)):
@@ -80,7 +80,7 @@ def _counted(place: Place, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
     return {key: round(count, 6) for key, count in right.items()} | {"loss": loss}
 
 
-def _not_once(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
+def not_once(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
     """What the ranks' loaders do not load exactly once."""
     config = resolve_evaluation(compose("eval", [*args, f"devices={ranks}"])).config
     source = build_source(config.dataset)
@@ -89,6 +89,7 @@ def _not_once(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
         build_evaluation_loader(config, source, rank, ranks, pin=False, broken=none)
         for rank in range(ranks)
     ]
-    loaded = [index for loader in loaders for index in cast(Any, loader).sampler]
+    batches = [batch for loader in loaders for batch in cast(Any, loader).batch_sampler]
+    loaded = [index for batch in batches for index in batch]
     if sorted(loaded) != list(range(images)):
         yield f"{images} images, {ranks} ranks: not each of them once"

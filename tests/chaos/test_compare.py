@@ -19,6 +19,7 @@ from reproduction.training.train import run_training
 from tests.chaos.__main__ import line, main, write_outcomes
 from tests.chaos.child import PHASE_OF, PHASES, Note, notes_of
 from tests.chaos.runs import Outcome, differences, last_state
+from tests.chaos.settings import not_once, write_images
 from tests.reproduction.conftest import SMALL
 
 
@@ -67,6 +68,15 @@ def test_speeds_make_no_difference(tmp_path: Path, whole: RunFolder):
     speed = re.compile(r'(?<="images_per_second": )[0-9.]+')
     change_lines(mine, lambda lines: [speed.sub(lambda x: "1" * len(x[0]), y) for y in lines])
     assert differences(mine, whole) == []
+
+
+def test_what_ranks_do_not_load_once_is_found(tmp_path: Path):
+    root = write_images(tmp_path / "images", 11)
+    (tmp_path / "x.pt").touch()
+    args = (f"checkpoint={tmp_path / 'x.pt'}", "device=cpu", "dataset=image_folder")
+    args += (f"dataset.root={root}", f"output_root={tmp_path}")
+    assert list(not_once(11, 2, args)) == []
+    assert list(not_once(12, 2, args)) == ["12 images, 2 ranks: not each of them once"]
 
 
 def test_notes_outlive_who_wrote_them(tmp_path: Path):
