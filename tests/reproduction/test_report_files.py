@@ -14,9 +14,15 @@ import pytest
 from PIL import Image
 
 from reproduction.reporting.cells import read_cells
-from reproduction.reporting.page import report_folder, write_page
 from reproduction.reporting.pictures import draw_pictures
-from reproduction.reporting.render import as_csv, as_json, as_latex, as_markdown
+from reproduction.reporting.render import (
+    as_csv,
+    as_json,
+    as_latex,
+    as_markdown,
+    report_folder,
+    write_page,
+)
 from reproduction.reporting.tables import Table
 from reproduction.studies import overview
 from reproduction.studies.overview import build_tables

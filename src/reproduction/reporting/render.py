@@ -1,15 +1,30 @@
-"""A table as Markdown, LaTeX (booktabs), CSV and JSON."""
+"""The report's files: tables as Markdown, LaTeX (booktabs), CSV and JSON, and index.html.
 
+The page holds tables, sweeps, figures, their runs and the folders that count for none.
+"""
+
+import base64
 import csv
+import html
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from reproduction.reporting.tables import Table
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-LATEX = {
+from reproduction.reporting.collect import REPORT, Collection
+from reproduction.reporting.columns import NOTHING, short_revision
+from reproduction.reporting.pictures import Picture
+from reproduction.reporting.tables import Table
+from reproduction.system.errors import UserError
+from reproduction.system.storage import write_text
+
+TEMPLATE, PAGE = "page.html.jinja", "index.html"
+
+LATEX: dict[str, Any] = {
     "\\": r"\textbackslash{}",
     **{sign: f"\\{sign}" for sign in "{}$&#_%"},
     "^": r"\textasciicircum{}",
@@ -23,12 +38,9 @@ LATEX = {
     "*": "{*}",
     "`": r"\textasciigrave{}",
 }
-MARKDOWN = {
-    **{sign: f"\\{sign}" for sign in "\\|*_`[]~"},
-    "&": "&amp;",
-    "<": "&lt;",
-    ">": "&gt;",
-}
+MARKDOWN: dict[str, Any] = {
+    sign: f"\\{sign}" for sign in "\\|*_`[]~"
+}  # beside what HTML would read
 
 
 def as_markdown(table: Table) -> str:
@@ -113,9 +125,74 @@ def _csv(value: Any) -> Any:
 
 
 def _latex(text: str) -> str:
-    escaped = "".join(LATEX.get(sign, sign) for sign in " ".join(text.split()))
+    escaped = " ".join(text.split()).translate(str.maketrans(LATEX))
     return re.sub(r"(?<![\w.)])-(?=\d)", "$-$", escaped).replace("+/-", r"$\pm$")
 
 
 def _markdown(text: str) -> str:
-    return "".join(MARKDOWN.get(sign, sign) for sign in " ".join(text.split()))
+    return html.escape(" ".join(text.split()), quote=False).translate(str.maketrans(MARKDOWN))
+
+
+def report_folder(outputs: Path) -> Path:
+    """Makes the folder of the report; UserError if it is a run's."""
+    folder = outputs / REPORT
+    if (folder / "config.yaml").exists():
+        raise UserError(f"{folder}: is the folder of a run, which the report would write into")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def write_page(
+    folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
+) -> list[Path]:
+    """Writes each table in all formats, and the page, beside the pictures; returns all, it last.
+
+    Raises UserError if `folder` cannot be written.
+    """
+    files = {
+        f"{table.name}.{suffix}": render(table)
+        for table in tables
+        for suffix, render in FORMATS.items()
+    }
+    drawn = [f"{p.name}{suffix}" for p in pictures if not p.missing for suffix in (".png", ".pdf")]
+    try:
+        for name, text in files.items():
+            write_text(folder / name, text)
+        write_text(folder / PAGE, _page(folder, tables, pictures, collection))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error}") from error
+    return [folder / name for name in (*files, *drawn, PAGE)]
+
+
+def _page(
+    folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
+) -> str:
+    """The page, self-contained; `tables` are of one scale. Its links lead to ../<run>/.
+
+    The pictures are read from `folder`.
+    """
+    (scale,) = {table.scale for table in tables}
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: NOTHING if value is None else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["short_revision"] = short_revision
+    return environment.get_template(TEMPLATE).render(
+        scale=scale,
+        tables=tables,
+        pictures=pictures,
+        images={p.name: _image(folder / f"{p.name}.png") for p in pictures if not p.missing},
+        collection=collection,
+        formats=list(FORMATS),
+    )
+
+
+def _image(path: Path) -> dict[str, Any]:
+    """A .png as text, and its size in pixels."""
+    content = path.read_bytes()
+    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))  # of its IHDR
+    return {"base64": base64.b64encode(content).decode(), "width": width, "height": height}
