@@ -8,14 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reproduction.reporting import curves
-from reproduction.reporting.curves import (
-    Regimes,
-    find_regimes,
-    last_epoch,
-    lines_backwards,
-    read_epochs,
-    running_mean,
-)
+from reproduction.reporting.curriculum import Regimes, find_regimes
+from reproduction.reporting.curves import last_epoch, lines_backwards, read_epochs, running_mean
 from reproduction.system.errors import UserError
 from tests.reproduction.tables import write_metrics
 

@@ -1,12 +1,8 @@
-"""Curves over training, and Figure 4 as data: what HTM mixes by seeds, and the regimes of it.
-
-metrics.jsonl is read as a stream, since a run has up to a million batches.
-"""
+"""Curves over training: metrics.jsonl as a stream, since a run has up to a million batches."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby, islice, takewhile
 from math import nan
 from operator import itemgetter
@@ -15,16 +11,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
-from pydantic.dataclasses import dataclass as checked
 
-from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
 
 BLOCK = 2**16  # bytes that are read at a time from the end
-DISTRIBUTION = "difficulty.json"  # in the folder of a finished run with HTM
-LEAST_EPOCHS = 20  # of a curve that has regimes
 
 Line = dict[str, Any]
 
@@ -120,128 +111,3 @@ def _means(lines: Iterable[Line]) -> Epoch:
         tokens / mixed if mixed else None,
         fmean(nan if (nats := line["difficulty"]) is None else nats for line in batches),
     )
-
-
-@checked(frozen=True)
-class Distribution:
-    """How many of `images` have a difficulty between two `edges`, in nats; the last bin is open."""
-
-    edges: list[NonNegativeFloat]
-    counts: list[NonNegativeInt]
-    images: PositiveInt
-
-    @model_validator(mode="after")
-    def _check(self) -> "Distribution":
-        if len(self.edges) != len(self.counts) + 1 or sum(self.counts) != self.images:
-            raise ValueError("edges, counts and images do not fit together")
-        return self
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one run tells; without a distribution, why it tells none."""
-
-    seed: int
-    epochs: list[Epoch]
-    distribution: Distribution | str
-
-
-def read_trace(folder: Path, seed: int) -> Trace:
-    """Of a finished run with HTM; UserError if its metrics cannot be read."""
-    return Trace(seed, read_epochs(RunFolder(folder).metrics_path), _distribution(folder))
-
-
-def _distribution(folder: Path) -> Distribution | str:
-    path = folder / DISTRIBUTION
-    if not path.exists():
-        return f"{DISTRIBUTION} is missing"
-    try:
-        return TypeAdapter(Distribution).validate_json(path.read_bytes())
-    except (OSError, ValueError):
-        return f"{DISTRIBUTION} cannot be read"
-
-
-def length(traces: Sequence[Trace]) -> int:
-    """Epochs that all of them have."""
-    return min(len(trace.epochs) for trace in traces)
-
-
-def mean_of(traces: Sequence[Trace], value: Callable[[Epoch], float | None]) -> np.ndarray:
-    """Over the seeds that have a value, of each epoch; nan where none has."""
-    rows = np.array([values_of(trace, value)[: length(traces)] for trace in traces])
-    known = np.isfinite(rows).sum(axis=0)
-    return np.where(known, np.nansum(rows, axis=0) / np.maximum(known, 1), np.nan)
-
-
-def values_of(trace: Trace, value: Callable[[Epoch], float | None]) -> np.ndarray:
-    """One for each epoch, nan where it has none."""
-    return np.array([value(epoch) for epoch in trace.epochs], dtype=float)
-
-
-class Regimes(NamedTuple):
-    """Index of the first epoch of (B) and of (C); None where the curve does not show it."""
-
-    rise: int | None
-    convergence: int | None
-
-
-def find_regimes(mixed_samples: Sequence[float]) -> Regimes:
-    """From the mean of mixed samples of each epoch.
-
-    (A) few samples are mixed at first. It ends where the curve has gone a fifth of the way from
-        its first value to its final level, the mean of the last tenth, for good. There is such a
-        rise only if the first value is less than half of the final level, and an abrupt one only
-        if the curve has gone two fifths of the way, for good, within a twentieth of all epochs.
-    (B) goes on from there, with slow growth.
-    (C) begins where the curve has settled: from there on its running mean over a twentieth of all
-        epochs stays within 5 % of the final level. It is convergence if that holds for the last
-        quarter of training at least, and not from the first epoch on.
-
-    A curve of fewer than LEAST_EPOCHS has neither boundary.
-    """
-    curve = np.asarray(mixed_samples, dtype=float)
-    if len(curve) < LEAST_EPOCHS:
-        return Regimes(None, None)
-    level = float(curve[-(len(curve) // 10) :].mean())
-    return Regimes(_rise(curve, level), _convergence(curve, level))
-
-
-def _rise(curve: np.ndarray, level: float) -> int | None:
-    first = float(curve[0])
-    if first >= level / 2:
-        return None
-    begun, gone = (_for_good(curve >= first + way * (level - first)) for way in (0.2, 0.4))
-    if begun is None or gone is None or gone - begun > len(curve) // 20:
-        return None
-    return begun
-
-
-def _convergence(curve: np.ndarray, level: float) -> int | None:
-    smooth = running_mean(curve.tolist(), len(curve) // 20)
-    settled = _for_good(abs(smooth - level) <= 0.05 * level)
-    if not settled or len(curve) - settled < len(curve) / 4:
-        return None
-    return settled
-
-
-def _for_good(holds: np.ndarray) -> int | None:
-    """The index from which on it holds to the end."""
-    if not holds[-1]:
-        return None
-    broken = np.flatnonzero(~holds)
-    return int(broken[-1]) + 1 if len(broken) else 0
-
-
-def regimes_of(traces: Sequence[Trace]) -> Regimes:
-    """Of the mean over seeds."""
-    return find_regimes(mean_of(traces, lambda epoch: epoch.mixed_samples).tolist())
-
-
-def describe(regimes: Regimes, epochs: int) -> str:
-    """The regimes in words, epochs counted from 1."""
-    if epochs < LEAST_EPOCHS:
-        return f"{epochs} epochs are too few to tell regimes"
-    rise, convergence = regimes
-    parts = ["no abrupt rise" if rise is None else f"abrupt rise after epoch {rise}"]
-    parts += ["no convergence" if convergence is None else f"converged by epoch {convergence + 1}"]
-    return ", ".join(parts)

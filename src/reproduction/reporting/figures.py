@@ -33,6 +33,10 @@ DPI = 150
 ROLLOUT_IS_ONE_STEP = "HTM mixes before the last block, where the full rollout is this one step"
 
 
+class Missing(Exception):
+    """Why a picture cannot be drawn, and what to do about it."""
+
+
 @contextmanager
 def figure(path: Path, *sizes: Any, mark: str | None = None, **settings: Any) -> Iterator[Any]:
     """Axes to draw on; saved to `path`, a .png, and to a .pdf beside it when the context ends.

@@ -1,31 +1,34 @@
 """Every picture of the report: drawn into its folder, or why there is none and what makes it."""
 
+import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from pydantic import TypeAdapter
 
 from reproduction.reporting.columns import spread_text
-from reproduction.reporting.curves import Trace, describe, length, read_trace, regimes_of
-from reproduction.reporting.figures import ROLLOUT_IS_ONE_STEP, copy_picture
+from reproduction.reporting.curriculum import draw_curriculum
+from reproduction.reporting.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    ROLLOUT_IS_ONE_STEP,
+    VERMILION,
+    Missing,
+    copy_picture,
+    figure,
+)
+from reproduction.reporting.latency import PAPERS, Latency, in_ms, printed_latencies
 from reproduction.reporting.latency import command as latency_command
-from reproduction.reporting.latency import in_ms, printed_latencies
-from reproduction.reporting.plots import draw_curriculum, draw_latency, draw_sensitivity
 from reproduction.reporting.records import Sources, SweepRecord
 from reproduction.reporting.tables import Table
-from reproduction.system.errors import UserError
 
 CIFAR, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"  # whose runs the figures show
-REGIMES = (
-    "(A): few samples are mixed at first; (B): an abrupt rise, then slow growth; (C): convergence, "
-    "as far as the curve shows them"
-)
-
-
-class Missing(Exception):
-    """Why a picture cannot be drawn, and what to do about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +89,22 @@ def _planned(
         )
         yield f"mixed_pairs{suffix}", f"Mixed pairs{at}", None, pairs
     title = f"Figure 4 at {sources.scale} scale, {CIFAR}: what HTM mixes over training"
-    yield "figure4", title, None, _curriculum
+    yield "figure4", title, None, partial(draw_curriculum, CIFAR)
 
 
 def _latency(sources: Sources, path: Path) -> tuple[str, str]:
+    """Bars of ours with their quartiles, and the paper's in a panel of its own."""
     found, printed = sources.latency, printed_latencies(sources.cells)
     if found is None:
         command = latency_command(sources.scale)
         raise Missing(f"The latency is not measured here; {command} measures it.")
-    draw_latency(path, found, printed, sources.mark("table3/attention"))
     ours = found.latencies()
+    with figure(path, 1, 2, figsize=(5.4, 3.4), mark=sources.mark("table3/attention")) as panels:
+        panels[0].set_title(textwrap.fill(found.conditions, 32), fontsize=9)
+        panels[0].set_ylabel("latency [ms]")
+        _bars(panels[0], {name: ours[name] for name in printed if name in ours}, BLUE)
+        panels[1].set_title(f"printed in the paper,\non {PAPERS}", fontsize=9)
+        _bars(panels[1], printed, "none")
     told = ", ".join(f"{name} {in_ms(x.ms)}" for name, x in ours.items())
     return (
         "Time that each detector takes: medians with quartiles, and the ratio to attention's. The "
@@ -104,13 +113,29 @@ def _latency(sources: Sources, path: Path) -> tuple[str, str]:
     )
 
 
+def _bars(axes: Axes, latencies: Mapping[str, Latency], color: str) -> None:
+    """With the ratio to attention at each; hollow in the colour `none`."""
+    for x, found in enumerate(latencies.values()):
+        low, high = (found.ms if edge is None else edge for edge in (found.low_ms, found.high_ms))
+        axes.bar(x, found.ms, color=color, edgecolor=BLUE, linewidth=1.2, width=0.6)
+        if high > low:
+            error = [[found.ms - low], [high - found.ms]]
+            axes.errorbar(x, found.ms, yerr=error, color="black", capsize=4, linewidth=1)
+        ratio = "" if found.ratio is None else f"\nx{found.ratio:.1f}"
+        above: Any = {"xytext": (0, 3), "textcoords": "offset points", "va": "bottom"}
+        axes.annotate(f"{in_ms(found.ms)}{ratio}", (x, high), ha="center", fontsize=9, **above)
+    axes.set_xticks(range(len(latencies)), list(latencies), fontsize=9)
+    axes.margins(x=0.12, y=0.25)
+
+
 def _sensitivity(table: Table, sources: Sources, path: Path) -> tuple[str, str]:
     records = [record for record in table.records if isinstance(record, SweepRecord)]
     values = [record for record in records if record.value is not None]
     if not any(record.results for record in values):
         raise Missing(f"No value has a finished run; {sources.command(table.name)} trains them.")
     word = records[0].word
-    draw_sensitivity(path, records, word=word, mark=table.mark)
+    with figure(path, figsize=(5.4, 3.8), mark=table.mark) as axes:
+        _draw_sensitivity(axes, records, values)
     absent = [record.value or "baseline" for record in records if not record.results]
     told = (
         f"{word} = {record.value}: {spread_text(record.spreads['top1_last'])} %"
@@ -123,6 +148,57 @@ def _sensitivity(table: Table, sources: Sources, path: Path) -> tuple[str, str]:
         f"deviation, dashes the seeds, the band is the baseline.{not_run}",
         f"Accuracy over {word}: {'; '.join(told)}.",
     )
+
+
+def _draw_sensitivity(
+    axes: Axes, records: Sequence[SweepRecord], values: Sequence[SweepRecord]
+) -> None:
+    """Accuracy over the values, in even steps: seeds, mean, deviation; the baseline as a band."""
+    for record in records:
+        if record.value is None:
+            _baseline(axes, record)
+    _line(axes, values)
+    for x, record in enumerate(values):
+        foot = axes.get_xaxis_transform()
+        if not record.results:
+            style: Any = {"rotation": 90, "color": "#666666", "fontsize": 9, "ha": "center"}
+            axes.text(x, 0.03, "not run", va="bottom", transform=foot, **style)
+        if record.is_own:
+            label = f"{record.word} = {record.row}"
+            axes.axvline(x, color=GREY, linestyle=":", zorder=0, label=label)
+        if record.is_own and record.paper is not None:
+            label = f"the paper: {record.paper:.2f}"
+            axes.plot([x], [record.paper], "D", color=VERMILION, fillstyle="none", label=label)
+    axes.set_xticks(range(len(values)), [str(record.value) for record in values])
+    axes.set_xlabel(values[0].word)
+    axes.set_ylabel("top-1 after the last epoch [%]")
+    axes.legend(fontsize=9)
+
+
+def _line(axes: Axes, records: Sequence[SweepRecord]) -> None:
+    """Means with their deviation, broken where nothing was run, and every seed as a dash."""
+    spreads = [record.spreads.get("top1_last") for record in records]
+    axes.errorbar(
+        range(len(records)),
+        [math.nan if found is None else found.mean for found in spreads],
+        yerr=[math.nan if found is None else found.std or 0.0 for found in spreads],
+        fmt="o-",
+        color=BLUE,
+        capsize=3,
+        linewidth=1.5,
+    )
+    for x, record in enumerate(records):
+        seeds = [result.accuracy["top1_last"] for result in record.results]
+        axes.plot([x] * len(seeds), seeds, "_", color=BLUE, markersize=12, alpha=0.5)
+
+
+def _baseline(axes: Axes, record: SweepRecord) -> None:
+    found = record.spreads.get("top1_last")
+    if found is None:
+        return
+    axes.axhline(found.mean, color=ORANGE, label=f"baseline (n = {found.n})")
+    if found.std is not None:
+        axes.axhspan(found.mean - found.std, found.mean + found.std, color=ORANGE, alpha=0.15)
 
 
 def _saliency(experiment: str, sources: Sources, path: Path) -> tuple[str, str]:
@@ -169,41 +245,3 @@ def _borrow(experiment: str, name: str, sources: Sources, path: Path) -> Path:
         )
     copy_picture(source, path, sources.mark(experiment))
     return run
-
-
-def _curriculum(sources: Sources, path: Path) -> tuple[str, str]:
-    runs, command = sources.finished(CIFAR), sources.command("reproduce-figure4")
-    if not runs:
-        raise Missing(f"No run of {CIFAR} is finished; {command} trains them.")
-    traces, unread = _traces(runs)
-    if not traces:
-        raise Missing(" ".join(unread))
-    htm, recipe = sources.configs[CIFAR].augmentation.htm, sources.configs[CIFAR].recipe
-    assert htm is not None
-    draw_curriculum(
-        path, traces, batch_size=recipe.batch_size, tau=htm.first.tau, mark=sources.mark(CIFAR)
-    )
-    lacking = sorted({x.distribution for x in traces if isinstance(x.distribution, str)})
-    again = f"without report.md the run writes it again with {command}"
-    missing = [f"{' and '.join(lacking)}; {again}."] if lacking else []
-    told = describe(regimes_of(traces), length(traces))
-    seeds = ", ".join(str(trace.seed) for trace in traces)
-    first, last = traces[0].epochs[0], traces[0].epochs[-1]
-    return (
-        f"Means of every epoch: a thin line for each seed ({seeds}), a thick one for their mean. "
-        f"{REGIMES}. Here: {' '.join([f'{told}.', *missing, *unread])}",
-        f"Mixed samples, mixed tokens and difficulty over epochs. Seed {traces[0].seed} mixes "
-        f"{first.mixed_samples:.1f} samples of a batch in the first epoch and "
-        f"{last.mixed_samples:.1f} in the last. {told}.",
-    )
-
-
-def _traces(runs: Mapping[int, Path]) -> tuple[list[Trace], list[str]]:
-    """Of the runs whose metrics can be read, and why of the others not."""
-    traces, unread = [], []
-    for seed, folder in runs.items():
-        try:
-            traces.append(read_trace(folder, seed))
-        except UserError as error:
-            unread.append(f"Without {folder.name}: {error}.")
-    return traces, unread
