@@ -1,8 +1,8 @@
 """Latency of the saliency detectors (Table 3): measured here, and as printed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
@@ -15,8 +15,7 @@ PAPERS = "an RTX A6000"
 REFERENCE = "attention"  # of the ratios
 
 
-@dataclass(frozen=True)
-class Latency:
+class Latency(NamedTuple):
     """Of one detector: typical, its quartiles where they are known, the ratio to attention's."""
 
     ms: float
@@ -58,8 +57,9 @@ class Measurement:
     def latencies(self) -> dict[str, Latency]:
         """detector -> latency."""
         reference = self.detectors.get(REFERENCE)
+        unit = None if reference is None else reference.median_ms
         return {
-            name: Latency(x.median_ms, x.low_ms, x.high_ms, _ratio(x.median_ms, reference))
+            name: Latency(x.median_ms, x.low_ms, x.high_ms, unit and x.median_ms / unit)
             for name, x in self.detectors.items()
         }
 
@@ -93,9 +93,5 @@ def in_ms(ms: float) -> str:
 
 def flat_latency(name: str, found: Latency | None) -> dict[str, float | None]:
     """For a file."""
-    values = {} if found is None else asdict(found)
-    return {f"{name}_{field.name}": values.get(field.name) for field in fields(Latency)}
-
-
-def _ratio(ms: float, reference: Timing | None) -> float | None:
-    return None if reference is None else ms / reference.median_ms
+    values = found or [None] * len(Latency._fields)
+    return {f"{name}_{key}": x for key, x in zip(Latency._fields, values, strict=True)}
