@@ -53,10 +53,9 @@ def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]
     rows = torch.arange(len(batch.is_easy))
     moved = easy_first(batch.is_easy) != rows
     yield "order: rows that read another sample's memory", float(moved.float().mean())
-    yield (
-        "order: tokens that VTM chooses otherwise at the HTM block",
-        _changed_choice(batch, rho, kappa),
-    )
+    mixed = _mix(batch, rho).tokens[..., 0]
+    same = _overlap(salient_places(mixed, kappa), salient_places(batch.saliency, kappa))
+    yield "order: tokens that VTM chooses otherwise at the HTM block", 1 - same
     yield from _map_effects(batch, kappa)
 
 
@@ -81,11 +80,6 @@ def _mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
     return mix_horizontal(tokens, batch.targets, batch.saliency, batch.is_easy, rho, rules=rules)
 
 
-def _changed_choice(batch: Batch, rho: float, kappa: int) -> float:
-    mixed = _mix(batch, rho).tokens[..., 0]
-    return 1 - _overlap(salient_places(mixed, kappa), salient_places(batch.saliency, kappa))
-
-
 def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
     """Effects that need attention maps, and a class token where they are about it."""
     prefix, t = batch.num_prefix_tokens, batch.saliency.shape[1]
@@ -101,16 +95,12 @@ def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
         yield "class token: VTM's tokens that change", 1 - _overlap(paper, published)
         picked = (published == 0).any(dim=1).float().mean()
         yield "class token: samples that give it to VTM", float(picked)
-        yield (
-            "class token: samples whose last patch is lost",
-            float((paper == t).any(dim=1).float().mean()),
-        )
+        lost = (paper == t).any(dim=1).float().mean()
+        yield "class token: samples whose last patch is lost", float(lost)
     if batch.class_token and batch.maps:
         rows = attention_saliency(batch.maps[0], prefix, class_token=False)
-        yield (
-            "class token: rank correlation of its row with the mean",
-            _correlation(batch.saliency, rows),
-        )
+        found = _correlation(batch.saliency, rows)
+        yield "class token: rank correlation of its row with the mean", found
 
 
 def _overlap(one: Tensor, other: Tensor) -> float:
