@@ -132,19 +132,12 @@ def as_table(all_stats: list[RowStats]) -> Table:
         is_text = column in ("row", "model", "verdict")
         table.add_column(column, justify="left" if is_text else "right")
     for stats in all_stats:
-        table.add_row(*_cells(stats))
+        row = stats.row
+        parameters, macs = ("-" if x is None else str(x) for x in (row.parameters, row.macs))
+        table.add_row(
+            *(str(row.table), row.row, row.model, str(stats.image_size), f"{row.classes:,}"),
+            *(f"{stats.counts.parameters / 1e6:.4f}", parameters),
+            *(f"{count / 1e9:.4f}" for count in stats.counts.both_macs),
+            *(macs, verdict(stats)),
+        )
     return table
-
-
-def _cells(stats: RowStats) -> list[str]:
-    row = stats.row
-    return [
-        *(str(row.table), row.row, row.model, str(stats.image_size), f"{row.classes:,}"),
-        *(f"{stats.counts.parameters / 1e6:.4f}", _printed(row.parameters)),
-        *(f"{count / 1e9:.4f}" for count in stats.counts.both_macs),
-        *(_printed(row.macs), verdict(stats)),
-    ]
-
-
-def _printed(figure: float | None) -> str:
-    return "-" if figure is None else str(figure)

@@ -47,25 +47,21 @@ def compare_recipes(told: Mapping[str, Any], configs: Mapping[str, Config]) -> l
     `configs`: of each experiment of Tables 1 and 2, as composed. KeyError for a setting that `told`
     does not name.
     """
-    return [
-        setting
-        for experiment, config in configs.items()
-        for setting in _compared(experiment, config, told)
-    ]
-
-
-def _compared(experiment: str, config: Config, told: Mapping[str, Any]) -> Iterator[Setting]:
-    published: dict[str, Any] = {}
-    for entry in told["published"]:
-        published |= entry["values"] if meant(entry, experiment) else {}
-    for key, ours in _settings(config):
-        if key not in published and key not in told["ours_alone"]:
-            raise KeyError(
-                f"{experiment}: nothing is told of {key}={ours}, name it in {RECIPES.name}: under "
-                "published, or in ours_alone"
-            )
-        reasons = [x["why"] for x in told["reasons"] if x["key"] == key and meant(x, experiment)]
-        yield Setting(experiment, key, published.get(key, NOT_TOLD), ours, "; ".join(reasons))
+    settings = []
+    for experiment, config in configs.items():
+        published: dict[str, Any] = {}
+        for entry in told["published"]:
+            published |= entry["values"] if meant(entry, experiment) else {}
+        reasons = [entry for entry in told["reasons"] if meant(entry, experiment)]
+        for key, ours in _settings(config):
+            if key not in published and key not in told["ours_alone"]:
+                raise KeyError(
+                    f"{experiment}: nothing is told of {key}={ours}, name it in {RECIPES.name}: "
+                    "under published, or in ours_alone"
+                )
+            why = "; ".join(entry["why"] for entry in reasons if entry["key"] == key)
+            settings.append(Setting(experiment, key, published.get(key, NOT_TOLD), ours, why))
+    return settings
 
 
 def meant(entry: Mapping[str, Any], experiment: str) -> bool:
