@@ -3,10 +3,9 @@
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from pydantic import TypeAdapter
@@ -31,8 +30,7 @@ from reproduction.reporting.tables import Table
 CIFAR, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"  # whose runs the figures show
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picture:
+class Picture(NamedTuple):
     """`name`.png and `name`.pdf of the report; `missing` says why there is none.
 
     `table` is the name of the table that it belongs to; None for a figure of its own.
@@ -41,9 +39,9 @@ class Picture:
     name: str
     title: str
     table: str | None
-    caption: str = ""
-    alt: str = ""
-    missing: str | None = None
+    caption: str
+    alt: str
+    missing: str | None
 
 
 Draw = Callable[[Sources, Path], tuple[str, str]]  # to a path; returns caption and alt text
@@ -51,20 +49,17 @@ Draw = Callable[[Sources, Path], tuple[str, str]]  # to a path; returns caption 
 
 def draw_pictures(sources: Sources, tables: Sequence[Table], folder: Path) -> list[Picture]:
     """Draws all of them into `folder`, and removes what a former report has left of others."""
-    return [
-        _drawn(sources, folder / f"{name}.png", title, table, draw)
-        for name, title, table, draw in _planned(sources, tables)
-    ]
-
-
-def _drawn(sources: Sources, path: Path, title: str, table: str | None, draw: Draw) -> Picture:
-    try:
-        caption, alt = draw(sources, path)
-    except Missing as reason:
-        for suffix in (".png", ".pdf"):
-            path.with_suffix(suffix).unlink(missing_ok=True)
-        return Picture(name=path.stem, title=title, table=table, missing=str(reason))
-    return Picture(name=path.stem, title=title, table=table, caption=caption, alt=alt)
+    pictures = []
+    for name, title, table, draw in _planned(sources, tables):
+        caption, alt, missing = "", "", None
+        try:
+            caption, alt = draw(sources, folder / f"{name}.png")
+        except Missing as reason:
+            missing = str(reason)
+            for suffix in (".png", ".pdf"):
+                (folder / f"{name}{suffix}").unlink(missing_ok=True)
+        pictures.append(Picture(name, title, table, caption, alt, missing))
+    return pictures
 
 
 def _planned(
@@ -80,14 +75,9 @@ def _planned(
         if suffix and not sources.finished(experiment):
             continue
         at = f" at {sources.scale} scale, {experiment}"
-        figure3, pairs = partial(_saliency, experiment), partial(_pairs, experiment)
-        yield (
-            f"figure3{suffix}",
-            f"Figure 3{at}: saliency by gradient and by attention",
-            None,
-            figure3,
-        )
-        yield f"mixed_pairs{suffix}", f"Mixed pairs{at}", None, pairs
+        title = f"Figure 3{at}: saliency by gradient and by attention"
+        yield f"figure3{suffix}", title, None, partial(_saliency, experiment)
+        yield f"mixed_pairs{suffix}", f"Mixed pairs{at}", None, partial(_pairs, experiment)
     title = f"Figure 4 at {sources.scale} scale, {CIFAR}: what HTM mixes over training"
     yield "figure4", title, None, partial(draw_curriculum, CIFAR)
 
@@ -133,7 +123,7 @@ def _sensitivity(table: Table, sources: Sources, path: Path) -> tuple[str, str]:
     values = [record for record in records if record.value is not None]
     if not any(record.results for record in values):
         raise Missing(f"No value has a finished run; {sources.command(table.name)} trains them.")
-    word = records[0].word
+    word = records[0].sweep.word
     with figure(path, figsize=(5.4, 3.8), mark=table.mark) as axes:
         _draw_sensitivity(axes, records, values)
     absent = [record.value or "baseline" for record in records if not record.results]
@@ -164,13 +154,13 @@ def _draw_sensitivity(
             style: Any = {"rotation": 90, "color": "#666666", "fontsize": 9, "ha": "center"}
             axes.text(x, 0.03, "not run", va="bottom", transform=foot, **style)
         if record.is_own:
-            label = f"{record.word} = {record.row}"
+            label = f"{record.sweep.word} = {record.row}"
             axes.axvline(x, color=GREY, linestyle=":", zorder=0, label=label)
         if record.is_own and record.paper is not None:
             label = f"the paper: {record.paper:.2f}"
             axes.plot([x], [record.paper], "D", color=VERMILION, fillstyle="none", label=label)
     axes.set_xticks(range(len(values)), [str(record.value) for record in values])
-    axes.set_xlabel(values[0].word)
+    axes.set_xlabel(values[0].sweep.word)
     axes.set_ylabel("top-1 after the last epoch [%]")
     axes.legend(fontsize=9)
 

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from reproduction.config import Config
@@ -57,14 +58,11 @@ class Sources:
         others = {
             f"{self.configs[cell.experiment].dataset.name} in place of {cell.column}"
             for cell in self.cells
-            if cell.experiment in experiments and self._has_other_data(cell)
+            if cell.experiment in experiments and cell.experiment in self.configs
+            if self.configs[cell.experiment].dataset.name != cell.column.lower().replace("-", "")
         }
         scale = [] if self.scale == FULL else [f"{self.scale} scale"]
         return ", ".join([*scale, *sorted(others)]) or None
-
-    def _has_other_data(self, cell: Cell) -> bool:
-        config = self.configs.get(cell.experiment)
-        return config is not None and config.dataset.name != cell.column.lower().replace("-", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +87,10 @@ class Measured(ABC):
         """What a sentence calls it."""
         return self.row
 
-    @property
-    def seconds(self) -> Spread | None:
-        """Of a run."""
-        known = [result.seconds for result in self.results if result.seconds is not None]
-        return spread(known) if known else None
-
     def flat(self) -> dict[str, Any]:
         """Plain values for a file, without the scale: numbers are unrounded, None unknown."""
         accuracies = (flat_spread(key, self.spreads.get(key)).items() for key in METRICS)
-        seconds = self.seconds
+        seconds = [result.seconds for result in self.results if result.seconds is not None]
         return {
             **self._place(),
             "row": self.row,
@@ -109,7 +101,7 @@ class Measured(ABC):
             "seeds": list(self.seeds),
             **dict(chain.from_iterable(accuracies)),
             **self._beside(),
-            "seconds_mean": seconds and seconds.mean,
+            "seconds_mean": fmean(seconds) if seconds else None,
             "devices": known(r.devices for r in self.results),
             "hardware": known(r.hardware for r in self.results),
             "git_revisions": known(r.revision for r in self.results),
@@ -203,7 +195,7 @@ class SweepRecord(Measured):
     each, are means over the last epoch.
     """
 
-    key: str
+    sweep: Sweep
     value: str | None
     is_own: bool = False
     paper: float | None = None  # the accuracy that is printed for these runs
@@ -212,16 +204,11 @@ class SweepRecord(Measured):
     unread: tuple[str, ...] = ()  # why the mixing of some runs is not known
 
     @property
-    def word(self) -> str:
-        """The key without its group."""
-        return self.key.rpartition(".")[2]
-
-    @property
     def label(self) -> str:
-        return self.row if self.value is None else f"{self.word} = {self.value}"
+        return self.row if self.value is None else f"{self.sweep.word} = {self.value}"
 
     def _place(self) -> dict[str, Any]:
-        return {"key": self.key, "value": self.value, "is_own_value": self.is_own}
+        return {"key": self.sweep.key, "value": self.value, "is_own_value": self.is_own}
 
     def _beside(self) -> dict[str, Any]:
         return {
@@ -235,55 +222,53 @@ class SweepRecord(Measured):
 def records_of(table: int, sources: Sources) -> list[Record]:
     """The lines of one table, column by column in the paper's order."""
     mine = [cell for cell in sources.cells if cell.table == table]
-    rows = {row.row: row for row in sources.papers if row.table == table}
+    rows = [row for row in sources.papers if row.table == table]
     if not rows:
-        ours = {} if sources.latency is None else sources.latency.latencies()
-        printed = printed_latencies(mine)
-        return [
-            replace(
-                _trained(cell, sources.collection),
-                latency=ours.get(cell.row) if cell.row in printed else None,
-                paper_latency=printed.get(cell.row),
-            )
-            for cell in mine
-        ]
+        return [_trained(cell, None, sources) for cell in mine]
     by_place = {(cell.row, cell.column): cell for cell in mine}
-    return [
-        record
-        for column in dict.fromkeys(cell.column for cell in mine)
-        for row in rows.values()
-        for record in _printed(row, by_place.get((row.row, column)), column, sources)
-    ]
+    records = []
+    for column in dict.fromkeys(cell.column for cell in mine):
+        for row in rows:
+            if cell := by_place.get((row.row, column)):
+                records.append(_trained(cell, row, sources))
+            elif (top1 := getattr(row, PRINTED[column])) is not None:
+                records.append(
+                    Record(
+                        table=table,
+                        row=row.row,
+                        column=column,
+                        status="quoted",
+                        **_printed(row, top1, row.top5, sources),
+                    )
+                )
+    return records
 
 
-def _printed(row: PaperRow, cell: Cell | None, column: str, sources: Sources) -> Iterator[Record]:
-    """The line of a printed row in one column; none if nothing is printed there."""
-    counts = sources.counts.get((row.table, row.row))
-    top1 = getattr(row, PRINTED[column])
-    sizes = {"parameters": row.parameters, "macs": row.macs}
-    if cell is not None:
-        found = _trained(cell, sources.collection)
-        yield replace(found, paper={**found.paper, **sizes}, counts=counts)
-    elif top1 is not None:
-        yield Record(
-            table=row.table,
-            row=row.row,
-            column=column,
-            status="quoted",
-            paper={"top1": top1, "top5": row.top5, **sizes},
-            counts=counts,
-        )
-
-
-def _trained(cell: Cell, collection: Collection) -> Record:
+def _trained(cell: Cell, row: PaperRow | None, sources: Sources) -> Record:
+    """Of a cell, with what its printed row tells where the table has such rows."""
+    has_latency = cell.latency_ms is not None
+    ours = {} if sources.latency is None else sources.latency.latencies()
     return Record(
         table=cell.table,
         row=cell.row,
         column=cell.column,
-        paper={"top1": cell.top1, "top5": cell.top5},
         baseline=cell.baseline,
-        **_measured(cell.experiment, cell.baseline, collection),
+        latency=ours.get(cell.row) if has_latency else None,
+        paper_latency=printed_latencies(sources.cells)[cell.row] if has_latency else None,
+        **_printed(row, cell.top1, cell.top5, sources),
+        **_measured(cell.experiment, cell.baseline, sources.collection),
     )
+
+
+def _printed(
+    row: PaperRow | None, top1: float, top5: float | None, sources: Sources
+) -> dict[str, Any]:
+    """What Record holds of the paper, and our sizes of its row."""
+    paper = {"top1": top1, "top5": top5}
+    if row is None:
+        return {"paper": paper}
+    sizes = {"parameters": row.parameters, "macs": row.macs}
+    return {"paper": paper | sizes, "counts": sources.counts.get((row.table, row.row))}
 
 
 def sweep_records(
@@ -295,7 +280,7 @@ def sweep_records(
     yield SweepRecord(
         row="baseline",
         column=baseline.column,
-        key=sweep.key,
+        sweep=sweep,
         value=None,
         paper=baseline.top1,
         **_measured(baseline.experiment, sweep.experiment, collection),
@@ -307,7 +292,7 @@ def sweep_records(
         yield SweepRecord(
             row=f"{value} (as in Table {cell.table})" if is_own else value,
             column=cell.column,
-            key=sweep.key,
+            sweep=sweep,
             value=value,
             is_own=is_own,
             paper=cell.top1 if is_own else None,
