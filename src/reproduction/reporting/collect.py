@@ -134,9 +134,13 @@ def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
         try:
             if not name.isprintable():
                 raise UserError("its name cannot be printed")
-            runs.append(_read_run(folder))
+            runs.append(_read(RunFolder(folder)))
         except UserError as error:
-            unused.append(Unused(short(name), str(error)))
+            reason = str(error).replace(f"{folder}/", "").replace(f"{folder} ", "")
+            unused.append(Unused(short(name), short(reason)))
+        except (OSError, RecursionError, OverflowError) as error:
+            reason = f"not readable: {short(first_line(error))}"
+            unused.append(Unused(short(name), reason))
     return runs, unused
 
 
@@ -173,18 +177,8 @@ def _nearest(run: Run, wanted: Mapping[str, Mapping[str, Any]]) -> str:
     return short(f"{reason}: differs from {name} in {', '.join(pairs)}")
 
 
-def _read_run(path: Path) -> Run:
-    """Reads one folder; UserError says in one line why it is no run, or a broken one."""
-    folder = RunFolder(path)
-    try:
-        return _read(folder)
-    except UserError as error:
-        raise UserError(short(str(error).replace(f"{path}/", "").replace(f"{path} ", ""))) from None
-    except (OSError, RecursionError, OverflowError) as error:
-        raise UserError(f"not readable: {short(first_line(error))}") from error
-
-
 def _read(folder: RunFolder) -> Run:
+    """UserError says in one line why it is no run, or a broken one."""
     found = identity(folder.read_config())
     seed = found.pop("seed", None)
     if type(seed) is not int:
@@ -209,7 +203,13 @@ def _read(folder: RunFolder) -> Run:
 
 def _result(summary: dict[str, Any], found: Mapping[str, Any]) -> Result:
     """Raises UserError if a finished run's summary cannot be that of its configuration."""
-    accuracy = {key: _percentage(summary, key) for key in METRICS}
+    accuracy = {}
+    for key in METRICS:
+        value = _number(summary.get(key))
+        if value is None or not 0 <= value <= 100:
+            said = f"{key} is {summary.get(key)}, no percentage"
+            raise UserError(f"summary.json: finished, but {said}")
+        accuracy[key] = value
     for greater, less in ORDERED:
         above, below = accuracy[greater], accuracy[less]
         if above < below:
@@ -217,33 +217,20 @@ def _result(summary: dict[str, Any], found: Mapping[str, Any]) -> Result:
     epochs, steps, whole = summary.get("epochs"), summary.get("steps"), found.get("recipe.epochs")
     if epochs != whole and (steps is None or steps != found.get("recipe.max_steps")):
         raise UserError(f"summary.json: finished, but after {epochs} of {whole} epochs")
-    hardware, revision = summary.get("hardware"), summary.get("git_revision")
+    devices, hardware, revision = map(summary.get, ("devices", "hardware", "git_revision"))
     return Result(
         accuracy=accuracy,
-        seconds=_number(summary, "seconds"),
-        devices=_whole(summary, "devices"),
+        seconds=_number(summary.get("seconds")),
+        devices=devices if type(devices) is int else None,
         hardware=None if hardware is None else short(str(hardware)),
         revision=None if revision is None else short(str(revision)),
     )
 
 
-def _percentage(summary: dict[str, Any], key: str) -> float:
-    value = _number(summary, key)
-    if value is None or not 0 <= value <= 100:
-        raise UserError(f"summary.json: finished, but {key} is {summary.get(key)}, no percentage")
-    return value
-
-
-def _number(summary: dict[str, Any], key: str) -> float | None:
-    value = summary.get(key)
+def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def _whole(summary: dict[str, Any], key: str) -> int | None:
-    value = summary.get(key)
-    return value if type(value) is int else None
 
 
 def _progress(folder: RunFolder, found: Mapping[str, Any]) -> str:
