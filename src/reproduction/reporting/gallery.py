@@ -129,8 +129,8 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
     pictures = displayable(sample.images[:ROWS], trained.config)
-    rows = len(pictures)
-    columns, size = 1 + len(maps), (0.5 + 1.65 * (1 + len(maps)), 1.9 * rows + 0.3)
+    rows, columns = len(pictures), 1 + len(maps)
+    size = (0.5 + 1.65 * columns, 1.9 * rows + 0.3)
     with figure(path, rows, columns, figsize=size, squeeze=False) as axes:
         for row, picture, *saliencies in zip(axes, pictures, *maps.values(), strict=False):
             row[0].imshow(picture)
