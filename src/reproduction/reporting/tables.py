@@ -154,42 +154,30 @@ def _verdicts(found: Sequence[tuple[str, Comparison, float]], reference: str) ->
 
 
 def _origin_notes(records: Sequence[Measured], collection: Collection) -> Iterator[str]:
-    """Which runs the numbers come from, and which are not counted."""
-    names = {record.experiment for record in records if record.experiment is not None}
-    yield from _shared(names, collection)
-    yield from _unfinished(names, collection)
-    yield from _provenance(records)
-
-
-def _shared(mine: set[str], collection: Collection) -> Iterator[str]:
-    """Which cells are of one configuration, and share their runs."""
+    """Which cells share their runs, which runs have no result, and where the numbers come from."""
+    mine = {record.experiment for record in records if record.experiment is not None}
     groups: dict[str, list[str]] = {}
     for name, key in collection.keys.items():
         groups.setdefault(key, []).append(name)
-    names = [", ".join(x) for x in groups.values() if len(x) > 1 and not mine.isdisjoint(x)]
-    if names:
-        yield f"Of one configuration, and so from the same runs: {'; '.join(names)}."
-
-
-def _unfinished(mine: set[str], collection: Collection) -> Iterator[str]:
-    """The runs that were begun and have no result, each once."""
+    shared = [", ".join(x) for x in groups.values() if len(x) > 1 and not mine.isdisjoint(x)]
+    if shared:
+        yield f"Of one configuration, and so from the same runs: {'; '.join(shared)}."
     for run in collection.runs():
         names = [name for name in collection.experiments(run) if name in mine]
         if run.result is None and names:
             why = "" if run.error is None else f": {run.error}"
             yield f"Not counted: {run.folder} ({', '.join(names)}) is {run.status}{why}"
+    yield _provenance(records)
 
 
-def _provenance(records: Sequence[Measured]) -> Iterator[str]:
-    """Where the numbers come from."""
+def _provenance(records: Sequence[Measured]) -> str:
     results = {
         run: result
         for record in records
         for run, result in zip(record.runs, record.results, strict=True)
     }
     if not results:
-        yield "Nothing in this table has a finished run yet."
-        return
+        return "Nothing in this table has a finished run yet."
     hours = sum(result.seconds or 0 for result in results.values()) / 3600
     revisions = known(result.revision for result in results.values())
     dirty = [revision for revision in revisions if revision.endswith("-dirty")]
@@ -199,7 +187,7 @@ def _provenance(records: Sequence[Measured]) -> Iterator[str]:
         text += "; the runs are of more than one revision"
     if dirty:
         text += "; -dirty: of code that differs from its revision"
-    yield f"{text}."
+    return f"{text}."
 
 
 def _measurement(latency: Measurement | None, scale: str) -> str:
