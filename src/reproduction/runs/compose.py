@@ -10,12 +10,12 @@ from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from reproduction.config import CONF_DIR, STACK
@@ -147,10 +147,16 @@ def _of_files(
 
     Hydra lays single values over it as its last step, so that points of a sweep differ there.
     """
-    config = hydra.compose(config_name, overrides=[*choices])
     loader = GlobalHydra.instance().config_loader()
-    defaults = loader.compute_defaults_list(config_name, [*choices], RunMode.RUN).defaults
-    return config, [default.config_path or "" for default in defaults]
+    assert isinstance(loader, ConfigLoaderImpl)
+    parsed, files = loader._parse_overrides_and_create_caching_repo(config_name, [*choices])
+    found = create_defaults_list(files, config_name, parsed, prepend_hydra=True, skip_missing=False)
+    config = loader._compose_config_from_defaults_list(found.defaults, files)
+    OmegaConf.set_struct(config, True)
+    ConfigLoaderImpl._apply_overrides_to_config(found.config_overrides, config)
+    with open_dict(config):
+        del config["hydra"]
+    return config, [default.config_path or "" for default in found.defaults]
 
 
 def _resolved(config: DictConfig, chosen: list[str], overrides: list[str]) -> dict[str, Any]:
