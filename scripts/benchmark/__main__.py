@@ -20,7 +20,6 @@ from reproduction.system.terminal import ending_in_a_line
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
-from scripts.benchmark.page import check_page, markdown, put_on_page
 from scripts.benchmark.parts import measure_detectors, measure_gain, measure_parts
 from scripts.benchmark.pipeline import measure_pipeline, measure_startup
 from scripts.benchmark.report import (
@@ -29,6 +28,9 @@ from scripts.benchmark.report import (
     Report,
     add_groups,
     check_machine,
+    check_page,
+    markdown,
+    put_on_page,
     read_report,
     slower,
 )

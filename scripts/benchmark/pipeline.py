@@ -20,7 +20,6 @@ from reproduction.data.images import ArrayImages, FileImages, ImageSource, held
 from reproduction.data.sources import Source
 from reproduction.system.timing import Work, time_in_turns
 from scripts.benchmark.measure import CCT, VIT, Row, Scope, summary
-from scripts.benchmark.report import Report
 from scripts.benchmark.steps import step_config
 
 SMALL = "CIFAR, held in memory, to 32 px"
@@ -83,7 +82,7 @@ def photos(folder: Path) -> FileImages:
     return FileImages([(path, 0) for path in paths])
 
 
-def appetite(report: Report) -> dict[str, Any]:
+def appetite(report: Mapping[str, Any]) -> dict[str, Any]:
     """A group of rows for every kind of images: images/s of a plain step, workers that feed it.
 
     None where a step is not measured, as a GPU's in the report of a CPU.
@@ -99,7 +98,7 @@ def appetite(report: Report) -> dict[str, Any]:
     return {"title": "data-loading workers needed", "about": about, "rows": rows}
 
 
-def _steps(report: Report, model: str) -> Iterator[tuple[str, float | None]]:
+def _steps(report: Mapping[str, Any], model: str) -> Iterator[tuple[str, float | None]]:
     """(what, images/s) of the model's plain steps on this device, and of a GPU if it is none."""
     groups: list[Mapping[str, Any]] = report["sections"].get("steps", [])
     device = report["machine"]["device"]

@@ -25,10 +25,9 @@ from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, ending_in_a_line
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
-from scripts.benchmark.page import check_page, put_on_page
+from scripts.benchmark.report import check_page, put_on_page
 from scripts.check_gpu import correctness, figures
-from scripts.check_gpu.losses import losses
-from scripts.check_gpu.parts import Finding, Part, Scope
+from scripts.check_gpu.parts import Finding, Part, Scope, losses
 
 ROOT = CONF_DIR.parent
 FILE, MARKDOWN, MARK = "check.json", "check.md", "check-gpu"
@@ -102,7 +101,8 @@ def main() -> None:
     print(markdown(report) + f"\nwritten to {path.parent}")
     if args.page is not None:
         put_on_page(Path(args.page), markdown(report), MARK)
-    sys.exit(int(any(row[2] is False for row in _rows(report, chosen))))
+    findings = [finding for name in chosen for finding in report["parts"][name]["findings"]]
+    sys.exit(int(any(is_right is False for _, _, is_right in findings)))
 
 
 def _machine(device: str, tiny: bool) -> dict[str, Any]:
@@ -165,10 +165,6 @@ def run_part(name: str, scope: Scope) -> dict[str, Any]:
     if process.returncode != 0:
         findings.append(Finding("the process", end, False))
     return {"findings": findings, "seconds": round(time.monotonic() - start, 1)}
-
-
-def _rows(report: Mapping[str, Any], parts: Any) -> list[Any]:
-    return [row for name in parts for row in report["parts"][name]["findings"]]
 
 
 def markdown(report: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Stage 1: the GPU computes what the CPU does, waits where it must, and survives what may happen.
 
-A part takes a Scope and yields its findings; `losses.py` holds the largest. On a CPU everything
+A part takes a Scope and yields its findings; `parts.py` holds the largest. On a CPU everything
 runs as well, against itself, but for what only a GPU has.
 """
 

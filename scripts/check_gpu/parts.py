@@ -1,13 +1,19 @@
-"""What the parts have in common: where they run, what they find, small trainers and their steps."""
+"""What the parts have in common, and the largest: losses and gradients beside the CPU's.
+
+In common are where they run, what they find, small trainers and their steps.
+"""
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import Line
+from scripts.benchmark.measure import CCT, VIT
 from scripts.benchmark.steps import sharp_trainer, step_config
 
 SMALL = "cct_2_3x2"
@@ -58,4 +64,125 @@ def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
 def distance_of_losses(lines: list[Line], others: list[Line]) -> float:
     """The largest difference of losses, as a share of them; inf where one is not finite."""
     shares = [abs(x["loss"] / y["loss"] - 1) for x, y in zip(lines, others, strict=True)]
+    return max(shares) if all(map(math.isfinite, shares)) else math.inf
+
+
+class Case(NamedTuple):
+    """Steps that a GPU and a CPU both take."""
+
+    model: str
+    batch: int
+    stack: list[str]
+    precision: str
+    told: tuple[str, ...] = ()
+    steps: int = 2
+    sharpness: float = 12  # of attention; in deep models more would make rounding errors large
+
+
+# precision -> share by which losses, and by which gradients, may differ
+FAR = {"float32": (1e-3, 1e-2), "bf16": (4e-2, 0.5), "float16": (1e-2, 0.1)}
+SMALLEST = 0.01  # of the largest gradient: smaller ones are compared with that
+CLIP, AVERAGE = "recipe.clip_grad_norm=1", "recipe.ema_decay=0.9"
+SKIP = "recipe.non_finite=skip"
+SPLIT = "augmentation.htm.tau=2.31"  # easy and hard samples in both batches
+RULES = (
+    *("detector=gradient", "detector=random", "rho=0.01", "matching=random", "labels=count"),
+    *("mask_rule=published", "order=published", "pooling=average", "stop_gradient=true"),
+)
+AT_32 = ("model.image_size=32", "augmentation.vtm.kappa=2")
+CASES: dict[str, Case] = {
+    **{
+        f"{SMALL} {'+'.join(stack) or 'plain'} {precision}": Case(SMALL, 6, stack, precision)
+        for precision in FAR
+        for stack in EVERY_STACK
+    },
+    "all five, accumulating, averaging, clipping": Case(
+        SMALL, 7, ALL, "float32", (LAYERS, "recipe.grad_accum_steps=3", AVERAGE, CLIP)
+    ),
+    "all five, scaler, accumulating, clipping": Case(
+        SMALL, 7, ALL, "float16", (LAYERS, "recipe.grad_accum_steps=2", CLIP)
+    ),
+    "SGD, scaler, skipping": Case(
+        SMALL, 6, BOTH, "float16", ("recipe.optimizer=sgd", "recipe.lr=0.01", SKIP)
+    ),
+    "skipping, averaging": Case(SMALL, 6, BOTH, "float32", (SKIP, AVERAGE)),
+    **{rule: Case(SMALL, 6, BOTH, "bf16", (SPLIT, f"augmentation.htm.{rule}")) for rule in RULES},
+    "rollout": Case(
+        SMALL, 6, BOTH, "bf16", ("augmentation.htm.layer=0", "augmentation.htm.rollout_steps=1")
+    ),
+    "CCT-7/3x1": Case(CCT, 3, BOTH, "float32", (), 1, 6),
+    "CCT-7/3x1, gradient": Case(
+        CCT, 3, ["htm"], "bf16", ("augmentation.htm.detector=gradient",), 1, 6
+    ),
+    "ViT-B/16 at 32 px, all five": Case(VIT, 3, ALL, "float32", AT_32, 1, 3),
+    "ViT-B/16 at 32 px, published": Case(
+        VIT, 3, BOTH, "bf16", (*AT_32, "augmentation.vtm.class_token_offset=published"), 1, 3
+    ),
+    "ViT-B/16 at 32 px, rollout": Case(
+        VIT, 3, BOTH, "float32", (*AT_32, "augmentation.htm.rollout_steps=2"), 1, 3
+    ),
+}
+
+
+class Trained(NamedTuple):
+    """What the steps of a case have left."""
+
+    lines: list[Line]
+    gradients: list[Tensor]  # on the host, as the optimiser's first moments keep them
+
+
+class DrawnOnHost(TorchFunctionMode):
+    """Draws on the CPU what a step draws on its device, whose generators give other numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.randperm and "device" in kwargs:
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
+        if func is torch.rand_like:
+            return torch.rand(args[0].shape).to(args[0].device)
+        return func(*args, **kwargs)
+
+
+def losses(scope: Scope) -> Iterator[Finding]:
+    """Losses and gradients of the steps, mixed samples and replaced tokens."""
+    for name in [*CASES][: 1 if scope.tiny else None]:
+        case = CASES[name]
+        try:
+            there, here = (train(device, case) for device in (scope.device, torch.device("cpu")))
+        except Exception as error:
+            yield Finding(name, f"{type(error).__name__}: {error}", False)
+            continue
+        of_losses = distance_of_losses(there.lines, here.lines)
+        of_gradients = distance_of_gradients(there.gradients, here.gradients)
+        mixed = [
+            f"{line['mixed_samples']} x {line['mixed_tokens']:.2f}"
+            for line in (there.lines[-1], here.lines[-1])
+        ]
+        figure = f"losses differ by {of_losses:.1e}, gradients by {of_gradients:.1e}; mixed "
+        most = FAR[case.precision]
+        is_right = of_losses <= most[0] and of_gradients <= most[1]
+        yield Finding(name, figure + ", ".join(mixed), is_right)
+
+
+def train(device: torch.device, case: Case) -> Trained:
+    """The steps of a case on a device."""
+    told = (*UNDROPPED, "recipe.transforms.erasing_mode=const", *case.told)
+    config = step_config(case.model, case.stack, case.precision, *told)
+    trainer = sharp_trainer(config, device, sharpness=case.sharpness)
+    with DrawnOnHost():
+        lines = steps_of(trainer, case.batch, case.steps)
+    kept = [trainer.update.optimizer.state[p] for p in trainer.module.parameters()]
+    moments = [state.get("exp_avg", state.get("momentum_buffer")) for state in kept]
+    return Trained(lines, [moment.float().cpu() for moment in moments])
+
+
+def distance_of_gradients(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of a tensor, as a share of its norm; inf where one is not finite."""
+    norms = [float(y.norm()) for y in expected]
+    least = SMALLEST * max(norms)
+    shares = [
+        float((x - y).norm()) / max(norm, least)
+        for x, y, norm in zip(found, expected, norms, strict=True)
+    ]
     return max(shares) if all(map(math.isfinite, shares)) else math.inf

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor
 
 from scripts.check_gpu import __main__ as command
-from scripts.check_gpu import losses as of_losses
+from scripts.check_gpu import parts as of_parts
 from scripts.check_gpu.__main__ import PARTS, STAGES, Limited, main, run_part
 from scripts.check_gpu.figures import _covered
-from scripts.check_gpu.losses import CASES, DrawnOnHost, Trained, losses, train
-from scripts.check_gpu.parts import SMALL, Finding, Scope
+from scripts.check_gpu.parts import (
+    CASES,
+    SMALL,
+    DrawnOnHost,
+    Finding,
+    Scope,
+    Trained,
+    losses,
+    train,
+)
 
 TINY = Scope(torch.device("cpu"), tiny=True)
 IN_PROCESSES = ("quickstart", "one_rank", "compiling")  # start some, or leave traces in this one
@@ -58,8 +66,8 @@ def altered(trained: Trained, **changes: Any) -> Trained:
 def test_a_difference_is_noticed(monkeypatch, name: str, changes: dict[str, Any], is_right: bool):
     right = trained(name)
     found = iter([altered(right, **changes), right])
-    monkeypatch.setattr(of_losses, "CASES", {name: CASES[name]})
-    monkeypatch.setattr(of_losses, "train", lambda *_: next(found))
+    monkeypatch.setattr(of_parts, "CASES", {name: CASES[name]})
+    monkeypatch.setattr(of_parts, "train", lambda *_: next(found))
     (finding,) = losses(TINY)
     assert finding.is_right is is_right, finding
 

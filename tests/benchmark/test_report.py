@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 
 from reproduction.system.errors import UserError
-from scripts.benchmark.page import check_page, markdown, put_on_page
 from scripts.benchmark.report import (
     GOALS,
     Figure,
     add_groups,
     check_machine,
+    check_page,
     figure_of,
+    markdown,
+    put_on_page,
     read_report,
     slower,
     verdict,

@@ -17,7 +17,7 @@ from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import ending_in_a_line, positive
-from scripts.benchmark.page import check_page, put_on_page
+from scripts.benchmark.report import check_page, put_on_page
 from tests.chaos.files import harm_files
 from tests.chaos.folder import contend, fill_disk
 from tests.chaos.kills import Moments, kill_ranks, kill_runs
