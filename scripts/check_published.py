@@ -1,6 +1,5 @@
 """Evaluates the nine published checkpoints that are there, beside the printed accuracies."""
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -62,7 +61,7 @@ def main() -> None:
     parser.add_argument("weights", type=Path, help="a folder with the published files")
     parser.add_argument("--data", default="data", help="that of CIFAR, and ImageNet in imagenet/")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="for evaluations/")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     cells = {cell.experiment: cell for cell in read_cells()}
     files = weights_in(args.weights)
     for name, experiment in FILES.items():

@@ -1,6 +1,5 @@
 """Draws Figure 3 of a trained run with HTM: draw_saliency.py RUN [PICTURE] [--images N]."""
 
-import argparse
 from pathlib import Path
 
 from reproduction.runs.folder import RunFolder, check_writable
@@ -16,7 +15,7 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help="a .png")
     parser.add_argument("--images", metavar="N", type=positive, help="to take entropies over")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     folder = RunFolder(args.run)
     path = args.picture or folder.path / "saliency.png"
     if path.suffix != ".png":

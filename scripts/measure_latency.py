@@ -1,6 +1,5 @@
 """Measures Table 3's latency: what each saliency detector adds to a training step."""
 
-import argparse
 import json
 
 from reproduction.studies.plan import SCALES, Settings
@@ -16,7 +15,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--scale", choices=SCALES, default="full", help="of the experiments")
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     settings = Settings(scale=args.scale, outputs=args.outputs)
     from reproduction.studies.latency import measure_latency
 

@@ -1,7 +1,5 @@
 """Prints what each tau and rho would mix, on real batches of a run with HTM: run=FOLDER."""
 
-import argparse
-
 from rich.table import Table
 
 from reproduction.reporting.suggestions import QUANTILES, Layer, suggestions
@@ -38,7 +36,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=_folder, metavar="run=FOLDER", help="a run folder")
     parser.add_argument("--batches", type=positive, default=8, help="to look at (default: 8)")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     for layer in suggestions(args.run, parse_saved(args.run.read_config()), args.batches):
         print_tables(*tables(layer))
     print(

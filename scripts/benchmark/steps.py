@@ -15,6 +15,7 @@ from reproduction.config import Config
 from reproduction.models.build import attention_kernel, count_macs
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
+from reproduction.studies.cost import FLOPS_PER_MAC
 from reproduction.studies.speed import bare_trainer, step_of
 from reproduction.system.timing import spread_of, time_in_turns
 from reproduction.training.evaluate import DTYPES, autocast
@@ -41,7 +42,6 @@ VARIANTS: dict[str, list[str]] = {
     "HTM and VTM": ["htm", "vtm"],
 }
 WIDE_KAPPA = {CCT: 80}  # of the paper's CIFAR-100 run with VTM alone
-FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass
 SHARPNESS = 12  # of new weights, whose attention is nearly even
 
 Step = Callable[[], list[Part]]
