@@ -23,7 +23,7 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.models.build import build_module, place
-from reproduction.reporting.latency import FILE
+from reproduction.reporting.latency import FILE, Measurement, Timing
 from reproduction.reporting.trained import block_inputs
 from reproduction.runs.folder import check_writable
 from reproduction.studies.cost import as_measured
@@ -67,21 +67,18 @@ def measure_latency(
         for name, config in configs.items()
     }
     times = time_in_turns(steps, repeats)
-    told = {
-        "hardware": hardware_name(device),
-        "device": device,
-        "precision": precision,
-        "batch_size": batch_size,
-        "model": model.name,
-        "repeats": repeats,
-        "torch": torch.__version__,
-        "detectors": {
-            name: {f"{key}_ms": value for key, value in spread_of(ms)._asdict().items()}
-            for name, ms in times.items()
-        },
-    }
+    measured = Measurement(
+        hardware=hardware_name(device),
+        device=device,
+        precision=precision,
+        batch_size=batch_size,
+        model=model.name,
+        repeats=repeats,
+        torch=torch.__version__,
+        detectors={name: Timing(*spread_of(ms)) for name, ms in times.items()},
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(told, indent=2) + "\n")
+    write_text(path, json.dumps(dataclasses.asdict(measured), indent=2) + "\n")
     return path
 
 
