@@ -127,22 +127,19 @@ def speed_table(runs: Sequence[PlannedRun], speeds: Speeds, hardware: str) -> Ta
         table.add_column(title, justify="right")
     for run in runs:
         if run.config.seed == 0:
-            table.add_row(escape("\n".join(run.labels)), *_speed_cells(run.config, speeds))
+            speed = speeds[speed_key(run.config)]
+            table.add_row(
+                escape("\n".join(run.labels)),
+                run.config.recipe.precision,
+                str(speed.batch_size),
+                f"{speed.training / speed.batch_size:.3g}",
+                f"{speed.training:.4g}",
+                f"{speed.slowest:.4g}..{speed.fastest:.4g}",
+                f"{speed.evaluation:.4g}",
+                f"{training_flops(run.config, speed.macs) / 1e18:.3g}",
+                hours_text(run_hours(run.config, speed)),
+            )
     return table
-
-
-def _speed_cells(config: Config, speeds: Speeds) -> list[str]:
-    speed = speeds[speed_key(config)]
-    return [
-        config.recipe.precision,
-        str(speed.batch_size),
-        f"{speed.training / speed.batch_size:.3g}",
-        f"{speed.training:.4g}",
-        f"{speed.slowest:.4g}..{speed.fastest:.4g}",
-        f"{speed.evaluation:.4g}",
-        f"{training_flops(config, speed.macs) / 1e18:.3g}",
-        hours_text(run_hours(config, speed)),
-    ]
 
 
 def hours_table(studies: Mapping[str, Sequence[PlannedRun]], speeds: Speeds, devices: int) -> Table:

@@ -7,13 +7,7 @@ from typing import Any
 
 from reproduction.reporting.cells import FULL, SCALES, about
 from reproduction.studies.own import plan_own
-from reproduction.studies.plan import (
-    DATASET_OPTIONS,
-    STUDIES,
-    PlannedRun,
-    Settings,
-    plan,
-)
+from reproduction.studies.plan import DATASET_OPTIONS, STUDIES, PlannedRun, Settings, plan
 from reproduction.studies.slurm import Resources
 from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, positive
@@ -29,7 +23,16 @@ def study_parser(description: str | None) -> Parser:
     )
     options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
     add_settings(options)
-    _add_resources(options.add_argument_group("what each run asks SLURM for"))
+    group = options.add_argument_group("what each run asks SLURM for")
+    group.add_argument("--partition", help="as sbatch has it")
+    group.add_argument("--account", help="as sbatch has it")
+    group.add_argument("--time", help="as SLURM writes it; a run goes on in the next task")
+    group.add_argument("--memory", help="of each node, such as 64G")
+    group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")
+    group.add_argument("--nodes", type=positive, help="that share the devices (default: 1)")
+    group.add_argument("--no-gpu", action="store_const", const=True, help="train on CPUs")
+    group.add_argument("--parallel", type=positive, help="most runs at the same time")
+    group.add_argument("--sbatch", action="append", help="more: --sbatch=--qos=x")
     return options
 
 
@@ -49,26 +52,8 @@ def _study(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text}: {allowed}")
 
 
-def _add_resources(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--partition", help="as sbatch has it")
-    group.add_argument("--account", help="as sbatch has it")
-    group.add_argument("--time", help="as SLURM writes it; a run goes on in the next task")
-    group.add_argument("--memory", help="of each node, such as 64G")
-    group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")
-    group.add_argument("--nodes", type=positive, help="that share the devices (default: 1)")
-    group.add_argument("--no-gpu", action="store_const", const=True, help="train on CPUs")
-    group.add_argument("--parallel", type=positive, help="most runs at the same time")
-    group.add_argument("--sbatch", action="append", help="more: --sbatch=--qos=x")
-
-
 def settings_of(args: argparse.Namespace) -> Settings:
-    return Settings(
-        scale=args.scale,
-        dataset=args.dataset,
-        data=args.data,
-        devices=args.devices,
-        outputs=args.outputs,
-    )
+    return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
 
 
 def runs_of(args: argparse.Namespace) -> list[PlannedRun]:

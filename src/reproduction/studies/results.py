@@ -257,18 +257,17 @@ def _study(
     yield "| stack | n | last | best of the last 10 | best | mixed share | hours | files |"
     yield "|---|---:|---:|---:|---:|---:|---:|---|"
     for stack, found in by_stack.items():
-        values = list(found.values())
-        cells = [stack, str(len(values))]
-        if values:
-            cells += [
-                _mean(values, "top1_last"),
-                spread_text(spread([_best_of_ten(run) for run in values])),
-            ]
-            cells.append(_mean(values, "top1_best"))
-            cells.append(f"{100 * fmean(run['mixed_share'] for run in values):.0f} %")
-            cells.append(f"{sum(run['hours'] for run in values):.1f}")
+        cells = [stack, str(len(found))]
+        if runs := list(found.values()):
             link = "[{seed}](../results/{name}.json)" if is_page else "{name}"
-            cells.append(", ".join(link.format(**run) for run in values))
+            cells += [
+                _mean(runs, "top1_last"),
+                spread_text(spread([_best_of_ten(run) for run in runs])),
+                _mean(runs, "top1_best"),
+                f"{100 * fmean(run['mixed_share'] for run in runs):.0f} %",
+                f"{sum(run['hours'] for run in runs):.1f}",
+                ", ".join(link.format(**run) for run in runs),
+            ]
         yield "| " + " | ".join(cells + [""] * (8 - len(cells))) + " |"
     yield ""
     yield from _contrasts(study, by_stack, rounds)

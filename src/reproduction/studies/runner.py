@@ -14,7 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -151,11 +151,8 @@ def train_apart(run: PlannedRun, children: "Children", logs: Path | None = None)
     if children.signals:
         raise RunInterrupted("interrupted")
     _begin(run)
-    with ExitStack() as files:
-        output = None
-        if logs is not None:
-            output = files.enter_context((logs / f"{run.name}.log").open("a"))
-        errors = files.enter_context(tempfile.TemporaryFile("w+"))
+    log = nullcontext() if logs is None else (logs / f"{run.name}.log").open("a")
+    with log as output, tempfile.TemporaryFile("w+") as errors:
         status = children.run([sys.executable, str(TRAIN), *run.overrides], output, errors)
         errors.seek(0)
         said = errors.read()
@@ -236,28 +233,23 @@ class Children:
         """
         share = self.free.get()
         try:
-            return self._run(command, share, output, errors)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                text=True,
+                env=os.environ | share,
+                process_group=0,  # of its own, so that Ctrl-C reaches it once, through _pass_on
+            )
+            self.processes.add(process)
+            if self.signals:  # one came before there was a process
+                process.terminate()
+            status = process.wait()
+            self.processes.remove(process)
+            return status
         finally:
             self.free.put(share)
-
-    def _run(
-        self, command: list[str], share: Share, output: IO[str] | None, errors: IO[str]
-    ) -> int:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            text=True,
-            env=os.environ | share,
-            process_group=0,  # of its own, so that Ctrl-C reaches it once, through _pass_on
-        )
-        self.processes.add(process)
-        if self.signals:  # one came before there was a process
-            process.terminate()
-        status = process.wait()
-        self.processes.remove(process)
-        return status
 
     def _pass_on(self, signum: int, frame: FrameType | None) -> None:
         self.signals += 1
