@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from reproduction.data.folders import missing_data
 from reproduction.reporting.cells import Cell, read_cells
@@ -35,6 +34,8 @@ def weights_in(folder: Path) -> dict[str, Path]:
 
 def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
     """What a line says: the accuracy beside the printed one, or what is missing."""
+    import torch
+
     from reproduction.training.evaluate import evaluate_checkpoint
 
     if file is None:
@@ -43,16 +44,11 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
     if reason := missing_data(config.dataset.name, config.dataset.root):
         return f"not evaluated, {reason}"
     # as published: CCT under float16's autocast, ViT in float32; a CPU has float32 alone
-    config = replace(config, recipe=replace(config.recipe, precision=_precision(cell)))
+    in_half = cell.table == 1 and torch.cuda.is_available()
+    recipe = replace(config.recipe, precision="float16" if in_half else "float32")
     result = outputs / "evaluations" / f"{file.name.partition('.')[0]}.json"
-    top1 = evaluate_checkpoint(config, [file], result)["top1"]
+    top1 = evaluate_checkpoint(replace(config, recipe=recipe), [file], result)["top1"]
     return f"{top1:.2f} % ({top1 - cell.top1:+.2f})"
-
-
-def _precision(cell: Cell) -> Literal["float16", "float32"]:
-    import torch
-
-    return "float16" if cell.table == 1 and torch.cuda.is_available() else "float32"
 
 
 @ending_in_a_line("check_published.py")

@@ -12,18 +12,6 @@ from reproduction.system.hardware import hardware_name
 from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
 
 
-def parser() -> Parser:
-    options = Parser(description=__doc__)
-    options.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")
-    add_settings(options)
-    options.add_argument("--seeds", type=positive, help="that hours are counted for")
-    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    options.add_argument(
-        "--batch-size", type=positive, help="default: the runs', on a CPU of two seconds"
-    )
-    return options
-
-
 def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict[str, Speed]]:
     """(hardware, speeds of the runs); writes each into cost.json as soon as it is known."""
     from reproduction.studies.speed import measure_speed
@@ -41,8 +29,17 @@ def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict
     return hardware, speeds
 
 
+@ending_in_a_line("cost.py")  # what was measured is kept
 def main() -> None:
-    args = parser().parse_args()
+    parser = Parser(description=__doc__)
+    parser.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")
+    add_settings(parser)
+    parser.add_argument("--seeds", type=positive, help="that hours are counted for")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--batch-size", type=positive, help="default: the runs', on a CPU of two seconds"
+    )
+    args = parser.parse_args()
     settings = replace(settings_of(args), devices=1)  # they share the hours of one
     if settings.uses_stand_ins:
         raise UserError(f"scale={args.scale}: runs of seconds on made-up images are not measured")
@@ -57,5 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending_in_a_line("cost.py"):  # what was measured is kept
-        main()
+    main()

@@ -33,10 +33,8 @@ def main() -> None:
         raise UserError(f"{folder.path}: {error}") from error
     for name, nats in entropies.items():
         print(f"{name.replace('_', ' ')}: entropy {nats:.3f} nats")
-    print(
-        *(f"written to {path.with_suffix(suffix)}" for suffix in (".png", ".pdf", ".json")),
-        sep="\n",
-    )
+    for suffix in (".png", ".pdf", ".json"):
+        print(f"written to {path.with_suffix(suffix)}")
 
 
 if __name__ == "__main__":

@@ -46,16 +46,16 @@ def compared(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str
     The twin is compared with the first, all others with the mean of both, which is less noisy.
     Returns name -> `ms` and `ratio`, each a `summary`.
     """
-    baseline, *others = works
-    twin = works.get(baseline + AGAIN, works[baseline])
-    order = [baseline, baseline + AGAIN, *(name for name in others if name != baseline + AGAIN)]
-    times = time_in_turns({name: works.get(name, twin) for name in order}, rounds, calls)
+    baseline = next(iter(works))
+    twin = baseline + AGAIN
+    timed = {baseline: works[baseline], twin: works[baseline], **works}
+    times = time_in_turns(timed, rounds, calls)
     alone = np.array(times[baseline])
-    both = (alone + times[baseline + AGAIN]) / 2
+    both = (alone + times[twin]) / 2
     return {
         name: {
             "ms": summary(ms),
-            "ratio": summary(list(ms / (alone if name in order[:2] else both))),
+            "ratio": summary(list(ms / (alone if name in (baseline, twin) else both))),
         }
         for name, ms in times.items()
     }

@@ -72,12 +72,9 @@ def htm_parts(
     blend = partial(mix_horizontal, rho=htm.rho, rules=Rules(match=lambda *_: donor))
     exchange = blend(entry.tokens, targets, saliency, is_easy).exchange
 
-    def autocasting(work: Callable[[], object]) -> Work:
-        def wrapped() -> None:
-            with autocast(device, precision):
-                work()
-
-        return wrapped
+    def autocasting(work: Work) -> None:
+        with autocast(device, precision):
+            work()
 
     parts: dict[str, Work] = {
         "all three": lambda: mix(module, images, targets, entry),
@@ -88,7 +85,7 @@ def htm_parts(
         "mixing of projections": lambda: [exchange(y, in_place=True) for y in known.projected],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }
-    return {name: autocasting(work) for name, work in parts.items()}
+    return {name: partial(autocasting, work) for name, work in parts.items()}
 
 
 def gain_by_broadcast(saliency: Tensor, rho: float) -> Tensor:
