@@ -54,19 +54,6 @@ class Resources:
         """On each node."""
         return self.cpus * self.processes
 
-    def options(self) -> dict[str, str | int | None]:
-        """Of sbatch, by their names there."""
-        return {
-            "partition": self.partition,
-            "account": self.account,
-            "time": self.time,
-            "mem": self.memory,
-            "nodes": self.nodes,
-            "ntasks-per-node": 1,
-            "cpus-per-task": self.cores,
-            "gpus-per-node": None if self.no_gpu else self.processes,
-        }
-
 
 def array_script(
     study: str, runs: list[PlannedRun], settings: Settings, resources: Resources
@@ -95,7 +82,14 @@ def render(study: str, runs: list[PlannedRun], resources: Resources, folder: Pat
         "output": str(folder.absolute() / "%x-%A_%a.log"),
         "open-mode": "append",
         "signal": f"B:USR1@{GRACE_SECONDS}",
-        **resources.options(),
+        "partition": resources.partition,
+        "account": resources.account,
+        "time": resources.time,
+        "mem": resources.memory,
+        "nodes": resources.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": resources.cores,
+        "gpus-per-node": None if resources.no_gpu else resources.processes,
     }
     written = [f"--{key}={shlex.quote(str(x))}" for key, x in options.items() if x is not None]
     device = "device=cpu" if resources.no_gpu else "device=cuda"
