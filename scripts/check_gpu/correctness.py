@@ -210,12 +210,8 @@ def compiling(scope: Scope) -> Iterator[Finding]:
 
 def same_seed(scope: Scope) -> Iterator[Finding]:
     """Two trainings by one seed, dropout included."""
-    runs = [
-        [
-            x["loss"]
-            for x in steps_of(small_trainer(scope.device, SMALL, ALL, "bf16", LAYERS), 32, 5)
-        ]
-        for _ in range(2)
-    ]
-    far = max(abs(x - y) for x, y in zip(*runs, strict=True))
+    one, other = (
+        steps_of(small_trainer(scope.device, SMALL, ALL, "bf16", LAYERS), 32, 5) for _ in range(2)
+    )
+    far = max(abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True))
     yield Finding("losses of 5 steps", "equal" if far == 0 else f"differ by {far:.1e}", far < 1e-2)

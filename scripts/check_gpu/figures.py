@@ -22,7 +22,7 @@ from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.studies.speed import step_of
 from reproduction.system.errors import PlainError
-from reproduction.system.timing import Work, spread_of, time_in_turns
+from reproduction.system.timing import Work, spread_of, time_calls, time_in_turns
 from scripts.benchmark.measure import CCT, ON_GPU, QUICK, VIT, calls_on, compared
 from scripts.benchmark.parts import measure_detectors
 from scripts.benchmark.pipeline import photos
@@ -83,11 +83,7 @@ def busy(scope: Scope) -> Iterator[Finding]:
             spent.clear()
             device = getattr(ProfilerActivity, scope.device.type.upper())
             with profile(activities=[device]) as record:
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    step()
-                _wait(scope.device)
-                wall = time.perf_counter() - start
+                wall = time_calls(step, repeats)
             kernels = [event for event in record.events() if event.device_type == DeviceType.CUDA]
             at_work = _covered([(e.time_range.start, e.time_range.end) for e in kernels]) / 1e6
             share = f"{at_work / wall:.0%}" if kernels else "not measured"
