@@ -69,26 +69,16 @@ def parser() -> argparse.ArgumentParser:
 
 @ending_in_a_line("benchmark")
 def main() -> None:
+    """Checks all that was typed, then measures; each section is written as soon as it is done."""
     args = parser().parse_args()
-    folder, found = run_benchmark(args)
-    print((folder / MARKDOWN).read_text())
-    print(f"written to {folder}")
-    if args.compare:
-        print("\n".join(found) or f"nothing got slower than in {args.compare}")
-
-
-def run_benchmark(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """(folder that was written, what got slower); each section is written as soon as it is done.
-
-    Raises UserError before anything is measured, PlainError where a GPU's memory is too small.
-    """
     device = resolve_device(args.device, 1)
     scope = _scope(args, device)
     machine = _machine(device)
     folder = Path(args.outputs, "benchmark-quick" if args.quick else "benchmark")
-    check_writable(folder / FILE, f"outputs={args.outputs}")
-    if (folder / FILE).exists():
-        check_machine(read_report(folder / FILE), machine, str(folder / FILE))
+    path, page = folder / FILE, folder / MARKDOWN
+    check_writable(path, f"outputs={args.outputs}")
+    if path.exists():
+        check_machine(read_report(path), machine, str(path))
     earlier = read_report(Path(args.compare)) if args.compare else None
     if earlier is not None:
         check_machine(earlier, machine, f"compare={args.compare}", except_for=("versions",))
@@ -100,11 +90,15 @@ def run_benchmark(args: argparse.Namespace) -> tuple[Path, list[str]]:
     for name in args.sections:
         print(f"measuring {name}", flush=True)
         measured["sections"][name] = _section(name, scope, device, args.quick)
-        report = add_groups(folder / FILE, machine, name, measured["sections"][name])
-        write_text(folder / MARKDOWN, markdown(report))
+        report = add_groups(path, machine, name, measured["sections"][name])
+        write_text(page, markdown(report))
     if args.page is not None:
-        put_on_page(Path(args.page), (folder / MARKDOWN).read_text(), MARK)
-    return folder, [] if earlier is None else slower(earlier, measured)
+        put_on_page(Path(args.page), page.read_text(), MARK)
+    found = [] if earlier is None else slower(earlier, measured)
+    print(page.read_text())
+    print(f"written to {folder}")
+    if args.compare:
+        print("\n".join(found) or f"nothing got slower than in {args.compare}")
 
 
 def _scope(args: argparse.Namespace, device: str) -> Scope:
@@ -129,7 +123,7 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _section(name: str, scope: Scope, device: str, quick: bool) -> list[Group]:
-    """The groups, and how they were measured."""
+    """The groups, and how they were measured; PlainError where a GPU's memory is too small."""
     start, before = time.perf_counter(), os.getloadavg()[0]
     try:
         groups = SECTIONS[name](scope, torch.device(device))
