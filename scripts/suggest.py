@@ -27,17 +27,14 @@ def _shares(name: str, of: str, shares: dict[float, float], own: float) -> Table
     return table
 
 
-def _folder(text: str) -> RunFolder:
-    return RunFolder(text.removeprefix("run="))
-
-
 @ending_in_a_line("suggest.py")
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("run", type=_folder, metavar="run=FOLDER", help="a run folder")
+    parser.add_argument("run", metavar="run=FOLDER", help="a run folder")
     parser.add_argument("--batches", type=positive, default=8, help="to look at (default: 8)")
     args = parser.parse_args()
-    for layer in suggestions(args.run, parse_saved(args.run.read_config()), args.batches):
+    folder = RunFolder(args.run.removeprefix("run="))
+    for layer in suggestions(folder, parse_saved(folder.read_config()), args.batches):
         print_tables(*tables(layer))
     print(
         "*: the run's own. Tokens are counted at its tau, or of all samples if none is easy there; "
