@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,7 +68,7 @@ def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_o
 ):
     for name, more in (("one", []), ("two", ["devices=2"])):
         assert command("train", f"name={name}", *PLAIN, *more).status == 0
-    at_step(monkeypatch, 15, kill_the_first_rank_once)
+    at_step(monkeypatch, 15, partial(kill_once, "0"))
     torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--run-path", "--start-method=fork"]
     in_parts = "recipe.grad_accum_steps=3"  # of shares of 4 and 5 images
     distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
@@ -191,7 +192,7 @@ def test_two_ranks_stop_after_the_same_step_and_go_on_there_whatever_becomes_of_
     mine = RunFolder(tmp_path / "outputs/mine")
     assert torch.load(mine.last_path, weights_only=True)["step"] < 35
     goes_on = ("name=mine", "resume=auto", "restarts=1", often)
-    at_step(monkeypatch, 35, kill_the_second_rank_once)
+    at_step(monkeypatch, 35, partial(kill_once, "1"))
     ended = command("train", *goes_on, *MIXING)
     assert ended.status == 0, ended.err
     (line,) = ended.lines
@@ -203,14 +204,6 @@ def test_two_ranks_stop_after_the_same_step_and_go_on_there_whatever_becomes_of_
 def stop_the_launcher() -> None:
     if os.environ["RANK"] == "0":
         os.kill(os.getppid(), signal.SIGUSR1)
-
-
-def kill_the_first_rank_once() -> None:
-    kill_once("0")
-
-
-def kill_the_second_rank_once() -> None:
-    kill_once("1")
 
 
 def kill_once(rank: str) -> None:

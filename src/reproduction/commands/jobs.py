@@ -88,8 +88,8 @@ def resolve_evaluation(composed: Composed) -> OfWeights:
     if saved is not None:
         config = parse_saved(_overridden(deepcopy(saved), raw, composed))
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
-        data = _other_data(config, saved)
-        result = folder / f"{'-'.join(['evaluation', file.stem, *data])}.json"
+        name = "-".join(["evaluation", file.stem, *_other_data(config, saved)])
+        result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
         return OfWeights(config, files, result)
     config = parse(raw, trains=False)

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.reporting.curves import read_epochs, running_mean
+from reproduction.reporting.curves import Epoch, read_epochs, running_mean
 from reproduction.reporting.figures import (
     BLUE,
     GREEN,
@@ -28,7 +28,7 @@ from reproduction.system.errors import UserError
 
 DISTRIBUTION = "difficulty.json"  # in the folder of a finished run with HTM
 LEAST_EPOCHS = 20  # of a curve that has regimes
-SAMPLES, TOKENS, NATS = 1, 2, 3  # fields of Epoch
+SAMPLES, TOKENS, NATS = map(Epoch._fields.index, ("mixed_samples", "mixed_tokens", "difficulty"))
 REGIMES = (
     "(A): few samples are mixed at first; (B): an abrupt rise, then slow growth; (C): convergence, "
     "as far as the curve shows them"

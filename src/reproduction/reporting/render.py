@@ -38,9 +38,8 @@ LATEX: dict[str, Any] = {
     "*": "{*}",
     "`": r"\textasciigrave{}",
 }
-MARKDOWN: dict[str, Any] = {
-    sign: f"\\{sign}" for sign in "\\|*_`[]~"
-}  # beside what HTML would read
+# beside what HTML would read
+MARKDOWN: dict[str, Any] = {sign: f"\\{sign}" for sign in "\\|*_`[]~"}
 
 
 def as_markdown(table: Table) -> str:

@@ -145,7 +145,8 @@ def _of_files(
 ) -> tuple[DictConfig, list[str]]:
     """What the files of these options say, and which they are; read once for all points.
 
-    Hydra lays single values over it as its last step, so that points of a sweep differ there.
+    Hydra lays single values over it as its last step, so that points of a sweep differ there. These
+    are the steps of `hydra.compose`, which does not tell the files; asking it apart reads all anew.
     """
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
