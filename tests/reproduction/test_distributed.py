@@ -21,6 +21,7 @@ from reproduction.data.build import build_source
 from reproduction.data.loaders import EvaluationImages, data_loader, evaluation_batches
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training import endings
 from reproduction.training.distributed import World, _how
 from reproduction.training.evaluate import _count, evaluate
@@ -71,7 +72,8 @@ def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_o
     at_step(monkeypatch, 15, partial(kill_once, "0"))
     torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--run-path", "--start-method=fork"]
     in_parts = "recipe.grad_accum_steps=3"  # of shares of 4 and 5 images
-    distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
+    with endings.handling(endings.stop_at_once):  # torchrun's own stay
+        distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
     assert "restart 1 of 1: all ranks go on after step 10" in capfd.readouterr().err
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
     one_steps, one_epochs = lines_of(tmp_path, "one")
@@ -138,9 +140,14 @@ def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "outputs" / "mine"
 
 
-def test_ranks_evaluate_what_the_first_one_saves(run_of_two_ranks: Path, command: Command):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_evaluate_what_the_first_one_saves(
+    run_of_two_ranks: Path, command: Command, ranks: int
+):
     _, (epoch,) = RunFolder(run_of_two_ranks).read_metrics()
-    assert command("eval", f"run={run_of_two_ranks}", "devices=1").status == 0
+    handlers = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    assert command("eval", f"run={run_of_two_ranks}", f"devices={ranks}").status == 0
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == handlers
     saved = json.loads((run_of_two_ranks / "evaluation-last.json").read_text())
     assert saved["eval_loss"] == pytest.approx(epoch["eval_loss"], rel=1e-5)
 

@@ -27,7 +27,12 @@ from reproduction.training.distributed import (
     launch,
     resolve_device,
 )
-from reproduction.training.endings import explaining_data, explaining_memory
+from reproduction.training.endings import (
+    explaining_data,
+    explaining_memory,
+    handling,
+    stop_at_once,
+)
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,10 +101,11 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
     resolve_device(config.device, config.devices)
     evaluating = partial(_evaluate_on_rank, checkpoints=checkpoints)
     try:
-        if is_a_rank(config.devices):
-            found = evaluating(config)
-        else:
-            found = launch(evaluating, config, config.devices)
+        with handling(stop_at_once):
+            if is_a_rank(config.devices):
+                found = evaluating(config)
+            else:
+                found = launch(evaluating, config, config.devices)
     except PlainError as error:
         raise RunFailed(str(error)) from error
     if is_first_rank():
