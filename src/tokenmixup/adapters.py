@@ -183,9 +183,11 @@ def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
 
 
 def huggingface_parts(attention: Any) -> Parts:
-    """Of the attention of ViT, DeiT and DINOv2 in transformers 5."""
+    """Of the attention of ViT, DeiT and DINOv2 in transformers 5, from 5.18 on."""
     if type(attention).__name__ not in ("ViTAttention", "DeiTAttention", "Dinov2Attention"):
         raise ValueError(f"is a {type(attention).__name__}, not one of transformers' own")
+    if not hasattr(attention, "o_proj"):
+        raise ValueError(f"{type(attention).__name__} has no o_proj, transformers has since 5.18")
     return Parts(
         num_heads=attention.num_attention_heads,
         scale=attention.scaling,
