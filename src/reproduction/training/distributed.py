@@ -198,8 +198,8 @@ def launch(
     """Runs `function(settings)` on `devices` ranks of torch's elastic launcher.
 
     If one fails or is killed, all are started again, `max_restarts` times at most. Returns rank 0's
-    result. Their UserError and Stopped are raised as such, another error as RankFailed. The handlers
-    of signals that it sets stay.
+    result. Their UserError and Stopped are raised as such, another error as RankFailed. Its
+    handlers of signals stay set.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
