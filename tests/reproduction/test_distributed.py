@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -142,12 +143,19 @@ def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_evaluate_what_the_first_one_saves(
-    run_of_two_ranks: Path, command: Command, ranks: int
+    run_of_two_ranks: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ):
+    temporary = tmp_path_factory.mktemp("temporary")
     _, (epoch,) = RunFolder(run_of_two_ranks).read_metrics()
     handlers = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert command("eval", f"run={run_of_two_ranks}", f"devices={ranks}").status == 0
     assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == handlers
+    assert not list(temporary.glob("torchelastic*"))
     saved = json.loads((run_of_two_ranks / "evaluation-last.json").read_text())
     assert saved["eval_loss"] == pytest.approx(epoch["eval_loss"], rel=1e-5)
 

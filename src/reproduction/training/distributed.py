@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -201,13 +202,14 @@ def launch(
     result. Their UserError and Stopped are raised as such, another error as RankFailed. Its
     handlers of signals stay set.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // devices)))
     for name in TOLD_BY_US:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    logs = TemporaryDirectory()  # of what ranks tell the launcher, which would leave it behind
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -217,10 +219,12 @@ def launch(
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
         start_method=START_METHOD,
+        logs_specs=DefaultLogsSpecs(logs.name),
         **{key: value for key, value in SIGNALLING.items() if hasattr(LaunchConfig, key)},
     )
     try:
-        result = elastic_launch(config, _on_rank)(function, settings)[0]
+        with logs:
+            result = elastic_launch(config, _on_rank)(function, settings)[0]
     except SignalException as error:  # the launcher has passed it on and waited for the ranks
         raise Stopped(error.sigval) from error
     except ChildFailedError as error:
