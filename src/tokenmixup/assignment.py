@@ -16,8 +16,8 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     """Saliency that receiver i gains from donor j: C_ij = sum_t max(S_j - S_i - rho, 0).
 
     Eq. 6 (`eq:matchscore`). `saliency`: `b t`; returns `b b` in float32 with a zero diagonal;
-    `rho = inf` gives zeros. Since max(x, 0) = (|x| + x) / 2, the sum over tokens is half of an L1
-    distance plus half of a difference of sums: nothing of size `b b t` is made.
+    `rho = inf` gives zeros. Since max(x, 0) is the mean of |x| and x, the sum over tokens is that of
+    an L1 distance and a difference of sums: nothing of size `b b t` is made.
     """
     if rho == float("inf"):
         return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float32)
@@ -25,7 +25,7 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     offered = saliency - rho
     distance = torch.cdist(saliency, offered, p=1)
     surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
-    return ((distance + surplus) / 2).clamp_(min=0).fill_diagonal_(0).float()
+    return distance.lerp_(surplus, 0.5).clamp_(min=0).fill_diagonal_(0).float()
 
 
 def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:

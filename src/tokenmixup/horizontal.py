@@ -41,9 +41,9 @@ def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
 def easy_rows(gain: Tensor, is_easy: Tensor) -> tuple[Tensor, Tensor]:
     """Which samples are easy, `b`, and their rows of the gain matrix, in one copy to the host."""
-    on_host = copy_to_host(torch.cat([gain, is_easy[:, None].to(gain.dtype)], dim=1))
-    easy = on_host[:, -1].bool()
-    return easy, on_host[easy, :-1]
+    on_host = copy_to_host(torch.where(is_easy[:, None], gain, -1))  # no gain is negative
+    easy = on_host[:, 0] != -1
+    return easy, on_host[easy]
 
 
 def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
@@ -56,8 +56,8 @@ def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) ->
 
 def saliency_ratio(own: Tensor, offered: Tensor, mask: Tensor) -> Tensor:
     """Kept saliency over kept plus taken saliency, 1 where both are 0 (Eq. 11): `b 1`."""
-    kept = own.masked_fill(mask, 0).sum(dim=1, keepdim=True)
-    taken = (offered * mask).sum(dim=1, keepdim=True)
+    kept = torch.where(mask, 0, own).sum(dim=1, keepdim=True)
+    taken = torch.where(mask, offered, 0).sum(dim=1, keepdim=True)
     return (kept / (kept + taken)).nan_to_num(1.0)
 
 
@@ -108,7 +108,7 @@ def algorithm_1(
     mixed_tokens = exchange(tokens)  # 6 and 8: Eq. 10
     targets = targets if targets.is_floating_point() else targets.float()
     keep_ratio = rules.weigh(saliency, offered, mask).to(targets.dtype)
-    mixed_targets = keep_ratio * targets + (1 - keep_ratio) * targets[donor]  # 7: Eq. 11
+    mixed_targets = targets[donor].lerp(targets, keep_ratio)  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
     gained = torch.where(mask, offered - saliency, 0)
     return HorizontalMix(

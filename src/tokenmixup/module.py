@@ -275,7 +275,7 @@ class TokenMixup(nn.Module):
             if own is not None and htm.order == "in_place":
                 own = torch.where(mix.mask, own[mix.donor], own)  # it moves with its token
             entry.saliency = own
-            entry.projected = [mix.exchange(y, in_place=True) for y in entry.projected]
+            entry.projected = [mix.exchange(y) for y in entry.projected]
             entry.tokens, state.targets = mix.tokens, mix.targets
         elif is_source and index in self._vtm_at:
             entry.own_saliency()  # by its own keys: it attends to others as well

@@ -2,7 +2,7 @@
 
 Norm and projections act on each token alone. So what HTM's block projects for its saliency is kept,
 and moved as the tokens are: only its gradient is left to compute. Letters: b batch, n tokens with
-prefix, t spatial tokens, r rows of `b n`.
+prefix, t spatial tokens.
 """
 
 from typing import Any, NamedTuple, cast
@@ -18,18 +18,12 @@ from tokenmixup.contexts import without_autocast
 class Exchange(NamedTuple):
     """Who gives which token to whom, as rows of `b n`."""
 
-    read: Tensor  # r int64, the row that each written one is read from
-    written: Tensor | None  # r int64; None: all rows, in order
+    read: Tensor  # (b n) int64, the row that each one is read from
     order: Tensor | None  # b int64, where samples have moved
 
-    def __call__(self, x: Tensor, in_place: bool = False) -> Tensor:
-        """`b n d` with the donors' rows in their places; `in_place` may write into `x`."""
-        rows = x.flatten(0, 1)
-        taken = rows.index_select(0, self.read)
-        if self.written is not None:
-            copy = rows.index_copy_ if in_place else rows.index_copy
-            taken = copy(0, self.written, taken)
-        return taken.view_as(x)
+    def __call__(self, x: Tensor) -> Tensor:
+        """`b n d` with the donors' rows in their places."""
+        return x.flatten(0, 1).index_select(0, self.read).view_as(x)
 
     def reorder(self, x: Tensor) -> Tensor:
         """`b ...`, one row of each sample, in the order of the samples."""
@@ -39,18 +33,15 @@ class Exchange(NamedTuple):
 def exchange_of(donor: Tensor, mask: Tensor, n: int, order: Tensor | None = None) -> Exchange:
     """The exchange by `donor`, `b`, of the spatial tokens in `mask`, `b t`.
 
-    A CPU writes the replaced rows alone. Their number depends on the data, so that a GPU would have
-    to wait for it: there all rows are read, those that stay from themselves.
+    All rows are read, those that stay from themselves: a GPU would have to wait for the number of
+    the replaced ones.
     """
     replace = F.pad(mask, (n - mask.shape[1], 0))  # b n
-    if order is None and mask.device.type == "cpu":
-        sample, place = replace.nonzero(as_tuple=True)
-        return Exchange(donor[sample] * n + place, sample * n + place, None)
     own = torch.arange(len(mask), device=mask.device)[:, None]
     giver = torch.where(replace, donor[:, None], own)  # b n
     giver = giver if order is None else giver[order]
     read = torch.add(torch.arange(n, device=mask.device), giver, alpha=n)
-    return Exchange(read.flatten(), None, order)
+    return Exchange(read.flatten(), order)
 
 
 def copy_to_host(x: Tensor) -> Tensor:

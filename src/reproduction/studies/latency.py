@@ -132,5 +132,5 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     rules = rules_of(htm)
     mixed = mix_horizontal(entry.tokens, targets, saliency, is_easy, htm.rho, rules=rules)
     for projected in entry.projected:
-        mixed.exchange(projected, in_place=True)
+        mixed.exchange(projected)
     return mixed
