@@ -16,8 +16,8 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     """Saliency that receiver i gains from donor j: C_ij = sum_t max(S_j - S_i - rho, 0).
 
     Eq. 6 (`eq:matchscore`). `saliency`: `b t`; returns `b b` in float32 with a zero diagonal;
-    `rho = inf` gives zeros. Since max(x, 0) is the mean of |x| and x, the sum over tokens is that of
-    an L1 distance and a difference of sums: nothing of size `b b t` is made.
+    `rho = inf` gives zeros. Since max(x, 0) is the mean of |x| and x, the sum over tokens is the
+    mean of an L1 distance and a difference of sums: nothing of size `b b t` is made.
     """
     if rho == float("inf"):
         return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float32)
