@@ -6,7 +6,7 @@ from pathlib import Path
 from reproduction.data.folders import missing_data
 from reproduction.reporting.cells import Cell, read_cells
 from reproduction.studies.plan import Settings, point_configs
-from reproduction.system.errors import UserError
+from reproduction.system.errors import PlainError, UserError
 from reproduction.system.terminal import Parser, ending_in_a_line, say
 
 STACKS = {"HTM": "htm", "VTM": "vtm", "HVTM": "htm_vtm"}
@@ -64,7 +64,7 @@ def main() -> None:
         cell = cells[experiment]
         try:
             told = outcome(cell, files.get(name), args.data, args.outputs)
-        except UserError as error:  # the others may go
+        except (UserError, PlainError) as error:  # the others may go
             told = str(error)
         say(f"{name}: {cell.row} on {cell.column}, printed {cell.top1:.2f} %: {told}")
 

@@ -24,9 +24,11 @@ def main() -> None:
     check_writable(path, str(path))
     from reproduction.reporting.gallery import draw_saliency_maps
     from reproduction.reporting.trained import batch_size, load_trained, some_images
+    from reproduction.training.endings import explaining_data
 
     trained = load_trained(config, folder, config.device)
-    sample = some_images(trained, args.images or batch_size(trained))
+    with explaining_data():
+        sample = some_images(trained, args.images or batch_size(trained))
     try:
         entropies = draw_saliency_maps(path, trained, sample)
     except ValueError as error:

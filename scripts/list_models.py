@@ -1,18 +1,16 @@
 """Prints which of timm's models TokenMixup serves, and why not the others: [PATTERN] [--page]."""
 
-import argparse
-
 import timm
 
 from reproduction.models.survey import PAGE, page_of, survey
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import ending_in_a_line
+from reproduction.system.terminal import Parser, ending_in_a_line
 
 
 @ending_in_a_line("list_models.py")
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
+    parser = Parser(description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="as in 'vit_*'; all by default")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} of all of them")
     args = parser.parse_args()

@@ -1,11 +1,10 @@
 """Measures what the published rules change, on random saliency and on trained runs."""
 
-import argparse
-
 from reproduction.reporting.differences import measure, random_batches, run_batches
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
-from reproduction.system.terminal import ending_in_a_line
+from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.training.endings import explaining_data
 
 RHO, KAPPA = 0.005, 3  # where no run tells others
 
@@ -27,8 +26,9 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
 
 
 @ending_in_a_line("measure_differences.py")
+@explaining_data()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
+    parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders of runs with htm")
     table = columns(parser.parse_args().runs)
     print(f"| effect | {' | '.join(table)} |")

@@ -1,21 +1,21 @@
 """Parameters and MACs of every model of Tables 1 and 2: python scripts/model_stats.py."""
 
-import argparse
 import sys
 
 from reproduction.reporting.model_stats import as_table, differences, measure, read_paper
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
-from reproduction.system.terminal import print_tables
+from reproduction.system.terminal import Parser, ending_in_a_line, print_tables
 
 
 def main() -> int:
     """Prints the table; status 1 if a printed figure differs for no known reason."""
-    argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS).parse_args()
+    Parser(description=__doc__).parse_args()
     stats = [measure(row, parse(compose("train", row.command_line).raw)) for row in read_paper()]
     print_tables(as_table(stats))
     return int(any(note is None for row in stats for _, note in differences(row)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending_in_a_line("model_stats.py"):
+        sys.exit(main())

@@ -1,20 +1,19 @@
 """Writes results/<run>.json of a finished run, and a folder with its weights for a model hub."""
 
-import argparse
 from pathlib import Path
 
 from reproduction.studies.results import RESULTS, publish
-from reproduction.system.terminal import ending_in_a_line
+from reproduction.system.terminal import Parser, ending_in_a_line
 
 
 @ending_in_a_line("publish.py")
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--folder", type=Path, help="to write (default: outputs/published/NAME)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the .json goes")
     args = parser.parse_args()
-    folder = args.folder or Path("outputs", "published", args.run.name)
+    folder = args.folder or Path("outputs", "published", args.run.resolve().name)
     print(f"written to {publish(args.run, args.results, folder)}")
     print(f"written to {folder}; python eval.py checkpoint={folder}")
 

@@ -6,6 +6,7 @@ from reproduction.reporting.suggestions import QUANTILES, Layer, suggestions
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
+from reproduction.training.endings import explaining_data
 
 
 def tables(found: Layer) -> list[Table]:
@@ -28,6 +29,7 @@ def _shares(name: str, of: str, shares: dict[float, float], own: float) -> Table
 
 
 @ending_in_a_line("suggest.py")
+@explaining_data()
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="run=FOLDER", help="a run folder")

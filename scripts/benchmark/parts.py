@@ -82,7 +82,7 @@ def htm_parts(
         "gain matrix": lambda: gain_matrix(saliency, htm.rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
-        "mixing of projections": lambda: [exchange(y, in_place=True) for y in known.projected],
+        "mixing of projections": lambda: [exchange(y) for y in known.projected],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }
     return {name: partial(autocasting, work) for name, work in parts.items()}

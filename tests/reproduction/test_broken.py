@@ -22,6 +22,7 @@ from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
+from scripts import draw_saliency
 from tests.reproduction.conftest import SMALL, Command, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 
@@ -118,7 +119,10 @@ def test_an_update_is_by_the_mean_loss_of_the_readable_images(
 
 
 def test_a_run_counts_what_it_leaves_out_also_where_it_was_interrupted(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
     root, skip = write_broken(tmp_path / "images"), "dataset.broken_images=skip"
     refused = train(command, root, "refused")
@@ -136,6 +140,13 @@ def test_a_run_counts_what_it_leaves_out_also_where_it_was_interrupted(
     evaluated = command("eval", f"run={runs[0].path}")
     assert evaluated.status == 0 and evaluated.err.count("warning: left out: ") == 1
     assert '"images": 7' in (runs[0].path / "evaluation-last.json").read_text()
+    runs[0].config_path.write_text(runs[0].config_path.read_text().replace(": skip", ": refuse"))
+    monkeypatch.setattr("sys.argv", ["draw_saliency.py", str(runs[0].path)])
+    capfd.readouterr()
+    with pytest.raises(SystemExit, match="1"):
+        draw_saliency.main()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("draw_saliency.py: ") and "no readable image" in line
 
 
 @pytest.mark.parametrize(

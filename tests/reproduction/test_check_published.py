@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from reproduction.data.stand_ins import make_stand_ins
+from reproduction.system.errors import PlainError
+from reproduction.training import evaluate
 from scripts import check_published
 from tests.reproduction.test_weights import as_published_cct, published_shapes
 
@@ -40,6 +42,21 @@ def test_what_is_there_is_evaluated_and_the_rest_named(
     assert lines["cct_cifar10_HTM"] == f"{row}: {top1}"
     assert lines["cct_cifar100_HVTM"].endswith("printed 83.57 %: no such file")
     assert "printed 82.30 %: not evaluated, dataset.root=" in lines["vit_imagenet_VTM"]
+
+
+def test_one_that_fails_leaves_the_others_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object, **__: object) -> None:
+        raise PlainError("evaluation does not fit into the GPU's memory")
+
+    monkeypatch.setattr(evaluate, "_evaluate_on_rank", fail)
+    for name in ("cct_cifar10_HTM.pth", "cct_cifar10_VTM.pth"):
+        (tmp_path / name).write_bytes(b"unread")
+    make_stand_ins("cifar10", tmp_path / "data")
+    assert run(monkeypatch, tmp_path, "--data", tmp_path / "data") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9 and sum("does not fit into" in line for line in lines) == 2
 
 
 def test_an_empty_folder_says_what_to_put_there(

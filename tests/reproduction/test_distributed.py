@@ -23,7 +23,7 @@ from reproduction.data.loaders import EvaluationImages, data_loader, evaluation_
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS
-from reproduction.training import endings
+from reproduction.training import distributed, endings
 from reproduction.training.distributed import World, _how
 from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import Logs
@@ -158,6 +158,19 @@ def test_ranks_evaluate_what_the_first_one_saves(
     assert not list(temporary.glob("torchelastic*"))
     saved = json.loads((run_of_two_ranks / "evaluation-last.json").read_text())
     assert saved["eval_loss"] == pytest.approx(epoch["eval_loss"], rel=1e-5)
+
+
+def test_ranks_divide_the_cores_whatever_ran_before(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distributed, "usable_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = []
+    for ranks in (4, 2):
+        with distributed._sharing_cores(ranks):
+            found.append(os.environ["OMP_NUM_THREADS"])
+    assert found == ["2", "4"] and "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with distributed._sharing_cores(4):
+        assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 def test_what_only_ranks_find_out_is_refused_in_one_line_too(

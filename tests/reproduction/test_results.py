@@ -22,6 +22,7 @@ from reproduction.studies.results import (
     publish,
     read_results,
     results_page,
+    write_study_report,
 )
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command
@@ -62,6 +63,16 @@ def test_what_cannot_be_published_is_refused(command: Command, tmp_path: Path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(UserError, match="holds no result"):
         read_results(tmp_path)
+
+
+def test_a_finished_run_without_a_figure_is_left_out_of_the_report(tmp_path: Path):
+    settings = Settings(outputs=str(tmp_path))
+    first, *_ = planned = plan_own(FIRST, settings)
+    first.folder.create(first.config)
+    first.folder.write_summary(status="finished", top1_last=50.0)
+    report = write_study_report(FIRST, settings, planned).read_text()
+    assert f"A run is left out. {first.folder.path}: holds no whole result: " in report
+    assert "0 of 25 runs are there" in report
 
 
 def told(name: str, config: Any, top1: float) -> dict[str, Any]:

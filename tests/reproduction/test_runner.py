@@ -305,6 +305,32 @@ def test_what_ends_a_run_is_told(small, monkeypatch, tmp_path, code, error):
         assert runner.train_apart(run, children) == error
 
 
+def test_a_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_path):
+    run = stand_in_for_train(monkeypatch, tmp_path, "import time; time.sleep(60)")
+    start, started = subprocess.Popen, []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        started.append(start(*args, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[0]
+
+    with pytest.raises(RunInterrupted, match="same command"), Children([{}]) as children:
+        monkeypatch.setattr(subprocess, "Popen", slow)
+        runner.train_apart(run, children)
+    assert started[0].returncode == -signal.SIGTERM
+
+
+def test_a_damaged_folder_fails_alone(small, monkeypatch, capsys):
+    damaged, *_ = runs = table3()
+    damaged.folder.create(damaged.config)
+    damaged.folder.summary_path.write_text("x")
+    assert call("table3", "--status") == 0
+    assert "failed: " in capsys.readouterr().out
+    assert call("table3") == 1
+    assert [run for run in runs if runner.may_train(run)] == []
+    assert f"{damaged.name} failed twice: " in capsys.readouterr().err
+
+
 def test_a_run_in_a_process_of_its_own_is_trained_by_train_py(small, monkeypatch, capfd):
     settings = Settings(scale="smoke", dataset="digits")
     (run,) = (r for r in plan("table1", settings, 1) if "table1/cifar100_baseline" in r.labels)

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import shutil
 import signal
 import weakref
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from reproduction.commands.jobs import resolve
+from reproduction.commands.jobs import resolve, resolve_evaluation
+from reproduction.data.sources import _open
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.studies.results import publish
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
@@ -414,9 +417,26 @@ def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):
     }
     best = command("eval", "run=outputs/mine", "weights=best", "dataset.workers=1")
     assert f"top-1 {summary['top1_best']:.2f} %" in best.out
-    file = command("eval", f"checkpoint={folder(tmp_path).best_path}", "model.embed_dim=16")
-    assert f"top-1 {summary['top1_best']:.2f} %" in file.out
-    assert (tmp_path / "outputs/evaluations/best-cct_2_3x2-digits.json").exists()
+    other = shutil.copy(folder(tmp_path).best_path, tmp_path)
+    for path in (folder(tmp_path).best_path, other):
+        file = command("eval", f"checkpoint={path}", "model.embed_dim=16")
+        assert f"top-1 {summary['top1_best']:.2f} %" in file.out
+    assert len(list((tmp_path / "outputs/evaluations").glob("best-cct_2_3x2-digits-*.json"))) == 2
+
+
+def test_other_images_are_evaluated_as_the_model_has_seen_its_own(command: Command, tmp_path: Path):
+    """Into a file of their own, on one device."""
+    assert command("train", "name=mine", "dataset.mean=[0.4,0.4,0.4]", *SMALL).status == 0
+    root = write_images(tmp_path / "images", ["dark", "light"], train=1, held_out=1)
+    told = ["run=outputs/mine", "dataset=image_folder", f"dataset.root={root}"]
+    found = [
+        resolve_evaluation(compose("eval", [*told, *more]))
+        for more in ([], ["dataset.mean=[0.1,0.1,0.1]"], ["devices=2"])
+    ]
+    assert [x.config.dataset.mean[0] for x in found] == [0.4, 0.1, 0.4]
+    assert [x.config.devices for x in found] == [1, 1, 2]
+    assert len({x.result for x in found}) == 2
+    assert found[0].result.name.startswith("evaluation-last-image_folder-")
 
 
 def test_best_weights_are_the_plain_models_under_its_own_names(command: Command, tmp_path: Path):
@@ -434,11 +454,32 @@ def test_a_folder_of_images_needs_its_root_alone(command: Command, tmp_path: Pat
     assert ended.status == 0, ended.err
     evaluated = command("eval", "run=outputs/mine", "dataset.workers=0")
     assert "on 12 images of image_folder" in evaluated.out
-    results = ["evaluation-last.json", "evaluation-last-image_folder-others.json"]
-    assert (folder(tmp_path).path / results[0]).exists()
+    assert (folder(tmp_path).path / "evaluation-last.json").exists()
     root.rename(tmp_path / "others")
     evaluated = command("eval", "run=outputs/mine", f"dataset.root={tmp_path / 'others'}")
-    assert evaluated.out.endswith(f"written to outputs/mine/{results[1]}\n")
+    assert evaluated.status == 0
+    assert len(list(folder(tmp_path).path.glob("evaluation-last-image_folder-*.json"))) == 1
+    assert publish(folder(tmp_path).path, tmp_path / "results", tmp_path / "hub").exists()
+
+
+def test_images_that_have_changed_are_not_trained_on(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root = write_images(tmp_path / "images", ["dark", "light"], train=12, held_out=4)
+    told = ["name=mine", "dataset=image_folder", f"dataset.root={root}", *SMALL[:1], *SMALL[2:]]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3, KeyboardInterrupt())
+        assert command("train", *told).status == 130
+    kept = (root / "train/dark/0.png").rename(tmp_path / "kept.png")
+    _open.cache_clear()
+    ended = command("train", *told, "resume=auto")
+    assert ended.status == 2 and "was trained on 24 images, the data set has 23" in ended.lines[-1]
+    kept.rename(root / "train/dark/0.png")
+    for split in ("train", "val"):
+        (root / split / "dark").rename(root / split / "night")
+    _open.cache_clear()
+    ended = command("train", *told, "resume=auto")
+    assert ended.status == 2 and "was trained on the classes dark, light" in ended.lines[-1]
 
 
 def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):

@@ -35,7 +35,13 @@ from reproduction.runs.compose import (
     own_hydra,
     read_overrides,
 )
-from reproduction.system.errors import RunFailed, RunInterrupted, UserError, first_line, in_one_line
+from reproduction.system.errors import (
+    PlainError,
+    RunInterrupted,
+    UserError,
+    first_line,
+    in_one_line,
+)
 from reproduction.system.ranks import is_first_rank, launched_ranks
 from reproduction.system.terminal import say
 
@@ -76,21 +82,21 @@ def run(
                 for one in settings:
                     try:
                         main(one)
-                    except (UserError, RunFailed) as error:
+                    except (UserError, PlainError) as error:
                         # the others go on, without what the traceback holds: model and loaders
                         failures.append(type(error)(str(error)))
-    except (UserError, RunFailed, HydraException, OmegaConfBaseException) as error:
+    except (UserError, PlainError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
-    except OSError as error:  # of a path that was typed: a run's own come as RunFailed
+    except OSError as error:  # of a path that was typed: a run's own come as PlainError
         failures.append(UserError(str(error)))
     except KeyboardInterrupt as interrupt:
         _complain(str(interrupt) or "interrupted")
         sys.exit(130)
     for failure in failures:
         _complain(
-            str(failure) if isinstance(failure, RunFailed) else in_one_line(explained(failure))
+            str(failure) if isinstance(failure, PlainError) else in_one_line(explained(failure))
         )
-    sys.exit(max((1 if isinstance(f, RunFailed) else 2 for f in failures), default=0))
+    sys.exit(max((1 if isinstance(f, PlainError) else 2 for f in failures), default=0))
 
 
 def _leave_to_hydra(config_name: str) -> None:
@@ -127,11 +133,11 @@ def _launch(
             one = resolve(composed)
             check_all([one], True)
             main(one)
-        except (UserError, RunFailed) as error:
+        except (UserError, PlainError) as error:
             return error
         except Exception as error:
             traceback.print_exc()  # it does not travel
-            return RunFailed(first_line(error))
+            return PlainError(first_line(error))
         return None
 
     overrides = get_args_parser().parse_args(sys.argv[1:]).overrides
@@ -142,7 +148,7 @@ def _launch(
         try:
             batches = starter.multirun(config_name, job, overrides)
         except Exception as error:  # the launcher's own: no SLURM, a job that died without a word
-            raise RunFailed(f"hydra/launcher={launcher}: {first_line(error)}") from error
+            raise PlainError(f"hydra/launcher={launcher}: {first_line(error)}") from error
         except KeyboardInterrupt:
             goes_on = "repeat the command with resume=auto to go on"
             if launcher in SUBMITIT:

@@ -10,7 +10,7 @@ from typing import Any
 
 from reproduction.config import Config
 from reproduction.runs.compose import Composed
-from reproduction.runs.folder import RunFolder, check_writable, default_name
+from reproduction.runs.folder import RunFolder, check_writable, default_name, short_digest
 from reproduction.runs.parse import parse, parse_saved
 from reproduction.system.errors import UserError
 
@@ -66,9 +66,7 @@ def resolve_export(composed: Composed) -> OfWeights:
     raw = dict(composed.raw)
     output = _new_file(raw.pop("output", None))
     checkpoints, saved = _chosen_weights(composed, raw, EXPORTED_RUN, EXPORTED_FILE)
-    if saved is not None:  # its images may be elsewhere and are not needed
-        raw = {**saved, "dataset": raw["dataset"]}
-    return OfWeights(parse_saved(raw), checkpoints, output)
+    return OfWeights(parse_saved(saved or raw, needs_data=False), checkpoints, output)
 
 
 def _new_file(output: Any) -> Path:
@@ -88,23 +86,24 @@ def resolve_evaluation(composed: Composed) -> OfWeights:
     if saved is not None:
         config = parse_saved(_overridden(deepcopy(saved), raw, composed))
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
-        name = "-".join(["evaluation", file.stem, *_other_data(config, saved)])
+        name = f"evaluation-{file.stem}"
+        if images_of(config) != images_of(parse_saved(saved, needs_data=False)):
+            name += f"-{config.dataset.name}-{short_digest(images_of(config))}"
         result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
         return OfWeights(config, files, result)
     config = parse(raw, trains=False)
-    name = f"{file.stem}-{config.model.name}-{config.dataset.name}.json"
-    result = Path(config.output_root, "evaluations", name)
+    name = f"{file.stem}-{config.model.name}-{config.dataset.name}"
+    told = short_digest([str(file.resolve()), *images_of(config)])
+    result = Path(config.output_root, "evaluations", f"{name}-{told}.json")
     check_writable(result, f"output_root={config.output_root}")
     return OfWeights(config, files, result)
 
 
-def _other_data(config: Config, saved: dict[str, Any]) -> list[str]:
-    """Name and folder of the images, unless they are those that the run itself is evaluated on."""
-    name, root = config.dataset.name, config.dataset.root
-    if (name, root) == (saved["dataset"].get("name"), saved["dataset"].get("root")):
-        return []
-    return [name] if root is None else [name, Path(root).name]
+def images_of(config: Config) -> list[Any]:
+    """What tells one set of held-out images, and how the model sees them, from another."""
+    data = config.dataset
+    return [data.name, data.root, data.mean, data.std]
 
 
 def _chosen_weights(
@@ -153,7 +152,11 @@ def _refuse_others(composed: Composed, allowed: Keys) -> None:
 
 
 def _overridden(saved: dict[str, Any], typed: dict[str, Any], composed: Composed) -> dict[str, Any]:
-    """The run's own configuration with the device and the data set that were typed."""
+    """The run's own configuration with the device and the data set that were typed.
+
+    One device unless more are typed, and the mean and std by which the model was trained.
+    """
+    saved["devices"] = 1
     for key, text in composed.overrides.items():
         head, _, leaf = key.partition(".")
         if head not in ("device", "devices", "dataset"):
@@ -164,6 +167,10 @@ def _overridden(saved: dict[str, Any], typed: dict[str, Any], composed: Composed
             raise UserError(f"{text}: cannot be applied to this run")
         if name:
             saved[head][name] = typed[head][name]
+        elif head == "dataset":
+            own = {key: saved[head].get(key) for key in ("mean", "std")}
+            told = {key for key in own if f"{head}.{key}" in composed.overrides}
+            saved[head] = typed[head] | {key: own[key] for key in own.keys() - told}
         else:
             saved[head] = typed[head]
     return saved

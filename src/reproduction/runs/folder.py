@@ -264,8 +264,12 @@ def run_hash(config: Config) -> str:
 
 def hash_of(config: dict[str, Any]) -> str:
     """The same of plain values, such as a run's saved ones."""
-    text = json.dumps(identity(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return short_digest(identity(config))
+
+
+def short_digest(value: Any) -> str:
+    """8 hex digits over what JSON makes of it."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def default_name(config: Config, experiment: str | None) -> str:

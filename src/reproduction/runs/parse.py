@@ -45,12 +45,12 @@ def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> 
     return config
 
 
-def parse_saved(raw: dict[str, Any]) -> Config:
+def parse_saved(raw: dict[str, Any], needs_data: bool = True) -> Config:
     """A run's own configuration, to look at its weights: how it came to them does not matter."""
     model = raw.get("model")
     if isinstance(model, dict):
         model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}
-    return parse({**raw, "model": model}, trains=False)
+    return parse({**raw, "model": model}, needs_data, trains=False)
 
 
 def _describe(error: Any, raw: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from reproduction.studies.plan import PlannedRun, Settings, planned_run, quoted
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_yaml
 
+OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # set for each run of a plan
+
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Contrast:
@@ -61,6 +63,9 @@ def read_study(path: Path) -> OwnStudy:
         raise UserError(f"{path}: {key}: {first['msg']}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable: {first_line(error)}") from error
+    for override in study.overrides:
+        if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
+            raise UserError(f"{path}: overrides: {override}: {key} is not the file's to choose")
     for contrast in study.contrasts:
         for name in (contrast.of, contrast.against):
             if name not in study.stacks:

@@ -51,11 +51,8 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
         raise UserError(f"run={run.name}: is not finished, publish what it ends with")
     if folder.exists():
         raise UserError(f"{folder}: exists already, move it away or name another folder")
-    config, kept = parse_saved(saved), _of_no_machine(saved)
-    try:
-        result = _result(source, kept)
-    except (KeyError, TypeError, StatisticsError) as error:
-        raise UserError(f"run={run.name}: holds no whole result: {first_line(error)}") from error
+    config, kept = parse_saved(saved, needs_data=False), _of_no_machine(saved)
+    result = _result(source, saved, kept)
     state = read_file(f"checkpoint={source.last_path}", source.last_path)
     if state.get("step") != source.read_summary()["steps"]:
         raise UserError(f"checkpoint={source.last_path}: is not what the run has ended with")
@@ -92,11 +89,14 @@ def write_study_report(path: Path, settings: Settings, planned: Sequence[Planned
     """Writes the section of a study from its finished run folders, and returns the file."""
     study = read_study(path)
     by_stack: Runs = {stack: {} for stack in study.stacks}
-    for run in planned:
-        if run.folder.is_finished():
-            found = _result(run.folder, run.folder.read_config())
-            by_stack[run.labels[0]][run.config.seed] = found
     lines = [f"# {path.stem}"]
+    for run in planned:
+        try:
+            if run.folder.is_finished():
+                saved = run.folder.read_config()
+                by_stack[run.labels[0]][run.config.seed] = _result(run.folder, saved, saved)
+        except UserError as error:
+            lines.append(f"\n**WARNING. A run is left out. {error}**")
     if settings.scale != FULL:
         warning = f"{settings.scale.upper()} SCALE: not the study, but a trial of it"
         lines.append(f"\n**WARNING. {warning}.**")
@@ -107,20 +107,26 @@ def write_study_report(path: Path, settings: Settings, planned: Sequence[Planned
     return report
 
 
-def _result(source: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
-    """What results/ keeps of a run, without its weights' digest."""
+def _result(source: RunFolder, saved: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """What results/ keeps of a run, without its weights' digest.
+
+    `saved` is its configuration, `kept` what is told of it. UserError where something is missing.
+    """
     (steps, epochs), summary = source.read_metrics(), source.read_summary()
-    mixed = [line["mixed_samples"] for line in steps if not line.get("skipped")]
-    return {
-        "name": source.path.name,
-        "hash": hash_of(source.read_config()),
-        **{key: summary[key] for key in ("seed", *METRICS, "epochs", "hardware", "devices")},
-        "hours": round(summary["seconds"] / 3600, 3),
-        "mixed_share": round(fmean(mixed) / config["recipe"]["batch_size"], 4),
-        **{key: summary[key] for key in ("git_revision", "versions", "parameters", "macs")},
-        "config": _plain(identity(config)),
-        "log": epochs,
-    }
+    try:
+        mixed = [line["mixed_samples"] for line in steps if not line.get("skipped")]
+        return {
+            "name": source.path.name,
+            "hash": hash_of(saved),
+            **{key: summary[key] for key in ("seed", *METRICS, "epochs", "hardware", "devices")},
+            "hours": round(summary["seconds"] / 3600, 3),
+            "mixed_share": round(fmean(mixed) / saved["recipe"]["batch_size"], 4),
+            **{key: summary[key] for key in ("git_revision", "versions", "parameters", "macs")},
+            "config": _plain(identity(kept)),
+            "log": epochs,
+        }
+    except (KeyError, TypeError, StatisticsError) as error:
+        raise UserError(f"{source.path}: holds no whole result: {first_line(error)}") from error
 
 
 def _card(result: Result) -> str:

@@ -29,7 +29,7 @@ from reproduction.runs.locking import is_held
 from reproduction.studies.plan import PlannedRun, Settings
 from reproduction.system.errors import (
     STOP_SIGNALS,
-    RunFailed,
+    PlainError,
     RunInterrupted,
     RunLocked,
     UserError,
@@ -55,7 +55,7 @@ def prepare(runs: list[PlannedRun], settings: Settings, here: bool = True) -> No
     Raises UserError before the first run starts, and leaves the devices of runs that will not be
     `here` unchecked. Data sets that can be are downloaded.
     """
-    pending = [run for run in runs if not run.is_done()]
+    pending = [run for run in runs if may_train(run)]
     if settings.uses_stand_ins:
         for name in {run.config.dataset.name for run in pending} - {"digits"}:
             make_stand_ins(name, Path(str(settings.dataset_root(name))))
@@ -64,6 +64,14 @@ def prepare(runs: list[PlannedRun], settings: Settings, here: bool = True) -> No
             raise UserError(problem)
     if pending:  # else torch need not be imported
         check_all([run.config for run in pending], here)
+
+
+def may_train(run: PlannedRun) -> bool:
+    """Whether something is left to do, and the folder can be read: else it fails alone."""
+    try:
+        return not run.is_done()
+    except UserError:
+        return False
 
 
 def train_all(
@@ -104,6 +112,8 @@ def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str |
             return None if run.is_done() else start(run)
         except RunLocked as locked:
             return locked
+        except UserError as error:
+            return str(error)
 
     if jobs == 1:
         yield from map(outcome, runs)
@@ -122,7 +132,7 @@ def train_here(run: PlannedRun) -> str | None:
         write_report(run.folder, run_training(run.config))
     except RunLocked:
         raise
-    except (UserError, RunFailed) as error:
+    except (UserError, PlainError) as error:
         print(error, file=sys.stderr)
         return str(error)
     except Exception as error:
@@ -211,7 +221,7 @@ class Children:
     """
 
     def __init__(self, shares: Sequence[Share]):
-        self.signals = 0
+        self.signals, self.count = 0, len(shares)
         self.processes = set[subprocess.Popen[str]]()
         self.free = SimpleQueue[Share]()
         for share in shares:
@@ -253,7 +263,7 @@ class Children:
 
     def _pass_on(self, signum: int, frame: FrameType | None) -> None:
         self.signals += 1
-        if not self.processes:
+        if self.free.qsize() == self.count:  # nothing runs or is being started
             raise RunInterrupted("interrupted; the same command goes on")
         for process in list(self.processes):
             if self.signals == 1:

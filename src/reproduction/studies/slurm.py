@@ -63,9 +63,9 @@ def array_script(
     Checks these runs, and raises UserError for what keeps one from starting. The tasks find this
     folder, the runs, their data and Python where they are here.
     """
-    from reproduction.studies.runner import prepare
+    from reproduction.studies.runner import may_train, prepare
 
-    left = [run for run in runs if not run.is_done() and not is_held(run.folder)]
+    left = [run for run in runs if may_train(run) and not is_held(run.folder)]
     if not left:
         return None
     prepare(left, settings, here=False)

@@ -62,6 +62,14 @@ def read_state(folder: RunFolder) -> State:
     return State(status="interrupted", epochs=epochs, top1=top1)  # killed ones still say running
 
 
+def _state(folder: RunFolder) -> State:
+    """The same, of a damaged one that it has failed."""
+    try:
+        return read_state(folder)
+    except UserError as error:
+        return State(status="failed", error=str(error))
+
+
 def _last_epoch(folder: RunFolder) -> dict[str, Any]:
     """The line of the last whole epoch; empty before the first."""
     if not folder.metrics_path.exists():
@@ -76,7 +84,7 @@ def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bo
     Hours are measured ones, `~` those of the same run with other seeds, else by the speed that was
     measured on this hardware.
     """
-    states = [(run, read_state(run.folder)) for run in runs]
+    states = [(run, _state(run.folder)) for run in runs]
     estimated = _estimated(runs, settings)
     measured: dict[str, list[float]] = {}
     for run, state in states:

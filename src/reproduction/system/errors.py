@@ -28,12 +28,11 @@ class RunLocked(UserError):
     """Another process is training this run."""
 
 
-class RunFailed(Told):
-    """Status 1 and its one line; the folder says `failed`, and what is not plain is printed."""
-
-
 class PlainError(Told):
-    """Ends a run by a cause that its one line tells whole: nobody needs a traceback."""
+    """Status 1 and its one line, which tells the cause whole: nobody needs a traceback.
+
+    Of a run that failed the folder says so, and what is not plain was printed before.
+    """
 
 
 class RankFailed(PlainError):

@@ -19,6 +19,7 @@ from reproduction.system.storage import BLANK, KEY, WRITER, fill_in, replacing, 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),
     *("step", "epoch", "totals", "history", "metrics_size", "broken_images"),
+    *("classes", "num_images"),
 }
 
 
@@ -65,13 +66,19 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
     """
     path, content = read_newest("checkpoint", paths)
     weights = weights_of(f"checkpoint={path}", content)
-    if weights.classes is not None and weights.classes != classes:
-        raise UserError(
-            f"checkpoint={path}: was trained on the classes {_shortened(weights.classes)}, the "
-            f"data set has {_shortened(classes)}"
-        )
+    if weights.classes is not None:
+        check_classes(path, weights.classes, classes)
     model.load_state_dict(fitting(weights, model))
     return path
+
+
+def check_classes(path: Path, trained: list[str], found: list[str]) -> None:
+    """Raises UserError unless the classes are those that the checkpoint was trained on."""
+    if trained != found:
+        raise UserError(
+            f"checkpoint={path}: was trained on the classes {_shortened(trained)}, the data set "
+            f"has {_shortened(found)}"
+        )
 
 
 def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:

@@ -206,7 +206,6 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // devices)))
     for name in TOLD_BY_US:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logs = TemporaryDirectory()  # of what ranks tell the launcher, which would leave it behind
@@ -223,7 +222,7 @@ def launch(
         **{key: value for key, value in SIGNALLING.items() if hasattr(LaunchConfig, key)},
     )
     try:
-        with logs:
+        with logs, _sharing_cores(devices):
             result = elastic_launch(config, _on_rank)(function, settings)[0]
     except SignalException as error:  # the launcher has passed it on and waited for the ranks
         raise Stopped(error.sigval) from error
@@ -235,6 +234,20 @@ def launch(
     if isinstance(result, UserError):
         raise result
     return result
+
+
+@contextmanager
+def _sharing_cores(devices: int) -> Iterator[None]:
+    """Ranks divide the cores, unless the environment says otherwise; it does so for them alone."""
+    name = "OMP_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(max(1, usable_cores() // devices))
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _how(failure: "ProcessFailure") -> str:

@@ -16,7 +16,7 @@ from reproduction.data.build import build_broken_images, build_evaluation_loader
 from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_model, place, without_start
-from reproduction.system.errors import PlainError, RunFailed
+from reproduction.system.errors import PlainError
 from reproduction.system.ranks import is_a_rank, is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import load_plain
@@ -96,18 +96,15 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
 def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -> dict[str, Any]:
     """Evaluates the first readable one of `checkpoints` on one rank or many, and writes `result`.
 
-    UserError for a checkpoint that does not fit, RunFailed if a rank died or memory is too small.
+    UserError for a checkpoint that does not fit, PlainError if a rank died or memory is too small.
     """
     resolve_device(config.device, config.devices)
     evaluating = partial(_evaluate_on_rank, checkpoints=checkpoints)
-    try:
-        with handling(stop_at_once):
-            if is_a_rank(config.devices):
-                found = evaluating(config)
-            else:
-                found = launch(evaluating, config, config.devices)
-    except PlainError as error:
-        raise RunFailed(str(error)) from error
+    with handling(stop_at_once):
+        if is_a_rank(config.devices):
+            found = evaluating(config)
+        else:
+            found = launch(evaluating, config, config.devices)
     if is_first_rank():
         result.parent.mkdir(parents=True, exist_ok=True)
         write_text(result, json.dumps(found, indent=2) + "\n")
@@ -133,5 +130,6 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
             **found,
             "images": len(source.held_out) - len(broken.known),
             "dataset": config.dataset.name,
+            "root": config.dataset.root,
             "checkpoint": str(checkpoint),
         }

@@ -22,7 +22,7 @@ from reproduction.models.weights import fitting_module
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.system.errors import PlainError, Stopped, UserError, first_line
 from reproduction.system.hardware import give_back_freed_memory
-from reproduction.training.checkpoint import save_last, save_plain
+from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import evaluate
@@ -82,6 +82,12 @@ class Trainer:
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Goes to the step after which the checkpoint was written; UserError if it does not fit."""
+        check_classes(checkpoint, state["classes"], self.classes)
+        if state["num_images"] != (found := self.batches.num_images):
+            raise UserError(
+                f"checkpoint={checkpoint}: was trained on {state['num_images']} images, the data "
+                f"set has {found}"
+            )
         self.checkpoint, self.best = checkpoint, state["best"]
         self.module.load_state_dict(fitting_module(f"checkpoint={checkpoint}", state, self.module))
         try:
@@ -285,6 +291,7 @@ class Trainer:
             **self.update.state_dict(),
             "best": self.best,
             "classes": self.classes,
+            "num_images": self.batches.num_images,
             "run": run_hash(self.config),
             "non_finite": self.non_finite.state_dict(),
             "broken_images": sorted(self.broken.known),

@@ -32,7 +32,7 @@ from reproduction.models.build import (
 )
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import hold
-from reproduction.system.errors import RunFailed, RunInterrupted, Stopped, UserError
+from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, joined
 from reproduction.system.ranks import is_a_rank, restarts
 from reproduction.system.terminal import warn
@@ -63,7 +63,7 @@ LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 def run_training(config: Config) -> dict[str, Any]:
     """Trains one run, or finds it finished, and returns its summary.
 
-    Raises UserError before anything is written, RunFailed or RunInterrupted once the folder holds
+    Raises UserError before anything is written, PlainError or RunInterrupted once the folder holds
     that status. RunLocked if another process is training it.
     """
     folder = RunFolder.of(config)
@@ -98,7 +98,7 @@ def _leaving_its_end(folder: RunFolder) -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         raise RunInterrupted(leave(folder, "interrupted", "interrupted")) from interrupt
     except Exception as error:
-        raise RunFailed(leave_failed(folder, error)) from error
+        raise PlainError(leave_failed(folder, error)) from error
 
 
 def train(config: Config) -> dict[str, Any]:
