@@ -133,7 +133,7 @@ chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undist
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
-	$(BIN)/python scripts/check_models.py
+	$(BIN)/python scripts/list_models.py --try
 
 reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 	$(STUDY) results/openmixup_cifar100.yaml

@@ -1,33 +1,61 @@
-"""Prints which of timm's models TokenMixup serves, and why not the others: [PATTERN] [--page]."""
+"""Tells which of timm's models TokenMixup serves, and why not the others."""
+
+import sys
+import time
 
 import timm
 
-from reproduction.models.survey import PAGE, page_of, survey
+from reproduction.models.survey import PAGE, Verdict, page_of, smallest_of_families, survey, try_out
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, ending_in_a_line
 
+LARGEST = 450e6  # parameters; of a larger one 3 blocks are tried
+
+
+def tried(verdict: Verdict) -> bool:
+    """Whether one training step, then evaluation against the plain model, went well; says so."""
+    start, blocks = time.perf_counter(), 3 if verdict.parameters > LARGEST else None
+    try:
+        try_out(verdict.name, blocks)
+        outcome = "ok"
+    except Exception as error:
+        outcome = f"FAILED, {type(error).__name__}: {error}"
+    seconds = time.perf_counter() - start
+    how = "" if blocks is None else f", {blocks} blocks"
+    print(f"{verdict.family}: {verdict.name}{how}: {outcome} ({seconds:.1f} s)", flush=True)
+    return outcome == "ok"
+
 
 @ending_in_a_line("list_models.py")
-def main() -> None:
+def main() -> int:
+    """Status 1 if a model that is tried fails, or if docs/models.md is old."""
     parser = Parser(description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="as in 'vit_*'; all by default")
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} of all of them")
+    of_all = parser.add_mutually_exclusive_group()
+    of_all.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    of_all.add_argument("--try", dest="tries", action="store_true", help="one of each family")
     args = parser.parse_args()
-    pattern = "" if args.page else args.pattern
-    names = timm.list_models(pattern)
+    names = timm.list_models("" if args.page or args.tries else args.pattern)
     if not names:
-        raise UserError(f"{pattern}: timm has no such model")
+        raise UserError(f"{args.pattern}: timm has no such model")
     verdicts = survey(names)
+    served = [verdict for verdict in verdicts if verdict.reason is None]
+    status = 0
     if args.page:
         write_text(PAGE, page_of(verdicts))
         print(f"written to {PAGE}")
-        return
-    for verdict in verdicts:
-        print(f"{verdict.name}: {verdict.reason or 'served'}")
-    served = [verdict for verdict in verdicts if verdict.reason is None]
+    elif args.tries:
+        failed = [one.name for one in smallest_of_families(verdicts) if not tried(one)]
+        is_old = PAGE.read_text() != page_of(verdicts)
+        print(f"{len(failed)} have failed; {PAGE} is {'old, see --page' if is_old else 'current'}")
+        status = int(bool(failed) or is_old)
+    else:
+        for verdict in verdicts:
+            print(f"{verdict.name}: {verdict.reason or 'served'}")
     print(f"{len(served)} of {len(verdicts)} models are served, timm {timm.__version__}")
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

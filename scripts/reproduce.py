@@ -13,7 +13,7 @@ from reproduction.studies.options import (
     study_parser,
 )
 from reproduction.studies.plan import STUDIES, PlannedRun, Settings
-from reproduction.studies.slurm import submit
+from reproduction.studies.slurm import print_script, submit
 from reproduction.studies.states import state_table
 from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
 
@@ -30,6 +30,7 @@ def parser() -> Parser:
     shown = options.add_mutually_exclusive_group()
     shown.add_argument("--dry-run", action="store_true", help="show runs and folders, do nothing")
     shown.add_argument("--status", action="store_true", help="show how far the runs are")
+    shown.add_argument("--script", action="store_true", help="of slurm: print it, submit nothing")
     return options
 
 
@@ -39,6 +40,9 @@ def reproduce(args: argparse.Namespace) -> int:
     settings, runs = settings_of(args), runs_of(args)
     if args.dry_run or args.status:
         print_tables(state_table(runs, settings, with_folders=args.dry_run))
+        return 0
+    if args.script:
+        print_script(name_of(args), runs, settings, resources_of(args))
         return 0
     if args.launcher == "slurm":
         print(submit(name_of(args), runs, settings, resources_of(args)))

@@ -27,7 +27,7 @@ SMALL = (
 )
 PATIENCE = 300.0  # seconds for a start and some steps on a machine that others use as well
 # What tells how fast a run was; metrics_size counts the digits of that.
-TIMES = {"seconds", "train_seconds", "metrics_size", "images_per_second"}
+TIMES = {"seconds", "train_seconds", "eval_seconds", "metrics_size", "images_per_second"}
 RESULTS = ("top1_", "top5_", "epochs", "steps", "status", "parameters", "seed", "devices")
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -286,13 +285,10 @@ def test_runs_that_are_finished_or_in_work_are_not_submitted(tmp_path: Path, mon
     holder.close()
 
 
-def test_emit_sbatch_prints_the_script_alone(tmp_path: Path, monkeypatch, capsys):
+def test_the_script_is_printed_alone(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    line = "emit_sbatch.py table3 --scale digits --seeds 1 --devices 2 --nodes 2 --sbatch=--qos=x"
-    monkeypatch.setattr("sys.argv", line.split())
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "scripts" / "emit_sbatch.py"), run_name="__main__")
-    assert end.value.code == 0
+    line = "table3 --scale digits --seeds 1 --devices 2 --nodes 2 --sbatch=--qos=x --script"
+    assert reproduce(parser().parse_args([*line.split(), "--launcher", "slurm"])) == 0
     out = capsys.readouterr().out
     assert out.startswith("#!/bin/bash\n") and "#SBATCH --qos=x\n" in out
     assert out.count("experiment=table3/") == 3 and "--nnodes=2 --nproc-per-node=1" in out
@@ -304,6 +300,7 @@ def test_emit_sbatch_prints_the_script_alone(tmp_path: Path, monkeypatch, capsys
         (["--nodes", "2"], "nodes=2: devices=1"),
         (["--partition", "refused"], "sbatch has refused outputs/digits/.slurm/table3-"),
         (["--jobs", "2"], "jobs=2: goes with launcher=joblib only"),
+        (["--launcher", "local", "--script"], "script: goes with launcher=slurm only"),
         (["--launcher", "local", "--no-gpu"], "no_gpu=True: goes with launcher=slurm only"),
         (["--launcher", "local", "--memory", "1G"], "memory=1G: goes with launcher=slurm only"),
     ],

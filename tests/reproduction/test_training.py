@@ -357,7 +357,7 @@ def test_a_result_is_the_last_epoch_the_best_one_and_the_median_of_ten():
     trainer = small_trainer([])
     top1 = [90.0, 80.0, 60.0, 20.0, 30.0, 40.0, 70.0, 5.0, 15.0, 25.0, 35.0, 45.0]
     trainer.history = [{"epoch": 8 + i, "top1": x, "top5": x + 1} for i, x in enumerate(top1)]
-    trainer.epoch, trainer.train_seconds = 19, 1.0
+    trainer.epoch, trainer.metrics.seconds = 19, 1.0
     result = trainer._result()
     assert (result["top1_last"], result["top1_best"], result["top1_median10"]) == (45, 90, 32.5)
     assert (result["top5_last"], result["top5_best"]) == (46, 91)

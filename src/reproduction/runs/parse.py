@@ -87,9 +87,14 @@ def _holds(value: Any, part: Any) -> bool:
 
 def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:
     """What is wrong between fields, one line each: key, value and what is allowed."""
+    stack = config.augmentation
     if isinstance(config.model, CCT | ViT):
-        yield from _mixing_problems(config.model, config.augmentation)
-    elif problem := unservable(config.model.name, config.augmentation.stack):
+        yield from _layer_problems(config.model, stack)
+        if stack.htm is not None:
+            yield from _htm_problems(config.model, stack.htm)
+        if stack.vtm is not None:
+            yield from _vtm_problems(config.model, stack.vtm)
+    elif problem := unservable(config.model.name, stack.stack):
         yield problem
     if config.compile and isinstance(config.model, Library):
         yield (
@@ -113,14 +118,6 @@ def unservable(name: str, stack: list[str]) -> str | None:
         "manifold_mixup need cct or vit; allowed are augmentation=[mixup,cutmix], [mixup], "
         "[cutmix] and []"
     )
-
-
-def _mixing_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
-    yield from _layer_problems(model, stack)
-    if stack.htm is not None:
-        yield from _htm_problems(model, stack.htm)
-    if stack.vtm is not None:
-        yield from _vtm_problems(model, stack.vtm)
 
 
 def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:

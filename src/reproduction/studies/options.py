@@ -78,6 +78,8 @@ def check_launcher(args: argparse.Namespace) -> None:
     if args.jobs is not None and args.launcher != "joblib":
         raise UserError(f"jobs={args.jobs}: goes with launcher=joblib only")
     if args.launcher != "slurm":
+        if args.script:
+            raise UserError("script: goes with launcher=slurm only")
         for name, value in _given(args).items():
             raise UserError(f"{name}={value}: goes with launcher=slurm only")
 

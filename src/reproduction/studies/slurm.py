@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reproduction.runs.locking import is_held
 from reproduction.studies.plan import PlannedRun, Settings
-from reproduction.system.errors import UserError
+from reproduction.system.errors import PlainError, UserError
 from reproduction.system.storage import write_text
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
@@ -115,6 +116,17 @@ def _line(words: Sequence[str]) -> str:
     """As a shell reads it back; what Hydra has quoted stays readable."""
     quoted = {word: f'"{word}"' for word in words if "'" in word and not set(word) & set('"$`\\!')}
     return " ".join(quoted.get(word) or shlex.quote(word) for word in words)
+
+
+def print_script(
+    study: str, runs: list[PlannedRun], settings: Settings, resources: Resources
+) -> None:
+    """Prints the script, and nothing else; PlainError if nothing is left to submit."""
+    with redirect_stdout(sys.stderr):  # of downloads
+        script = array_script(study, runs, settings, resources)
+    if script is None:
+        raise PlainError(NOTHING_LEFT)
+    print(script, end="")
 
 
 def submit(study: str, runs: list[PlannedRun], settings: Settings, resources: Resources) -> str:

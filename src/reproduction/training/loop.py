@@ -33,8 +33,7 @@ from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
 # What a checkpoint keeps besides parameters and optimiser; metrics_size is in bytes.
-COUNTERS = ("step", "epoch", "images", "metrics_size", "totals", "history")
-CLOCKS = ("seconds", "train_seconds")  # of all work, and of that on batches
+COUNTERS = ("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "history")
 TOTALS = ("batches", "loss", "mixed", "tokens")  # of the epoch so far
 
 
@@ -72,8 +71,7 @@ class Trainer:
             self.total_steps = min(self.total_steps, recipe.max_steps)
         self.epochs = math.ceil(self.total_steps / len(batches))
         self.step = self.epoch = self.images = self.metrics_size = 0
-        self.seconds = self.train_seconds = 0.0
-        self.ticked = time.perf_counter()
+        self.eval_seconds = 0.0
         self.totals = dict.fromkeys(TOTALS, 0.0)
         self.history: list[dict[str, Any]] = []  # the lines of evaluated epochs
         self.best: State | None = None  # weights of the best epoch
@@ -92,8 +90,9 @@ class Trainer:
         self.module.load_state_dict(fitting_module(f"checkpoint={checkpoint}", state, self.module))
         try:
             self.update.load_state_dict(state)
-            for name in (*COUNTERS, *CLOCKS):
+            for name in COUNTERS:
                 setattr(self, name, state[name])
+            self.metrics.seconds = state["train_seconds"]
             self.non_finite.load_state_dict(state["non_finite"])
             self.broken.known = set(state["broken_images"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -129,7 +128,6 @@ class Trainer:
                             break
                         self._write_what_is_due()
                     self._flush()
-                self._tick(*CLOCKS)
                 if not self.agreement.to_stop:
                     self._end_epoch()
                     display.line(self._describe())
@@ -159,7 +157,7 @@ class Trainer:
             self.update.stop_mixing()
         self.module.train()
         self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
-        self._restart_clocks()
+        self.metrics.restart_clock()
 
     @contextmanager
     def _keeping_lines(self) -> Iterator[None]:
@@ -183,9 +181,8 @@ class Trainer:
         if self.agreement.to_save or self.step % self.recipe.log_every == 0:
             self._flush()
         if self.agreement.to_save:
-            self._tick(*CLOCKS)
             self._save()
-            self._restart_clocks()
+            self.metrics.restart_clock()
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[Part]:
         """One step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
@@ -228,8 +225,9 @@ class Trainer:
         """Every `recipe.evaluate_every` epochs, and after the last, evaluates."""
         self.epoch += 1
         if self.epoch % self.recipe.evaluate_every == 0 or self.epoch == self.epochs:
+            start = time.perf_counter()
             self._evaluate()
-        self._tick("seconds")
+            self.eval_seconds += time.perf_counter() - start
 
     def _evaluate(self) -> None:
         """Writes the epoch's line and keeps the best weights."""
@@ -273,17 +271,10 @@ class Trainer:
         self.agreement.note_saved()
         self.world.barrier()
 
-    def _restart_clocks(self) -> None:
-        """Leaves out of all speeds what was not training."""
-        self._tick()
-        self.metrics.restart_clock()
-
-    def _tick(self, *clocks: str) -> None:
-        """Adds the time since it was called last to `clocks`."""
-        now = time.perf_counter()
-        for name in clocks:
-            setattr(self, name, getattr(self, name) + now - self.ticked)
-        self.ticked = now
+    @property
+    def seconds(self) -> float:
+        """Of training and evaluation."""
+        return self.metrics.seconds + self.eval_seconds
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -295,7 +286,8 @@ class Trainer:
             "run": run_hash(self.config),
             "non_finite": self.non_finite.state_dict(),
             "broken_images": sorted(self.broken.known),
-            **{name: getattr(self, name) for name in (*COUNTERS, *CLOCKS)},
+            "train_seconds": self.metrics.seconds,
+            **{name: getattr(self, name) for name in COUNTERS},
         }
 
     def _describe(self) -> str:
@@ -324,6 +316,6 @@ class Trainer:
             "steps": self.step,
             "broken_images": len(self.broken.known),
             "seconds": round(self.seconds, 1),
-            "images_per_second": round(self.images / self.train_seconds, 1),
+            "images_per_second": round(self.images / self.metrics.seconds, 1),
             **({"skipped_steps": self.non_finite.skipped} if self.non_finite.counts else {}),
         }

@@ -33,10 +33,11 @@ class BatchMetrics:
         self.images: list[int] = []  # of each batch
         self.known: list[dict[str, Any]] = []
         self.layers: list[int] = []  # of HTM
+        self.seconds = 0.0  # that all fetched batches took
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leaves out of images/s what was not training."""
+        """Leaves out of all speeds what was not training."""
         self.start = time.perf_counter()
 
     def add(
@@ -66,6 +67,7 @@ class BatchMetrics:
         tops = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1))
         table = torch.cat([sums, tops], dim=1).tolist()  # the wait for the device
         elapsed = time.perf_counter() - self.start
+        self.seconds += elapsed
         speed = sum(row[0] for row in table) / elapsed
         lines = [
             {**known, **self._line(row, sums.shape[1]), "images_per_second": round(speed, 1)}
