@@ -40,10 +40,9 @@ def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
 
 def easy_rows(gain: Tensor, is_easy: Tensor) -> tuple[Tensor, Tensor]:
-    """Which samples are easy, `b`, and their rows of the gain matrix, in one copy to the host."""
-    on_host = copy_to_host(torch.where(is_easy[:, None], gain, -1))  # no gain is negative
-    easy = on_host[:, 0] != -1
-    return easy, on_host[easy]
+    """Which samples are easy, `b`, and their rows of the gain matrix, on the host."""
+    gain, is_easy = copy_to_host(gain, is_easy)
+    return is_easy, gain[is_easy]
 
 
 def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
@@ -56,9 +55,9 @@ def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) ->
 
 def saliency_ratio(own: Tensor, offered: Tensor, mask: Tensor) -> Tensor:
     """Kept saliency over kept plus taken saliency, 1 where both are 0 (Eq. 11): `b 1`."""
-    kept = torch.where(mask, 0, own).sum(dim=1, keepdim=True)
-    taken = torch.where(mask, offered, 0).sum(dim=1, keepdim=True)
-    return (kept / (kept + taken)).nan_to_num(1.0)
+    whole = torch.where(mask, offered, own).sum(dim=1, keepdim=True)
+    taken = (offered * mask).sum(dim=1, keepdim=True)
+    return (1 - taken / whole).nan_to_num(1.0)
 
 
 def in_place(is_easy: Tensor) -> None:

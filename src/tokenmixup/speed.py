@@ -44,12 +44,12 @@ def exchange_of(donor: Tensor, mask: Tensor, n: int, order: Tensor | None = None
     return Exchange(read.flatten(), order)
 
 
-def copy_to_host(x: Tensor) -> Tensor:
-    """On a GPU one asynchronous copy into pinned memory, then a wait for the stream."""
-    copy = x.to("cpu", non_blocking=x.is_cuda)
-    if x.is_cuda:
-        torch.cuda.current_stream(x.device).synchronize()
-    return copy
+def copy_to_host(*found: Tensor) -> list[Tensor]:
+    """From a GPU by asynchronous copies into pinned memory, then one wait for the stream."""
+    copies = [x.to("cpu", non_blocking=x.is_cuda) for x in found]
+    if found[0].is_cuda:
+        torch.cuda.current_stream(found[0].device).synchronize()
+    return copies
 
 
 def known_linear(
