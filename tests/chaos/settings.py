@@ -45,7 +45,10 @@ def evaluate_in_shares(place: Place) -> Outcome:
     for images in IMAGES:
         root = write_images(place.root / f"images-{images}", images)
         args = (f"checkpoint={checkpoint}", *MODEL, f"dataset.root={root}")
-        counted = {ranks: _counted(place, ranks, args) for ranks in (1, 2, 3)}
+        counted = {
+            ranks: _counted(place.root / f"evaluated-{images}-{ranks}", ranks, args)
+            for ranks in (1, 2, 3)
+        }
         rows += [{"images": images, "ranks": ranks, **row} for ranks, row in counted.items()]
         for ranks, row in counted.items():
             if row != counted[1]:
@@ -66,9 +69,8 @@ def write_images(root: Path, held_out: int) -> Path:
     return root
 
 
-def _counted(place: Place, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
-    """How many images eval.py counts as right at first, and among five."""
-    output = place.root / f"evaluated-by-{ranks}"
+def _counted(output: Path, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
+    """How many images eval.py counts as right at first, and among five; it writes to `output`."""
     command = [sys.executable, str(EVAL), *args, f"devices={ranks}", f"output_root={output}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
