@@ -18,7 +18,7 @@ from reproduction.data.inputs import (
     build_input_mixer,
     build_normalize,
 )
-from reproduction.data.seeding import Purpose, seed_torch, seeded
+from reproduction.data.seeding import Purpose, seed_device, seeded
 from reproduction.data.sources import load_source
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
@@ -147,7 +147,7 @@ def test_noise_is_not_what_dropout_would_draw_in_the_same_step():
     blank = torch.full((4, 3, 32, 32), torch.inf)
     found = Erasing(1.0, "pixel", 1, CPU)(blank, 0, 1, 0)
     with seeded(Purpose.AUGMENT):  # puts the generator back
-        seed_torch(Purpose.DROPOUT, 0, 1, 0)
+        seed_device(CPU, Purpose.DROPOUT, 0, 1, 0)
         assert not torch.isclose(found, torch.randn(blank.shape)).any()
 
 

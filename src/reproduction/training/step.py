@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from reproduction.config import Recipe
 from reproduction.data.inputs import TrainingInputs
-from reproduction.data.seeding import Purpose, seed_torch
+from reproduction.data.seeding import Purpose, seed_device
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import autocast
 from tokenmixup import Output, TokenMixup, training_loss
@@ -45,7 +45,7 @@ class TrainingStep:
         self, module: TokenMixup, inputs: TrainingInputs, recipe: Recipe, world: World, seed: int
     ):
         self.module, self.inputs, self.recipe, self.world = module, inputs, recipe, world
-        self.seed = seed
+        self.seed, self.parameters = seed, [*module.parameters()]
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
@@ -68,7 +68,7 @@ class TrainingStep:
         device, key = self.world.device, (self.seed, step, self.world.rank)
         images = images.to(device, non_blocking=True)
         images, targets = self.inputs(images, classes.to(device, non_blocking=True), *key)
-        seed_torch(Purpose.DROPOUT, *key)
+        seed_device(device, Purpose.DROPOUT, *key)
 
         followers = self._followers() if self.skips or self.uses_scaler else []
         before = [value.clone() for value in followers]
@@ -131,12 +131,12 @@ class TrainingStep:
 
         Where that overflows the scaler leaves the step out; asking it would wait for the device.
         """
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm, most = get_total_norm(gradients), self.recipe.clip_grad_norm
         if most is not None:
             self.scaler.unscale_(self.optimizer)
             true_norm = get_total_norm(gradients) if self.uses_scaler else norm
-            clip_grads_with_norm_(self.module.parameters(), most, true_norm)
+            clip_grads_with_norm_(self.parameters, most, true_norm)
         return norm
 
     @property
