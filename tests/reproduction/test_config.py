@@ -1,6 +1,7 @@
 """The configuration composes, defaults come from where they should, and identity is stable."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import yaml
@@ -174,6 +175,17 @@ def test_identity_does_not_depend_on_how_a_value_is_written():
     assert run_hash(whole) == run_hash(broken) != run_hash(config_of())
     swapped = config_of("augmentation=[vtm,htm]")
     assert run_hash(swapped) == run_hash(config_of("augmentation=[htm,vtm]"))
+
+
+def test_data_that_their_name_tells_may_be_moved(tmp_path: Path):
+    for folder in ("train/a", "val/a", "moved/train/a", "moved/val/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, is_same in (("cifar10", True), ("image_folder", False)):
+        before, after = (
+            run_hash(config_of(f"dataset={name}", f"dataset.root={root}"))
+            for root in (tmp_path, tmp_path / "moved")
+        )
+        assert (before == after) == is_same
 
 
 def test_sweeps_may_glob_options():

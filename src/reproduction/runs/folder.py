@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from reproduction.config import Config
+from reproduction.data.folders import SIZES
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank, launcher, restarts
 from reproduction.system.reading import parse_json, parse_yaml
@@ -243,11 +244,17 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The dotted keys that tell one run from another."""
+    """The dotted keys that tell one run from another.
+
+    Where the name of a data set tells its images, their folder does not: they may be moved.
+    """
+    values = dict(flatten(config))
+    moves = values.get("dataset.name") in [*SIZES]  # of a broken file it may be anything
+    left_out = (*NOT_IDENTITY, *(["dataset.root"] if moves else []))
     return {
         key: value
-        for key, value in flatten(config)
-        if not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
+        for key, value in values.items()
+        if not any(key == name or key.startswith(f"{name}.") for name in left_out)
     }
 
 
