@@ -111,9 +111,7 @@ def detector_of(htm: HTM) -> Detector:
 
 
 def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
-    with evaluating(
-        attention_module(block)
-    ):  # relative positions may come from an MLP with dropout
+    with evaluating(attention_module(block)):  # positions may come from an MLP with dropout
         where = positions(block.attn, tokens.shape[1], given)
         return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
 

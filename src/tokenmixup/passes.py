@@ -85,7 +85,9 @@ def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> d
 def training_loss(output: Output, score_loss_weight: float) -> Tensor:
     """CE(logits, mixed targets) + lambda x ScoreNet's loss (Section 3.1), float32."""
     loss = F.cross_entropy(output.logits.float(), output.targets.float())
-    return loss if output.score_loss is None else loss + score_loss_weight * output.score_loss
+    if output.score_loss is None:
+        return loss
+    return loss.add(output.score_loss, alpha=score_loss_weight)
 
 
 @dataclass

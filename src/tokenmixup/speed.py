@@ -36,11 +36,10 @@ def exchange_of(donor: Tensor, mask: Tensor, n: int, order: Tensor | None = None
     All rows are read, those that stay from themselves: a GPU would have to wait for the number of
     the replaced ones.
     """
+    rows = torch.arange(len(mask) * n, device=mask.device).view(-1, n)  # b n
     replace = F.pad(mask, (n - mask.shape[1], 0))  # b n
-    own = torch.arange(len(mask), device=mask.device)[:, None]
-    giver = torch.where(replace, donor[:, None], own)  # b n
-    giver = giver if order is None else giver[order]
-    read = torch.add(torch.arange(n, device=mask.device), giver, alpha=n)
+    read = torch.where(replace, rows[donor], rows)
+    read = read if order is None else read[order]
     return Exchange(read.flatten(), order)
 
 
