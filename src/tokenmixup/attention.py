@@ -26,9 +26,12 @@ class Positions(NamedTuple):
     rope: Tensor | None = None  # b|1 h|1 n 2e: sines, then cosines, of every token's angle
     bias: Tensor | None = None  # b|1 h|1 n|1 n, added to the scaled scores, query x key
 
-    def of_memory(self, index: Tensor) -> "Positions":
-        """Those of tokens and a memory: its keys stand at `index` (`b m`, places in `n`)."""
+    def of_memory(self, places: Sequence[Tensor]) -> "Positions":
+        """Those of tokens and a memory: its keys stand at `places` (each `b kappa`, in `n`)."""
         rope, bias = self
+        if rope is None and bias is None:
+            return self
+        index = torch.cat([*places], dim=1)  # b m
         if rope is not None:
             rope = rope.expand(len(index), -1, -1, -1)
             rope = torch.cat([rope, rope.take_along_dim(index[:, None, :, None], dim=2)], dim=2)
@@ -183,7 +186,7 @@ def _mean_over_heads(attn: Any, *block: Tensor) -> Tensor:
 
 
 def _mean_of_head(scale: float, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    scores = torch.baddbmm(q.new_zeros(()), q, k.mT, beta=0, alpha=scale)  # b n m
+    scores = _scaled_product(q, k, scale)  # b n m
     scores = (scores if bias is None else scores + bias).float()
     return torch.softmax(scores, dim=-1, out=scores).mean(dim=1)
 
@@ -200,10 +203,17 @@ def _softmax(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Ten
 
 def _scores(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Scaled scores before softmax, `b h n m`."""
-    scores = (q * attn.scale) @ k.mT
+    scores = _scaled_product(q, k, attn.scale)
     if getattr(attn, "proj_l", None) is not None:
         scores = _talk(attn.proj_l, scores)
     return scores if bias is None else scores + bias
+
+
+def _scaled_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """`scale q k^T` in one operation: `... n e`, `... m e` -> `... n m`."""
+    rows, columns = q.flatten(0, -3), k.flatten(0, -3).mT
+    product = torch.baddbmm(q.new_empty(()), rows, columns, beta=0, alpha=scale)
+    return product.unflatten(0, q.shape[:-2])
 
 
 def _talk(mix: nn.Module, x: Tensor) -> Tensor:

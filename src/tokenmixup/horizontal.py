@@ -53,11 +53,13 @@ def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) ->
     return is_easy[:, None] & (offered - own > rho)
 
 
-def saliency_ratio(own: Tensor, offered: Tensor, mask: Tensor) -> Tensor:
-    """Kept saliency over kept plus taken saliency, 1 where both are 0 (Eq. 11): `b 1`."""
-    whole = torch.where(mask, offered, own).sum(dim=1, keepdim=True)
-    taken = (offered * mask).sum(dim=1, keepdim=True)
-    return (1 - taken / whole).nan_to_num(1.0)
+def saliency_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
+    """Kept saliency over kept plus taken saliency, 1 where both are 0 (Eq. 11): `b 1`.
+
+    `saliency`, `mask`: `b t`, of the mixed tokens, and which of them are taken.
+    """
+    taken = (saliency * mask).sum(dim=1, keepdim=True)
+    return (1 - taken / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
 
 
 def in_place(is_easy: Tensor) -> None:
@@ -69,7 +71,7 @@ class Rules(NamedTuple):
 
     match: Callable[[Tensor, Tensor], Tensor] = optimal_donors  # gain, is_easy -> donor
     choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens  # -> mask
-    weigh: Callable[[Tensor, Tensor, Tensor], Tensor] = saliency_ratio
+    weigh: Callable[[Tensor, Tensor], Tensor] = saliency_ratio  # mixed saliency, mask
     order: Callable[[Tensor], Tensor | None] = in_place  # is_easy -> b int64 where samples move
     skips_non_finite: bool = False  # then nothing is mixed, else the matching refuses such a gain
 
@@ -99,17 +101,19 @@ def algorithm_1(
     is_easy = difficulty < tau  # 3: Eq. 8
     gain = gain_matrix(saliency, rho)  # 4: Eq. 6, b b
     if rules.skips_non_finite:
-        is_easy = is_easy & gain.isfinite().all()
+        finite = gain.isfinite().all()
+        is_easy, saliency = is_easy & finite, saliency.where(finite, 0)
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
     exchange = exchange_of(donor, mask, tokens.shape[1], rules.order(is_easy))
     mixed_tokens = exchange(tokens)  # 6 and 8: Eq. 10
     targets = targets if targets.is_floating_point() else targets.float()
-    keep_ratio = rules.weigh(saliency, offered, mask).to(targets.dtype)
+    mixed_saliency = torch.where(mask, offered, saliency)
+    keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
     mixed_targets = targets[donor].lerp(targets, keep_ratio)  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
-    gained = torch.where(mask, offered - saliency, 0)
+    gained = mixed_saliency - saliency
     return HorizontalMix(
         mixed_tokens, mixed_targets, donor, mask, gained, keep_ratio, is_easy, exchange
     )

@@ -190,7 +190,7 @@ def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> T
     entry = _entry_of(block, state)
     memory = state.memories[entry.index]
     where = positions(block.attn, tokens.shape[1], given)
-    where = where.of_memory(torch.cat(memory.places, dim=1))
+    where = where.of_memory(memory.places)
     remembered = block.norm1(torch.cat(memory.tokens, dim=1))
     return vertical_attention(block.attn, tokens, remembered, where, entry.projected)
 

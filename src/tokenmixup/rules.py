@@ -57,7 +57,7 @@ def random_tokens(
     return rank < count
 
 
-def count_ratio(own: Tensor, offered: Tensor, mask: Tensor) -> Tensor:
+def count_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
     """The share of tokens that stay, `b 1`, whatever their saliency."""
     return 1 - mask.float().mean(dim=1, keepdim=True)
 
@@ -87,7 +87,7 @@ MATCHINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "random": random_donors,  # Table 4, without the optimal assignment
 }
 MASK_RULES: dict[str, Choice] = {"paper": gaining_tokens, "published": gaining_over_the_first}
-LABELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "saliency": saliency_ratio,
     "count": count_ratio,  # Table 4, without saliency in the labels
 }

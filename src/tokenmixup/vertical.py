@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.attention import Positions, attend, project
+from tokenmixup.attention import Positions, attend, project, projections
 
 
 def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -86,10 +86,10 @@ def vertical_attention(
     `known`: the projections of `tokens`, where they are known already. Returns `b n d`, projected
     and dropped out as `attn` itself would.
     """
-    n = tokens.shape[1]
+    if known:
+        with torch.no_grad():
+            both = zip(known, projections(attn, memory), strict=True)
+            known = [torch.cat(parts, dim=1) for parts in both]
     rope, bias = where or Positions()
-    ropes = (None, None) if rope is None else (rope[:, :, :n], rope[:, :, n:])
-    q, k, v = project(attn, tokens, ropes[0], known)  # b h n e
-    _, memory_k, memory_v = project(attn, memory, ropes[1])  # b h m e
-    k, v = torch.cat([k, memory_k], dim=2), torch.cat([v, memory_v], dim=2)
-    return attend(attn, tokens, q, k, v, bias)
+    q, k, v = project(attn, torch.cat([tokens, memory], dim=1), rope, known)  # b h n+m e
+    return attend(attn, tokens, q[:, :, : tokens.shape[1]], k, v, bias)

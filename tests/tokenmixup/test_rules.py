@@ -88,7 +88,7 @@ def test_a_gain_that_is_not_finite_is_refused_or_mixes_nothing(matching: str, va
         mix(batch, 0.0, matching=matching)
     found = mix(batch, 0.0, matching=matching, non_finite="skip")
     assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.targets, batch.targets)
-    assert not found.is_easy.any() and not found.mask.any()
+    assert not found.is_easy.any() and not found.mask.any() and not found.gain.any()
 
 
 def test_random_matching_draws_every_donor():
