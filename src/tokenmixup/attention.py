@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from tokenmixup.speed import known_linear
-
 CACHED_SCORES = 2**17  # that a core works on at a time: half a MiB
 UNDERSTOOD = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
 
@@ -90,16 +88,11 @@ def project(
     """Projects `b n d` to q, k and v, each `b h n e`.
 
     `rope`: of these tokens, as in Positions. `known`: what `projections` makes of `x`, where it is
-    known already; then nothing but the gradient is left to compute.
+    known already.
     """
     if (own := getattr(attn, "project", None)) is not None:
         return list(own(x))
-    if known:
-        layers, each = zip(_projecting(attn), known, strict=True), 3 // len(known)
-        flat = [y for layer, result in layers for y in known_linear(x, *layer, result, each)]
-    else:
-        flat = projections(attn, x)
-    return split_heads(attn, flat, rope)
+    return split_heads(attn, known or projections(attn, x), rope)
 
 
 def projections(attn: Any, x: Tensor) -> list[Tensor]:

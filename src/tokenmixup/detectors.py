@@ -44,13 +44,13 @@ class BlockInput:
     def own_saliency(self) -> Tensor:
         """Saliency by the map that the block computes on these tokens, `b t`; computed once.
 
-        What it projects for that is kept, without gradient, for the block itself.
+        What it projects for that is kept for the block itself.
         """
         if self.saliency is None:
             block = self.blocks[self.index]
+            normed, rope = block.norm1(self.tokens), self._positions.rope
+            self.projected = projections(block.attn, normed)
             with torch.no_grad():
-                normed, rope = block.norm1(self.tokens), self._positions.rope
-                self.projected = projections(block.attn, normed)
                 if self.projected:
                     q, k, _ = split_heads(block.attn, self.projected, rope)
                 else:

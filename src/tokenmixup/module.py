@@ -63,7 +63,6 @@ def attach(
     in the backward pass, instead of keeping what they have computed. `adapter`: where a model of
     other names than timm's has its parts; known classes of torchvision and transformers need none.
     Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
-    A training pass with HTM cannot be differentiated twice.
     """
     return TokenMixup(
         model,

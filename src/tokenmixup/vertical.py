@@ -87,9 +87,8 @@ def vertical_attention(
     and dropped out as `attn` itself would.
     """
     if known:
-        with torch.no_grad():
-            both = zip(known, projections(attn, memory), strict=True)
-            known = [torch.cat(parts, dim=1) for parts in both]
+        both = zip(known, projections(attn, memory), strict=True)
+        known = [torch.cat(parts, dim=1) for parts in both]
     rope, bias = where or Positions()
     q, k, v = project(attn, torch.cat([tokens, memory], dim=1), rope, known)  # b h n+m e
     return attend(attn, tokens, q[:, :, : tokens.shape[1]], k, v, bias)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.conftest import CLASSES, small_cct, small_vit, small_vit_lite
 from tests.oracle import Oracle
 from tokenmixup import HTM, VTM, Output, attach, training_loss
+from tokenmixup.attention import project
 
 EVERYTHING = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
 
@@ -207,12 +208,16 @@ def test_the_model_is_untouched_after_a_pass_and_after_a_failed_one(build, batch
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.parametrize("autocasts", [False, True])
 @pytest.mark.parametrize("vtm", [None, {"layer": 2}, {"layer": 1}])
-def test_under_autocast_and_dropout_known_projections_train_as_the_layer_would(
-    vtm: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+def test_projections_that_move_train_as_those_of_mixed_tokens_would(
+    vtm: dict[str, int] | None, autocasts: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    def projecting(x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor, parts: int):
-        return F.linear(x, weight, bias).chunk(parts, dim=-1)
+    known_of_calls = []
+
+    def projecting(attn: Any, x: Tensor, rope: Tensor | None, known: Any = ()) -> list[Tensor]:
+        known_of_calls.append(known)
+        return project(attn, x, rope)
 
     model = small_cct(attn_drop=0.1, drop_path=0.1)
     module = attach(model, CLASSES, htm={"layer": 1, **EVERYTHING}, vtm=vtm).train()
@@ -221,14 +226,17 @@ def test_under_autocast_and_dropout_known_projections_train_as_the_layer_would(
     for _ in range(2):
         torch.manual_seed(1)
         module.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
             output = module(images, torch.eye(CLASSES)[torch.arange(6) % CLASSES])
         assert output.stats["mixed_tokens"] > 0
         training_loss(output, 0.5).backward()
         found.append([output.logits, *(p.grad for p in module.parameters())])
-        monkeypatch.setattr("tokenmixup.attention.known_linear", projecting)
+        monkeypatch.setattr("tokenmixup.passes.project", projecting)
+        monkeypatch.setattr("tokenmixup.vertical.project", projecting)
+    assert any(known_of_calls)
+    close = {"rtol": 2**-6, "atol": 1e-4} if autocasts else {"rtol": 1e-5, "atol": 1e-7}
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, **close)
 
 
 @pytest.mark.parametrize(("htm_layer", "steps"), [(1, 0), (2, 0), (1, 1)])
