@@ -53,15 +53,16 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for home in (
-            "module",
-            "horizontal",
-            "assignment",
-            "saliency",
-            "vertical",
-            "structure",
-            "passes",
             "adapters",
+            "assignment",
             "fitting",
+            "horizontal",
+            "module",
+            "passes",
+            "saliency",
+            "scorenet",
+            "structure",
+            "vertical",
         ):
             if hasattr(found := import_module(f"{__name__}.{home}"), name):
                 return getattr(found, name)

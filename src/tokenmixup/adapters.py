@@ -57,6 +57,8 @@ class Parts:
         told = [self.qkv is not None, None not in separate, self.project is not None]
         if sum(told) != 1 or (None in separate) != (separate == [None] * 3):
             raise ValueError("Parts: give either qkv, or q_proj, k_proj and v_proj, or project")
+        if isinstance(self.scale, Tensor):
+            raise ValueError("Parts: scale must be a number, not a tensor")
         if self.scale is None:
             if self.project is not None:
                 raise ValueError("Parts: scale must be given with project")

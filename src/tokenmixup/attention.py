@@ -98,7 +98,7 @@ def project(
 def projections(attn: Any, x: Tensor) -> list[Tensor]:
     """What the module's layers make of `b n d`: one tensor of q, k and v, or one of each.
 
-    None where a function of its own stands for them.
+    Empty where a function of its own stands for them.
     """
     if getattr(attn, "project", None) is not None:
         return []

@@ -22,7 +22,7 @@ from tokenmixup.attention import (
     split_heads,
 )
 from tokenmixup.contexts import evaluating, replaced_forward
-from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
+from tokenmixup.saliency import gradient_saliency, rollout_saliency
 from tokenmixup.settings import HTM
 
 
@@ -65,10 +65,6 @@ class BlockInput:
         bias = None if bias is None else bias[:, :, :rows]
         shares = received(self.blocks[self.index].attn, q[:, :, :rows], k, bias)
         return shares[:, self.num_prefix_tokens :]
-
-    def saliency_of(self, attn: Tensor) -> Tensor:
-        """The same by the block's own map, `b h n n`."""
-        return attention_saliency(attn, self.num_prefix_tokens, self.class_token)
 
     @cached_property
     def _positions(self) -> Positions:
@@ -121,4 +117,8 @@ def _run(block: Any, tokens: Tensor, given: dict[str, Any]) -> Tensor:
     attn, module = attention_module(block), block_module(block)
     own_forward = type(attn).forward.__get__(attn)
     with evaluating(module), replaced_forward(attn, own_forward):
-        return module.forward(tokens, **given)
+        out = module.forward(tokens, **given)
+    if not isinstance(out, Tensor):
+        kind = f"{type(module).__name__} returns a {type(out).__name__}"
+        raise ValueError(f"htm.rollout_steps: needs blocks that return their tokens, {kind}")
+    return out

@@ -65,6 +65,9 @@ def _problems(block: AdaptedBlock, width: int, seen: dict[str, list[Any]]) -> It
         shape = list(getattr(tokens, "shape", []))
         yield f"gets {shape}, Adapter.embed_dim={width} promises b n {width}"
         return
+    if block.adapter.num_prefix_tokens >= tokens.shape[1]:
+        prefix = block.adapter.num_prefix_tokens
+        yield f"gets {tokens.shape[1]} tokens, Adapter.num_prefix_tokens={prefix} leaves none"
     if not _same(given, block.norm1(tokens)):
         norm = block.adapter.norm
         yield f"its attention does not get {norm} of what enters the block (Adapter.norm)"
@@ -74,6 +77,9 @@ def _problems(block: AdaptedBlock, width: int, seen: dict[str, list[Any]]) -> It
         rebuilt = attend(parts, given, q, k, v, None)
     except (RuntimeError, ValueError, TypeError) as error:
         yield f"Parts do not fit together: {str(error).splitlines()[0]}"
+        return
+    if isinstance(made, tuple) != isinstance(block.adapter.returns(rebuilt), tuple):
+        yield f"its attention returns a {type(made).__name__}, as Adapter.returns does not"
         return
     if not _same(made[0] if isinstance(made, tuple) else made, rebuilt):
         yield "Parts give other tokens than its attention (Adapter.parts)"

@@ -7,7 +7,7 @@ model is untouched, so evaluation is the plain model bit for bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -95,6 +95,8 @@ class TokenMixup(nn.Module):
         adapter: Adapter | None = None,
     ):
         super().__init__()
+        if type(num_classes) is not int or num_classes < 1:
+            raise ValueError(f"num_classes={num_classes!r}: must be a whole number, 1 or more")
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         if checkpoint_blocks and (reason := why_not(model, None, adapter)):
@@ -106,10 +108,16 @@ class TokenMixup(nn.Module):
         self.scorenets = nn.ModuleDict()  # by layer
         self._htm_at = {} if htm is None else htm.each
         self._vtm_at = {} if vtm is None else vtm.each
-        self._manifold_layers = manifold_mixup.layers if manifold_mixup is not None else ()
+        self._manifold = manifold_mixup
+        self._takes_gradient = htm is not None and htm.detector == "gradient"
         self._sources = range(max(self._vtm_at, default=0))
-        for key, layer in self._layers():
-            check_layer(model, key, layer, adapter)
+        for key, layers in (
+            ("htm.layer", self._htm_at),
+            ("vtm.layer", self._vtm_at),
+            ("manifold_mixup.layers", self._manifold_layers),
+        ):
+            for layer in layers:
+                check_layer(model, key, layer, adapter)
         view = view_of(model, adapter)
         if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(view):
             raise ValueError("vtm.class_token_offset='published': there is no class token")
@@ -123,13 +131,9 @@ class TokenMixup(nn.Module):
             self.rules, self._detect = rules_of(htm), detector_of(htm)
         self._reads_class_token = reads_class_token(view)
 
-    def _layers(self) -> Iterator[tuple[str, int]]:
-        for layer in self._htm_at:
-            yield "htm.layer", layer
-        for layer in self._vtm_at:
-            yield "vtm.layer", layer
-        for layer in self._manifold_layers:
-            yield "manifold_mixup.layers", layer
+    @property
+    def _manifold_layers(self) -> Sequence[int]:
+        return () if self._manifold is None else self._manifold.layers
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Output | Tensor:
         if not self.training:
@@ -153,7 +157,7 @@ class TokenMixup(nn.Module):
 
         Wrap it in DistributedDataParallel anew, which would wait for ScoreNet's gradients.
         """
-        self._htm_at, self._vtm_at, self._sources, self._manifold_layers = {}, {}, range(0), ()
+        self._htm_at, self._vtm_at, self._sources, self._manifold = {}, {}, range(0), None
         self.scorenets.requires_grad_(False)
 
     @property
@@ -163,7 +167,10 @@ class TokenMixup(nn.Module):
 
     @torch.no_grad()
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
-        """Who would give which tokens to whom in training, at the first layer; None without HTM."""
+        """Who would give which tokens to whom in training, at the first layer; None without HTM.
+
+        In training mode dropout is on and running statistics move, as in any pass.
+        """
         state = self._begin(images, targets)
         with self._mixing(state):
             self.model(images)
@@ -178,19 +185,20 @@ class TokenMixup(nn.Module):
         """What is known before the pass: the gradient of the input, the draws of manifold mixup."""
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
-        shape, rows = (len(images), self.num_classes), getattr(targets, "shape", type(targets))
+        shape = (len(images), self.num_classes)
+        rows = targets.shape if isinstance(targets, Tensor) else type(targets)
         if rows != shape or not len(images):
             raise ValueError(
                 f"targets {rows}: must be probabilities b c of one image or more, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
         state = Pass(targets, view_of(self.model, self.adapter))
-        if self._htm_at and self.htm is not None and self.htm.detector == "gradient":
+        if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
                 exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
                 state.pixels = input_gradient(self._logits, exact, targets)
-        if self._manifold_layers and self.manifold_mixup is not None:
-            state.manifold = draw_manifold_mix(self.manifold_mixup, images)
+        if self._manifold is not None:
+            state.manifold = draw_manifold_mix(self._manifold, images)
         for layer, vtm in self._vtm_at.items():
             place = PLACES[vtm.class_token_offset]
             state.memories[layer] = Memory(vtm.kappa, place, vtm.stop_gradient)
@@ -270,10 +278,10 @@ class TokenMixup(nn.Module):
                 partial(self._detect, entry),
                 self.rules,
             )
-            own = entry.own_saliency() if is_source else None  # for VTM
-            if own is not None and htm.order == "in_place":
-                own = torch.where(mix.mask, own[mix.donor], own)  # it moves with its token
-            entry.saliency = own
+            if is_source:  # VTM
+                own = entry.saliency = entry.own_saliency()
+                if htm.order == "in_place":  # it moves with its token
+                    entry.saliency = torch.where(mix.mask, own[mix.donor], own)
             entry.projected = [mix.exchange(y) for y in entry.projected]
             entry.tokens, state.targets = mix.tokens, mix.targets
         elif is_source and index in self._vtm_at:

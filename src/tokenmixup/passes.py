@@ -16,6 +16,7 @@ from tokenmixup.attention import attend, composed_map, positions, project
 from tokenmixup.detectors import BlockInput
 from tokenmixup.horizontal import HorizontalMix
 from tokenmixup.manifold import ManifoldMix
+from tokenmixup.saliency import attention_saliency
 from tokenmixup.scorenet import difficulty
 from tokenmixup.vertical import Memory, vertical_attention
 
@@ -135,9 +136,9 @@ class Pass:
 
     def output(self, logits: Any) -> Output:
         """The output of the pass; ValueError if the model returned no logits `b c`."""
-        if not isinstance(logits, Tensor):
-            kind = type(logits).__name__
-            raise ValueError(f"the model returned {kind}, not one tensor of logits")
+        found = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
+        if found != (asked := [*self.targets.shape]):
+            raise ValueError(f"the model returned {found}, not one tensor of logits {asked}")
         if not self.mixes:
             return Output(logits, self.targets)
         layers = tuple(
@@ -180,7 +181,7 @@ def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -
     if weights is None or where.bias is not None:
         saliency = entry.saliency_by(q, k)
     else:
-        saliency = entry.saliency_of(weights)
+        saliency = attention_saliency(weights, entry.num_prefix_tokens, entry.class_token)
     state.remember(entry, saliency)
     return attend(block.attn, tokens, q, k, v, where.bias, weights)
 

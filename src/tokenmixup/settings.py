@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 LARGEST = 1e38  # of a finite number: float32 holds no more
@@ -48,16 +47,12 @@ def _is_whole(x: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return type(x) in (int, float) and (abs(x) <= LARGEST or math.isinf(x))
+    return type(x) in (int, float) and (abs(x) <= LARGEST or abs(x) == math.inf)
 
 
 def _is_blocks(x: Any) -> bool:
     listed = _is_list(x) and len(x) > 0
     return listed and all(_is_whole(y) and y >= 0 for y in x) and len(set(x)) == len(x)
-
-
-def _rise(x: Sequence[int]) -> bool:
-    return all(a < b for a, b in pairwise(x))
 
 
 _types_of = cache(get_type_hints)
@@ -78,7 +73,8 @@ class _Settings:
             if number := kind.__dataclass_fields__[name].metadata.get("number"):
                 value = [*map(number, value)] if _is_list(value) else number(value)
                 value = value[0] if _is_list(value) and len(value) == 1 else value
-            object.__setattr__(self, name, float(value) if types[name] is float else value)
+            kept: Any = [*value] if _is_list(value) else value  # a caller may change its list
+            object.__setattr__(self, name, float(kept) if types[name] is float else kept)
 
 
 class _Layered(_Settings):
@@ -88,7 +84,7 @@ class _Layered(_Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if _is_list(self.layer) and not _rise(self.layers):
+        if self.layers != sorted({*self.layers}):
             raise ValueError(f"{self.key}.layer={self.layer}: must be in rising order")
         for name in self._numbers():
             value = getattr(self, name)

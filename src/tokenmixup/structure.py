@@ -36,12 +36,20 @@ STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1
 def why_not(
     model: Any, last_layer: int | None = None, adapter: Adapter | None = None
 ) -> str | None:
-    """Why blocks 0..last_layer (None: all) cannot be served, in one line; None if they can."""
+    """Why blocks 0..last_layer (None: all) cannot be served, in one line; None if they can.
+
+    With an adapter all of them are looked at.
+    """
     try:
         view = view_of(model, adapter)
-        return _why_not_adapted(view) if isinstance(view, Adapted) else _why_not(view, last_layer)
+        if isinstance(view, Adapted):
+            return _why_not_adapted(view)
     except ValueError as error:  # of an adapter that does not fit
         return str(error)
+    if hasattr(model, "_orig_mod"):
+        told = "call .compile(dynamic=False) on its blocks after attach instead"
+        return f"{type(model).__name__} is compiled already: {told}"
+    return _why_not(model, last_layer)
 
 
 def view_of(model: Any, adapter: Adapter | None = None) -> Any:
@@ -70,13 +78,13 @@ def _why_not_adapted(view: Adapted) -> str | None:
 
 def _why_not(model: Any, last_layer: int | None) -> str | None:
     kind = type(model).__name__
-    if hasattr(model, "_orig_mod"):
-        return f"{kind} is compiled already: call .compile() on its blocks after attach instead"
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
         has_stages = any(hasattr(model, name) for name in STAGES)
         instead = "its layers form stages" if has_stages else "it has none"
         return f"{kind} needs one sequence of blocks over one token axis; {instead}"
+    if len({id(block) for block in blocks}) < len(blocks):
+        return f"{kind} holds one block more than once"
     for index, block in enumerate(blocks if last_layer is None else blocks[: last_layer + 1]):
         if reason := _why_not_block(block):
             return f"{kind}: block {index} is {type(block).__name__}, {reason}"
@@ -164,8 +172,7 @@ def reads_class_token(model: Any) -> bool:
 
     Saliency is then what its query attends to, else the mean over all queries (Eq. 3).
     """
-    pools = getattr(model, "global_pool", None) == "token"
-    return pools and has_class_token(model) and declared_prefix(model) > 0
+    return getattr(model, "global_pool", None) == "token" and has_class_token(model)
 
 
 def declared_prefix(model: Any) -> int:
@@ -175,7 +182,8 @@ def declared_prefix(model: Any) -> int:
 
 
 def has_class_token(model: Any) -> bool:
-    """Whether there is a class token, the model's own or its embedding's."""
+    """Whether the blocks get a class token, the model's own or its embedding's."""
     if isinstance(model, Adapted):
         return model.has_class_token
-    return any(name.rpartition(".")[2] == "cls_token" for name, _ in model.named_parameters())
+    names = (name.rpartition(".")[2] for name, _ in model.named_parameters())
+    return declared_prefix(model) > 0 and "cls_token" in names

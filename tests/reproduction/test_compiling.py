@@ -112,6 +112,25 @@ def test_every_one_of_many_blocks_is_compiled(counter: CompileCounterWithBackend
     assert counter.frame_count == 2 * 3
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"htm": {"layer": [0, 2]}},
+        {"htm": {"layer": 0}, "vtm": {"layer": 3}},
+        {"htm": {"layer": 1}, "manifold_mixup": {"layers": [0]}},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_blocks_compiled_by_hand_train_as_the_library_page_tells(settings: dict[str, Any]):
+    module = attach(small_vit(depth=BLOCKS), CLASSES, **settings).train()
+    for block in module.model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="eager", dynamic=False)
+    for easy in (3, 2, 1):
+        output = module(*batch_of(module, 6, easy))
+        training_loss(output, 0.1).backward()
+
+
 def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
     module = mixing(small_vit)
     compile_blocks(module)

@@ -247,6 +247,9 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     assert "q_proj is Sequential" in str(why_not(model))
     with pytest.raises(ValueError, match="give either qkv"):
         Parts(num_heads=2, proj=nn.Identity(), training=True)
+    layer = nn.Linear(4, 12)
+    with pytest.raises(ValueError, match="scale must be a number"):
+        Parts(num_heads=2, proj=layer, training=True, qkv=layer, scale=layer.bias)  # type: ignore
     repeating = DeiTForImageClassification(DeiTConfig(**SIZES))
     for layer in repeating.deit.layers:
         layer.gradient_checkpointing = True
@@ -294,6 +297,8 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
         "Parts give other tokens than": replace(adapter, parts=shifting),
         "is the attention": replace(adapter, norm="mix"),
         "no whole number >= 0": replace(adapter, num_prefix_tokens=-1),
+        "num_prefix_tokens=99 leaves none": replace(adapter, num_prefix_tokens=99),
+        "returns a Tensor, as Adapter": replace(adapter, returns=lambda x: (x, None)),
     }
     for told, other in refused.items():
         with pytest.raises(ValueError, match=told):
@@ -302,6 +307,9 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
     layer.forward = lambda x: layer.before(x + layer.mix(x))  # post-norm
     with pytest.raises(ValueError, match=r"block 0 .* does not get before of"):
         check_adapter(model, adapter, batch[0])
+    bare = replace(torch_encoder("encoder", embed_dim=32), returns=lambda x: x)
+    with pytest.raises(ValueError, match="returns a tuple, as Adapter"):
+        check_adapter(Encoded(), bare, batch[0])
     model.layers[1] = model.layers[2]
     with pytest.raises(ValueError, match="one block more than once"):
         check_adapter(model, adapter, batch[0])

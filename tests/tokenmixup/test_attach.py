@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -273,6 +274,9 @@ def test_default_pooling_is_the_class_token_where_the_model_pools_it():
 
 def test_attach_refuses_what_it_cannot_serve():
     swin = timm.create_model("swin_tiny_patch4_window7_224", pretrained=False)
+    cait = timm.create_model("cait_xxs24_224", pretrained=False)  # its class token comes later
+    shared = small_vit()
+    shared.blocks = nn.Sequential(*[shared.blocks[0]] * 3)
     xcit = timm.create_model("xcit_nano_12_p16_224", pretrained=False)
     post_norm = timm.create_model("vit_base_patch16_rpn_224", pretrained=False)
     cases: list[tuple[nn.Module, dict[str, Any], str]] = [
@@ -287,10 +291,37 @@ def test_attach_refuses_what_it_cannot_serve():
         (small_cct(), {"vtm": {"layer": 4}}, "vtm.layer=4"),
         (small_cct(), {"vtm": {"layer": 0}}, "vtm.layer=0"),
         (small_cct(), {"htm": {"layer": 1, "pooling": "class_token"}}, "class token"),
+        (cait, {"htm": {"layer": 1, "pooling": "class_token"}}, "class token"),
+        (cait, {"vtm": {"layer": 1, "class_token_offset": "published"}}, "no class token"),
+        (shared, {"manifold_mixup": {"layers": [1]}}, "holds one block more than once"),
     ]
     for model, settings, message in cases:
         with pytest.raises(ValueError, match=message):
             attach(model, CLASSES, **settings)
+    for number in (0, -1, "10", 2.0, True):
+        with pytest.raises(ValueError, match=f"num_classes={number!r}: must be a whole number"):
+            attach(small_cct(), number)  # type: ignore[arg-type]
+
+
+def test_settings_hold_from_attach_on(build, batch):
+    layers = [1]
+    gradient = {"htm": {"layer": 1, "detector": "gradient", **EVERYTHING}}
+    mixed = {"manifold_mixup": {"layers": layers}}
+    modules = [attach(build(), CLASSES, **settings) for settings in (gradient, mixed) * 2]
+    layers[0] = 99
+    modules[2].htm = HTM(layer=2)
+    modules[3].manifold_mixup = None
+    outputs = []
+    for module in modules:
+        torch.manual_seed(0)
+        outputs.append(train_output(module, batch).logits)
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
+
+
+def test_logits_of_another_number_of_classes_are_refused():
+    module = attach(small_cct(), CLASSES + 2, htm={"layer": 1}).train()
+    with pytest.raises(ValueError, match=rf"returned \[2, {CLASSES}\], not one"):
+        module(torch.randn(2, 3, 16, 16), torch.eye(CLASSES + 2)[:2])
 
 
 def test_what_is_put_on_an_attention_later_is_refused(batch):
@@ -503,7 +534,14 @@ def test_training_refuses_what_is_no_batch_of_images():
     "settings", [{"htm": {"layer": 1}}, {"manifold_mixup": {"layers": [0]}}, {"vtm": {"layer": 1}}]
 )
 @pytest.mark.parametrize(
-    "targets", [torch.arange(2), torch.eye(7)[:2], torch.eye(CLASSES)[:3], [[1.0, 0, 0, 0, 0]] * 2]
+    "targets",
+    [
+        torch.arange(2),
+        torch.eye(7)[:2],
+        torch.eye(CLASSES)[:3],
+        [[1.0, 0, 0, 0, 0]] * 2,
+        np.eye(CLASSES)[:2],
+    ],
 )
 def test_training_refuses_what_are_no_probabilities(settings, targets):
     module = attach(small_cct(), CLASSES, **settings).train()
