@@ -128,7 +128,8 @@ def _heads(attn: Any, part: str, x: Tensor, rope: Tensor | None) -> Tensor:
     groups = 1 if part == "q" else getattr(attn, "num_kv_groups", 1)
     y = rearrange(x, "b n (h e) -> b h n e", h=attn.num_heads // groups)
     if part != "v":
-        y = getattr(attn, f"{part}_norm", nn.Identity())(y)
+        norm = getattr(attn, f"{part}_norm", None)
+        y = y if norm is None else norm(y)
         if rope is not None:
             y = _rotate(y, rope, getattr(attn, "rotate_half", False)).to(x.dtype)
     return y if groups == 1 else y.repeat_interleave(groups, dim=1)
