@@ -7,12 +7,15 @@ talking heads. Letters: b batch, h heads, n tokens with prefix, m memory, d widt
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+
+from tokenmixup.contexts import evaluating
 
 CACHED_SCORES = 2**17  # that a core works on at a time: half a MiB
 UNDERSTOOD = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
@@ -39,9 +42,10 @@ class Positions(NamedTuple):
         return Positions(rope, bias)
 
 
-def positions(attn: Any, n: int, given: Mapping[str, Any]) -> Positions:
+def positions(attn: Any, n: int, given: Mapping[str, Any], dropout: bool = True) -> Positions:
     """The positions of `n` tokens: `given` are the arguments that the block hands to `attn`.
 
+    `dropout`: whether that of an MLP which makes them acts in training mode, as it does for `attn`.
     Raises ValueError for an argument that is not understood, such as a causal mask.
     """
     unknown = [
@@ -51,7 +55,8 @@ def positions(attn: Any, n: int, given: Mapping[str, Any]) -> Positions:
     ]
     if unknown:
         raise ValueError(f"TokenMixup does not understand the argument {unknown[0]} of a block")
-    biases = [given.get("shared_rel_pos"), given.get("shared_rel_pos_bias"), _own_bias(attn)]
+    own = _own_bias(attn, dropout)
+    biases = [given.get("shared_rel_pos"), given.get("shared_rel_pos_bias"), own]
     mask = given.get("attn_mask")
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
@@ -60,12 +65,15 @@ def positions(attn: Any, n: int, given: Mapping[str, Any]) -> Positions:
     return Positions(_rope_of_all(given.get("rope"), n), None if bias is None else _four(bias))
 
 
-def _own_bias(attn: Any) -> Tensor | None:
+def _own_bias(attn: Any, dropout: bool) -> Tensor | None:
     """A relative position bias that the module itself holds, `1 h n n`."""
     if getattr(attn, "relative_position_bias_table", None) is not None:
         return attn._get_rel_pos_bias()
     own = getattr(attn, "rel_pos", None)
-    return None if own is None else own.get_bias()
+    if own is None:
+        return None
+    with nullcontext() if dropout else evaluating(own):
+        return own.get_bias()
 
 
 def _rope_of_all(rope: Tensor | None, n: int) -> Tensor | None:

@@ -68,9 +68,8 @@ class BlockInput:
 
     @cached_property
     def _positions(self) -> Positions:
-        block = self.blocks[self.index]
-        with evaluating(attention_module(block)):  # positions may come from an MLP with dropout
-            return positions(block.attn, self.tokens.shape[1], self.given)
+        attn = self.blocks[self.index].attn
+        return positions(attn, self.tokens.shape[1], self.given, dropout=False)
 
 
 def by_gradient(entry: BlockInput) -> Tensor:
@@ -107,9 +106,8 @@ def detector_of(htm: HTM) -> Detector:
 
 
 def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
-    with evaluating(attention_module(block)):  # positions may come from an MLP with dropout
-        where = positions(block.attn, tokens.shape[1], given)
-        return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
+    where = positions(block.attn, tokens.shape[1], given, dropout=False)
+    return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
 
 
 def _run(block: Any, tokens: Tensor, given: dict[str, Any]) -> Tensor:

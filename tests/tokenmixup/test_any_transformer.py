@@ -318,6 +318,24 @@ def test_grouped_gated_rotary_attention_attends_to_a_memory_as_to_tokens(rotate_
     torch.testing.assert_close(vertical_attention(attn, tokens, memory, where), expected)
 
 
+def test_saliency_has_no_dropout_where_the_positions_of_a_block_have():
+    model = build("vit_relpos_small_patch16_224")
+    for block in model.blocks:
+        block.attn.rel_pos.mlp.drop1.p = 0.5
+    images, _ = a_batch()
+    with watching(model) as seen, torch.no_grad():
+        model.eval()(images)
+    found = []
+    for mode in (False, True):
+        model.train(mode)
+        entry = BlockInput(model.blocks, 1, seen[1].tokens, seen[1].given, 0, False)
+        found.append((entry.own_saliency(), by_rollout(1, entry)))
+        assert model.blocks[1].attn.rel_pos.mlp.drop1.training is mode
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    with torch.no_grad():
+        assert not torch.equal(*(model.blocks[1].attn.rel_pos.get_bias() for _ in range(2)))
+
+
 def test_an_argument_that_is_not_understood_is_refused():
     attn = AttentionRope(32, num_heads=4)
     assert positions(attn, 5, {"rope": None, "attn_mask": None, "is_causal": False}) == (None, None)
