@@ -79,8 +79,10 @@ def run(
             if launcher != HERE:
                 failures += _launch(launcher, config_name, resolve, check_all, main)
             else:
-                for one in settings:
+                for number, one in enumerate(settings):
                     try:
+                        if len(points) > 1:
+                            say(f"#{number}: {' '.join(points[number])}")
                         main(one)
                     except (UserError, PlainError) as error:
                         # the others go on, without what the traceback holds: model and loaders
@@ -126,8 +128,11 @@ def _launch(
     gpus = visible_gpus() if launcher in PARALLEL else []  # SLURM gives each job its own
 
     def job(_: DictConfig) -> Exception | None:
+        ours = HydraConfig.get()
+        typed = _typed(ours)
         try:
-            composed = compose(config_name, _typed(HydraConfig.get()))
+            say(f"#{ours.job.num}: {' '.join(typed)}")
+            composed = compose(config_name, typed)
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)
             one = resolve(composed)

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from reproduction.config import CONF_DIR, STACK
+from reproduction.runs.folder import flatten
 from reproduction.runs.parse import unservable
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
@@ -189,9 +190,14 @@ def explained(error: Exception) -> str:
             return f"{cause.full_key}: the stack does not name {key}, add it to augmentation=[...]"
         if parent == "logger" and key in options_of("logger"):
             return f"{cause.full_key}: logger does not name {key}, add it to logger=[...]"
-        keys = cause.parent_node.keys() if isinstance(cause.parent_node, DictConfig) else []
-        known = ", ".join(str(k) for k in keys if k != "hydra") or "none"
-        return f"{cause.full_key}: unknown key; keys of {parent or 'the configuration'}: {known}"
+        node = cause.parent_node
+        tree: Any = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
+        meant = [name for name, _ in flatten(tree) if name.rpartition(".")[2] == key]
+        hint = f", perhaps {' or '.join(meant)}" if meant and not parent else ""
+        known = ", ".join(str(k) for k in tree if k != "hydra") or "none"
+        return (
+            f"{cause.full_key}: unknown key{hint}; keys of {parent or 'the configuration'}: {known}"
+        )
     if cause is not None and str(error).startswith(MERGING):
         typed = str(error).removeprefix(MERGING).strip()
         return f"{typed}: must be of the kind that stands there: {first_line(cause)}"

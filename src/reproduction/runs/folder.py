@@ -68,8 +68,8 @@ class RunFolder:
             return
         both = dataclasses.asdict(config), self.read_config()
         if pairs := differing(*(identity(one) for one in both)):
-            told = ", ".join(pairs)
-            raise UserError(f"name={config.name}: {self.path} holds a run with other {told}")
+            other = f"{self.path} holds a run with other {', '.join(pairs)}"
+            raise UserError(f"name={config.name}: {other}; choose another name=...")
 
     @cached_property
     def _is_going_on(self) -> bool:

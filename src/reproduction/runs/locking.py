@@ -56,6 +56,8 @@ def _lock(folder: RunFolder) -> IO[str]:
     while True:
         file = _open(path)
         if file is None:
+            if time.monotonic() > deadline:  # some file systems never make it, such as /proc
+                raise UserError(f"{folder.path}: there cannot be a folder at this place")
             continue
         if _try_lock(file, fcntl.LOCK_EX):
             with suppress(FileNotFoundError):

@@ -66,7 +66,9 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
     key, value = ".".join(path), in_one_line(str(value), LONGEST)
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = ", ".join(str(k) for k in parent if k != path[-1])
-        return f"{key}={value}: unknown key; {'.'.join(path[:-1]) or 'known'} has {known}"
+        return (
+            f"{key}={value}: unknown key; {'.'.join(path[:-1]) or 'the configuration'} has {known}"
+        )
     if error["type"] == "missing":
         return f"{key}: no value is set"
     if error["type"] == "union_tag_invalid":

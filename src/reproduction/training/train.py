@@ -183,7 +183,7 @@ def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     module, device = trainer.module, trainer.world.device.type
     uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
     if config.recipe.precision == "float16" and device == "cpu":
-        warn("warning: float16 is slow on a CPU, try recipe.precision=bf16")
+        warn("warning: float16 is slow on a CPU, try recipe.precision=float32")
     with autocast(trainer.world.device, config.recipe.precision):
         kernel = attention_kernel(module.model, config.model.image_size)
     known = pretrained_statistics(module.model) if uses_pretrained else None
