@@ -119,19 +119,20 @@ def _chosen_weights(
         if isinstance(value, dict | list | bool):
             raise UserError(f"{key}={value}: must be a path")
     if (run is None) == (checkpoint is None):
-        raise UserError(
-            f"run={run}, checkpoint={checkpoint}: give one of them, a run folder or a file"
-        )
+        both = "run, checkpoint" if run is None else f"run={run}, checkpoint={checkpoint}"
+        raise UserError(f"{both}: give one of them, a run folder or a file")
     if weights not in ("last", "best"):
         raise UserError(f"weights={weights}: must be last or best")
     of_a_folder = ("checkpoint", *(key for key in of_a_run if key not in ("run", "weights")))
-    is_folder = checkpoint is not None and Path(str(checkpoint)).is_dir()
-    allowed = of_a_run if run is not None else of_a_folder if is_folder else of_a_file
-    _refuse_others(composed, allowed)
-    if checkpoint is not None and (file := Path(str(checkpoint), PUBLISHED)).is_file():
-        return [file], RunFolder(str(checkpoint)).read_config()
-    if is_folder:
+    published = Path(str(checkpoint), PUBLISHED)
+    is_folder = checkpoint is not None and published.parent.is_dir()
+    if is_folder and not published.is_file():
         raise UserError(f"checkpoint={checkpoint}: holds no {PUBLISHED}, as a folder must")
+    _refuse_others(
+        composed, of_a_run if run is not None else of_a_folder if is_folder else of_a_file
+    )
+    if is_folder:
+        return [published], RunFolder(str(checkpoint)).read_config()
     if checkpoint is not None:
         if not Path(str(checkpoint)).is_file():
             raise UserError(f"checkpoint={checkpoint}: there is no such file")

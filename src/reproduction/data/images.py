@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 NO_IMAGE = "no readable image"
+SKIPPING = "dataset.broken_images=skip leaves such files out"
 # Of all that Pillow knows, by content whatever the name; others can start programs, as EPS does.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MIB = 2**20

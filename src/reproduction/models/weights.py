@@ -31,7 +31,7 @@ from reproduction.system.terminal import warn
 KEPT_UNDER = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 HEAD = ("head.weight", "head.bias")
 MOST_UNPACKED = 100  # times the size of its archive: weights hardly shrink, bombs do
-BYTEARRAY = b"bytearray"
+BYTEARRAY, PICKLE = b"bytearray", b"\x80"
 # Errors of a file that may be whole and readable later.
 PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES, errno.EPERM}
 
@@ -167,10 +167,11 @@ def _reason(error: Exception) -> str:
 
 
 def _reader(path: Path) -> Callable[[Path], Any]:
-    """safetensors begin with 8 bytes of length and JSON, an .npz is a zip file of .npy files."""
+    """By the first bytes: of a length and JSON, a zip file of .npy or other files, a pickle."""
     with path.open("rb") as file:
-        if file.read(9)[8:] == b"{":
-            return _read_safetensors
+        head = file.read(9)
+    if head[8:] == b"{":
+        return _read_safetensors
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
@@ -178,6 +179,8 @@ def _reader(path: Path) -> Callable[[Path], Any]:
                 raise ValueError(f"unpacks to {unpacked} bytes, from {path.stat().st_size}")
             if any(name.endswith(".npy") for name in archive.namelist()):
                 return _read_npz
+    elif not head.startswith(PICKLE):
+        raise ValueError("neither safetensors, nor of torch.save, nor an .npz")
     return _read_torch
 
 

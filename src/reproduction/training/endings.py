@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from reproduction.config import Checkpoint, Recipe
-from reproduction.data.images import NO_IMAGE
+from reproduction.data.images import NO_IMAGE, SKIPPING
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError
 from reproduction.system.ranks import is_first_rank, restarts
@@ -88,7 +88,8 @@ def explaining_data() -> Iterator[None]:
     except RuntimeError as error:
         last = str(error).strip().rpartition("\n")[2]  # of a worker's traceback
         if NO_IMAGE in last:
-            raise PlainError(last.removeprefix("RuntimeError: ")) from error
+            told = last.removeprefix("RuntimeError: ")
+            raise PlainError(f"{told}; {SKIPPING}") from error
         said = " ".join(str(error).split())
         if "DataLoader worker (pid" in said:
             raise PlainError(

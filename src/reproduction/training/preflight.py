@@ -5,6 +5,7 @@ from torch import nn
 
 from reproduction.config import Config, ViT
 from reproduction.data.build import build_source, build_training_images
+from reproduction.data.images import NO_IMAGE, SKIPPING
 from reproduction.data.loaders import Broken, TrainingBatches
 from reproduction.models.build import (
     build_module,
@@ -39,7 +40,9 @@ def preflight(config: Config, here: bool = True) -> None:
         if all(isinstance(images[(0, index)], Broken) for index in range(len(source.train))):
             raise UserError(f"dataset.root={config.dataset.root}: no training image is readable")
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"the first training image: {first_line(error)}") from error
+        is_broken = NO_IMAGE in str(error)
+        reason = f"{error}; {SKIPPING}" if is_broken else first_line(error)
+        raise UserError(f"the first training image: {reason}") from error
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices
     )
