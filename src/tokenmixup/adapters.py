@@ -62,9 +62,10 @@ class Parts:
         if self.scale is None:
             if self.project is not None:
                 raise ValueError("Parts: scale must be given with project")
-            width = (
-                self.qkv.weight.shape[0] // 3 if self.q_proj is None else len(self.q_proj.weight)
-            )
+            layer, layers = (self.qkv, 3) if self.q_proj is None else (self.q_proj, 1)
+            width = len(layer.weight) // layers
+            if width % self.num_heads:
+                raise ValueError(f"Parts: num_heads={self.num_heads} must divide the width {width}")
             self.scale = (width / self.num_heads) ** -0.5
 
     @property
@@ -127,7 +128,10 @@ class AdaptedBlock:
 
     @property
     def attn(self) -> Parts:
-        return self.adapter.parts(self.attention)
+        parts = self.adapter.parts(self.attention)
+        if not isinstance(parts, Parts):
+            raise ValueError(f"Adapter.parts: has returned a {type(parts).__name__}, must be Parts")
+        return parts
 
 
 def found(start: Any, path: str) -> Any:

@@ -4,7 +4,7 @@ Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,15 +24,16 @@ def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
 
     Raises ValueError, naming the block, unless each is called once with `b n d`, its attention once
     with the norm of these tokens, the Parts give what the attention gives, and queries, keys and
-    values of a token depend on that token alone. Which tokens are the prefix, whether the class is
-    read from token 0, and dropout are not seen in evaluation: compare the returned number with the
-    patches that the model makes.
+    values of a token depend on that token alone. Parameters that are constant, as norms of a new
+    model are, have other values meanwhile: with them one norm would be as good as another. Which
+    tokens are the prefix, whether the class is read from token 0, and dropout are not seen in
+    evaluation: compare the returned number with the patches that the model makes.
     """
     if reason := why_not(model, None, adapter):
         raise ValueError(reason)
     view = view_of(model, adapter)
     seen: list[dict[str, list[Any]]] = [{"block": [], "given": [], "made": []} for _ in view.blocks]
-    with ExitStack() as stack, evaluating(model):
+    with ExitStack() as stack, evaluating(model), _uneven(model):
         for block, found in zip(view.blocks, seen, strict=True):
             for handle in (
                 block.module.register_forward_pre_hook(lambda _, x, f=found: f["block"].append(x)),
@@ -49,6 +50,24 @@ def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
             for reason in _problems(block, view.embed_dim, found):
                 raise ValueError(f"block {index} ({type(block.module).__name__}): {reason}")
     return seen[0]["block"][0][0].shape[1] - adapter.num_prefix_tokens
+
+
+@contextmanager
+def _uneven(model: nn.Module) -> Iterator[None]:
+    """Other values, for the moment, in parameters whose values are all the same."""
+    constant = [
+        p for p in model.parameters() if p.numel() > 1 and bool((p == p.flatten()[0]).all())
+    ]
+    before = [parameter.clone() for parameter in constant]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in constant:
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.1 * noise.to(parameter))
+    try:
+        yield
+    finally:
+        for parameter, own in zip(constant, before, strict=True):
+            parameter.copy_(own)
 
 
 def _problems(block: AdaptedBlock, width: int, seen: dict[str, list[Any]]) -> Iterator[str]:

@@ -113,7 +113,7 @@ def algorithm_1(
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
     mixed_targets = targets[donor].lerp(targets, keep_ratio)  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
-    gained = mixed_saliency - saliency
+    gained = torch.where(mask, offered - saliency, 0)
     return HorizontalMix(
         mixed_tokens, mixed_targets, donor, mask, gained, keep_ratio, is_easy, exchange
     )

@@ -263,7 +263,10 @@ def test_an_adapter_that_fits_is_found_to(built: Built, batch):
     told = adapter or adapter_of(model)
     assert told is not None
     modes = [module.training for module in model.modules()]
+    before, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     tokens = check_adapter(model, told, batch[0])
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert tokens == (64 if hasattr(model, "patches") else 16)
     assert modes == [module.training for module in model.modules()]
     assert not any(module._forward_hooks for module in model.modules())
@@ -271,9 +274,8 @@ def test_an_adapter_that_fits_is_found_to(built: Built, batch):
 
 def test_an_adapter_that_does_not_fit_is_found_out(batch):
     model, adapter, _ = hand_made()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    for layer in model.layers:  # a new model's, in which any norm and any map give the same
+        nn.init.zeros_(layer.mix.out.weight)
 
     def wrong(**parts: Any) -> Adapter:
         return replace(adapter, parts=lambda attention: replace(adapter.parts(attention), **parts))
@@ -293,7 +295,9 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
         "promises b n 63": replace(adapter, embed_dim=63),
         "Parts give other tokens": wrong(scale=1.0),
         "Parts give other": replace(adapter, parts=swapped),
-        "Parts do not fit together": wrong(num_heads=5),
+        "num_heads=5 must divide the width 64": wrong(num_heads=5, scale=None),
+        "returned a NoneType, must be Parts": replace(adapter, parts=lambda attention: None),
+        "Parts do not fit together": wrong(proj=nn.Linear(63, 64)),
         "Parts give other tokens than": replace(adapter, parts=shifting),
         "is the attention": replace(adapter, norm="mix"),
         "no whole number >= 0": replace(adapter, num_prefix_tokens=-1),

@@ -101,6 +101,16 @@ def test_mix_horizontal_of_hard_samples_changes_no_bit(batch: Batch, rho: float)
     assert torch.equal(found.targets, batch.targets)
 
 
+@pytest.mark.parametrize(("easy", "rho"), [(0, 0.0), (3, float("inf"))])
+def test_where_nothing_is_replaced_a_saliency_that_is_not_finite_changes_nothing(
+    easy: int, rho: float
+):
+    tokens, saliency = torch.randn(3, 4, 2), torch.full((3, 4), float("nan"))
+    found = mix_horizontal(tokens, torch.eye(3), saliency, torch.arange(3) < easy, rho)
+    assert torch.equal(found.tokens, tokens) and torch.equal(found.targets, torch.eye(3))
+    assert not found.gain.any() and not found.mask.any()
+
+
 def test_saliency_of_more_than_the_tokens_is_refused():
     with pytest.raises(ValueError, match="saliency of 5 tokens, but 4 to mix"):
         mix_horizontal(
