@@ -106,8 +106,9 @@ def detector_of(htm: HTM) -> Detector:
 
 
 def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
-    where = positions(block.attn, tokens.shape[1], given, dropout=False)
-    return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
+    with evaluating(attention_module(block)):
+        where = positions(block.attn, tokens.shape[1], given)
+        return attention_map(block.attn, block.norm1(tokens), first_row_only, where)
 
 
 def _run(block: Any, tokens: Tensor, given: dict[str, Any]) -> Tensor:

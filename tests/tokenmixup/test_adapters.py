@@ -319,6 +319,27 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
         check_adapter(model, adapter, batch[0])
 
 
+def test_a_rollout_is_without_the_dropout_of_a_projection(batch):
+    def dropping(attention: Any) -> Parts:
+        found = by_function(attention)
+        assert found.project is not None
+        own = found.project
+        return replace(
+            found, project=lambda x: own(nn.functional.dropout(x, 0.5, attention.training))
+        )
+
+    model, adapter, _ = hand_made(lambda adapter: replace(adapter, parts=dropping))
+    assert adapter is not None
+    htm = {"layer": 1, "rollout_steps": 1, **EVERYTHING}
+    module = attach(model, CLASSES, htm=htm, adapter=adapter).train()
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        found.append(module.mixed_pairs(*batch))
+    assert all(mix is not None and mix.mask.any() for mix in found)
+    assert torch.equal(*(mix.gain for mix in found))
+
+
 def test_tokens_by_name_are_refused(batch):
     class Named(Encoded):
         def forward(self, images: Tensor) -> Tensor:
