@@ -45,7 +45,8 @@ class Positions(NamedTuple):
 def positions(attn: Any, n: int, given: Mapping[str, Any], dropout: bool = True) -> Positions:
     """The positions of `n` tokens: `given` are the arguments that the block hands to `attn`.
 
-    `dropout`: whether that of an MLP which makes them acts in training mode, as it does for `attn`.
+    `dropout`: whether that of an MLP of `attn` which makes them acts in training mode; those that
+    all blocks share come as they were drawn.
     Raises ValueError for an argument that is not understood, such as a causal mask.
     """
     unknown = [

@@ -97,10 +97,15 @@ def _problems(block: AdaptedBlock, width: int, seen: dict[str, list[Any]]) -> It
     except (RuntimeError, ValueError, TypeError) as error:
         yield f"Parts do not fit together: {str(error).splitlines()[0]}"
         return
-    if isinstance(made, tuple) != isinstance(block.adapter.returns(rebuilt), tuple):
-        yield f"its attention returns a {type(made).__name__}, as Adapter.returns does not"
+    first = made[0] if isinstance(made, tuple | list) and made else made
+    kinds = [type(out).__name__ for out in (made, block.adapter.returns(rebuilt))]
+    if kinds[0] != kinds[1] or not isinstance(first, Tensor):
+        yield (
+            f"its attention returns a {kinds[0]} and Adapter.returns a {kinds[1]}, must both be "
+            "tokens, or a tuple or list that begins with them"
+        )
         return
-    if not _same(made[0] if isinstance(made, tuple) else made, rebuilt):
+    if not _same(first, rebuilt):
         yield "Parts give other tokens than its attention (Adapter.parts)"
     turned = [y.flip(2) for y in project(parts, given.flip(1))]
     if not all(_same(y, z) for y, z in zip((q, k, v), turned, strict=True)):

@@ -172,7 +172,7 @@ def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -
 def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
     """Of a source of VTM: its map, or else its queries and keys, tell the saliency as well.
 
-    Positions may have dropout, which the saliency has not.
+    Positions of the block's own may have dropout, which the saliency has not.
     """
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)

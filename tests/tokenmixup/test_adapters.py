@@ -302,7 +302,9 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
         "is the attention": replace(adapter, norm="mix"),
         "no whole number >= 0": replace(adapter, num_prefix_tokens=-1),
         "num_prefix_tokens=99 leaves none": replace(adapter, num_prefix_tokens=99),
-        "returns a Tensor, as Adapter": replace(adapter, returns=lambda x: (x, None)),
+        "returns a Tensor and Adapter.returns a tuple": replace(
+            adapter, returns=lambda x: (x, None)
+        ),
     }
     for told, other in refused.items():
         with pytest.raises(ValueError, match=told):
@@ -312,11 +314,23 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
     with pytest.raises(ValueError, match=r"block 0 .* does not get before of"):
         check_adapter(model, adapter, batch[0])
     bare = replace(torch_encoder("encoder", embed_dim=32), returns=lambda x: x)
-    with pytest.raises(ValueError, match="returns a tuple, as Adapter"):
+    with pytest.raises(ValueError, match="returns a tuple and Adapter.returns a Tensor"):
         check_adapter(Encoded(), bare, batch[0])
     model.layers[1] = model.layers[2]
     with pytest.raises(ValueError, match="one block more than once"):
         check_adapter(model, adapter, batch[0])
+
+
+def test_an_attention_that_returns_a_mapping_is_refused(batch):
+    model, adapter, _ = hand_made()
+    assert adapter is not None
+    layer = model.layers[0]
+    attend = layer.mix.forward
+    layer.mix.forward = lambda x: {"tokens": attend(x)}
+    layer.forward = lambda x: x + layer.mix(layer.before(x))["tokens"]
+    mapping = replace(adapter, returns=lambda x: {"tokens": x})
+    with pytest.raises(ValueError, match=r"block 0 .* returns a dict .* must both be tokens"):
+        check_adapter(model, mapping, batch[0])
 
 
 def test_a_rollout_is_without_the_dropout_of_a_projection(batch):
