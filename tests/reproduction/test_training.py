@@ -318,6 +318,15 @@ def test_scorenet_learns_from_its_weighted_loss(command: Command, tmp_path: Path
         assert not torch.allclose(learned, idle, rtol=0.05)
 
 
+@pytest.mark.parametrize(("tau", "is_warned"), [(2.2, False), (2.4, True), (float("inf"), False)])
+def test_a_tau_above_what_guessing_scores_is_warned_of(
+    command: Command, tmp_path: Path, tau: float, is_warned: bool
+):
+    ended = command("train", "name=mine", f"augmentation.htm.tau={tau}", *SMALL)
+    assert ended.status == 0, ended.err
+    assert ("guessing scores 2.30 nats" in ended.err) == is_warned
+
+
 @pytest.mark.parametrize("precision", ["bf16", "float16"])
 def test_low_precision_trains(command: Command, tmp_path: Path, precision: str):
     ended = command("train", "name=mine", *MIXED, *SMALL, f"recipe.precision={precision}")

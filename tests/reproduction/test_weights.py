@@ -355,6 +355,21 @@ def test_broken_files_are_not_readable(tmp_path, write, harm):
         read_weights("checkpoint", path)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"accuracy: 98", "neither safetensors, nor of torch.save, nor an .npz"),
+        (b"", "neither safetensors"),
+        (b"PK\x03\x04 and no end", "damaged, the end of the archive is missing"),
+    ],
+)
+def test_what_is_no_file_of_weights_is_told(tmp_path: Path, content: bytes, told: str):
+    path = tmp_path / "notes.pt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        read_weights("checkpoint", path)
+
+
 def npz_bytes(path: Path) -> bytes:
     np.savez(path, **jax_arrays())
     return path.read_bytes()

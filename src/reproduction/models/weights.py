@@ -179,6 +179,8 @@ def _reader(path: Path) -> Callable[[Path], Any]:
                 raise ValueError(f"unpacks to {unpacked} bytes, from {path.stat().st_size}")
             if any(name.endswith(".npy") for name in archive.namelist()):
                 return _read_npz
+    elif head.startswith(b"PK"):
+        raise ValueError("damaged, the end of the archive is missing")
     elif not head.startswith(PICKLE):
         raise ValueError("neither safetensors, nor of torch.save, nor an .npz")
     return _read_torch

@@ -1,12 +1,13 @@
 """One run from its configuration to its summary."""
 
+import math
 import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -184,6 +185,11 @@ def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
     if config.recipe.precision == "float16" and device == "cpu":
         warn("warning: float16 is slow on a CPU, try recipe.precision=float32")
+    guessing = math.log(len(trainer.classes))
+    for htm in [] if module.htm is None else module.htm.each.values():
+        if guessing <= cast(float, htm.tau) < math.inf:
+            scores = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
+            warn(f"warning: augmentation.htm.tau={htm.tau}: {scores}")
     with autocast(trainer.world.device, config.recipe.precision):
         kernel = attention_kernel(module.model, config.model.image_size)
     known = pretrained_statistics(module.model) if uses_pretrained else None
