@@ -96,7 +96,7 @@ class TokenMixup(nn.Module):
     ):
         super().__init__()
         if type(num_classes) is not int or num_classes < 1:
-            raise ValueError(f"num_classes={num_classes!r}: must be a whole number, 1 or more")
+            raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         if checkpoint_blocks and (reason := why_not(model, None, adapter)):
@@ -120,7 +120,7 @@ class TokenMixup(nn.Module):
                 check_layer(model, key, layer, adapter)
         view = view_of(model, adapter)
         if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(view):
-            raise ValueError("vtm.class_token_offset='published': there is no class token")
+            raise ValueError("vtm.class_token_offset='published': no class token enters the blocks")
         if htm is not None:
             width, pooling = view.embed_dim, scorenet_pooling(view, htm.pooling)
             like = next(model.parameters())
@@ -244,6 +244,13 @@ class TokenMixup(nn.Module):
         for layer, htm in self._htm_at.items():
             yield from range(layer, layer + htm.rollout_steps + 1) if htm.rollout_steps > 0 else ()
 
+    def unchanged_blocks(self) -> list[nn.Module]:
+        """Blocks that run in training as the model has them, such as a compiler understands."""
+        changed = {*self.replaced_attention(), *self._htm_at, *self._manifold_layers}
+        changed |= {*self._rolled_out()}
+        blocks = enumerate(view_of(self.model, self.adapter).blocks)
+        return [block_module(block) for index, block in blocks if index not in changed]
+
     def replaced_attention(self) -> dict[int, StandIn]:
         """Blocks whose attention is replaced in a training pass, and what stands in for it."""
         replaced: dict[int, StandIn] = dict.fromkeys(self._sources, attend_and_remember)
@@ -279,7 +286,7 @@ class TokenMixup(nn.Module):
                 self.rules,
             )
             if is_source:  # VTM
-                own = entry.saliency = entry.own_saliency()
+                own = entry.own_saliency()
                 if htm.order == "in_place":  # it moves with its token
                     entry.saliency = torch.where(mix.mask, own[mix.donor], own)
             entry.projected = [mix.exchange(y) for y in entry.projected]

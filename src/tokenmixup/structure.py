@@ -40,15 +40,15 @@ def why_not(
 
     With an adapter all of them are looked at.
     """
+    if hasattr(model, "_orig_mod"):
+        told = "compile the unchanged_blocks() of what attach returns instead"
+        return f"{type(model).__name__} is compiled already: {told}"
     try:
         view = view_of(model, adapter)
         if isinstance(view, Adapted):
             return _why_not_adapted(view)
     except ValueError as error:  # of an adapter that does not fit
         return str(error)
-    if hasattr(model, "_orig_mod"):
-        told = "call .compile(dynamic=False) on its blocks after attach instead"
-        return f"{type(model).__name__} is compiled already: {told}"
     return _why_not(model, last_layer)
 
 
@@ -163,7 +163,7 @@ def scorenet_pooling(model: Any, asked: str) -> Pooling:
     if asked == "auto":
         return "class_token" if reads_class_token(model) else "attention"
     if asked == "class_token" and not has_class_token(model):
-        raise ValueError("htm.pooling='class_token': the class is not read from a class token")
+        raise ValueError("htm.pooling='class_token': no class token enters the blocks")
     return cast(Pooling, asked)
 
 

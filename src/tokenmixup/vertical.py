@@ -86,9 +86,12 @@ def vertical_attention(
     `known`: the projections of `tokens`, where they are known already. Returns `b n d`, projected
     and dropped out as `attn` itself would.
     """
+    x = tokens
     if known:
         both = zip(known, projections(attn, memory), strict=True)
         known = [torch.cat(parts, dim=1) for parts in both]
+    else:
+        x = torch.cat([tokens, memory], dim=1)
     rope, bias = where or Positions()
-    q, k, v = project(attn, torch.cat([tokens, memory], dim=1), rope, known)  # b h n+m e
+    q, k, v = project(attn, x, rope, known)  # b h n+m e
     return attend(attn, tokens, q[:, :, : tokens.shape[1]], k, v, bias)

@@ -303,6 +303,7 @@ def test_a_broken_image_is_named(command: Command, tmp_path: Path, workers: int)
     broken.write_bytes(broken.read_bytes()[:60])
     small = [x for x in SMALL if "limit" not in x]
     data = ["dataset=image_folder", f"dataset.root={root}", f"dataset.workers={workers}"]
+    data += ["augmentation.htm.tau=0.5"]  # of 2 classes a higher one is warned of
     held = command("train", "name=mine", *data, *small)
     assert (held.status, len(held.lines)) == (2, 1)
     assert f"{broken}: no readable image" in held.err
@@ -310,6 +311,7 @@ def test_a_broken_image_is_named(command: Command, tmp_path: Path, workers: int)
     ended = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
     assert (ended.status, len(ended.lines)) == (1, 1)
     assert f"{broken}: no readable image" in ended.err
+    assert "dataset.broken_images=skip leaves such files out" in ended.err
 
 
 def test_images_of_more_than_8_bits_are_refused_rather_than_clipped(

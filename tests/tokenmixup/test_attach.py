@@ -9,11 +9,11 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.conftest import CLASSES, small_cct, small_vit, small_vit_lite
 from tests.oracle import Oracle
 from tokenmixup import HTM, VTM, Output, attach, training_loss
-from tokenmixup.attention import project
 
 EVERYTHING = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
 
@@ -214,11 +214,11 @@ def test_the_model_is_untouched_after_a_pass_and_after_a_failed_one(build, batch
 def test_projections_that_move_train_as_those_of_mixed_tokens_would(
     vtm: dict[str, int] | None, autocasts: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    known_of_calls = []
+    asked = []
 
-    def projecting(attn: Any, x: Tensor, rope: Tensor | None, known: Any = ()) -> list[Tensor]:
-        known_of_calls.append(known)
-        return project(attn, x, rope)
+    def unknown(attn: Any, x: Tensor) -> list[Tensor]:
+        asked.append(x)
+        return []
 
     model = small_cct(attn_drop=0.1, drop_path=0.1)
     module = attach(model, CLASSES, htm={"layer": 1, **EVERYTHING}, vtm=vtm).train()
@@ -232,9 +232,8 @@ def test_projections_that_move_train_as_those_of_mixed_tokens_would(
         assert output.stats["mixed_tokens"] > 0
         training_loss(output, 0.5).backward()
         found.append([output.logits, *(p.grad for p in module.parameters())])
-        monkeypatch.setattr("tokenmixup.passes.project", projecting)
-        monkeypatch.setattr("tokenmixup.vertical.project", projecting)
-    assert any(known_of_calls)
+        monkeypatch.setattr("tokenmixup.detectors.projections", unknown)
+    assert len(asked) == 1
     close = {"rtol": 2**-6, "atol": 1e-4} if autocasts else {"rtol": 1e-5, "atol": 1e-7}
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, **close)
@@ -299,7 +298,7 @@ def test_attach_refuses_what_it_cannot_serve():
         with pytest.raises(ValueError, match=message):
             attach(model, CLASSES, **settings)
     for number in (0, -1, "10", 2.0, True):
-        with pytest.raises(ValueError, match=f"num_classes={number!r}: must be a whole number"):
+        with pytest.raises(ValueError, match=f"num_classes={number!r}: must be an int"):
             attach(small_cct(), number)  # type: ignore[arg-type]
 
 
@@ -464,6 +463,39 @@ def with_gradient_hook(model: Any) -> nn.Module:
 def with_own_forward(model: Any) -> nn.Module:
     model.blocks[1].attn.forward = lambda x, **given: x
     return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "unchanged"),
+    [
+        ({"htm": {"layer": 1}}, [0, 2, 3, 4]),
+        ({"htm": {"layer": 1}, "vtm": {"layer": 2}}, [3, 4]),
+        ({"htm": {"layer": 1, "rollout_steps": 1}}, [0, 3, 4]),
+        ({"htm": {"layer": 1, "detector": "gradient"}}, [0, 2, 3, 4]),
+        ({"manifold_mixup": {"layers": [0, 3]}}, [1, 2, 4]),
+    ],
+)
+def test_unchanged_blocks_compile_once_to_the_same_numbers(settings, unchanged):
+    torch.compiler.reset()
+    images, targets = torch.randn(4, 3, 32, 32), torch.eye(CLASSES)[torch.arange(4) % CLASSES]
+    counter = CompileCounterWithBackend("aot_eager")
+    modules = [attach(small_vit(depth=5), CLASSES, **settings) for _ in range(2)]
+    blocks = modules[0].unchanged_blocks()
+    assert blocks == [modules[0].model.blocks[index] for index in unchanged]
+    for block in blocks:
+        block.compile(backend=counter, dynamic=False)
+    graphs = []
+    for seed in range(3):
+        outputs = []
+        for module in modules:
+            torch.manual_seed(seed)
+            outputs.append(train_output(module, (images, targets)))
+            training_loss(outputs[-1], 0.5).backward()
+        torch.testing.assert_close(outputs[0].logits, outputs[1].logits, atol=1e-5, rtol=1e-5)
+        graphs.append(len(counter.graphs))
+    assert graphs[0] == graphs[-1] > 0
+    for ours, plain in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
