@@ -113,7 +113,7 @@ def algorithm_1(
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
     mixed_targets = targets[donor].lerp(targets, keep_ratio)  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
-    gained = torch.where(mask, offered - saliency, 0)
+    gained = (mixed_saliency - saliency).nan_to_num(0)  # where it is not finite nothing is replaced
     return HorizontalMix(
         mixed_tokens, mixed_targets, donor, mask, gained, keep_ratio, is_easy, exchange
     )
