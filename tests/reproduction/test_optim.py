@@ -64,6 +64,16 @@ def test_sgd_is_plain_momentum():
     assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, False, 0.015)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_a_model_with_frozen_parameters_is_saved(optimizer: str):
+    """Sine positions are such a parameter."""
+    recipe, model = recipe_of(f"recipe.optimizer={optimizer}"), torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    saved = build_optimizer(model, recipe).state_dict()
+    build_optimizer(model, recipe).load_state_dict(saved)
+    assert sum(len(group["params"]) for group in saved["param_groups"]) == 1
+
+
 def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
     told = [f"recipe.optimizer={optimizer}", f"recipe.lr={lr}", "recipe.warmup_epochs=0"]
     trainer = small_trainer(["htm", "vtm"], "model.embed_dim=16", *told)

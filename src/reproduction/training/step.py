@@ -170,8 +170,9 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     # timm's "sgd" is Nesterov's
     optimizer = create_optimizer_v2(model, opt="momentum", momentum=recipe.momentum, **settings)
     if recipe.momentum > 0:  # the kernel leaves them uninitialised if a scaler skips the first step
-        for parameter in model.parameters():
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:  # frozen parameters are in none
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
