@@ -1,0 +1,89 @@
+"""Settings that are right one by one, in any combination."""
+
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reproduction.commands.jobs import resolve
+from reproduction.config import STACK, Config
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import PlainError, UserError
+from reproduction.training.train import run_training
+from tests.reproduction.conftest import SMALL, at_step
+from tests.reproduction.test_training import assert_same_result
+
+STEPS = 6  # of the runs of SMALL
+CHOICES: dict[str, list[Any]] = {
+    "model.depth": [2, 3],
+    "model.pooling": ["sequence", "class_token"],
+    "model.positional_embedding": ["learnable", "sine"],
+    "model.checkpoint_blocks": ["true", "false"],
+    "model.attn_drop": [0, 0.1],
+    "augmentation.mode": ["batch", "pair", "elem"],
+    "augmentation.off_epoch": ["null", 1],
+    "augmentation.mixup.prob": [1, 0.5],
+    "augmentation.manifold_mixup.layers": ["[0]", "[0,1]"],
+    "augmentation.htm.layer": [0, 1, "[0,1]"],
+    "augmentation.htm.tau": [0, 2.3, "inf"],
+    "augmentation.htm.pooling": ["auto", "attention", "average"],
+    "augmentation.htm.stop_gradient": ["true", "false"],
+    "augmentation.htm.detector": ["attention", "gradient", "random"],
+    "augmentation.htm.rollout_steps": [0, 0, 1],
+    "augmentation.htm.matching": ["optimal", "random"],
+    "augmentation.htm.mask_rule": ["paper", "published"],
+    "augmentation.htm.labels": ["saliency", "count"],
+    "augmentation.htm.order": ["in_place", "published"],
+    "augmentation.vtm.layer": [1, 1, "[1,2]"],
+    "augmentation.vtm.stop_gradient": ["true", "false"],
+    "recipe.grad_accum_steps": [1, 3],
+    "recipe.optimizer": ["adamw", "sgd"],
+    "recipe.momentum": [0, 0.9],
+    "recipe.schedule_step": ["epoch", "batch"],
+    "recipe.clip_grad_norm": ["null", 1.0],
+    "recipe.ema_decay": ["null", 0.9],
+    "recipe.precision": ["float32", "bf16", "float16"],
+    "recipe.non_finite": ["fail", "skip"],
+    "recipe.evaluate_every": [1, 2],
+    "recipe.transforms.auto_augment": ["null", "rand-m9-mstd0.5-inc1", "3a"],
+    "recipe.transforms.erasing_mode": ["const", "rand", "pixel"],
+    "checkpoint.every_steps": ["null", 1, 2],
+    "checkpoint.keep": [1, 2],
+}
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    stack = draw(st.sets(st.sampled_from(STACK)))
+    left_out = tuple(f"augmentation.{name}." for name in {*STACK} - stack)
+    keys = [key for key in CHOICES if not key.startswith(left_out)]
+    values = [f"{key}={draw(st.sampled_from(CHOICES[key]))}" for key in keys]
+    return [*SMALL, f"augmentation=[{','.join(sorted(stack))}]", *values]
+
+
+def config_of(root: str, name: str, line: list[str]) -> Config:
+    told = [*line, f"output_root={root}", f"name={name}", "resume=auto"]
+    return resolve(compose("train", told))
+
+
+def fail() -> None:
+    raise RuntimeError("as any error")
+
+
+@settings(max_examples=15)
+@given(command_lines(), st.integers(0, STEPS - 1))
+def test_a_run_of_any_settings_is_saved_and_goes_on_exactly(line: list[str], step: int):
+    with TemporaryDirectory() as root:
+        try:
+            whole, failing = (config_of(root, name, line) for name in ("whole", "failing"))
+        except UserError:  # these do not go together
+            assume(False)
+        run_training(whole)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(PlainError, match="as any error"):
+            at_step(patch, step, fail)
+            run_training(failing)
+        run_training(failing)
+        assert_same_result(RunFolder.of(whole), RunFolder.of(failing))
