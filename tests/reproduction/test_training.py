@@ -450,10 +450,12 @@ def test_other_images_are_evaluated_as_the_model_has_seen_its_own(command: Comma
 
 def test_best_weights_are_the_plain_models_under_its_own_names(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
-    best = load_file(folder(tmp_path).best_path)
-    plain = {k.removeprefix("model.") for k in weights(folder(tmp_path)) if k.startswith("model.")}
+    run = folder(tmp_path)
+    best = load_file(run.best_path)
+    plain = {k.removeprefix("model.") for k in weights(run) if k.startswith("model.")}
     assert set(best) == plain
     assert not any("scorenet" in name for name in best)
+    assert run.best_path.stat().st_mode == run.last_path.stat().st_mode  # as the umask has it
 
 
 def test_a_folder_of_images_needs_its_root_alone(command: Command, tmp_path: Path):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel
@@ -54,7 +54,8 @@ def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
     """Writes a plain model's parameters, with its classes where known, or nothing."""
     told = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK, **WRITER}
     with replacing(path) as temporary:
-        save_file({k: v.contiguous() for k, v in state.items()}, temporary, metadata=told)
+        # save_file would hide the file from all but its owner, and errors of the disk in words
+        temporary.write_bytes(save({k: v.contiguous() for k, v in state.items()}, told))
         fill_in(temporary)
 
 

@@ -5,7 +5,6 @@ All ranks stop, and save, after the same step.
 
 import errno
 import os
-import re
 import signal
 import threading
 import time
@@ -29,7 +28,6 @@ from reproduction.training.distributed import World
 
 OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 OF_PATHS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # plain in the run's folder
-OF_LIBRARIES = re.compile(r"\(os error (\d+)\)")  # as safetensors says it
 SECONDS_AFTER_A_DEATH = 10  # of a rank, in which the others may still end by themselves
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
@@ -116,20 +114,12 @@ def _reason_of_disk(folder: RunFolder, error: BaseException) -> str | None:
     """Path and reason, of the error or of one that caused it; None if no disk did."""
     cause: BaseException | None = error
     while cause is not None:
-        if (number := _number_of(cause)) is not None:
-            where = Path(getattr(cause, "filename", None) or folder.path)
+        if isinstance(cause, OSError) and (number := cause.errno) is not None:
+            where = Path(cause.filename or folder.path)
             if number in OF_DISKS or (number in OF_PATHS and folder.path in where.parents):
                 return f"{where}: {os.strerror(number)}"
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _number_of(error: BaseException) -> int | None:
-    """Of the operating system's error that this is, or that a library tells in words."""
-    if isinstance(error, OSError):
-        return error.errno
-    found = OF_LIBRARIES.search(str(error))
-    return int(found[1]) if found else None
 
 
 def _reason(error: Exception) -> str:
