@@ -101,7 +101,10 @@ def project(
     """
     if (own := getattr(attn, "project", None)) is not None:
         return list(own(x))
-    return split_heads(attn, known or projections(attn, x), rope)
+    flat = known or projections(attn, x)
+    if len(flat) == 1:
+        flat = flat[0].chunk(3, dim=-1)
+    return [_heads(attn, part, y, rope) for part, y in zip("qkv", flat, strict=True)]
 
 
 def projections(attn: Any, x: Tensor) -> list[Tensor]:
@@ -112,13 +115,6 @@ def projections(attn: Any, x: Tensor) -> list[Tensor]:
     if getattr(attn, "project", None) is not None:
         return []
     return [F.linear(x, *layer) for layer in _projecting(attn)]
-
-
-def split_heads(attn: Any, flat: Sequence[Tensor], rope: Tensor | None = None) -> list[Tensor]:
-    """q, k and v of the `projections`, each `b h n e`."""
-    if len(flat) == 1:
-        flat = flat[0].chunk(3, dim=-1)
-    return [_heads(attn, part, y, rope) for part, y in zip("qkv", flat, strict=True)]
 
 
 def _projecting(attn: Any) -> list[tuple[Tensor, Tensor | None]]:

@@ -19,7 +19,6 @@ from tokenmixup.attention import (
     project,
     projections,
     received,
-    split_heads,
 )
 from tokenmixup.contexts import evaluating, replaced_forward
 from tokenmixup.saliency import gradient_saliency, rollout_saliency
@@ -51,10 +50,7 @@ class BlockInput:
             normed, rope = block.norm1(self.tokens), self._positions.rope
             self.projected = projections(block.attn, normed)
             with torch.no_grad():
-                if self.projected:
-                    q, k, _ = split_heads(block.attn, self.projected, rope)
-                else:
-                    q, k, _ = project(block.attn, normed, rope)
+                q, k, _ = project(block.attn, normed, rope, self.projected)
                 self.saliency = self.saliency_by(q, k)
         return self.saliency
 
