@@ -488,6 +488,22 @@ def test_an_exported_vit_is_a_file_of_timms(command: Command, tmp_path: Path):
         assert torch.equal(overlaid.eval()(images), donor(images))
 
 
+@pytest.mark.parametrize(
+    ("package", "architecture"),
+    [("timm", "test_resnet"), ("timm", "test_convnext"), ("torchvision", "squeezenet1_1")],
+    ids=["fc", "head.fc", "a convolution"],
+)
+def test_any_other_model_is_exported_whatever_its_head_is_called(
+    command: Command, tmp_path: Path, package: str, architecture: str
+):
+    line = ["model=resnet18", f"model.package={package}", f"model.architecture={architecture}"]
+    donor = configured(*line, "augmentation=[]", classes=7)
+    torch.save(donor.state_dict(), tmp_path / "x.pt")
+    ended = command("export", "checkpoint=x.pt", *line, "output=x.safetensors")
+    assert ended.status == 0, ended.err
+    assert same(load_file(tmp_path / "x.safetensors"), donor.state_dict())
+
+
 def test_export_of_a_run_needs_no_data_and_overwrites_nothing(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
     config = tmp_path / "outputs/mine/config.yaml"

@@ -58,6 +58,14 @@ def _build_random(config: AnyModel, num_classes: int) -> nn.Module:
     return build_library_model(num_classes=num_classes, **settings)
 
 
+def count_classes(config: AnyModel, state: State) -> int:
+    """How many classes a state of the model tells apart; 1 if it has no head."""
+    with torch.device("meta"):
+        one, two = (build_model(without_start(config), n).state_dict() for n in (1, 2))
+    head = [name for name in one if one[name].shape != two[name].shape]
+    return max((len(state[name]) for name in head if name in state and state[name].ndim), default=1)
+
+
 def start_weights(path: str, model: nn.Module) -> State:
     """The file's parameters, all of the model's but for a head of another number of classes.
 

@@ -50,12 +50,6 @@ class Weights:
     state: State
     classes: list[str] | None
 
-    @property
-    def num_classes(self) -> int:
-        """Of the head; 0 if there is none."""
-        bias = self.state.get("head.bias")
-        return 0 if bias is None else bias.numel()
-
 
 def read_weights(key: str, path: Path) -> Weights:
     """Reads a file of any known kind; `key` is the setting that names it.

@@ -9,7 +9,7 @@ from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel
-from reproduction.models.build import build_model, without_start
+from reproduction.models.build import build_model, count_classes, without_start
 from reproduction.models.names import State
 from reproduction.models.weights import Newest, fitting, read_newest, weights_of
 from reproduction.runs.folder import RunFolder
@@ -90,7 +90,7 @@ def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:
     path, content = read_newest("checkpoint", checkpoints)
     weights = weights_of(f"checkpoint={path}", content)
     with torch.device("meta"):
-        model = build_model(without_start(config), weights.num_classes)
+        model = build_model(without_start(config), count_classes(config, weights.state))
     output.parent.mkdir(parents=True, exist_ok=True)
     state = {name: value.clone() for name, value in fitting(weights, model).items()}  # of its own
     save_plain(output, state, weights.classes)
