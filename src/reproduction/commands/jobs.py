@@ -123,26 +123,28 @@ def _chosen_weights(
         raise UserError(f"{both}: give one of them, a run folder or a file")
     if weights not in ("last", "best"):
         raise UserError(f"weights={weights}: must be last or best")
-    of_a_folder = ("checkpoint", *(key for key in of_a_run if key not in ("run", "weights")))
-    published = Path(str(checkpoint), PUBLISHED)
-    is_folder = checkpoint is not None and published.parent.is_dir()
-    if is_folder and not published.is_file():
-        raise UserError(f"checkpoint={checkpoint}: holds no {PUBLISHED}, as a folder must")
-    _refuse_others(
-        composed, of_a_run if run is not None else of_a_folder if is_folder else of_a_file
-    )
-    if is_folder:
-        return [published], RunFolder(str(checkpoint)).read_config()
-    if checkpoint is not None:
-        if not Path(str(checkpoint)).is_file():
-            raise UserError(f"checkpoint={checkpoint}: there is no such file")
-        return [Path(str(checkpoint))], None
-    folder = RunFolder(str(run))
+    if run is not None:
+        _refuse_others(composed, of_a_run)
+        return _weights_of_run(RunFolder(str(run)), is_best=weights == "best")
+    path = Path(str(checkpoint))
+    if path.is_dir():
+        if not (path / PUBLISHED).is_file():
+            raise UserError(f"checkpoint={checkpoint}: holds no {PUBLISHED}, as a folder must")
+        of_a_folder = (key for key in of_a_run if key not in ("run", "weights"))
+        _refuse_others(composed, ("checkpoint", *of_a_folder))
+        return [path / PUBLISHED], RunFolder(path).read_config()
+    _refuse_others(composed, of_a_file)
+    if not path.is_file():
+        raise UserError(f"checkpoint={checkpoint}: there is no such file")
+    return [path], None
+
+
+def _weights_of_run(folder: RunFolder, is_best: bool) -> tuple[list[Path], dict[str, Any]]:
     saved = folder.read_config()
-    path = folder.best_path if weights == "best" else folder.last_path
-    found = [path] * path.is_file() if weights == "best" else folder.checkpoints()
+    newest = folder.best_path if is_best else folder.last_path
+    found = folder.checkpoints() if not is_best else [newest] if newest.is_file() else []
     if not found:
-        raise UserError(f"run={run}: holds no {path.name} yet")
+        raise UserError(f"run={folder.path}: holds no {newest.name} yet")
     return found, saved
 
 

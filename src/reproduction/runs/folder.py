@@ -218,11 +218,7 @@ def find_runs(root: str | Path) -> dict[str, RunFolder]:
             key = hash_of(folder.read_config())
             if key not in found or (folder.is_finished() and not found[key].is_finished()):
                 found[key] = folder
-        except (
-            UserError,
-            TypeError,
-            RecursionError,
-        ):  # another's file, or a broken one: train.py names it
+        except (UserError, TypeError, RecursionError):  # no run's, or broken: train.py names it
             continue
     return found
 
