@@ -32,7 +32,7 @@ class Positions(NamedTuple):
         rope, bias = self
         if rope is None and bias is None:
             return self
-        index = torch.cat([*places], dim=1)  # b m
+        index = torch.cat(list(places), dim=1)  # b m
         if rope is not None:
             rope = rope.expand(len(index), -1, -1, -1)
             rope = torch.cat([rope, rope.take_along_dim(index[:, None, :, None], dim=2)], dim=2)

@@ -242,7 +242,8 @@ class TokenMixup(nn.Module):
     def _rolled_out(self) -> Iterator[int]:
         """Blocks whose maps tell the saliency by rollout."""
         for layer, htm in self._htm_at.items():
-            yield from range(layer, layer + htm.rollout_steps + 1) if htm.rollout_steps > 0 else ()
+            if htm.rollout_steps > 0:
+                yield from range(layer, layer + htm.rollout_steps + 1)
 
     def unchanged_blocks(self) -> list[nn.Module]:
         """Blocks that run in training as the model has them, such as a compiler understands."""

@@ -67,9 +67,7 @@ def gaining_over_the_first(own: Tensor, offered: Tensor, is_easy: Tensor, rho: f
 
     Its gather's index has batch size 1. Labels follow the same mask.
     """
-    b = len(own)
-    places = torch.arange(b, device=is_easy.device)
-    first = torch.where(is_easy, places, b - 1).amin(dim=0, keepdim=True)  # stays on the device
+    first = is_easy.int().argmax(dim=0, keepdim=True)  # of equal ones the first; no wait for a GPU
     return is_easy[:, None] & (offered - own[first] > rho)
 
 

@@ -76,17 +76,10 @@ def run(
                 check_resume(launcher, point.raw.get("resume", "auto"))
             settings = [resolve(point) for point in composed]
             check_all(settings, launcher not in SUBMITIT)
-            if launcher != HERE:
-                failures += _launch(launcher, config_name, resolve, check_all, main)
+            if launcher == HERE:
+                failures += _run_here(points, settings, main)
             else:
-                for number, one in enumerate(settings):
-                    try:
-                        if len(points) > 1:
-                            say(f"#{number}: {' '.join(points[number])}")
-                        main(one)
-                    except (UserError, PlainError) as error:
-                        # the others go on, without what the traceback holds: model and loaders
-                        failures.append(type(error)(str(error)))
+                failures += _launch(launcher, config_name, resolve, check_all, main)
     except (UserError, PlainError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # of a path that was typed: a run's own come as PlainError
@@ -112,6 +105,21 @@ def _leave_to_hydra(config_name: str) -> None:
         if end.code:
             raise UserError("--package: must be a key of what --cfg shows") from end
         raise
+
+
+def _run_here(
+    points: list[list[str]], settings: list[Settings], main: Callable[[Settings], None]
+) -> list[Exception]:
+    """Runs the points one after the other in this process and returns their failures."""
+    failures: list[Exception] = []
+    for number, (typed, one) in enumerate(zip(points, settings, strict=True)):
+        if len(points) > 1:
+            say(f"#{number}: {' '.join(typed)}")
+        try:
+            main(one)
+        except (UserError, PlainError) as error:
+            failures.append(type(error)(str(error)))  # a copy: the traceback holds the model
+    return failures
 
 
 def _launch(

@@ -111,6 +111,7 @@ def train(config: Config) -> dict[str, Any]:
         trainer = build_trainer(config, world, source)
         if world.is_main:
             _tell_restart(trainer.step)
+            _warn_of_mistakes(config, trainer)
         facts = _facts(config, trainer) if world.is_main else {}
         logger = _open_logger(config, trainer)
         status = "failed"
@@ -179,31 +180,36 @@ def _open_logger(config: Config, trainer: Trainer) -> Logs:
     return logger
 
 
-def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
-    """What the summary tells from the start; warns of what is probably not meant."""
-    module, device = trainer.module, trainer.world.device.type
-    uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
-    if config.recipe.precision == "float16" and device == "cpu":
+def _warn_of_mistakes(config: Config, trainer: Trainer) -> None:
+    """Warns of settings that are allowed but probably not meant."""
+    module = trainer.module
+    if config.recipe.precision == "float16" and trainer.world.device.type == "cpu":
         warn("warning: float16 is slow on a CPU, try recipe.precision=float32")
     guessing = math.log(len(trainer.classes))
     for htm in [] if module.htm is None else module.htm.each.values():
         if guessing <= cast(float, htm.tau) < math.inf:
             scores = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
             warn(f"warning: augmentation.htm.tau={htm.tau}: {scores}")
-    with autocast(trainer.world.device, config.recipe.precision):
-        kernel = attention_kernel(module.model, config.model.image_size)
+    uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
     known = pretrained_statistics(module.model) if uses_pretrained else None
     if warning := statistics_warning(config.dataset, known):
         warn(warning)
+
+
+def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
+    """What the summary tells from the start."""
+    model, device = trainer.module.model, trainer.world.device
+    with autocast(device, config.recipe.precision):
+        kernel = attention_kernel(model, config.model.image_size)
     earlier = trainer.folder.read_summary().get("hardware") if trainer.step > 0 else None
     return {
         "name": config.name,
-        "parameters": count_parameters(module),
-        "macs": count_macs(module.model, config.model.image_size).total,
+        "parameters": count_parameters(trainer.module),
+        "macs": count_macs(model, config.model.image_size).total,
         "attention": kernel,
         "seed": config.seed,
         "devices": config.devices,
-        "hardware": joined(earlier, hardware_name(device)),
+        "hardware": joined(earlier, hardware_name(device.type)),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }
