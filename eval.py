@@ -1,12 +1,12 @@
 """Evaluates a run (run=FOLDER) or a file (checkpoint=FILE model=... dataset=...)."""
 
 from reproduction.commands.cli import run
-from reproduction.commands.jobs import OfWeights, resolve_evaluation
+from reproduction.commands.jobs import WeightsTask, resolve_evaluation
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import say
 
 
-def main(settings: OfWeights) -> None:
+def main(settings: WeightsTask) -> None:
     """Prints and writes top-1, top-5 and loss."""
     from reproduction.training.evaluate import evaluate_checkpoint
 

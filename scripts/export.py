@@ -1,12 +1,12 @@
 """Writes the plain model of a run (run=FOLDER) or of a file (checkpoint=FILE model=...)."""
 
 from reproduction.commands.cli import run
-from reproduction.commands.jobs import OfWeights, resolve_export
+from reproduction.commands.jobs import WeightsTask, resolve_export
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import say
 
 
-def main(settings: OfWeights) -> None:
+def main(settings: WeightsTask) -> None:
     """Writes `output`, whose names are ours for a CCT and timm's for a ViT."""
     from reproduction.training.checkpoint import export
 

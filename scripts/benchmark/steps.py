@@ -20,7 +20,7 @@ from reproduction.studies.speed import bare_trainer, step_of
 from reproduction.system.timing import spread_of, time_in_turns
 from reproduction.training.evaluate import DTYPES, autocast
 from reproduction.training.loop import Trainer
-from reproduction.training.step import Part
+from reproduction.training.step import MicroBatch
 from scripts.benchmark.measure import (
     AGAIN,
     CCT,
@@ -44,7 +44,7 @@ VARIANTS: dict[str, list[str]] = {
 WIDE_KAPPA = {CCT: 80}  # of the paper's CIFAR-100 run with VTM alone
 SHARPNESS = 12  # of new weights, whose attention is nearly even
 
-Step = Callable[[], list[Part]]
+Step = Callable[[], list[MicroBatch]]
 
 
 def precision_on(device: torch.device) -> str:

@@ -63,7 +63,7 @@ def positions(attn: Any, n: int, given: Mapping[str, Any], dropout: bool = True)
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     present = [bias for bias in (*biases, mask) if bias is not None]
     bias = sum(present[1:], start=present[0]) if present else None
-    return Positions(_rope_of_all(given.get("rope"), n), None if bias is None else _four(bias))
+    return Positions(_rope_of_all(given.get("rope"), n), None if bias is None else _to_4d(bias))
 
 
 def _own_bias(attn: Any, dropout: bool) -> Tensor | None:
@@ -81,13 +81,13 @@ def _rope_of_all(rope: Tensor | None, n: int) -> Tensor | None:
     """Rotary positions of all tokens: those in front of the given ones are not rotated."""
     if rope is None:
         return None
-    rope = _four(rope)  # b|1 h|1 t 2e
+    rope = _to_4d(rope)  # b|1 h|1 t 2e
     still = rope.new_zeros(*rope.shape[:2], n - rope.shape[2], rope.shape[3])
     still.chunk(2, dim=-1)[1].fill_(1)  # sine 0, cosine 1
     return torch.cat([still, rope], dim=2)
 
 
-def _four(x: Tensor) -> Tensor:
+def _to_4d(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.ndim)]
 
 

@@ -22,8 +22,8 @@ from tokenmixup.detectors import BlockInput, detector_of
 from tokenmixup.horizontal import HorizontalMix, algorithm_1
 from tokenmixup.manifold import draw_manifold_mix
 from tokenmixup.passes import (
+    ForwardState,
     Output,
-    Pass,
     StandIn,
     attend_and_remember,
     attend_as_projected,
@@ -181,7 +181,7 @@ class TokenMixup(nn.Module):
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
 
-    def _begin(self, images: Tensor, targets: Tensor) -> Pass:
+    def _begin(self, images: Tensor, targets: Tensor) -> ForwardState:
         """What is known before the pass: the gradient of the input, the draws of manifold mixup."""
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
@@ -192,7 +192,7 @@ class TokenMixup(nn.Module):
                 f"targets {rows}: must be probabilities b c of one image or more, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
-        state = Pass(targets, view_of(self.model, self.adapter))
+        state = ForwardState(targets, view_of(self.model, self.adapter))
         if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
                 exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
@@ -205,7 +205,7 @@ class TokenMixup(nn.Module):
         return state
 
     @contextmanager
-    def _mixing(self, state: Pass) -> Iterator[None]:
+    def _mixing(self, state: ForwardState) -> Iterator[None]:
         """Lets the blocks mix until the context ends."""
         model = state.view
         blocks = getattr(model, "blocks", ())  # none where nothing is mixed inside
@@ -261,7 +261,7 @@ class TokenMixup(nn.Module):
         return replaced | dict.fromkeys(self._vtm_at, attend_to_memory)
 
     def _enter_block(
-        self, state: Pass, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
+        self, state: ForwardState, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Changes what enters a block: manifold mixup, then HTM, and then VTM takes its memory."""
         if not args:
@@ -298,7 +298,9 @@ class TokenMixup(nn.Module):
             state.remember(entry, entry.saliency)
         return (entry.tokens, *args[1:]), given
 
-    def _block_input(self, state: Pass, index: int, tokens: Tensor, given: Any) -> BlockInput:
+    def _block_input(
+        self, state: ForwardState, index: int, tokens: Tensor, given: Any
+    ) -> BlockInput:
         prefix = declared_prefix(state.view)
         if state.num_patches is not None:
             prefix = tokens.shape[1] - state.num_patches

@@ -92,7 +92,7 @@ def training_loss(output: Output, score_loss_weight: float) -> Tensor:
 
 
 @dataclass
-class Pass:
+class ForwardState:
     """What is known so far."""
 
     targets: Tensor  # b c, as mixed so far
@@ -161,7 +161,7 @@ class Pass:
 StandIn = Callable[..., Tensor]
 
 
-def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+def attend_as_projected(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
     """Of the block where HTM mixes, by the projections from which its saliency was computed."""
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
@@ -169,7 +169,7 @@ def attend_as_projected(state: Pass, block: Any, tokens: Tensor, **given: Any) -
     return attend(block.attn, tokens, q, k, v, where.bias)
 
 
-def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+def attend_and_remember(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
     """Of a source of VTM: its map, or else its queries and keys, tell the saliency as well.
 
     Positions of the block's own may have dropout, which the saliency has not.
@@ -186,7 +186,7 @@ def attend_and_remember(state: Pass, block: Any, tokens: Tensor, **given: Any) -
     return attend(block.attn, tokens, q, k, v, where.bias, weights)
 
 
-def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> Tensor:
+def attend_to_memory(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
     """Of a block of VTM."""
     entry = _entry_of(block, state)
     memory = state.memories[entry.index]
@@ -196,7 +196,7 @@ def attend_to_memory(state: Pass, block: Any, tokens: Tensor, **given: Any) -> T
     return vertical_attention(block.attn, tokens, remembered, where, entry.projected)
 
 
-def _entry_of(block: Any, state: Pass) -> BlockInput:
+def _entry_of(block: Any, state: ForwardState) -> BlockInput:
     entry = state.entry
     assert entry is not None and entry.blocks[entry.index] is block, "it is not watched"
     return entry

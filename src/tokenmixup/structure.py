@@ -100,9 +100,9 @@ def _why_not_block(block: Any) -> str | None:
     attn = getattr(block, "attn", None)
     if attn is None:
         return "which holds no self-attention as attn"
-    if not (_place(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
+    if not (_class_path(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
         return "not pre-norm self-attention and then an MLP over one token axis"
-    if _place(attn) not in ATTENTIONS:
+    if _class_path(attn) not in ATTENTIONS:
         return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
     return _why_not_projections(attn, attn)
 
@@ -130,7 +130,7 @@ def _why_not_projections(attn: Any, module: Any) -> str | None:
     return None
 
 
-def _place(module: Any) -> tuple[str, str]:
+def _class_path(module: Any) -> tuple[str, str]:
     return type(module).__module__, type(module).__name__
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics
-from reproduction.training.step import Part, TrainingStep
+from reproduction.training.step import MicroBatch, TrainingStep
 from tests.reproduction.conftest import small_trainer
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ class Twice(World):
         return 2 * values
 
 
-def line_of(parts: list[Part], world: World = ALONE) -> dict[str, float]:
+def line_of(parts: list[MicroBatch], world: World = ALONE) -> dict[str, float]:
     metrics = BatchMetrics(world)
     metrics.add(1, 1, 0.1, parts)
     (line,) = metrics.fetch()

@@ -53,7 +53,7 @@ def check_all(configs: list[Config], here: bool = True) -> None:
 
 
 @dataclass(frozen=True)
-class OfWeights:
+class WeightsTask:
     """Checkpoints, of which the first readable one counts, their configuration, and the result."""
 
     config: Config
@@ -61,12 +61,12 @@ class OfWeights:
     result: Path
 
 
-def resolve_export(composed: Composed) -> OfWeights:
+def resolve_export(composed: Composed) -> WeightsTask:
     """The checked settings of one export; UserError names what does not belong to it."""
     raw = dict(composed.raw)
     output = _new_file(raw.pop("output", None))
     checkpoints, saved = _chosen_weights(composed, raw, EXPORTED_RUN, EXPORTED_FILE)
-    return OfWeights(parse_saved(saved or raw, needs_data=False), checkpoints, output)
+    return WeightsTask(parse_saved(saved or raw, needs_data=False), checkpoints, output)
 
 
 def _new_file(output: Any) -> Path:
@@ -78,7 +78,7 @@ def _new_file(output: Any) -> Path:
     return Path(output)
 
 
-def resolve_evaluation(composed: Composed) -> OfWeights:
+def resolve_evaluation(composed: Composed) -> WeightsTask:
     """The checked settings of one evaluation; UserError names what does not belong to it."""
     raw = dict(composed.raw)
     files, saved = _chosen_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
@@ -91,13 +91,13 @@ def resolve_evaluation(composed: Composed) -> OfWeights:
             name += f"-{config.dataset.name}-{short_digest(images_of(config))}"
         result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
-        return OfWeights(config, files, result)
+        return WeightsTask(config, files, result)
     config = parse(raw, trains=False)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}"
     told = short_digest([str(file.resolve()), *images_of(config)])
     result = Path(config.output_root, "evaluations", f"{name}-{told}.json")
     check_writable(result, f"output_root={config.output_root}")
-    return OfWeights(config, files, result)
+    return WeightsTask(config, files, result)
 
 
 def images_of(config: Config) -> list[Any]:

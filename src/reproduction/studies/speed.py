@@ -19,7 +19,7 @@ from reproduction.system.timing import Work, time_calls
 from reproduction.training.distributed import World, allow_tf32
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
-from reproduction.training.step import Part
+from reproduction.training.step import MicroBatch
 
 ROUNDS = 5
 ROUND_SECONDS = 0.5  # at least
@@ -50,11 +50,11 @@ def bare_trainer(
     )
 
 
-def step_of(trainer: Trainer, batch_size: int) -> Callable[[], list[Part]]:
+def step_of(trainer: Trainer, batch_size: int) -> Callable[[], list[MicroBatch]]:
     """One batch after another through `Trainer.train_step`, always of the same random images."""
     images, targets = _made_up(trainer, batch_size)
 
-    def step() -> list[Part]:
+    def step() -> list[MicroBatch]:
         parts = trainer.train_step(images, targets, batch_size)
         trainer.step += 1
         return parts

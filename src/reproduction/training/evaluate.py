@@ -87,10 +87,10 @@ def evaluate(
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Right at first, right among five, summed cross-entropy: `3`."""
-    ranked = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+    """Top-1 hits, top-5 hits and summed cross-entropy of a batch: `3`."""
+    hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]  # b 5
     loss = F.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack([ranked[:, 0].sum(), ranked.sum(), loss]).double()
+    return torch.stack([hits[:, 0].sum(), hits.sum(), loss]).double()
 
 
 def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Logs, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, not_finite
-from reproduction.training.step import Part, TrainingStep, build_schedule
+from reproduction.training.step import MicroBatch, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
@@ -184,7 +184,7 @@ class Trainer:
             self._save()
             self.metrics.restart_clock()
 
-    def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[Part]:
+    def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """One step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
 
         PlainError where it lacks images or memory, and where a gain is not finite.

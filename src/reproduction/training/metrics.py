@@ -14,7 +14,7 @@ from torch import Tensor
 
 from reproduction.system.errors import PlainError
 from reproduction.training.distributed import World
-from reproduction.training.step import Part
+from reproduction.training.step import MicroBatch
 from tokenmixup import Output
 
 MOST_IN_A_ROW = 100  # so many are no accident
@@ -41,7 +41,12 @@ class BatchMetrics:
         self.start = time.perf_counter()
 
     def add(
-        self, step: int, epoch: int, lr: float, parts: list[Part], not_finite: Tensor | None = None
+        self,
+        step: int,
+        epoch: int,
+        lr: float,
+        parts: list[MicroBatch],
+        not_finite: Tensor | None = None,
     ) -> None:
         """Keeps a batch, of as many micro-batches as all others; copies nothing to the host."""
         self.layers = [mix.layer for mix in parts[0].output.layers]

@@ -26,8 +26,8 @@ from reproduction.training.evaluate import autocast
 from tokenmixup import Output, TokenMixup, training_loss
 
 
-class Part(NamedTuple):
-    """What came of a micro-batch: its mean loss and what the model returned."""
+class MicroBatch(NamedTuple):
+    """The mean loss of a micro-batch and what the model returned for it."""
 
     loss: Tensor
     output: Output
@@ -57,7 +57,9 @@ class TrainingStep:
         self.skips = recipe.non_finite == "skip"
         self.not_finite = torch.zeros((), device=world.device)
 
-    def __call__(self, images: Tensor, classes: Tensor, step: int, global_size: int) -> list[Part]:
+    def __call__(
+        self, images: Tensor, classes: Tensor, step: int, global_size: int
+    ) -> list[MicroBatch]:
         """Updates by the mean loss of `global_size` images, of which these are this rank's.
 
         `images`: `b 3 h w` uint8, `classes`: `b`. All that is drawn is a function of seed, `step`
@@ -72,18 +74,20 @@ class TrainingStep:
 
         followers = self._followers() if self.skips or self.uses_scaler else []
         before = [value.clone() for value in followers]
-        count, parts = self.recipe.grad_accum_steps, list[Part]()
-        for some, its_targets in zip(
+        count = self.recipe.grad_accum_steps
+        parts: list[MicroBatch] = []
+        for micro_images, micro_targets in zip(
             images.tensor_split(count), targets.tensor_split(count), strict=True
         ):
-            is_last = len(parts) == count - 1  # which sums over the ranks
-            with self._without_sums() if not is_last else nullcontext():
+            is_last = len(parts) == count - 1  # its backward pass sums over the ranks
+            with nullcontext() if is_last else self._no_sync():
                 with autocast(device, self.recipe.precision):
-                    output: Output = self.parallel(some, its_targets)
+                    output: Output = self.parallel(micro_images, micro_targets)
                 loss = training_loss(output, self.score_loss_weight)
-                share = len(some) * self.world.size / global_size  # DDP takes the mean over ranks
+                # DDP takes the mean over the ranks
+                share = len(micro_images) * self.world.size / global_size
                 self.scaler.scale(loss * share).backward()
-            parts.append(Part(loss.detach(), output))
+            parts.append(MicroBatch(loss.detach(), output))
         norm = self._clip()
 
         losses = [part.loss for part in parts]
@@ -115,11 +119,10 @@ class TrainingStep:
         devices = [self.world.device] if self.world.device.type == "cuda" else None
         return DistributedDataParallel(self.module, device_ids=devices)
 
-    def _without_sums(self) -> AbstractContextManager[None]:
-        parallel = self.parallel
-        return (
-            parallel.no_sync() if isinstance(parallel, DistributedDataParallel) else nullcontext()
-        )
+    def _no_sync(self) -> AbstractContextManager[None]:
+        if isinstance(self.parallel, DistributedDataParallel):
+            return self.parallel.no_sync()
+        return nullcontext()
 
     def _followers(self) -> list[Tensor]:
         """What a step changes besides parameters and the optimiser's state."""
