@@ -16,7 +16,7 @@ LONGEST_NAME = 200  # bytes; file systems take 255
 AUTO_AUGMENT = (
     r"(rand(-(n[0-9]{1,2}|(m|w|p|inc|mstd|mmax)[0-9.]{1,5}))+|original|originalr|v0|v0r|3a)"
 )
-HUGE = 10**9  # what counts nothing that costs memory or time stays below it
+HUGE = 10**9  # bound of counts that cost neither memory nor time
 
 
 def folder_name(value: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-REDUCED_FROM = 0.95  # share of receivers from which reducing columns is faster, however sharp
+REDUCED_FROM = 0.95  # share of receivers from which reducing columns is faster for any saliency
 
 
 @torch.no_grad()

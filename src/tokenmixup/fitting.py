@@ -15,7 +15,7 @@ from tokenmixup.attention import attend, project
 from tokenmixup.contexts import evaluating
 from tokenmixup.structure import view_of, why_not
 
-CLOSE = 1e-3  # of what is large, between two ways to compute the same
+CLOSE = 1e-3  # tolerance between two ways to compute a tensor, of its largest value
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from tokenmixup.speed import Exchange, copy_to_host, exchange_of
 
 
 class HorizontalMix(NamedTuple):
-    """What Algorithm 1 makes of a batch; under another order tokens and targets alone are in it."""
+    """What Algorithm 1 makes of a batch; `order=published` reorders tokens and targets alone."""
 
     tokens: Tensor  # b n d
     targets: Tensor  # b c
@@ -23,7 +23,7 @@ class HorizontalMix(NamedTuple):
     gain: Tensor  # b t, saliency by which the donor's token exceeds the replaced one, else 0
     keep_ratio: Tensor  # b 1, weight of a sample's own label
     is_easy: Tensor  # b bool
-    exchange: Exchange  # does to others of `b n` rows what was done to the tokens
+    exchange: Exchange  # moves projections `b n k` as the tokens were moved
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def algorithm_1(
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
     exchange = exchange_of(donor, mask, tokens.shape[1], rules.order(is_easy))
-    mixed_tokens = exchange(tokens)  # 6 and 8: Eq. 10
+    mixed_tokens = exchange(tokens)  # 6 and 8: Eq. 10, where(mask, tokens[donor], tokens)
     targets = targets if targets.is_floating_point() else targets.float()
     mixed_saliency = torch.where(mask, offered, saliency)
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)

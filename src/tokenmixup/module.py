@@ -1,8 +1,8 @@
 """Puts HTM, VTM and manifold mixup on a stock transformer without editing it.
 
-While a training forward pass runs, hooks on the blocks mix what enters them, and functions stand in
-for the attention of those that mix, tell their saliency or attend to the memory. Outside of it the
-model is untouched, so evaluation is the plain model bit for bit.
+While a training forward pass runs, hooks mix the inputs of blocks, and the attention of blocks that
+mix, fill VTM's memory or attend to it is replaced. Outside of it the model is untouched, so
+evaluation is the plain model bit for bit.
 
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
@@ -153,9 +153,9 @@ class TokenMixup(nn.Module):
         return out if self.adapter is None else self.adapter.logits(out)
 
     def stop_mixing(self) -> None:
-        """From here on a training pass is the plain model's, and no ScoreNet learns.
+        """From here on training passes are the plain model's, and the ScoreNets are frozen.
 
-        Wrap it in DistributedDataParallel anew, which would wait for ScoreNet's gradients.
+        Wrap the module in DistributedDataParallel anew: the old wrapper waits for their gradients.
         """
         self._htm_at, self._vtm_at, self._sources, self._manifold = {}, {}, range(0), None
         self.scorenets.requires_grad_(False)
@@ -167,9 +167,10 @@ class TokenMixup(nn.Module):
 
     @torch.no_grad()
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
-        """Who would give which tokens to whom in training, at the first layer; None without HTM.
+        """What HTM would mix in these images, at its first layer; None without HTM.
 
-        In training mode dropout is on and running statistics move, as in any pass.
+        Runs the model in its current mode: in training mode dropout is on and running statistics
+        move.
         """
         state = self._begin(images, targets)
         with self._mixing(state):

@@ -84,7 +84,10 @@ def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> d
 
 
 def training_loss(output: Output, score_loss_weight: float) -> Tensor:
-    """CE(logits, mixed targets) + lambda x ScoreNet's loss (Section 3.1), float32."""
+    """CE(logits, mixed targets) + lambda x ScoreNet's loss, float32.
+
+    The paper trains both together (Section 3.1) but prints no lambda; it is the published code's.
+    """
     loss = F.cross_entropy(output.logits.float(), output.targets.float())
     if output.score_loss is None:
         return loss

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
-LARGEST = 1e38  # of a finite number: float32 holds no more
+LARGEST = 1e38  # of a finite number, so that it fits into float32
 
 Pooling = Literal["auto", "attention", "average", "class_token"]
 Detector = Literal["attention", "gradient", "random"]
@@ -233,9 +233,9 @@ class VTM(_Layered):
     `layer`: block, counted from 0, that attends to the memory; it has `layer` sources, so
     `layer >= 1`. Of several each has a memory of its own, from all blocks before it. `kappa`:
     tokens that each source block adds to the memory; a list has one number for each layer.
-    `stop_gradient`: what is kept does not teach its sources. `class_token_offset`: `published`
-    leaves the prefix out of account when it gathers, so that the class token can be taken and the
-    last patch never is.
+    `stop_gradient`: no gradient flows from the memory into its source blocks.
+    `class_token_offset`: `published` counts patches but gathers from tokens that begin with the
+    class token, so that this one can be taken and the last patch never is.
     """
 
     key = "vtm"

@@ -1,8 +1,8 @@
 """What saves a training step work. A reader of the method may skip it.
 
-Norm and projections act on each token alone. So what HTM's block projects for its saliency moves
-as the tokens do, and is not computed again. Letters: b batch, n tokens with prefix, t spatial
-tokens.
+Tokens are replaced (Eq. 10) by one gather of rows. Norm and projections act on each token alone: so
+what HTM's block projects for its saliency moves as the tokens do, and is not computed again.
+Letters: b batch, n tokens with prefix, t spatial tokens.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
         return x.flatten(0, 1).index_select(0, self.read).view_as(x)
 
     def reorder(self, x: Tensor) -> Tensor:
-        """`b ...`, one row of each sample, in the order of the samples."""
+        """`b ...`, one row per sample, in the order in which the samples now are."""
         return x if self.order is None else x[self.order]
 
 

@@ -1,4 +1,4 @@
-"""From a command line to its runs, errors in one line. With compose.py all that knows Hydra."""
+"""From a command line to its runs, errors in one line. With compose.py all that imports Hydra."""
 
 import os
 import sys

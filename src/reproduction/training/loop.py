@@ -1,4 +1,4 @@
-"""The training loop: every batch goes through `Trainer.train_step`, which is in step.py."""
+"""The loop over epochs and batches, with checkpoints and evaluation; the update is in step.py."""
 
 import math
 import time

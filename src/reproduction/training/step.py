@@ -1,6 +1,6 @@
-"""One training step, from what workers hand over to updated parameters, top to bottom.
+"""One training step, from the images of the workers to updated parameters, top to bottom.
 
-Below it optimiser and schedule, both timm's.
+Below it the optimiser, torch's, and the schedule, timm's.
 
 Letters: b batch, c classes, h w image.
 """
@@ -34,11 +34,11 @@ class MicroBatch(NamedTuple):
 
 
 class TrainingStep:
-    """Updates the parameters of `module` by one batch after another, together with all ranks.
+    """One call is one update of the parameters of `module`, together with all ranks.
 
-    What the steps leave behind besides them is its state. `not_finite` is 1 where loss or gradient
-    of the last step is not finite, else 0, on the device. Such a step leaves all as it was on all
-    ranks, by `recipe.non_finite=skip` or by float16's scaler.
+    Holds the state of optimiser, scaler and averaged weights. `not_finite`, on the device, is 1 if
+    a loss or gradient of the last step was not finite, else 0. `recipe.non_finite=skip`, or
+    float16's scaler, then leaves the step out on all ranks.
     """
 
     def __init__(
