@@ -80,10 +80,10 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     tokens, maps = entry.tokens, []
     with torch.no_grad():
         for block in entry.blocks[entry.index : entry.index + steps]:
-            maps.append(_map(block, tokens, entry.given))
+            maps.append(block_map(block, tokens, entry.given))
             tokens = _run(block, tokens, entry.given)
         last = entry.blocks[entry.index + steps]
-        maps.append(_map(last, tokens, entry.given, entry.class_token))
+        maps.append(block_map(last, tokens, entry.given, entry.class_token))
     return rollout_saliency(maps, entry.num_prefix_tokens, entry.class_token)
 
 
@@ -101,7 +101,13 @@ def detector_of(htm: HTM) -> Detector:
     return partial(by_rollout, steps) if steps > 0 else DETECTORS[htm.detector]
 
 
-def _map(block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False) -> Tensor:
+def block_map(
+    block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False
+) -> Tensor:
+    """The attention map of a block on what enters it, `b h n n`, without dropout.
+
+    `given`: what the block gets besides tokens, as in BlockInput; see `attention_map`.
+    """
     with evaluating(attention_module(block)):
         where = positions(block.attn, tokens.shape[1], given)
         return attention_map(block.attn, block.norm1(tokens), first_row_only, where)

@@ -284,7 +284,7 @@ class TokenMixup(nn.Module):
                 htm.tau,
                 htm.rho,
                 partial(state.measure_difficulty, scorenet, entry.num_prefix_tokens),
-                partial(self._detect, entry),
+                partial(self._saliency_of, entry),
                 self.rules,
             )
             if is_source:  # VTM
@@ -298,6 +298,17 @@ class TokenMixup(nn.Module):
         if entry.saliency is not None and is_source:  # else its attention tells it
             state.remember(entry, entry.saliency)
         return (entry.tokens, *args[1:]), given
+
+    def _saliency_of(self, entry: BlockInput) -> Tensor:
+        """By the detector, `b t`; ValueError where that gives anything else."""
+        saliency = self._detect(entry)
+        b, n, _ = entry.tokens.shape
+        if saliency.shape != (b, n - entry.num_prefix_tokens):
+            raise ValueError(
+                f"htm.detector gives {[*saliency.shape]}, must be samples and spatial tokens, "
+                f"{[b, n - entry.num_prefix_tokens]}"
+            )
+        return saliency
 
     def _block_input(
         self, state: ForwardState, index: int, tokens: Tensor, given: Any

@@ -217,9 +217,8 @@ class HTM(_Layered):
                 f"htm.rollout_steps={self.rollout_steps}: must be 0 with detector="
                 f"{self.detector}, attention alone is rolled out"
             )
-        for name, only in (("order", ("in_place",)), ("detector", ("attention", "random"))):
-            value = getattr(self, name)
-            if len(self.layers) > 1 and value not in only:
+        for name, value in (("order", "published"), ("detector", "gradient")):
+            if len(self.layers) > 1 and getattr(self, name) == value:
                 raise ValueError(
                     f"htm.layer={self.layer}: must be one layer with {name}={value}, which tells "
                     "of the batch before it was mixed"

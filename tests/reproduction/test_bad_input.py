@@ -9,6 +9,7 @@ import shlex
 import sys
 import tempfile
 from contextlib import chdir, redirect_stderr
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -77,7 +78,7 @@ def write_files(folder: Path) -> None:
     write_images(folder / "images", ["cat", "dog"], train=1, held_out=1)
     (folder / "images" / "val" / "dog").rename(folder / "images" / "val" / "dogs")
     write_images(folder / "same", ["cat"], train=1, held_out=1)
-    config = compose("train", ["name=good", "output_root=runs"]).raw
+    config = asdict(parse(compose("train", ["name=good", "output_root=runs"]).raw))
     saved = {name: yaml.safe_dump(config) for name in ("good", "none", "summary")}
     for name, change in (("unknown", {"lrr": 1}), ("negative", {"lr": -1})):
         saved[name] = yaml.safe_dump({**config, "recipe": {**config["recipe"], **change}})
@@ -136,7 +137,7 @@ def test_bad_input_is_refused_in_one_clear_line(
         assert err.endswith("\n") and err[:-1].isprintable() and len(err) < 2100, (command, err)
         assert err.startswith(f"{Path(shlex.split(command)[0]).name}: ")
         assert any(word in err for word in CLEAR), (command, err)
-        assert fits(told(err, files), line), (command, err)
+        assert fits(told(err, files), line), (command, err, f"python -m {__name__} writes it anew")
         assert snapshot(files) == before, command
 
 
@@ -162,6 +163,7 @@ def record() -> None:
     head = "".join(REFUSED.read_text().splitlines(keepends=True)[:2])
     text = yaml.safe_dump(found, sort_keys=False, width=10**6, allow_unicode=True)
     REFUSED.write_text(head + text)
+    print(f"written to {REFUSED}")
 
 
 def test_the_table_holds_348_lines_of_49_kinds():

@@ -1,7 +1,9 @@
 """The configuration composes, defaults come from where they should, and identity is stable."""
 
 import itertools
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from reproduction.reporting.cells import read_cells
 from reproduction.runs.compose import LISTS, compose
 from reproduction.runs.folder import default_name, run_hash
 from reproduction.runs.parse import parse
+from tokenmixup import HTM, VTM, ManifoldMixup
 
 TRANSFORMERS = sorted(
     path.stem
@@ -67,6 +70,12 @@ def test_every_option_has_the_name_of_its_file(group: str):
             assert list(content) == [path.stem] or path.stem == "none"
         elif group != "recipe":
             assert content["name"] == path.stem
+
+
+@pytest.mark.parametrize("kind", [HTM, VTM, ManifoldMixup])
+def test_every_option_of_the_library_has_a_line_in_its_file(kind: Any):
+    content = yaml.safe_load((CONF_DIR / "augmentation" / f"{kind.key}.yaml").read_text())
+    assert list(content[kind.key]) == [option.name for option in fields(kind)]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

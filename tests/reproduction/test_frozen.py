@@ -136,7 +136,8 @@ def configurations() -> dict[str, list[list[Any]]]:
 
 
 def test_experiments_compose_to_what_was_recorded():
-    assert configurations() == yaml.safe_load(COMPOSED.read_text())
+    anew = f"python -m {__name__} configurations writes them anew"
+    assert configurations() == yaml.safe_load(COMPOSED.read_text()), anew
 
 
 def record_losses() -> dict[str, list[Line]]:
@@ -157,3 +158,4 @@ if __name__ == "__main__":  # losses, configurations, or both
         }[what]
         text = yaml.safe_dump(found(), sort_keys=False, default_flow_style=None, width=100)
         path.write_text(text)
+        print(f"written to {path}")

@@ -97,6 +97,19 @@ def test_a_run_that_began_while_this_one_started_is_looked_at_again(
     assert "holds a run with other seed=0 (there 1)" in ended.lines[-1]
 
 
+def test_a_run_of_before_an_option_is_another_run(tmp_path: Path):
+    """Though the option is null, as what is not there."""
+    told = ["name=mine", "resume=auto", f"output_root={tmp_path}", *SMALL]
+    config = resolve(compose("train", told))
+    folder = RunFolder.of(config)
+    folder.create(config)
+    text = folder.config_path.read_text()
+    assert "  max_steps: null\n" in text
+    folder.config_path.write_text(text.replace("  max_steps: null\n", ""))
+    with pytest.raises(UserError, match=r"recipe\.max_steps \(unknown to one of both\); choose"):
+        folder.check(config)
+
+
 def test_restarts_need_ranks(command: Command):
     ended = command("train", "restarts=2", *SMALL)
     assert ended.status == 2

@@ -68,7 +68,7 @@ def test_a_changed_value_is_noticed():
 
 
 def test_written_pages_are_current():
-    """Else python scripts/write_docs.py writes them."""
-    assert CONFIGURATION.read_text() == configuration_page()
-    assert DIFFERENCES.read_text() == differences_page()
-    assert RESULTS.read_text() == results_page()
+    anew = "python scripts/write_docs.py writes it anew"
+    assert CONFIGURATION.read_text() == configuration_page(), anew
+    assert DIFFERENCES.read_text() == differences_page(), anew
+    assert RESULTS.read_text() == results_page(), anew

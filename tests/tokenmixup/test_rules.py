@@ -55,6 +55,30 @@ def test_every_name_has_its_rule(choice: Any, table: dict[str, Any]):
     assert get_args(choice) == tuple(table)
 
 
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_saliency_is_a_share_of_each_spatial_token(detector: Any):
+    """Rho is compared with the difference of two, and labels are shares of the sum."""
+    found: list[torch.Tensor] = []
+
+    def noted(entry: Any) -> torch.Tensor:
+        found.append(DETECTORS[detector](entry))
+        return found[-1]
+
+    module = attach(small_vit(), CLASSES, htm={"layer": 1, "detector": detector})
+    module._detect = noted
+    module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
+    (saliency,) = found
+    assert saliency.shape == (3, 16) and (saliency >= 0).all()
+    assert (saliency.sum(dim=1) <= 1.001).all() and (saliency.sum(dim=1) > 0.1).all()
+
+
+def test_a_detector_that_keeps_the_prefix_is_refused():
+    module = attach(small_vit(), CLASSES, htm={"layer": 1})
+    module._detect = lambda entry: torch.ones(entry.tokens.shape[:2])
+    with pytest.raises(ValueError, match=r"gives \[3, 17\], must be .*, \[3, 16\]"):
+        module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
+
+
 @pytest.mark.parametrize(("tau", "easy"), [(2.0, [0, 1]), (float("inf"), [0, 1, 2, 3]), (0.0, [])])
 def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
     batch, difficulty = next_batch(), torch.tensor([0.1, 1.9, 2.0, 9.0])

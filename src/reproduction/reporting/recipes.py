@@ -10,6 +10,7 @@ import yaml
 
 from reproduction.config import Config
 from reproduction.runs.folder import flatten
+from reproduction.system.errors import UserError
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
 LEFT_OUT = (  # where and how a run is made, not what it computes
@@ -44,8 +45,8 @@ def read_recipes() -> dict[str, Any]:
 def compare_recipes(told: Mapping[str, Any], configs: Mapping[str, Config]) -> list[Setting]:
     """Every setting of every experiment, by what `told` knows of the published ones.
 
-    `configs`: of each experiment of Tables 1 and 2, as composed. KeyError for a setting that `told`
-    does not name.
+    `configs`: of each experiment of Tables 1 and 2, as composed. UserError for a setting that
+    `told` does not name.
     """
     settings = []
     for experiment, config in configs.items():
@@ -55,7 +56,7 @@ def compare_recipes(told: Mapping[str, Any], configs: Mapping[str, Config]) -> l
         reasons = [entry for entry in told["reasons"] if meant(entry, experiment)]
         for key, ours in _settings(config):
             if key not in published and key not in told["ours_alone"]:
-                raise KeyError(
+                raise UserError(
                     f"{experiment}: nothing is told of {key}={ours}, name it in {RECIPES.name}: "
                     "under published, or in ours_alone"
                 )

@@ -255,9 +255,10 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """`key=ours (there theirs)` of two identities."""
-    keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    return [f"{key}={ours.get(key)} (there {theirs.get(key)})" for key in keys]
+    """`key=ours (there theirs)` of two identities, or else the keys that one of them lacks."""
+    pairs = [(key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
+    lacking = [f"{key} (unknown to one of both)" for key in sorted(ours.keys() ^ theirs.keys())]
+    return [f"{key}={our} (there {their})" for key, our, their in pairs if our != their] or lacking
 
 
 def run_hash(config: Config) -> str:
