@@ -28,27 +28,26 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     return distance.lerp_(surplus, 0.5).clamp_(min=0).fill_diagonal_(0).float()
 
 
-def optimal_assignment(gain: Tensor | np.ndarray) -> Tensor:
+def optimal_assignment(gain: Tensor) -> Tensor:
     """Donors, all different, that maximise the total gain (Eq. 7, the Hungarian assignment).
 
     `gain`: `k b` with k <= b; the solver runs on the host. Returns `k` int64 donor indices.
     Raises ValueError if k > b, FloatingPointError if a gain is not finite.
     """
-    if isinstance(gain, Tensor):
-        gain = gain.detach().float().cpu().numpy()
+    gain = gain.detach().float().cpu()
     receivers, donors = gain.shape
     if receivers > donors:
         raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")
     check_finite(gain)
+    values = gain.numpy()
     if receivers >= REDUCED_FROM * donors:
-        gain = _columns_reduced(gain)
-    donor = linear_sum_assignment(gain, maximize=True)[1][:receivers]
-    return torch.from_numpy(donor.astype(np.int64))
+        values = _columns_reduced(values)
+    return torch.from_numpy(linear_sum_assignment(values, maximize=True)[1][:receivers])
 
 
-def check_finite(gain: np.ndarray) -> None:
+def check_finite(gain: Tensor) -> None:
     """Raises FloatingPointError for a gain that is not finite."""
-    if not np.isfinite(gain).all():
+    if not gain.isfinite().all():
         raise FloatingPointError("the saliency gain is not finite: the attention has diverged")
 
 

@@ -169,30 +169,16 @@ def attention_map(
 def received(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """What each key receives: the mean of the map over heads and queries, `b m` in float32.
 
-    `q`, `k`: `b h n e`, `b h m e`. A CPU computes it by blocks of a head and some samples, which
-    stay in its cache; a GPU at once.
+    `q`, `k`: `b h n e`, `b h m e`. A CPU takes a few samples at a time, whose maps stay in its
+    cache; a GPU takes all at once.
     """
-    if q.device.type != "cpu" or getattr(attn, "proj_l", None) is not None:
+    if q.device.type != "cpu":
         return _softmax(attn, q, k, bias).mean(dim=(1, 2))
-    present = [q, k] if bias is None else [q, k, bias.expand(*q.shape[:2], -1, -1)]
-    blocks = zip(*(x.split(_cached_samples(q.shape[2], k.shape[2])) for x in present), strict=True)
-    return torch.cat([_mean_over_heads(attn, *block) for block in blocks])
-
-
-def _mean_over_heads(attn: Any, *block: Tensor) -> Tensor:
-    by_head = zip(*(x.unbind(dim=1) for x in block), strict=True)
-    return torch.stack([_mean_of_head(attn.scale, *head) for head in by_head]).mean(dim=0)
-
-
-def _mean_of_head(scale: float, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    scores = _scaled_product(q, k, scale)  # b n m
-    scores = (scores if bias is None else scores + bias).float()
-    return torch.softmax(scores, dim=-1, out=scores).mean(dim=1)
-
-
-def _cached_samples(queries: int, keys: int) -> int:
-    """So many maps of one head stay in the caches."""
-    return max(1, CACHED_SCORES * torch.get_num_threads() // (queries * keys))
+    scores = q.shape[1] * q.shape[2] * k.shape[2]  # of a sample
+    samples = max(1, CACHED_SCORES * torch.get_num_threads() // scores)
+    inputs = [q, k] if bias is None else [q, k, bias.expand(len(q), -1, -1, -1)]
+    chunks = zip(*(x.split(samples) for x in inputs), strict=True)
+    return torch.cat([_softmax(attn, *chunk).mean(dim=(1, 2)) for chunk in chunks])
 
 
 def _softmax(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
