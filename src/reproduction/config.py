@@ -9,8 +9,10 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from tokenmixup import HTM, VTM, ManifoldMixup
-from tokenmixup.settings import built
+from tokenmixup.settings import LARGEST, built
 
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in the order in which they act
 FORBID = ConfigDict(extra="forbid")  # of every settings class
 LONGEST_NAME = 200  # bytes; file systems take 255
 AUTO_AUGMENT = (
@@ -47,8 +49,8 @@ Images = Annotated[int, Field(strict=True, ge=1, le=10**6)]  # of a batch
 Processes = Annotated[int, Field(strict=True, ge=0, le=1024)]
 Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Few = Annotated[int, Field(strict=True, ge=1, le=16)]
-Amount = Annotated[float, Field(strict=True, ge=0, le=1e38, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, le=1e38, allow_inf_nan=False)]
+Amount = Annotated[float, Field(strict=True, ge=0, le=LARGEST, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
@@ -157,9 +159,6 @@ class Library(Model):
 AnyModel = CCT | ViT | Library
 
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-
-
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Dataset:
     """Images, their statistics and how they are loaded."""
@@ -184,9 +183,6 @@ class InputMix:
 
     alpha: Positive
     prob: Share
-
-
-STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")
 
 
 def _by_library(kind: Any) -> BeforeValidator:

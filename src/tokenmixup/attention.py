@@ -45,9 +45,9 @@ class Positions(NamedTuple):
 def positions(attn: Any, n: int, given: Mapping[str, Any], dropout: bool = True) -> Positions:
     """The positions of `n` tokens: `given` are the arguments that the block hands to `attn`.
 
-    `dropout`: whether that of an MLP of `attn` which makes them acts in training mode; those that
-    all blocks share come as they were drawn.
-    Raises ValueError for an argument that is not understood, such as a causal mask.
+    `dropout`: whether an MLP of `attn` that computes its bias drops out in training mode; a bias
+    that all blocks share comes with its dropout. Raises ValueError for an argument that is not
+    understood, such as a causal mask.
     """
     unknown = [
         name
@@ -96,8 +96,7 @@ def project(
 ) -> list[Tensor]:
     """Projects `b n d` to q, k and v, each `b h n e`.
 
-    `rope`: of these tokens, as in Positions. `known`: what `projections` makes of `x`, where it is
-    known already.
+    `rope`: of these tokens, as in Positions. `known`: the `projections` of `x`, if computed before.
     """
     if (own := getattr(attn, "project", None)) is not None:
         return list(own(x))
@@ -108,9 +107,9 @@ def project(
 
 
 def projections(attn: Any, x: Tensor) -> list[Tensor]:
-    """What the module's layers make of `b n d`: one tensor of q, k and v, or one of each.
+    """The projections of `b n d`: one tensor that holds q, k and v, or three.
 
-    Empty where a function of its own stands for them.
+    Empty if the module projects by a function of its own, `Parts.project`.
     """
     if getattr(attn, "project", None) is not None:
         return []

@@ -43,7 +43,7 @@ class BlockInput:
     def own_saliency(self) -> Tensor:
         """Saliency by the map that the block computes on these tokens, `b t`; computed once.
 
-        What it projects for that is kept for the block itself.
+        The projections are kept: the block's own attention uses them again.
         """
         if self.saliency is None:
             block = self.blocks[self.index]
@@ -56,7 +56,7 @@ class BlockInput:
 
     @torch.no_grad()
     def saliency_by(self, q: Tensor, k: Tensor) -> Tensor:
-        """The same by the block's own queries and keys, `b h n e`."""
+        """Saliency, `b t`, by the block's own queries and keys, `b h n e`."""
         bias, rows = self._positions.bias, 1 if self.class_token else None
         bias = None if bias is None else bias[:, :, :rows]
         shares = received(self.blocks[self.index].attn, q[:, :, :rows], k, bias)

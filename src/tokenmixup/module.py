@@ -183,14 +183,14 @@ class TokenMixup(nn.Module):
         return {f"model.{name}" for name in exempt()}
 
     def _begin(self, images: Tensor, targets: Tensor) -> ForwardState:
-        """What is known before the pass: the gradient of the input, the draws of manifold mixup."""
+        """Checks the batch; then the input gradient, manifold mixup's draws and empty memories."""
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
         shape = (len(images), self.num_classes)
-        rows = targets.shape if isinstance(targets, Tensor) else type(targets)
-        if rows != shape or not len(images):
+        found = targets.shape if isinstance(targets, Tensor) else type(targets)
+        if found != shape or not len(images):
             raise ValueError(
-                f"targets {rows}: must be probabilities b c of one image or more, here {shape}, "
+                f"targets {found}: must be probabilities b c of one image or more, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
         state = ForwardState(targets, view_of(self.model, self.adapter))

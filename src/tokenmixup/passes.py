@@ -56,10 +56,10 @@ class Output(NamedTuple):
     def stats(self) -> dict[str, Tensor]:
         """Scalars, computed when they are asked for.
 
-        `mixed_samples`, the easy ones; `mixed_tokens`, replaced ones in each of these on average;
-        with HTM `difficulty`, the mean in nats, and `gain_max` and `gain_mean` over replaced
-        tokens, saliency that their donors have over them. Of several layers each one's follow, as
-        `mixed_samples/1`, and what they are together comes first.
+        `mixed_samples`: easy samples; `mixed_tokens`: tokens replaced per easy sample; with HTM
+        also `difficulty`: the mean in nats; `gain_max`, `gain_mean`: by how much the donors' tokens
+        are more salient than those they replace. With several layers these are of all together, and
+        each layer's follow as `mixed_samples/1`.
         """
         if self.is_easy is None or self.mask is None or self.gain is None:
             zero = self.logits.new_zeros((), dtype=torch.float32)
@@ -96,7 +96,7 @@ def training_loss(output: Output, score_loss_weight: float) -> Tensor:
 
 @dataclass
 class ForwardState:
-    """What is known so far."""
+    """The state of one training forward pass."""
 
     targets: Tensor  # b c, as mixed so far
     view: Any  # the model by the names that this library reads, see `adapters.py`
@@ -159,13 +159,13 @@ class ForwardState:
         )
 
 
-# What stands in for a block's attention computes the same and more. `tokens` are layer-normed
-# already, `b n d`; `given` are the block's other arguments.
+# Replacements of a block's attention during a training pass. `tokens`: layer-normed, `b n d`;
+# `given`: the block's other arguments.
 StandIn = Callable[..., Tensor]
 
 
 def attend_as_projected(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """Of the block where HTM mixes, by the projections from which its saliency was computed."""
+    """At HTM's block: the same attention, from the projections that the saliency already needed."""
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
     q, k, v = project(block.attn, tokens, where.rope, entry.projected)
@@ -173,9 +173,10 @@ def attend_as_projected(state: ForwardState, block: Any, tokens: Tensor, **given
 
 
 def attend_and_remember(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """Of a source of VTM: its map, or else its queries and keys, tell the saliency as well.
+    """At a source of VTM: the same attention, whose saliency selects tokens for the memory.
 
-    Positions of the block's own may have dropout, which the saliency has not.
+    The saliency is taken from the attention map if one is computed anyway. Where there is a bias it
+    is computed anew: the bias may have dropout, which the saliency must not have.
     """
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
@@ -190,7 +191,7 @@ def attend_and_remember(state: ForwardState, block: Any, tokens: Tensor, **given
 
 
 def attend_to_memory(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """Of a block of VTM."""
+    """At VTM's block: attention to the tokens and to the memory (Eq. 13)."""
     entry = _entry_of(block, state)
     memory = state.memories[entry.index]
     where = positions(block.attn, tokens.shape[1], given)
@@ -201,5 +202,5 @@ def attend_to_memory(state: ForwardState, block: Any, tokens: Tensor, **given: A
 
 def _entry_of(block: Any, state: ForwardState) -> BlockInput:
     entry = state.entry
-    assert entry is not None and entry.blocks[entry.index] is block, "it is not watched"
+    assert entry is not None and entry.blocks[entry.index] is block, "no hook on this block"
     return entry

@@ -32,8 +32,8 @@ from reproduction.training.step import MicroBatch, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
-# What a checkpoint keeps besides parameters and optimiser; metrics_size is in bytes.
-COUNTERS = ("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "history")
+# Attributes of Trainer that a checkpoint keeps; metrics_size is in bytes.
+SAVED = ("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "history")
 TOTALS = ("batches", "loss", "mixed", "tokens")  # of the epoch so far
 
 
@@ -90,7 +90,7 @@ class Trainer:
         self.module.load_state_dict(fitting_module(f"checkpoint={checkpoint}", state, self.module))
         try:
             self.update.load_state_dict(state)
-            for name in COUNTERS:
+            for name in SAVED:
                 setattr(self, name, state[name])
             self.metrics.seconds = state["train_seconds"]
             self.non_finite.load_state_dict(state["non_finite"])
@@ -287,7 +287,7 @@ class Trainer:
             "non_finite": self.non_finite.state_dict(),
             "broken_images": sorted(self.broken.known),
             "train_seconds": self.metrics.seconds,
-            **{name: getattr(self, name) for name in COUNTERS},
+            **{name: getattr(self, name) for name in SAVED},
         }
 
     def _describe(self) -> str:
