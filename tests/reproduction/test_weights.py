@@ -168,7 +168,7 @@ def test_a_head_on_a_representation_layer_is_not_ours(tmp_path):
     with pytest.raises(UserError, match=r"lacks parameters: 2 \(head.weight, head.bias\)$"):
         fitting(weights, recorded_vit())
     model = recorded_vit()
-    state = fitting(weights, model, keep_head=True)
+    state = fitting(weights, model, ["head.weight", "head.bias"])
     assert torch.equal(state["head.weight"], model.state_dict()["head.weight"])
     assert torch.equal(state["cls_token"], weights.state["cls_token"])
 
@@ -217,9 +217,12 @@ def test_a_training_state_gives_the_plain_model_and_its_classes(tmp_path):
     assert weights.classes == list("abcde")
 
 
-@pytest.mark.parametrize("model", ["cct_2_3x2", "vit_tiny_patch16_224"])
-def test_training_starts_from_a_file_and_keeps_a_new_head(tmp_path, model):
-    small = [f"model={model}", "model.image_size=32"]
+@pytest.mark.parametrize(
+    ("model", "head"),
+    [("cct_2_3x2", "head"), ("vit_tiny_patch16_224", "head"), ("resnet18", "fc")],
+)
+def test_training_starts_from_a_file_and_keeps_a_new_head(tmp_path, model, head):
+    small = [f"model={model}", "model.image_size=32", "augmentation=[]"]
     path = tmp_path / "weights.pth"
     donor = configured(*small, classes=7).state_dict()
     torch.save(donor, path)
@@ -230,10 +233,11 @@ def test_training_starts_from_a_file_and_keeps_a_new_head(tmp_path, model):
     torch.manual_seed(5)
     fresh = configured(*small, classes=3).state_dict()
     for name, value in other.items():
-        assert torch.equal(value, (fresh if name.startswith("head.") else donor)[name]), name
-    torch.save({k: v for k, v in donor.items() if k != "head.bias"}, path)
+        is_new = name.startswith(f"{head}.")
+        assert torch.equal(value, (fresh if is_new else donor)[name]), name
+    torch.save({k: v for k, v in donor.items() if k != f"{head}.bias"}, path)
     with pytest.raises(
-        UserError, match=rf"model.weights={path}.* lacks parameters: 1 \(head.bias\)$"
+        UserError, match=rf"model.weights={path}.* lacks parameters: 1 \({head}.bias\)$"
     ):
         configured(*start, classes=3)
 

@@ -43,7 +43,7 @@ def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     """The plain model, without TokenMixup, with the weights that training starts from."""
     model = _build_random(config, num_classes)
     if config.weights is not None:
-        model.load_state_dict(start_weights(config.weights, model))
+        model.load_state_dict(start_weights(config, model))
     return model
 
 
@@ -58,20 +58,26 @@ def _build_random(config: AnyModel, num_classes: int) -> nn.Module:
     return build_library_model(num_classes=num_classes, **settings)
 
 
-def count_classes(config: AnyModel, state: State) -> int:
-    """How many classes a state of the model tells apart; 1 if it has no head."""
+def head_of(config: AnyModel) -> list[str]:
+    """Names of the parameters whose shape follows the number of classes."""
     with torch.device("meta"):
         one, two = (build_model(without_start(config), n).state_dict() for n in (1, 2))
-    head = [name for name in one if one[name].shape != two[name].shape]
-    return max((len(state[name]) for name in head if name in state and state[name].ndim), default=1)
+    return [name for name in one if one[name].shape != two[name].shape]
 
 
-def start_weights(path: str, model: nn.Module) -> State:
-    """The file's parameters, all of the model's but for a head of another number of classes.
+def count_classes(config: AnyModel, state: State) -> int:
+    """How many classes a state of the model tells apart; 1 if it has no head."""
+    head = [state[name] for name in head_of(config) if name in state]
+    return max((len(value) for value in head if value.ndim), default=1)
+
+
+def start_weights(config: AnyModel, model: nn.Module) -> State:
+    """What `weights` holds: all parameters but for a head of another number of classes.
 
     Raises UserError if the file is not readable or does not fit.
     """
-    return fitting(read_weights("model.weights", Path(path)), model, keep_head=True)
+    assert config.weights is not None
+    return fitting(read_weights("model.weights", Path(config.weights)), model, head_of(config))
 
 
 def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:

@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -29,7 +29,6 @@ from reproduction.system.terminal import warn
 # Where a dictionary keeps its parameters, if not on top: our runs, timm's and others' training
 # scripts. Averaged weights go first, as with timm's own loader.
 KEPT_UNDER = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
-HEAD = ("head.weight", "head.bias")
 MOST_UNPACKED = 100  # times the size of its archive: weights hardly shrink, bombs do
 BYTEARRAY, PICKLE = b"bytearray", b"\x80"
 # Errors of a file that may be whole and readable later.
@@ -72,16 +71,16 @@ def weights_of(origin: str, content: Any) -> Weights:
         raise UserError(f"{origin}: {error}") from error
 
 
-def fitting(weights: Weights, model: nn.Module, keep_head: bool = False) -> State:
+def fitting(weights: Weights, model: nn.Module, head: Sequence[str] = ()) -> State:
     """The state to load into `model`: exactly its parameters, in its shapes.
 
-    With `keep_head`, a file without a head or with one for another number of classes leaves the
-    model's own. Raises UserError that names what is missing, extra or of another shape.
+    Of the parameters of `head`, a file without them or with others for another number of classes
+    leaves the model's own. Raises UserError that names what is missing, extra or of another shape.
     """
     wanted = model.state_dict()
     state = dict(weights.state)
-    if keep_head and _has_other_classes(state, wanted):
-        state |= {name: wanted[name] for name in HEAD}
+    if head and _has_other_classes(state, wanted, head):
+        state |= {name: wanted[name] for name in head}
     lists = {
         "lacks parameters:": [name for name in wanted if name not in state],
         "has others:": [name for name in state if name not in wanted],
@@ -236,16 +235,14 @@ def _is_parameter(name: Any, value: Any) -> bool:
     return value.nbytes <= value.untyped_storage().nbytes()
 
 
-def _has_other_classes(state: State, wanted: State) -> bool:
+def _has_other_classes(state: State, wanted: State, head: Sequence[str]) -> bool:
     """Whether there is no head, or a whole one of the same width for other classes."""
-    if not all(name in wanted for name in HEAD):
-        return False
-    found = [state[name] for name in HEAD if name in state]
-    if len(found) < len(HEAD):
+    found = [state[name].shape for name in head if name in state]
+    if len(found) < len(head):
         return not found
-    (weight, bias), n = found, found[1].numel()
-    width = wanted[HEAD[0]].shape[1]
-    return n != len(wanted[HEAD[1]]) and weight.shape == (n, width) and bias.shape == (n,)
+    own = [wanted[name].shape for name in head]
+    are_others = len({shape[:1] for shape in found}) == 1 and found[0][:1] != own[0][:1]
+    return are_others and [shape[1:] for shape in found] == [shape[1:] for shape in own]
 
 
 def _kind(value: Tensor) -> str:

@@ -53,7 +53,7 @@ def preflight(config: Config, here: bool = True) -> None:
     _check_size(module, config)
     check_tokens(module, config.model)
     if config.model.weights is not None:
-        start_weights(config.model.weights, module.model)
+        start_weights(config.model, module.model)
     fewest = batches.global_size(len(batches) - 1) // config.devices
     _check_micro_batches(fewest, module.model, config)
 
