@@ -70,11 +70,13 @@ class _Settings:
             value = getattr(self, name)
             if not holds(value):
                 raise ValueError(f"{self.key}.{name}={value!r}: must be {allowed}")
-            if number := kind.__dataclass_fields__[name].metadata.get("number"):
-                value = [*map(number, value)] if _is_list(value) else number(value)
-                value = value[0] if _is_list(value) and len(value) == 1 else value
-            kept: Any = [*value] if _is_list(value) else value  # a caller may change its list
-            object.__setattr__(self, name, float(kept) if types[name] is float else kept)
+            number = kind.__dataclass_fields__[name].metadata.get("number")
+            if _is_list(value):  # a copy: a caller may change its list
+                value = [*map(number, value)] if number else [*value]
+                value = value[0] if number and len(value) == 1 else value
+            elif number or types[name] is float:
+                value = (number or float)(value)
+            object.__setattr__(self, name, value)
 
 
 class _Layered(_Settings):
