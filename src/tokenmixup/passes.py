@@ -196,8 +196,9 @@ def attend_to_memory(state: ForwardState, block: Any, tokens: Tensor, **given: A
     memory = state.memories[entry.index]
     where = positions(block.attn, tokens.shape[1], given)
     where = where.of_memory(memory.places)
-    remembered = block.norm1(torch.cat(memory.tokens, dim=1))
-    return vertical_attention(block.attn, tokens, remembered, where, entry.projected)
+    own = [] if entry.projected else [entry.tokens]
+    context = block.norm1(torch.cat([*own, *memory.tokens], dim=1))
+    return vertical_attention(block.attn, tokens, context, where, entry.projected)
 
 
 def _entry_of(block: Any, state: ForwardState) -> BlockInput:

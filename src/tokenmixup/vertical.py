@@ -76,22 +76,20 @@ class Memory:
 def vertical_attention(
     attn: nn.Module,
     tokens: Tensor,
-    memory: Tensor,
+    context: Tensor,
     where: Positions | None = None,
     known: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Z = Softmax(X1 Wq (X2 Wk)^T) X2 Wv with X1 = tokens, X2 = tokens and memory (Eq. 13).
+    """Z = Softmax(X1 Wq (X2 Wk)^T) X2 Wv with X1 = tokens, X2 = context (Eq. 13).
 
-    `tokens`: `b n d`, `memory`: `b m d`, both layer-normed. `where`: the positions of both as keys.
-    `known`: the projections of `tokens`, where they are known already. Returns `b n d`, projected
-    and dropped out as `attn` itself would.
+    `tokens`: `b n d`; `context`: `b n+m d`, these and after them the memory; both layer-normed.
+    `where`: the positions of the context. `known`: the projections of `tokens`, if computed before;
+    `context` is then the memory alone, `b m d`. Returns `b n d`, projected and dropped out as
+    `attn` itself would.
     """
-    x = tokens
+    flat = projections(attn, context)
     if known:
-        both = zip(known, projections(attn, memory), strict=True)
-        known = [torch.cat(parts, dim=1) for parts in both]
-    else:
-        x = torch.cat([tokens, memory], dim=1)
+        flat = [torch.cat(parts, dim=1) for parts in zip(known, flat, strict=True)]
     rope, bias = where or Positions()
-    q, k, v = project(attn, x, rope, known)  # b h n+m e
+    q, k, v = project(attn, context, rope, flat)  # b h n+m e
     return attend(attn, tokens, q[:, :, : tokens.shape[1]], k, v, bias)

@@ -313,9 +313,10 @@ def test_grouped_gated_rotary_attention_attends_to_a_memory_as_to_tokens(rotate_
     )
     tokens, memory = torch.randn(3, 7, 32), torch.randn(3, 4, 32)
     rope, places = torch.randn(5, 16), torch.tensor([2, 6, 3, 3])  # none of the prefix
-    expected = attn(torch.cat([tokens, memory], 1), rope=torch.cat([rope, rope[places - 2]]))[:, :7]
+    context = torch.cat([tokens, memory], dim=1)
+    expected = attn(context, rope=torch.cat([rope, rope[places - 2]]))[:, :7]
     where = positions(attn, 7, {"rope": rope}).of_memory([places.expand(3, 4)])
-    torch.testing.assert_close(vertical_attention(attn, tokens, memory, where), expected)
+    torch.testing.assert_close(vertical_attention(attn, tokens, context, where), expected)
 
 
 def test_saliency_has_no_dropout_where_the_positions_of_a_block_have():
@@ -353,13 +354,14 @@ def test_a_mask_hides_tokens_and_their_memory():
     seen = attention_map(attn, tokens, where=where)
     assert (seen[..., 4:] == 0).all() and (seen[..., :4] > 0).all()
     wide = where.of_memory([torch.tensor([[0], [5]]), torch.tensor([[5], [0]])])
+    context = torch.cat([tokens, memory], dim=1)
     expected = attn(
-        torch.cat([tokens, memory], dim=1),
+        context,
         attn_mask=torch.cat(
             [visible, torch.tensor([[True, False], [False, True]])[:, None, None]], dim=3
         ),
     )[:, :6]
-    torch.testing.assert_close(vertical_attention(attn, tokens, memory, wide), expected)
+    torch.testing.assert_close(vertical_attention(attn, tokens, context, wide), expected)
 
 
 @pytest.mark.parametrize("scores", [1, 70, 2**17])

@@ -3,6 +3,7 @@ import torch
 from timm.layers import Attention
 
 from tokenmixup import VTM, select_salient, vertical_attention
+from tokenmixup.attention import projections
 
 
 def test_select_salient_takes_the_best_and_never_a_prefix_token():
@@ -34,19 +35,22 @@ def test_vertical_attention_equals_self_attention_over_all_tokens_cut_to_the_que
     attn = Attention(8, num_heads=2, norm_layer=torch.nn.LayerNorm, **options)
     setattr(attn, "fused_attn", fused)
     tokens, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
-    expected = attn(torch.cat([tokens, memory], dim=1))[:, :5]
-    torch.testing.assert_close(vertical_attention(attn, tokens, memory), expected)
+    context = torch.cat([tokens, memory], dim=1)
+    expected = attn(context)[:, :5]
+    torch.testing.assert_close(vertical_attention(attn, tokens, context), expected)
+    known = projections(attn, tokens)
+    torch.testing.assert_close(vertical_attention(attn, tokens, memory, known=known), expected)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_vertical_attention_drops_attention_in_training_only(fused: bool):
     attn = Attention(8, num_heads=2, attn_drop=0.5)
     setattr(attn, "fused_attn", fused)
-    tokens, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
-    first, second = (vertical_attention(attn, tokens, memory) for _ in range(2))
+    context = torch.randn(3, 9, 8)
+    first, second = (vertical_attention(attn, context[:, :5], context) for _ in range(2))
     assert not torch.equal(first, second)
     attn.eval()
-    first, second = (vertical_attention(attn, tokens, memory) for _ in range(2))
+    first, second = (vertical_attention(attn, context[:, :5], context) for _ in range(2))
     assert torch.equal(first, second)
 
 
