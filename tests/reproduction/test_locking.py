@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from reproduction.commands.jobs import resolve
+from reproduction.runs import locking
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.runs.locking import hold
@@ -58,6 +59,30 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypat
         hold(RunFolder(tmp_path / "mine")),
     ):
         pass
+
+
+@pytest.mark.parametrize("times", [1, 5, 100])
+def test_a_folder_that_others_take_away_is_made_again_however_little_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+):
+    """Between making the folder and opening its lock, as a process does that ends without a run."""
+    mkdir, left = Path.mkdir, [times]
+
+    def taken_away(path: Path, *args, **options) -> None:
+        mkdir(path, *args, **options)
+        if left[0]:
+            left[0] -= 1
+            path.rmdir()
+
+    monkeypatch.setattr(locking, "PATIENCE", 0.0)
+    monkeypatch.setattr(Path, "mkdir", taken_away)
+    folder = RunFolder(tmp_path / "mine")
+    if times > locking.ATTEMPTS:
+        with pytest.raises(UserError, match="mine: there cannot be a folder"), hold(folder):
+            pass
+        return
+    with hold(folder):
+        assert status_of_onlooker(folder) != 0
 
 
 @pytest.mark.parametrize("is_own", [True, False])

@@ -15,6 +15,7 @@ from reproduction.system.ranks import is_first_rank, launcher, restarts
 
 PATIENCE = 0.5  # seconds: others may look at a lock, or a process may be about to end
 PATIENCE_OF_RESTARTED = 60.0  # the first rank before this one may be about to be killed
+ATTEMPTS = 50  # to open a lock whose folder others take away, or the file system never makes
 
 
 @contextmanager
@@ -55,10 +56,6 @@ def _lock(folder: RunFolder) -> IO[str]:
     deadline = time.monotonic() + patience
     while True:
         file = _open(path)
-        if file is None:
-            if time.monotonic() > deadline:  # some file systems never make it, such as /proc
-                raise UserError(f"{folder.path}: there cannot be a folder at this place")
-            continue
         if _try_lock(file, fcntl.LOCK_EX):
             with suppress(FileNotFoundError):
                 if _is_current(file, path):
@@ -73,17 +70,19 @@ def _lock(folder: RunFolder) -> IO[str]:
         time.sleep(0.02)
 
 
-def _open(path: Path) -> IO[str] | None:
-    """The lock's file, made if need be; None if another process is taking its folder away."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a+")
-    except (FileNotFoundError, FileExistsError):
-        if os.path.lexists(path.parent) and not path.parent.is_dir():
-            raise
-        return None
-    except OSError as error:
-        raise UserError(f"{path.parent}: cannot be written to ({error.strerror})") from error
+def _open(path: Path) -> IO[str]:
+    """The lock's file, made if need be, again while other processes take its folder away."""
+    for _ in range(ATTEMPTS):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("a+")
+        except (FileNotFoundError, FileExistsError):
+            if os.path.lexists(path.parent) and not path.parent.is_dir():
+                raise
+            time.sleep(0.01)
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be written to ({error.strerror})") from error
+    raise UserError(f"{path.parent}: there cannot be a folder at this place")  # such as /proc
 
 
 def _sign(file: IO[str]) -> None:
