@@ -1,7 +1,7 @@
 """TokenMixup (Choi, Choi and Kim, NeurIPS 2022): attention-guided mixing of tokens.
 
-`attach` puts it on a transformer; the other names are the paper's pieces as pure functions. Torch
-is imported once one of them is used: the settings alone do without.
+`attach` adds it to a transformer; the other functions are the parts of the method. They are
+imported on first use, so that the settings are available without importing torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Models whose parts have other names than timm's: an Adapter says where they are.
+"""Adapters for models whose modules are not named as in timm.
 
-`attach(model, ..., adapter=...)` then works on an `Adapted` view of the model, whose blocks have
-the names that all of this library reads. ADAPTERS holds classes that need no adapter of the user's.
+`attach(model, ..., adapter=...)` works on an `Adapted` view of the model, which has the attribute
+names that the rest of the library reads. ADAPTERS holds the adapters of known model classes.
 Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments that change no token
+OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments without effect on the tokens
 
 
 def _itself(out: Any) -> Any:
@@ -20,13 +20,13 @@ def _itself(out: Any) -> Any:
 
 
 class Dropped(NamedTuple):
-    """What is read of a dropout."""
+    """The attribute of a dropout layer that the library reads."""
 
     p: float
 
 
 class Projection(NamedTuple):
-    """A layer that is not a module of its own."""
+    """The parameters of a linear layer that is no module of its own."""
 
     weight: Tensor
     bias: Tensor | None
@@ -34,19 +34,19 @@ class Projection(NamedTuple):
 
 @dataclass(kw_only=True)
 class Parts:
-    """What an attention module is made of: softmax(scale q k^T) v, by heads, and then `proj`.
+    """The parts of an attention module: softmax(scale q k^T) v per head, followed by `proj`.
 
-    Queries, keys and values come from `qkv`, one layer whose rows are all queries, then all keys,
-    then all values; from `q_proj`, `k_proj` and `v_proj`; or from `project`, a function of normed
-    tokens `b n d` that returns three of `b h n e`. It has to treat each token alone.
+    Queries, keys and values are computed by `qkv`, a single layer whose weight holds the rows of
+    queries, keys and values in this order; by `q_proj`, `k_proj` and `v_proj`; or by `project`, a
+    function from normed tokens `b n d` to three tensors `b h n e` that treats tokens independently.
     """
 
     num_heads: int
-    proj: Callable[[Tensor], Tensor]  # b n (h e) -> b n d, the module's own dropout included
-    training: bool  # of the module: whether `dropout` of the map is on
+    proj: Callable[[Tensor], Tensor]  # b n (h e) -> b n d, including the module's output dropout
+    training: bool  # of the module: whether attention dropout is active
     dropout: float = 0.0
     scale: float | None = None  # None: 1 / sqrt(e)
-    qkv: Any = None  # a Linear, or what has its weight and bias
+    qkv: Any = None  # a Linear, or an object with weight and bias
     q_proj: nn.Linear | None = None
     k_proj: nn.Linear | None = None
     v_proj: nn.Linear | None = None
@@ -54,8 +54,8 @@ class Parts:
 
     def __post_init__(self) -> None:
         separate = [self.q_proj, self.k_proj, self.v_proj]
-        told = [self.qkv is not None, None not in separate, self.project is not None]
-        if sum(told) != 1 or (None in separate) != (separate == [None] * 3):
+        ways = [self.qkv is not None, None not in separate, self.project is not None]
+        if sum(ways) != 1 or (None in separate) != (separate == [None] * 3):
             raise ValueError("Parts: give either qkv, or q_proj, k_proj and v_proj, or project")
         if isinstance(self.scale, Tensor):
             raise ValueError("Parts: scale must be a number, not a tensor")
@@ -72,32 +72,33 @@ class Parts:
     def attn_drop(self) -> Dropped:
         return Dropped(self.dropout)
 
-    proj_drop = staticmethod(_itself)  # `proj` has it
+    proj_drop = staticmethod(_itself)  # part of `proj`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Where a model of pre-norm attention keeps what TokenMixup needs.
+    """Describes where a model with pre-norm attention keeps the modules that TokenMixup needs.
 
-    Paths are dotted, such as `encoder.layers`. `attn` must be called with the normed tokens first,
-    for self-attention without a mask. `parts` makes Parts of that module whenever it is asked.
+    Paths are dotted, such as `encoder.layers`. The block must call `attn` for self-attention
+    without a mask, with the normed tokens as its first argument. `parts` is called with that module
+    in every forward pass.
     """
 
-    blocks: str  # from the model: the sequence of blocks
-    norm: str  # from a block: what normalises the input of its attention
-    attn: str  # from a block: the attention module
+    blocks: str  # path from the model to the sequence of blocks
+    norm: str  # path from a block to the layer norm before its attention
+    attn: str  # path from a block to its attention module
     parts: Callable[[Any], Parts]
-    embed_dim: str | int  # from the model: the width of its tokens, or the number itself
-    num_prefix_tokens: int = 0  # in front of the spatial tokens
-    reads_class_token: bool = False  # whether the class is read from token 0 and no other
-    returns: Callable[[Tensor], Any] = _itself  # what the attention module returns
-    logits: Callable[[Any], Tensor] = _itself  # of what the model returns, `b c`
+    embed_dim: str | int  # width of the tokens, or the path from the model to it
+    num_prefix_tokens: int = 0  # tokens before the spatial tokens
+    reads_class_token: bool = False  # whether the head reads token 0 and no other token
+    returns: Callable[[Tensor], Any] = _itself  # tokens -> the attention module's return value
+    logits: Callable[[Any], Tensor] = _itself  # the model's return value -> logits `b c`
 
 
 class Adapted:
-    """A model by the names that this library reads, which are timm's.
+    """View of a model with timm's attribute names.
 
-    Raises ValueError where a path of the adapter leads nowhere.
+    Raises ValueError if a path of the adapter does not exist.
     """
 
     def __init__(self, model: nn.Module, adapter: Adapter):
@@ -117,7 +118,7 @@ class Adapted:
 
 
 class AdaptedBlock:
-    """A block by the same names: `norm1` and `attn`, which is made of Parts."""
+    """View of a block with timm's attribute names, `norm1` and `attn`; the latter is a Parts."""
 
     def __init__(self, module: Any, adapter: Adapter):
         self.module, self.adapter = module, adapter
@@ -130,12 +131,12 @@ class AdaptedBlock:
     def attn(self) -> Parts:
         parts = self.adapter.parts(self.attention)
         if not isinstance(parts, Parts):
-            raise ValueError(f"Adapter.parts: has returned a {type(parts).__name__}, must be Parts")
+            raise ValueError(f"Adapter.parts: returned a {type(parts).__name__}, must be Parts")
         return parts
 
 
 def found(start: Any, path: str) -> Any:
-    """What a dotted path leads to; ValueError if nothing."""
+    """Returns the attribute at a dotted path. Raises ValueError if there is none."""
     try:
         return reduce(getattr, path.split("."), start)
     except AttributeError as error:
@@ -143,23 +144,23 @@ def found(start: Any, path: str) -> Any:
 
 
 def block_module(block: Any) -> Any:
-    """The block itself, of a view or as it is."""
+    """Returns the block's module, also for a view."""
     return block.module if isinstance(block, AdaptedBlock) else block
 
 
 def attention_module(block: Any) -> Any:
-    """The attention that a block calls."""
+    """Returns the attention module of a block, also for a view."""
     return block.attention if isinstance(block, AdaptedBlock) else block.attn
 
 
 def as_called(block: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
-    """`attend`, a function of tokens `b n d`, by the calls of the block's attention module."""
+    """Gives `attend`, a function of tokens `b n d`, the call signature of the block's attention."""
     return partial(_call, block.adapter, attend) if isinstance(block, AdaptedBlock) else attend
 
 
 def _call(adapter: Adapter, attend: Callable[..., Tensor], *called: Any, **given: Any) -> Any:
     if not called:
-        raise ValueError("an attention gets its tokens by name: must be its first argument")
+        raise ValueError("an attention gets its tokens by keyword: must be its first argument")
     tokens, *others = called
     kept = {name: value for name, value in given.items() if name not in OF_WEIGHTS}
     for name, value in (*enumerate(others, start=1), *kept.items()):
@@ -172,7 +173,7 @@ def _call(adapter: Adapter, attend: Callable[..., Tensor], *called: Any, **given
 
 
 def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
-    """Of torch's module, with batches first and one projection."""
+    """Returns the Parts of torch's MultiheadAttention, batch-first and with one projection."""
     if type(attention) is not nn.MultiheadAttention:
         raise ValueError(f"is a {type(attention).__name__}, not torch's own MultiheadAttention")
     if not attention.batch_first or attention.in_proj_weight is None:
@@ -189,11 +190,11 @@ def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
 
 
 def huggingface_parts(attention: Any) -> Parts:
-    """Of the attention of ViT, DeiT and DINOv2 in transformers 5, from 5.18 on."""
+    """Returns the Parts of the attention of ViT, DeiT and DINOv2 in transformers >= 5.18."""
     if type(attention).__name__ not in ("ViTAttention", "DeiTAttention", "Dinov2Attention"):
         raise ValueError(f"is a {type(attention).__name__}, not one of transformers' own")
     if not hasattr(attention, "o_proj"):
-        raise ValueError(f"{type(attention).__name__} has no o_proj, transformers has since 5.18")
+        raise ValueError(f"{type(attention).__name__} has no o_proj: needs transformers >= 5.18")
     return Parts(
         num_heads=attention.num_attention_heads,
         scale=attention.scaling,
@@ -215,15 +216,15 @@ def _logits(out: Any) -> Tensor:
 
 
 def multihead(blocks: str, norm: str, attn: str, **more: Any) -> Adapter:
-    """Blocks around torch's MultiheadAttention, such as those of nn.TransformerEncoder."""
+    """Returns the adapter of blocks around torch's MultiheadAttention."""
     parts: dict[str, Any] = {"parts": multihead_parts, "returns": _with_weights}
     return Adapter(blocks=blocks, norm=norm, attn=attn, **{**parts, **more})
 
 
 def torch_encoder(encoder: str, embed_dim: str | int, **more: Any) -> Adapter:
-    """A model whose blocks are those of an nn.TransformerEncoder, `norm_first` and `batch_first`.
+    """Returns the adapter of a model that contains an nn.TransformerEncoder at the path `encoder`.
 
-    `encoder`: the path to it.
+    Its layers must be `norm_first` and `batch_first`. `more`: further fields of Adapter.
     """
     return multihead(f"{encoder}.layers", "norm1", "self_attn", embed_dim=embed_dim, **more)
 
@@ -242,7 +243,7 @@ def _huggingface(blocks: str, norm: str, **more: Any) -> Adapter:
 
 
 BEFORE = "layernorm_before"
-# (module, class) of what needs no adapter of the user's.
+# by (module, class): models that work without an adapter of the user's
 ADAPTERS = {
     ("torchvision.models.vision_transformer", "VisionTransformer"): multihead(
         "encoder.layers",
@@ -258,7 +259,7 @@ ADAPTERS = {
     ("transformers.models.deit.modeling_deit", "DeiTForImageClassification"): _huggingface(
         "deit.layers", BEFORE, num_prefix_tokens=2, reads_class_token=True
     ),
-    # its class is read from the class token and the mean of the patches
+    # its head reads the class token and the mean of the patches
     ("transformers.models.dinov2.modeling_dinov2", "Dinov2ForImageClassification"): _huggingface(
         "dinov2.encoder.layer", "norm1", num_prefix_tokens=1
     ),
@@ -266,5 +267,5 @@ ADAPTERS = {
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """The adapter that the model's class has here; None for timm's and others with its names."""
+    """Returns the adapter of a known model class, None for models with timm's names."""
     return ADAPTERS.get((type(model).__module__, type(model).__name__))

@@ -1,4 +1,4 @@
-"""Who gives tokens to whom: the gain of every pair and the best assignment (Section 3.2).
+"""Matches receivers with donors: the gain of every pair and the best assignment (Section 3.2).
 
 Letters: b batch, k receivers, t spatial tokens; rows are receivers, columns donors.
 """
@@ -8,33 +8,33 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-REDUCED_FROM = 0.95  # share of receivers from which reducing columns is faster for any saliency
+REDUCED_FROM = 0.95  # share of receivers above which reducing columns is faster for any saliency
 
 
 @torch.no_grad()
 def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     """Saliency that receiver i gains from donor j: C_ij = sum_t max(S_j - S_i - rho, 0).
 
-    Eq. 6 (`eq:matchscore`). `saliency`: `b t`; returns `b b` in float32 with a zero diagonal;
-    `rho = inf` gives zeros. Since max(x, 0) is the mean of |x| and x, the sum over tokens is the
-    mean of an L1 distance and a difference of sums: nothing of size `b b t` is made.
+    Eq. 6 (`eq:matchscore`). `saliency`: `b t`. Returns `b b` in float64 with a zero diagonal, zeros
+    for `rho = inf`. Since max(x, 0) is the mean of |x| and x, the sum over tokens is the mean of an
+    L1 distance and a difference of sums: no tensor of size `b b t` is needed.
     """
-    if rho == float("inf"):
-        return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float32)
     saliency = saliency.double()  # the two halves nearly cancel
+    if rho == float("inf"):
+        return saliency.new_zeros(len(saliency), len(saliency))
     offered = saliency - rho
     distance = torch.cdist(saliency, offered, p=1)
     surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
-    return distance.lerp_(surplus, 0.5).clamp_(min=0).fill_diagonal_(0).float()
+    return distance.lerp_(surplus, 0.5).clamp_(min=0).fill_diagonal_(0)
 
 
 def optimal_assignment(gain: Tensor) -> Tensor:
-    """Donors, all different, that maximise the total gain (Eq. 7, the Hungarian assignment).
+    """Returns different donors of maximal total gain (Eq. 7), by the Hungarian algorithm.
 
     `gain`: `k b` with k <= b; the solver runs on the host. Returns `k` int64 donor indices.
     Raises ValueError if k > b, FloatingPointError if a gain is not finite.
     """
-    gain = gain.detach().float().cpu()
+    gain = gain.detach().double().cpu()
     receivers, donors = gain.shape
     if receivers > donors:
         raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")
@@ -46,16 +46,16 @@ def optimal_assignment(gain: Tensor) -> Tensor:
 
 
 def check_finite(gain: Tensor) -> None:
-    """Raises FloatingPointError for a gain that is not finite."""
+    """Raises FloatingPointError if a gain is not finite."""
     if not gain.isfinite().all():
         raise FloatingPointError("the saliency gain is not finite: the attention has diverged")
 
 
 def _columns_reduced(gain: np.ndarray) -> np.ndarray:
-    """An assignment with the same solution, `b b`, which the solver finds faster.
+    """Returns an equivalent assignment problem, `b b`, that the solver solves faster.
 
-    Receivers without any gain pad it to a square, so that every solution takes every donor; then
-    subtracting each donor's best gain changes all of them alike.
+    Receivers without any gain pad it to a square, so every solution uses every donor; subtracting
+    each donor's best gain then changes the total of every solution by the same amount.
     """
     square = np.zeros((gain.shape[1],) * 2)
     square[: len(gain)] = gain

@@ -1,4 +1,4 @@
-"""Contexts in which a stock module behaves differently for the length of one forward pass."""
+"""Context managers that change the behaviour of a stock module for one forward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Lets `forward` stand in for the module's own, which its class keeps."""
+    """Replaces `module.forward` on the instance."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -24,7 +24,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Itera
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without dropout and stochastic depth; each submodule gets its own back."""
+    """Sets evaluation mode, then restores the mode of every submodule."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -35,5 +35,5 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Every operation in the precision of its arguments. A meta device knows no autocast."""
+    """Disables autocast. On a meta device, which has none, does nothing."""
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)

@@ -1,4 +1,4 @@
-"""What tells the saliency of the tokens that enter a block (Section 3.2 and Table 3).
+"""Saliency detectors for the tokens that enter a block (Section 3.2 and Table 3).
 
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
 """
@@ -27,23 +27,23 @@ from tokenmixup.settings import HTM
 
 @dataclass
 class BlockInput:
-    """The input of block `index`, and what is known of it."""
+    """The input of block `index`, from which a detector computes saliency."""
 
     blocks: Any  # all blocks of the model
     index: int
     tokens: Tensor  # b n d
-    given: dict[str, Any]  # the block's other arguments, which it hands to its attention
+    given: dict[str, Any]  # the block's further arguments, which it passes to its attention
     num_prefix_tokens: int
-    class_token: bool  # whether the class is read from it, and saliency from its row
-    pixels: Tensor | None = None  # b h w, the gradient of the input
-    grid: tuple[int, int] | None = None  # rows and columns of patches, where known
-    saliency: Tensor | None = None  # b t, by the block's own map
-    projected: Sequence[Tensor] = ()  # b n k, by the block's own projections, where known
+    class_token: bool  # whether the head reads the class token; saliency is then its row
+    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
+    grid: tuple[int, int] | None = None  # rows and columns of patches, if known
+    saliency: Tensor | None = None  # b t, by the block's own attention map, once computed
+    projected: Sequence[Tensor] = ()  # b n k, the block's own projections, once computed
 
     def own_saliency(self) -> Tensor:
-        """Saliency by the map that the block computes on these tokens, `b t`; computed once.
+        """Returns the saliency by the block's own attention map, `b t`; computed once.
 
-        The projections are kept: the block's own attention uses them again.
+        Keeps the projections for the block's attention.
         """
         if self.saliency is None:
             block = self.blocks[self.index]
@@ -56,11 +56,11 @@ class BlockInput:
 
     @torch.no_grad()
     def saliency_by(self, q: Tensor, k: Tensor) -> Tensor:
-        """Saliency, `b t`, by the block's own queries and keys, `b h n e`."""
+        """Returns the saliency, `b t`, by the block's queries and keys, `b h n e`."""
         bias, rows = self._positions.bias, 1 if self.class_token else None
         bias = None if bias is None else bias[:, :, :rows]
-        shares = received(self.blocks[self.index].attn, q[:, :, :rows], k, bias)
-        return shares[:, self.num_prefix_tokens :]
+        attention = received(self.blocks[self.index].attn, q[:, :, :rows], k, bias)
+        return attention[:, self.num_prefix_tokens :]
 
     @cached_property
     def _positions(self) -> Positions:
@@ -70,7 +70,7 @@ class BlockInput:
 
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image, `b t`."""
-    assert entry.pixels is not None, "taken before the pass"
+    assert entry.pixels is not None, "the gradient is computed before the forward pass"
     num_tokens = entry.tokens.shape[1] - entry.num_prefix_tokens
     return gradient_saliency(entry.pixels, num_tokens, entry.grid)
 
@@ -91,12 +91,12 @@ Detector = Callable[[BlockInput], Tensor]
 DETECTORS: dict[str, Detector] = {
     "attention": BlockInput.own_saliency,
     "gradient": by_gradient,
-    "random": BlockInput.own_saliency,  # pairs by attention; `rules.py` draws the tokens
+    "random": BlockInput.own_saliency,  # for the pairs; `rules.py` draws the tokens at random
 }
 
 
 def detector_of(htm: HTM) -> Detector:
-    """The detector that the settings choose: the saliency of a block's input, `b t`."""
+    """Returns the configured detector, a function from a block's input to saliency `b t`."""
     steps = htm.rollout_steps
     return partial(by_rollout, steps) if steps > 0 else DETECTORS[htm.detector]
 
@@ -104,9 +104,9 @@ def detector_of(htm: HTM) -> Detector:
 def block_map(
     block: Any, tokens: Tensor, given: dict[str, Any], first_row_only: bool = False
 ) -> Tensor:
-    """The attention map of a block on what enters it, `b h n n`, without dropout.
+    """Returns a block's attention map on its input, `b h n n`, without dropout.
 
-    `given`: what the block gets besides tokens, as in BlockInput; see `attention_map`.
+    `given`: as in BlockInput; `first_row_only`: as in `attention_map`.
     """
     with evaluating(attention_module(block)):
         where = positions(block.attn, tokens.shape[1], given)
@@ -114,7 +114,7 @@ def block_map(
 
 
 def _run(block: Any, tokens: Tensor, given: dict[str, Any]) -> Tensor:
-    """The block as in evaluation: its hooks and its attention to a memory stay out."""
+    """Runs the block as in evaluation, without hooks and without attention to a memory."""
     attn, module = attention_module(block), block_module(block)
     own_forward = type(attn).forward.__get__(attn)
     with evaluating(module), replaced_forward(attn, own_forward):

@@ -1,4 +1,4 @@
-"""Horizontal TokenMixup: easy samples take salient tokens from others (Section 3.3, Algorithm 1).
+"""Horizontal TokenMixup: easy samples take salient tokens from other samples (Algorithm 1).
 
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 """
@@ -14,66 +14,67 @@ from tokenmixup.speed import Exchange, copy_to_host, exchange_of
 
 
 class HorizontalMix(NamedTuple):
-    """What Algorithm 1 makes of a batch; `order=published` reorders tokens and targets alone."""
+    """A mixed batch. `order=published` reorders `tokens` and `targets`, and no other field."""
 
     tokens: Tensor  # b n d
     targets: Tensor  # b c
     donor: Tensor  # b int64, donor[i] == i for hard samples
     mask: Tensor  # b t bool, True = taken from the donor (the paper's 1 - M)
-    gain: Tensor  # b t, saliency by which the donor's token exceeds the replaced one, else 0
+    gain: Tensor  # b t, saliency of the donor's token minus that of the replaced one, else 0
     keep_ratio: Tensor  # b 1, weight of a sample's own label
     is_easy: Tensor  # b bool
-    exchange: Exchange  # moves projections `b n k` as the tokens were moved
+    exchange: Exchange  # moves projections `b n k` as it has moved the tokens
 
 
 @torch.no_grad()
 def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """The donor of every sample by optimal assignment (Eq. 7), itself where it is hard.
+    """Returns the donor of every sample by optimal assignment (Eq. 7); a hard sample's is itself.
 
-    `gain`: `b b`, receiver x donor, `is_easy`: `b` bool. Returns `b` int64. Raises
-    FloatingPointError if an easy sample's gain is not finite.
+    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. Raises
+    FloatingPointError if the gain of an easy sample is not finite.
     """
-    easy, offered = easy_rows(gain, is_easy)
+    is_easy, gain_of_easy = easy_rows(gain, is_easy)
     donor = torch.arange(len(gain))
-    donor[easy] = optimal_assignment(offered)
+    donor[is_easy] = optimal_assignment(gain_of_easy)
     return donor.to(gain.device, non_blocking=True)
 
 
 def easy_rows(gain: Tensor, is_easy: Tensor) -> tuple[Tensor, Tensor]:
-    """Which samples are easy, `b`, and their rows of the gain matrix, on the host."""
+    """Returns, on the host, the easy flags, `b`, and the easy samples' rows of the gain matrix."""
     gain, is_easy = copy_to_host(gain, is_easy)
     return is_easy, gain[is_easy]
 
 
 def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
-    """Tokens whose donor is more salient by more than rho (Eq. 9, `eq:mask`): `b t` bool.
+    """Marks tokens to replace: the donor's saliency is higher by more than rho (Eq. 9, `eq:mask`).
 
-    `own`, `offered`: `b t`, saliency of the sample and of its donor.
+    `own`, `offered`: `b t`, saliency of the sample and of its donor; rho >= 0. Returns `b t` bool.
+    Hard samples are their own donors, so nothing of them is replaced.
     """
-    return is_easy[:, None] & (offered - own > rho)
+    return offered - own > rho
 
 
 def saliency_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
-    """Kept saliency over kept plus taken saliency, 1 where both are 0 (Eq. 11): `b 1`.
+    """Weight of a sample's own label: kept / (kept + taken) saliency, 1 for 0 / 0 (Eq. 11).
 
-    `saliency`, `mask`: `b t`, of the mixed tokens, and which of them are taken.
+    `saliency`: `b t`, of the mixed tokens; `mask`: `b t`, the tokens taken. Returns `b 1`.
     """
     taken = (saliency * mask).sum(dim=1, keepdim=True)
     return (1 - taken / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
 
 
 def in_place(is_easy: Tensor) -> None:
-    """Every sample stays where it is in the batch (Algorithm 1, line 8)."""
+    """Keeps every sample at its place in the batch (Algorithm 1, line 8)."""
 
 
 class Rules(NamedTuple):
-    """What Algorithm 1 leaves to be chosen, as the paper chooses; others are in `rules.py`."""
+    """The exchangeable parts of Algorithm 1, by default the paper's; `rules.py` has others."""
 
     match: Callable[[Tensor, Tensor], Tensor] = optimal_donors  # gain, is_easy -> donor
     choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens  # -> mask
-    weigh: Callable[[Tensor, Tensor], Tensor] = saliency_ratio  # mixed saliency, mask
-    order: Callable[[Tensor], Tensor | None] = in_place  # is_easy -> b int64 where samples move
-    skips_non_finite: bool = False  # then nothing is mixed, else the matching refuses such a gain
+    weigh: Callable[[Tensor, Tensor], Tensor] = saliency_ratio  # mixed saliency, mask -> keep_ratio
+    order: Callable[[Tensor], Tensor | None] = in_place  # is_easy -> b int64, None: no reordering
+    skips_non_finite: bool = False  # a gain that is not finite: mix nothing, instead of raising
 
 
 PAPER = Rules()
@@ -90,9 +91,9 @@ def algorithm_1(
 ) -> HorizontalMix:
     """Mixes tokens and labels of the easy samples of a batch: Algorithm 1, line by line.
 
-    `tokens`: `b n d`, of which the first `n - t`, the prefix, stay; `targets`: `b c`. `measure`
-    tells the difficulty of each sample, `b`, and `detect` the saliency of each spatial token,
-    `b t`. Raises ValueError if `t > n`, FloatingPointError if a gain is not finite.
+    `tokens`: `b n d`; the first `n - t`, the prefix, are never replaced. `targets`: `b c`.
+    `measure` returns the difficulty of each sample, `b`; `detect` the saliency of each spatial
+    token, `b t`. Raises ValueError if `t > n`, FloatingPointError if a gain is not finite.
     """
     difficulty = measure(tokens, targets)  # 1: Eq. 1
     saliency = detect().detach().float()  # 2: Eq. 3
@@ -113,7 +114,7 @@ def algorithm_1(
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
     mixed_targets = targets[donor].lerp(targets, keep_ratio)  # 7: Eq. 11
     mixed_targets = exchange.reorder(mixed_targets)  # 8
-    gained = (mixed_saliency - saliency).nan_to_num(0)  # where it is not finite nothing is replaced
+    gained = (mixed_saliency - saliency).nan_to_num(0)  # saliency may be nan where rho is inf
     return HorizontalMix(
         mixed_tokens, mixed_targets, donor, mask, gained, keep_ratio, is_easy, exchange
     )
@@ -128,14 +129,14 @@ def mix_horizontal(
     *,
     rules: Rules = PAPER,
 ) -> HorizontalMix:
-    """Mixes tokens and labels of the easy samples, where these are known: Algorithm 1 from line 4.
+    """Mixes tokens and labels, given saliency and easy samples: Algorithm 1 from line 4 on.
 
-    `tokens`: `b n d`, `targets`: `b c`, `saliency`: `b t`, `is_easy`: `b` bool. Every easy sample
-    is matched with a donor of its own; a spatial token is replaced when the donor's saliency
-    exceeds its own by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`); labels follow the
-    saliency that was kept and taken (Eq. 11, `eq:mix_y`) and stay where both are 0. The first
-    `n - t` tokens, the prefix, stay. Raises ValueError if `t > n`, FloatingPointError if a gain is
-    not finite.
+    `tokens`: `b n d`; `targets`: `b c`; `saliency`: `b t`; `is_easy`: `b` bool; `rho` >= 0. Every
+    easy sample gets a donor of its own. A spatial token is replaced by the donor's if that is more
+    salient by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`). Labels are weighted by the
+    saliency kept and taken (Eq. 11, `eq:mix_y`), and unchanged if both are 0. The first `n - t`
+    tokens, the prefix, are never replaced. Raises ValueError if `t > n`, FloatingPointError if a
+    gain is not finite.
     """
     difficulty = 1 - is_easy.float()  # 0 or 1, and tau is 1
     return algorithm_1(tokens, targets, 1.0, rho, lambda *_: difficulty, lambda: saliency, rules)

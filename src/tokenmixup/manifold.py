@@ -12,14 +12,14 @@ from tokenmixup.settings import ManifoldMixup
 
 
 class ManifoldMix(NamedTuple):
-    """What is drawn for one batch."""
+    """The random draws for one batch."""
 
     layer: int
     keep_ratio: float
     partner: Tensor  # b int64
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Mixes tokens `b n d` or targets `b c` with those of the partners."""
+        """Mixes tokens `b n d`, or targets `b c`, with those of the partners."""
         return self.keep_ratio * x + (1 - self.keep_ratio) * x[self.partner]
 
 

@@ -1,8 +1,8 @@
-"""Puts HTM, VTM and manifold mixup on a stock transformer without editing it.
+"""Adds HTM, VTM and manifold mixup to a stock transformer without editing it.
 
-While a training forward pass runs, hooks mix the inputs of blocks, and the attention of blocks that
-mix, fill VTM's memory or attend to it is replaced. Outside of it the model is untouched, so
-evaluation is the plain model bit for bit.
+During a training forward pass, hooks mix the inputs of blocks, and stand-ins replace the attention
+of blocks that mix, fill VTM's memory or attend to it. Otherwise the model is untouched: evaluation
+is the plain model, bit for bit.
 
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
@@ -56,13 +56,13 @@ def attach(
     checkpoint_blocks: bool = False,
     adapter: Adapter | None = None,
 ) -> "TokenMixup":
-    """Wraps a transformer with `blocks` of pre-norm attention for training with TokenMixup.
+    """Wraps a transformer with pre-norm attention `blocks` for training with TokenMixup.
 
-    `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None leaves one out.
-    `checkpoint_blocks`: all blocks but those of HTM, VTM, its sources and manifold mixup run again
-    in the backward pass, instead of keeping what they have computed. `adapter`: where a model of
-    other names than timm's has its parts; known classes of torchvision and transformers need none.
-    Raises ValueError for a model that cannot be served, a layer that it lacks, or a bad setting.
+    `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None disables a method.
+    `checkpoint_blocks`: recomputes activations in the backward pass (gradient checkpointing) of all
+    blocks but those of HTM, VTM, its sources and manifold mixup. `adapter`: needed if the model has
+    other names than timm's and is no known class of torchvision or transformers. Raises ValueError
+    for an unsupported model, a layer that it does not have, or an invalid setting.
     """
     return TokenMixup(
         model,
@@ -78,10 +78,10 @@ def attach(
 class TokenMixup(nn.Module):
     """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
-    `images`: `b 3 h w`; `targets`: `b c` probabilities as they enter the model. In training raises
-    TypeError without targets; ValueError for other images or targets, for the model's own
-    checkpointing, which would repeat blocks when hooks are gone, and for DataParallel, whose
-    replicas would share them; FloatingPointError if the saliency is not finite.
+    `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
+    TypeError without targets; ValueError for images or targets of another kind, for the model's own
+    gradient checkpointing, which would rerun blocks without hooks, and for DataParallel, whose
+    replicas would share hooks; FloatingPointError if the saliency is not finite.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TokenMixup(nn.Module):
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         if checkpoint_blocks and (reason := why_not(model, None, adapter)):
-            raise ValueError(f"TokenMixup cannot serve this model: {reason}")
+            raise ValueError(f"TokenMixup does not support this model: {reason}")
         self.adapter = adapter or adapter_of(model)
         self.num_classes = num_classes
         self.checkpoint_blocks = checkpoint_blocks
@@ -153,24 +153,24 @@ class TokenMixup(nn.Module):
         return out if self.adapter is None else self.adapter.logits(out)
 
     def stop_mixing(self) -> None:
-        """From here on training passes are the plain model's, and the ScoreNets are frozen.
+        """Disables all mixing in training and freezes the ScoreNets.
 
-        Wrap the module in DistributedDataParallel anew: the old wrapper waits for their gradients.
+        A DistributedDataParallel wrapper waits for their gradients: wrap the module again.
         """
         self._htm_at, self._vtm_at, self._sources, self._manifold = {}, {}, range(0), None
         self.scorenets.requires_grad_(False)
 
     @property
     def scorenet(self) -> ScoreNet | None:
-        """Of HTM's first layer."""
+        """The ScoreNet of HTM's first layer."""
         return cast(ScoreNet, next(iter(self.scorenets.values()), None))
 
     @torch.no_grad()
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
-        """What HTM would mix in these images, at its first layer; None without HTM.
+        """Returns what HTM's first layer makes of these images; None without HTM.
 
-        Runs the model in its current mode: in training mode dropout is on and running statistics
-        move.
+        Runs the model in its current mode: training mode has dropout and updates running
+        statistics.
         """
         state = self._begin(images, targets)
         with self._mixing(state):
@@ -178,19 +178,19 @@ class TokenMixup(nn.Module):
         return next(iter(state.mixes.values()), None)
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that the model exempts from weight decay, as timm's optimisers ask for it."""
+        """Names of the parameters without weight decay; timm's optimisers call this."""
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
 
     def _begin(self, images: Tensor, targets: Tensor) -> ForwardState:
-        """Checks the batch; then the input gradient, manifold mixup's draws and empty memories."""
+        """Checks the batch, computes the input gradient, draws for manifold mixup."""
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
         shape = (len(images), self.num_classes)
         found = targets.shape if isinstance(targets, Tensor) else type(targets)
         if found != shape or not len(images):
             raise ValueError(
-                f"targets {found}: must be probabilities b c of one image or more, here {shape}, "
+                f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
         state = ForwardState(targets, view_of(self.model, self.adapter))
@@ -207,18 +207,18 @@ class TokenMixup(nn.Module):
 
     @contextmanager
     def _mixing(self, state: ForwardState) -> Iterator[None]:
-        """Lets the blocks mix until the context ends."""
+        """Installs hooks and stand-ins for the length of the context."""
         model = state.view
-        blocks = getattr(model, "blocks", ())  # none where nothing is mixed inside
-        repeats = [getattr(block_module(x), "gradient_checkpointing", False) for x in blocks]
-        if getattr(self.model, "grad_checkpointing", False) or any(repeats):
+        blocks = getattr(model, "blocks", ())  # a model without mixing inside may have none
+        reruns = [getattr(block_module(x), "gradient_checkpointing", False) for x in blocks]
+        if getattr(self.model, "grad_checkpointing", False) or any(reruns):
             raise ValueError(
-                "TokenMixup cannot repeat all blocks: in place of the model's gradient "
+                "TokenMixup cannot rerun all blocks: instead of the model's gradient "
                 "checkpointing use attach(..., checkpoint_blocks=True)"
             )
         replaced = self.replaced_attention()
         watched = {*replaced, *self._manifold_layers, *self._htm_at}
-        for index in {*replaced, *self._rolled_out()}:
+        for index in {*replaced, *self._rollout_blocks()}:
             check_projections(index, model.blocks[index])
         with ExitStack() as stack:
             if watched and isinstance(embed := getattr(model, "patch_embed", None), nn.Module):
@@ -236,41 +236,39 @@ class TokenMixup(nn.Module):
             for index, block in enumerate(model.blocks) if self.checkpoint_blocks else ():
                 if index not in watched:
                     module = block_module(block)
-                    again = partial(checkpoint, module.forward, use_reentrant=False)
-                    stack.enter_context(replaced_forward(module, again))
+                    checkpointed = partial(checkpoint, module.forward, use_reentrant=False)
+                    stack.enter_context(replaced_forward(module, checkpointed))
             yield
 
-    def _rolled_out(self) -> Iterator[int]:
-        """Blocks whose maps tell the saliency by rollout."""
+    def _rollout_blocks(self) -> Iterator[int]:
+        """Yields the blocks whose maps are multiplied in a rollout."""
         for layer, htm in self._htm_at.items():
             if htm.rollout_steps > 0:
                 yield from range(layer, layer + htm.rollout_steps + 1)
 
     def unchanged_blocks(self) -> list[nn.Module]:
-        """Blocks that run in training as the model has them, such as a compiler understands."""
+        """Returns the blocks without hooks or stand-ins in training, which can be compiled."""
         changed = {*self.replaced_attention(), *self._htm_at, *self._manifold_layers}
-        changed |= {*self._rolled_out()}
+        changed |= {*self._rollout_blocks()}
         blocks = enumerate(view_of(self.model, self.adapter).blocks)
         return [block_module(block) for index, block in blocks if index not in changed]
 
     def replaced_attention(self) -> dict[int, StandIn]:
-        """Blocks whose attention is replaced in a training pass, and what stands in for it."""
+        """Returns the stand-in for the attention of each block that has one in training."""
         replaced: dict[int, StandIn] = dict.fromkeys(self._sources, attend_and_remember)
         for layer in self._htm_at:
             if layer in self._sources or self._detect is BlockInput.own_saliency:
-                replaced[layer] = attend_as_projected  # HTM asks for the saliency
+                replaced[layer] = attend_as_projected  # HTM has projected the tokens
         return replaced | dict.fromkeys(self._vtm_at, attend_to_memory)
 
     def _enter_block(
         self, state: ForwardState, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Changes what enters a block: manifold mixup, then HTM, and then VTM takes its memory."""
+        """Mixes a block's input: manifold mixup, then HTM; VTM then stores its salient tokens."""
         if not args:
-            raise ValueError(f"block {index} gets its tokens by name: must be its first argument")
+            raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
         if any(value is not None for value in args[1:]):
-            raise ValueError(
-                f"TokenMixup does not understand what block {index} gets besides tokens"
-            )
+            raise ValueError(f"block {index} gets further positional arguments: not supported")
         entry = state.entry = self._block_input(state, index, args[0], given)
         if state.manifold is not None and state.manifold.layer == index:
             entry.tokens = state.manifold(entry.tokens)
@@ -289,23 +287,23 @@ class TokenMixup(nn.Module):
             )
             if is_source:  # VTM
                 own = entry.own_saliency()
-                if htm.order == "in_place":  # it moves with its token
+                if htm.order == "in_place":  # the saliency moves with its token
                     entry.saliency = torch.where(mix.mask, own[mix.donor], own)
             entry.projected = [mix.exchange(y) for y in entry.projected]
             entry.tokens, state.targets = mix.tokens, mix.targets
         elif is_source and index in self._vtm_at:
-            entry.own_saliency()  # by its own keys: it attends to others as well
-        if entry.saliency is not None and is_source:  # else its attention tells it
+            entry.own_saliency()  # by its own keys, before the memory is added to them
+        if entry.saliency is not None and is_source:  # else the stand-in for its attention does it
             state.remember(entry, entry.saliency)
         return (entry.tokens, *args[1:]), given
 
     def _saliency_of(self, entry: BlockInput) -> Tensor:
-        """By the detector, `b t`; ValueError where that gives anything else."""
+        """Returns the detector's saliency. Raises ValueError unless it is `b t`."""
         saliency = self._detect(entry)
         b, n, _ = entry.tokens.shape
         if saliency.shape != (b, n - entry.num_prefix_tokens):
             raise ValueError(
-                f"htm.detector gives {[*saliency.shape]}, must be samples and spatial tokens, "
+                f"htm.detector returns {[*saliency.shape]}, must be samples x spatial tokens, "
                 f"{[b, n - entry.num_prefix_tokens]}"
             )
         return saliency
@@ -319,8 +317,8 @@ class TokenMixup(nn.Module):
         if not 0 <= prefix < tokens.shape[1]:
             n = tokens.shape[1]
             raise ValueError(
-                f"block {index} gets {n} tokens of {n - prefix} patches: "
-                "TokenMixup cannot tell which is which"
+                f"block {index} gets {n} tokens for {n - prefix} patches: "
+                "TokenMixup cannot tell which tokens are the prefix"
             )
         by_class_token = prefix > 0 and self._reads_class_token
         return BlockInput(

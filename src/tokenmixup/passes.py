@@ -1,4 +1,4 @@
-"""One training forward pass: what it carries, what stands in for attention, what it returns.
+"""One training forward pass: its state, the stand-ins for attention, and its output.
 
 Letters: b batch, n tokens with prefix, d width, c classes, h w image.
 """
@@ -22,54 +22,54 @@ from tokenmixup.vertical import Memory, vertical_attention
 
 
 class LayerMix(NamedTuple):
-    """What HTM has found at one layer."""
+    """Results of HTM at one layer."""
 
     layer: int
-    score_logits: Tensor  # b c, of its ScoreNet
-    difficulty: Tensor  # b, by the targets before mixing
+    score_logits: Tensor  # b c, of the layer's ScoreNet
+    difficulty: Tensor  # b, with the targets before mixing
     is_easy: Tensor  # b bool
     mask: Tensor  # b t bool, the replaced tokens
-    gain: Tensor  # b t, saliency that each of them gains, else 0
+    gain: Tensor  # b t, gain in saliency of each replaced token, else 0
 
 
 class Output(NamedTuple):
-    """What a training forward pass returns; but for the first two None or empty without HTM.
+    """Output of a training forward pass. Without HTM all but the first two are None or empty.
 
-    Rows are those of the images, except that `order=published` puts `logits` and `targets`, as the
-    published code does, into another order: easy samples first.
+    Rows are in the order of the images. With `order=published`, `logits` and `targets` are in the
+    published code's order, easy samples first.
     """
 
     logits: Tensor  # b c
     targets: Tensor  # b c, after mixing
     score_loss: Tensor | None = None  # scalar: the mean difficulty, summed over the layers
     is_easy: Tensor | None = None  # b bool, at any layer
-    mask: Tensor | None = None  # b t bool, tokens that any layer has replaced
-    gain: Tensor | None = None  # b t, saliency that they gain in all layers together
+    mask: Tensor | None = None  # b t bool, tokens replaced at any layer
+    gain: Tensor | None = None  # b t, their gain in saliency, summed over the layers
     layers: tuple[LayerMix, ...] = ()
 
     @property
     def score_logits(self) -> Tensor | None:
-        """Of the first layer's ScoreNet, `b c`."""
+        """The logits of the first layer's ScoreNet, `b c`."""
         return self.layers[0].score_logits if self.layers else None
 
     @property
     def stats(self) -> dict[str, Tensor]:
-        """Scalars, computed when they are asked for.
+        """Scalars, computed on access.
 
-        `mixed_samples`: easy samples; `mixed_tokens`: tokens replaced per easy sample; with HTM
-        also `difficulty`: the mean in nats; `gain_max`, `gain_mean`: by how much the donors' tokens
-        are more salient than those they replace. With several layers these are of all together, and
-        each layer's follow as `mixed_samples/1`.
+        `mixed_samples`: number of easy samples; `mixed_tokens`: replaced tokens per easy sample;
+        with HTM also `difficulty`: mean in nats; `gain_max`, `gain_mean`: gain in saliency of the
+        replaced tokens. With several layers these are totals; the values of a layer follow under
+        names such as `mixed_samples/1`.
         """
         if self.is_easy is None or self.mask is None or self.gain is None:
             zero = self.logits.new_zeros((), dtype=torch.float32)
             return {"mixed_samples": zero, "mixed_tokens": zero}
         difficulty = torch.stack([mix.difficulty.detach() for mix in self.layers])
-        found = _stats(self.is_easy, self.mask, self.gain, difficulty)
+        stats = _stats(self.is_easy, self.mask, self.gain, difficulty)
         for mix in self.layers if len(self.layers) > 1 else ():
             of_layer = _stats(mix.is_easy, mix.mask, mix.gain, mix.difficulty.detach())
-            found |= {f"{name}/{mix.layer}": value for name, value in of_layer.items()}
-        return found
+            stats |= {f"{name}/{mix.layer}": value for name, value in of_layer.items()}
+        return stats
 
 
 def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> dict[str, Tensor]:
@@ -84,9 +84,10 @@ def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> d
 
 
 def training_loss(output: Output, score_loss_weight: float) -> Tensor:
-    """CE(logits, mixed targets) + lambda x ScoreNet's loss, float32.
+    """Returns cross-entropy(logits, mixed targets) + lambda x ScoreNet's loss, in float32.
 
-    The paper trains both together (Section 3.1) but prints no lambda; it is the published code's.
+    The paper trains both jointly (Section 3.1) without giving lambda; the default of
+    `HTM.score_loss_weight` is the published code's.
     """
     loss = F.cross_entropy(output.logits.float(), output.targets.float())
     if output.score_loss is None:
@@ -99,21 +100,18 @@ class ForwardState:
     """The state of one training forward pass."""
 
     targets: Tensor  # b c, as mixed so far
-    view: Any  # the model by the names that this library reads, see `adapters.py`
-    pixels: Tensor | None = None  # b h w, the gradient of the input
+    view: Any  # the model, or its view with timm's names, see `adapters.py`
+    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
     manifold: ManifoldMix | None = None
-    num_patches: int | None = None  # by the patch embedding
+    num_patches: int | None = None  # of the patch embedding's output
     grid: tuple[int, int] | None = None  # rows and columns of patches
-    scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # b c, b; of each HTM layer
+    scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # b c, b; per HTM layer
     mixes: dict[int, HorizontalMix] = field(default_factory=dict)  # by layer
     memories: dict[int, Memory] = field(default_factory=dict)  # by the layer that attends to it
-    entry: BlockInput | None = None  # of the last block that is watched
+    entry: BlockInput | None = None  # of the hooked block that ran last
 
     def note_patches(self, embedding: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Reads number and grid of the patches off their embedding: `b t d` or `b rows columns d`.
-
-        It is a forward hook.
-        """
+        """Forward hook of the patch embedding, `b t d` or `b rows columns d`: keeps its grid."""
         if not isinstance(out, Tensor) or out.ndim not in (3, 4):
             return
         self.num_patches = out.shape[1:-1].numel()
@@ -126,22 +124,22 @@ class ForwardState:
     def measure_difficulty(
         self, scorenet: Any, num_prefix_tokens: int, tokens: Tensor, targets: Tensor
     ) -> Tensor:
-        """The difficulty of each sample by ScoreNet, `b`, whose loss is its mean."""
+        """Returns the difficulty of each sample by ScoreNet, `b`; its mean is ScoreNet's loss."""
         logits = scorenet(tokens, num_prefix_tokens)
         self.scores.append((logits, difficulty(logits, targets)))
         return self.scores[-1][1]
 
     def remember(self, entry: BlockInput, saliency: Tensor) -> None:
-        """Keeps the salient tokens that enter a source, `b t`, for every later layer of VTM."""
+        """Stores the most salient input tokens of a source for every later layer of VTM."""
         for layer, memory in self.memories.items():
             if layer > entry.index:
                 memory.remember(entry.tokens, saliency, entry.num_prefix_tokens)
 
     def output(self, logits: Any) -> Output:
-        """The output of the pass; ValueError if the model returned no logits `b c`."""
-        found = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
-        if found != (asked := [*self.targets.shape]):
-            raise ValueError(f"the model returned {found}, not one tensor of logits {asked}")
+        """Returns the output of the pass. Raises ValueError if the logits are not `b c`."""
+        shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
+        if shape != (expected := [*self.targets.shape]):
+            raise ValueError(f"the model returned {shape}, not one tensor of logits {expected}")
         if not self.mixes:
             return Output(logits, self.targets)
         layers = tuple(
@@ -159,13 +157,13 @@ class ForwardState:
         )
 
 
-# Replacements of a block's attention during a training pass. `tokens`: layer-normed, `b n d`;
-# `given`: the block's other arguments.
+# Stand-ins for a block's attention in a training pass. `tokens`: layer-normed, `b n d`; `given`:
+# further arguments of the attention.
 StandIn = Callable[..., Tensor]
 
 
 def attend_as_projected(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """At HTM's block: the same attention, from the projections that the saliency already needed."""
+    """At HTM's block: ordinary attention, reusing the projections computed for the saliency."""
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
     q, k, v = project(block.attn, tokens, where.rope, entry.projected)
@@ -173,10 +171,10 @@ def attend_as_projected(state: ForwardState, block: Any, tokens: Tensor, **given
 
 
 def attend_and_remember(state: ForwardState, block: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """At a source of VTM: the same attention, whose saliency selects tokens for the memory.
+    """At a source of VTM: ordinary attention, whose saliency selects tokens for the memory.
 
-    The saliency is taken from the attention map if one is computed anyway. Where there is a bias it
-    is computed anew: the bias may have dropout, which the saliency must not have.
+    If the attention computes a map, the saliency is read off it; but not with a bias, which may
+    contain dropout.
     """
     entry = _entry_of(block, state)
     where = positions(block.attn, tokens.shape[1], given)
@@ -203,5 +201,5 @@ def attend_to_memory(state: ForwardState, block: Any, tokens: Tensor, **given: A
 
 def _entry_of(block: Any, state: ForwardState) -> BlockInput:
     entry = state.entry
-    assert entry is not None and entry.blocks[entry.index] is block, "no hook on this block"
+    assert entry is not None and entry.blocks[entry.index] is block, "this block has no hook"
     return entry

@@ -1,7 +1,7 @@
-"""What can be chosen in Algorithm 1: by Table 4's ablations, or as the published code has it.
+"""Alternative rules for Algorithm 1: the ablations of Table 4 and the published code's deviations.
 
-Another rule is a function, an entry of its table, and its name in `settings.py`. Detectors have
-their table in `detectors.py`. Letters: b batch, t spatial tokens.
+To add a rule, write a function, enter it in its table, and add its name to `settings.py`. The table
+of detectors is in `detectors.py`. Letters: b batch, t spatial tokens.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def rules_of(htm: HTM) -> Rules:
-    """The rules that the settings choose."""
+    """Returns the configured rules."""
     choose = MASK_RULES[htm.mask_rule]
     if htm.detector == "random":
         choose = partial(random_tokens, choose)
@@ -39,9 +39,9 @@ def rules_of(htm: HTM) -> Rules:
 
 
 def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """A random donor for each easy sample, no donor twice: `b` int64.
+    """Returns a random donor for each easy sample, no donor twice: `b` int64.
 
-    Raises FloatingPointError as the optimal one does.
+    Raises FloatingPointError if the gain of an easy sample is not finite.
     """
     check_finite(easy_rows(gain, is_easy)[1])
     b, device = len(gain), gain.device
@@ -51,31 +51,31 @@ def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 def random_tokens(
     count_by: Choice, own: Tensor, offered: Tensor, is_easy: Tensor, rho: float
 ) -> Tensor:
-    """As many tokens as `count_by` replaces, drawn at random: `b t` bool."""
+    """Draws as many tokens at random as `count_by` would replace: `b t` bool."""
     count = count_by(own, offered, is_easy, rho).sum(dim=1, keepdim=True)
     rank = torch.rand_like(own).argsort(dim=1).argsort(dim=1)
     return rank < count
 
 
 def count_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
-    """The share of tokens that stay, `b 1`, whatever their saliency."""
+    """Weight of a sample's own label: the share of tokens kept, `b 1`."""
     return 1 - mask.float().mean(dim=1, keepdim=True)
 
 
 def gaining_over_the_first(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
-    """The published mask: every donor is compared with the first easy sample of the batch, `b t`.
+    """The published mask, `b t`: compares every donor with the first easy sample of the batch.
 
-    Its gather's index has batch size 1. Labels follow the same mask.
+    The index of its gather has batch size 1. Labels follow the same mask.
     """
-    first = is_easy.int().argmax(dim=0, keepdim=True)  # of equal ones the first; no wait for a GPU
+    first = is_easy.int().argmax(dim=0, keepdim=True)  # argmax returns the first maximum
     return is_easy[:, None] & (offered - own[first] > rho)
 
 
 def easy_first(is_easy: Tensor) -> Tensor:
-    """The published order: easy samples move to the front, in batch order, then the others, `b`.
+    """The published order, `b`: easy samples first, then the others, each in batch order.
 
-    Targets move along. VTM's memory of earlier blocks stays where it was, and the saliency by which
-    VTM chooses at this block is that from before mixing: both then belong to other samples.
+    Tokens and targets are reordered. VTM's memory of earlier blocks is not, nor is the saliency by
+    which VTM selects tokens at this block: both then belong to other samples.
     """
     return (~is_easy).to(torch.uint8).argsort(stable=True)
 

@@ -1,4 +1,4 @@
-"""Saliency of tokens (Section 3.2): read off attention maps, or off the gradient of the input.
+"""Saliency of tokens (Section 3.2) from attention maps or from the input gradient.
 
 Letters: b batch, h heads, n tokens with prefix, t spatial tokens.
 """
@@ -16,10 +16,10 @@ def attention_saliency(
 ) -> Tensor:
     """Saliency of every spatial token, Eq. 3 (`eq:saliencyscore`).
 
-    `attn`: `b h n n`, after softmax, query x key. The mean over all query rows, as Eq. 3 says; but
-    where the class is read from a class token (`class_token`), its own row 0 alone, as the
-    published code has it (`b h 1 n` suffices then). `class_token=None` means
-    `num_prefix_tokens > 0`. Columns of prefix tokens are dropped and the rest is not renormalised.
+    `attn`: `b h n n`, after softmax, query x key. The saliency is the mean over all query rows, as
+    in Eq. 3, or with `class_token` the class token's row alone, as in the published code (`b h 1 n`
+    suffices then). `class_token=None` means `num_prefix_tokens > 0`. Columns of prefix tokens are
+    dropped; the rest is not renormalised.
 
     Returns `b t` in float32, detached. Raises ValueError for a class token without a prefix.
     """
@@ -32,10 +32,10 @@ def rollout_saliency(
 ) -> Tensor:
     """Saliency by attention rollout over the maps of successive blocks, Eq. 2 (`eq:rollout`) and 3.
 
-    `maps`: each `b h n n` as in attention_saliency, the first one of the block at whose input
-    tokens are mixed. Heads are averaged first, there is no residual term, and later maps multiply
-    from the left: rows are queries, so the last block reads what the earlier ones wrote. (The paper
-    prints the factors in layer order.) One map is the paper's choice, l = 0.
+    `maps`: each `b h n n` as in attention_saliency, beginning with the block whose input is mixed.
+    Heads are averaged before the product, there is no residual term, and later maps multiply from
+    the left, since rows are queries. (The paper prints the factors in layer order.) The paper's
+    choice, l = 0, is a single map.
     """
     if class_token is None:
         class_token = num_prefix_tokens > 0
@@ -44,17 +44,17 @@ def rollout_saliency(
     *earlier, last = maps
     rows = last[:, :, :1] if class_token else last
     received = rows.mean(dim=(1, 2), dtype=torch.float32)  # b n
-    for attn in reversed(earlier):  # the mean of rows of a product is a row times the product
+    for attn in reversed(earlier):  # the mean row of A B is the mean row of A times B
         received = torch.einsum("bi,bij->bj", received, attn.mean(dim=1, dtype=torch.float32))
     return received[:, num_prefix_tokens:]  # b t
 
 
 @torch.enable_grad()
 def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor) -> Tensor:
-    """How strongly each pixel moves the loss: root of the summed squares over channels, `b h w`.
+    """Norm over channels of the loss gradient at each pixel, `b h w`, as in Co-Mixup (2021).
 
-    As Co-Mixup (Kim et al., 2021) takes it, of the cross-entropy of `model(images)`, `b 3 h w`,
-    against `targets`, `b c`. Parameters receive no gradient.
+    The loss is the cross-entropy of `model(images)` against `targets`; `b 3 h w`, `b c`. Parameters
+    receive no gradient.
     """
     images = images.detach().clone().requires_grad_()
     with torch.autocast(images.device.type, enabled=False):  # float16 would lose small gradients
@@ -67,15 +67,15 @@ def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: T
 def gradient_saliency(
     pixels: Tensor, num_tokens: int, grid: tuple[int, int] | None = None
 ) -> Tensor:
-    """Pools `b h w` to the grid of spatial tokens; each sample sums to 1: `b t`.
+    """Pools `b h w` to the grid of spatial tokens and normalises each sample to sum 1: `b t`.
 
-    `grid`: rows and columns of the tokens; by default that of the image's aspect ratio. Raises
-    ValueError if `num_tokens` is no such grid.
+    `grid`: rows and columns of the tokens, by default of the image's aspect ratio. Raises
+    ValueError if the grid does not have `num_tokens` cells.
     """
     height, width = pixels.shape[1:]
     rows, columns = grid or _grid_like(height, width, num_tokens)
     if rows * columns != num_tokens:
-        raise ValueError(f"{num_tokens} tokens are no grid over an image of {height} x {width}")
+        raise ValueError(f"{num_tokens} tokens form no grid over an image of {height} x {width}")
     pooled = F.adaptive_avg_pool2d(pixels[:, None], (rows, columns)).flatten(1)
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
 

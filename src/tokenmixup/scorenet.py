@@ -1,4 +1,4 @@
-"""How difficult a sample is: ScoreNet and its cross-entropy (Section 3.1).
+"""ScoreNet and the difficulty of samples (Section 3.1).
 
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 """
@@ -14,7 +14,7 @@ Pooling = Literal["attention", "average", "class_token"]
 
 
 def sequence_pool(tokens: Tensor, score: nn.Linear) -> Tensor:
-    """The mean of tokens by learnt weights: Softmax(score(X))^T X (Hassani et al., 2021).
+    """Averages tokens with learned weights: Softmax(score(X))^T X (Hassani et al., 2021).
 
     `b t d` -> `b d`; `score` maps d to 1.
     """
@@ -23,10 +23,10 @@ def sequence_pool(tokens: Tensor, score: nn.Linear) -> Tensor:
 
 
 class ScoreNet(nn.Module):
-    """A small classifier on the tokens that enter a block, in the precision of its parameters.
+    """A linear classifier on the pooled input tokens of a block, in its parameters' precision.
 
-    `pooling`: `attention` learns one weight per spatial token (sequence pooling), `average` takes
-    their mean, `class_token` takes token 0. With `stop_gradient` its loss trains ScoreNet alone.
+    `pooling`: sequence pooling of the spatial tokens (`attention`), their mean (`average`), or
+    token 0 (`class_token`). With `stop_gradient`, its loss trains ScoreNet alone.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ScoreNet(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, num_prefix_tokens: int = 0) -> Tensor:
-        """`b n d` -> logits `b c`. Raises ValueError for a class token that is not there."""
+        """`b n d` -> logits `b c`. Raises ValueError if the class token is missing."""
         if self.pooling == "class_token" and num_prefix_tokens < 1:
             raise ValueError("pooling='class_token' needs a class token, these tokens have none")
         if self.stop_gradient:
@@ -70,8 +70,7 @@ class ScoreNet(nn.Module):
 def difficulty(score_logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of each sample in nats, float32, Eq. 1 (`eq:difficulty`).
 
-    `score_logits`, `targets`: `b c`, targets as probabilities. A soft target's own entropy is part
-    of it. Returns `b`.
+    `score_logits`: `b c`; `targets`: `b c`, probabilities, whose entropy is included. Returns `b`.
     """
     with without_autocast(score_logits.device.type):
         return F.cross_entropy(score_logits.float(), targets.float(), reduction="none")

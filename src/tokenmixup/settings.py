@@ -1,6 +1,6 @@
-"""Settings of HTM, VTM and manifold mixup: each option once, with its range and its default.
+"""Settings of HTM, VTM and manifold mixup: the only definition of each option's range and default.
 
-Torch is not needed to read them. A bad value raises ValueError: key, value and what is allowed.
+Importable without torch. An invalid value raises ValueError with key, value and what is allowed.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
-LARGEST = 1e38  # of a finite number, so that it fits into float32
+LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 
 Pooling = Literal["auto", "attention", "average", "class_token"]
 Detector = Literal["attention", "gradient", "random"]
@@ -22,20 +22,20 @@ ClassTokenOffset = Literal["paper", "published"]
 
 
 def _option(allowed: str, holds: Callable[[Any], bool], default: Any = MISSING) -> Any:
-    """An option whose type alone does not tell what is allowed."""
+    """Declares an option with a range."""
     return field(default=default, metadata={"allowed": allowed, "holds": holds})
 
 
 def _per_layer(
     allowed: str, holds: Callable[[Any], bool], number: type, default: Any = MISSING
 ) -> Any:
-    """An option that may have a value for each of several layers; a list of one is its value."""
+    """Declares an option with one value for all layers or one for each; [x] is the same as x."""
 
     def all_hold(x: Any) -> bool:
         return all(map(holds, x)) and len(x) > 0 if _is_list(x) else holds(x)
 
-    told = {"allowed": allowed, "holds": all_hold, "number": number}
-    return field(default=default, metadata=told)
+    metadata = {"allowed": allowed, "holds": all_hold, "number": number}
+    return field(default=default, metadata=metadata)
 
 
 def _is_list(x: Any) -> bool:
@@ -51,15 +51,16 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_blocks(x: Any) -> bool:
-    listed = _is_list(x) and len(x) > 0
-    return listed and all(_is_whole(y) and y >= 0 for y in x) and len(set(x)) == len(x)
+    if not _is_list(x) or not x:
+        return False
+    return all(_is_whole(y) and y >= 0 for y in x) and len(set(x)) == len(x)
 
 
 _types_of = cache(get_type_hints)
 
 
 class _Settings:
-    """Checks each option on its own; whole numbers become floats where these are asked for."""
+    """Checks each option by itself; converts integers to float where the type is float."""
 
     key: ClassVar[str]
 
@@ -71,7 +72,7 @@ class _Settings:
             if not holds(value):
                 raise ValueError(f"{self.key}.{name}={value!r}: must be {allowed}")
             number = kind.__dataclass_fields__[name].metadata.get("number")
-            if _is_list(value):  # a copy: a caller may change its list
+            if _is_list(value):  # copied, since the caller may modify its list
                 value = [*map(number, value)] if number else [*value]
                 value = value[0] if number and len(value) == 1 else value
             elif number or types[name] is float:
@@ -80,7 +81,7 @@ class _Settings:
 
 
 class _Layered(_Settings):
-    """Settings of what happens at one layer, or at several, in rising order."""
+    """Settings of a method that acts at one layer, or at several in rising order."""
 
     layer: int | Sequence[int]
 
@@ -102,12 +103,12 @@ class _Layered(_Settings):
 
     @property
     def layers(self) -> list[int]:
-        """The blocks' indices, in order."""
+        """The indices of the blocks, in order."""
         return [*self.layer] if isinstance(self.layer, Sequence) else [self.layer]
 
     @property
     def each(self) -> dict[int, Any]:
-        """Layer -> its own settings: the same, but every option has one value."""
+        """Layer -> its settings, in which every option has one value."""
         settings: Any = self
         names = self._numbers()
         return {
@@ -130,54 +131,59 @@ Kind = TypeVar("Kind", bound=_Settings)
 
 @cache
 def allowed_of(settings: Any) -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    """Option -> what is allowed, in words and as a test."""
-    found, types = {}, _types_of(settings)
+    """Option -> the allowed values, as text and as a predicate."""
+    allowed, types = {}, _types_of(settings)
     for option in fields(settings):
         if option.metadata:
-            found[option.name] = (option.metadata["allowed"], option.metadata["holds"])
+            allowed[option.name] = (option.metadata["allowed"], option.metadata["holds"])
         else:
-            names = get_args(types[option.name]) or (True, False)
-            told = ", ".join(str(name).lower() for name in names)
-            found[option.name] = (f"one of {told}", partial(_is_one_of, names))
-    return found
+            choices = get_args(types[option.name]) or (True, False)
+            text = ", ".join(str(choice).lower() for choice in choices)
+            allowed[option.name] = (f"one of {text}", partial(_is_one_of, choices))
+    return allowed
 
 
-def _is_one_of(names: Sequence[Any], value: Any) -> bool:
-    return any(value == name and type(value) is type(name) for name in names)
+def _is_one_of(choices: Sequence[Any], value: Any) -> bool:
+    return any(value == choice and type(value) is type(choice) for choice in choices)
 
 
 def built(kind: type[Kind], given: Any) -> Kind | None:
-    """Settings from a mapping; what is built already, or None, stays as it is."""
+    """Builds settings from a mapping; returns settings and None unchanged."""
     if given is None or isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
         raise ValueError(f"{kind.key}={given!r}: must be a mapping of settings, or {kind.__name__}")
-    known = {option.name: option.default is MISSING for option in fields(kind)}  # type: ignore
+    required = {option.name: option.default is MISSING for option in fields(kind)}  # type: ignore
     for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"{kind.key}.{name}={value!r}: unknown key; it has {', '.join(known)}")
-    for name, is_needed in known.items():
-        if is_needed and name not in given:
+        if name not in required:
+            keys = ", ".join(required)
+            raise ValueError(f"{kind.key}.{name}={value!r}: unknown key; it has {keys}")
+    for name, is_required in required.items():
+        if is_required and name not in given:
             raise ValueError(f"{kind.key}.{name}: no value is set")
     return kind(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HTM(_Layered):
-    """Settings of Horizontal TokenMixup; the defaults of all choices are the paper's method.
+    """Settings of Horizontal TokenMixup. Choices default to the paper's method.
 
-    `layer`: block, counted from 0, at whose input tokens are mixed, or several: each has a ScoreNet
-    of its own and mixes what the one before has left. `tau`: nats; a sample is easy below it (0:
-    none, inf: all). `rho`: least gain of saliency for a token to be replaced (inf: none); both may
-    be lists, one value for each layer. `score_loss_weight`: lambda of ScoreNet's loss, to be handed
-    to `training_loss`.
-    `pooling` of ScoreNet: auto = the class token where the blocks hold one and the model pools it,
-    else attention. `stop_gradient`: ScoreNet's loss trains ScoreNet alone. `detector`: the source
-    of saliency (Table 3); attention may be rolled out over `rollout_steps` further blocks, and
-    random replaces as many tokens as attention would. `matching`, `labels`: how donors are found
-    and targets mixed (Table 4). `mask_rule`, `order`: what the published code does otherwise. The
-    rules are the tables of `tokenmixup.rules`. `non_finite`: a batch whose gains are not finite
-    raises FloatingPointError, or nothing is mixed in it.
+    `layer`: index, from 0, of the block whose input is mixed, or several in rising order. Each has
+    a ScoreNet of its own and mixes the tokens and labels that the previous one has left.
+    `tau`: difficulty in nats below which a sample is easy (0: none, inf: all).
+    `rho`: a token is replaced if that raises its saliency by more than rho (inf: none).
+    With several layers `tau` and `rho` may be lists, one value for each layer.
+    `score_loss_weight`: lambda of ScoreNet's loss, an argument of `training_loss`.
+    `pooling`: of ScoreNet; auto is class_token if the model classifies by a class token that enters
+    the blocks, else attention.
+    `stop_gradient`: ScoreNet's loss trains ScoreNet alone.
+    `detector`: source of saliency (Table 3). random replaces as many tokens as attention would.
+    `rollout_steps`: further blocks over which attention is rolled out.
+    `matching`, `labels`: rules for donors and for the mixing of targets (Table 4).
+    `mask_rule`, `order`: published selects the deviations of the published code; see
+    `tokenmixup.rules`.
+    `non_finite`: for gains that are not finite, fail raises FloatingPointError, skip mixes nothing
+    in that batch.
     """
 
     key = "htm"
@@ -217,13 +223,13 @@ class HTM(_Layered):
         if self.rollout_steps > 0 and self.detector != "attention":
             raise ValueError(
                 f"htm.rollout_steps={self.rollout_steps}: must be 0 with detector="
-                f"{self.detector}, attention alone is rolled out"
+                f"{self.detector}, only attention can be rolled out"
             )
         for name, value in (("order", "published"), ("detector", "gradient")):
             if len(self.layers) > 1 and getattr(self, name) == value:
                 raise ValueError(
-                    f"htm.layer={self.layer}: must be one layer with {name}={value}, which tells "
-                    "of the batch before it was mixed"
+                    f"htm.layer={self.layer}: must be one layer with {name}={value}, which refers "
+                    "to the batch before mixing"
                 )
 
 
@@ -231,12 +237,13 @@ class HTM(_Layered):
 class VTM(_Layered):
     """Settings of Vertical TokenMixup.
 
-    `layer`: block, counted from 0, that attends to the memory; it has `layer` sources, so
-    `layer >= 1`. Of several each has a memory of its own, from all blocks before it. `kappa`:
-    tokens that each source block adds to the memory; a list has one number for each layer.
-    `stop_gradient`: no gradient flows from the memory into its source blocks.
-    `class_token_offset`: `published` counts patches but gathers from tokens that begin with the
-    class token, so that this one can be taken and the last patch never is.
+    `layer`: index, from 0, of the block that attends to the memory, or several in rising order. The
+    sources of the memory are all blocks before it, so `layer >= 1`; each layer has a memory of its
+    own.
+    `kappa`: number of tokens from each source; a list has one number for each layer.
+    `stop_gradient`: no gradient flows from the memory into its sources.
+    `class_token_offset`: published uses indices of patches for tokens that begin with the class
+    token, so the class token can be selected and the last patch cannot.
     """
 
     key = "vtm"
@@ -260,8 +267,8 @@ class VTM(_Layered):
 class ManifoldMixup(_Settings):
     """Settings of manifold mixup.
 
-    `alpha`: of the Beta(alpha, alpha) distribution of the kept share. `layers`: the blocks, counted
-    from 0, one of which is drawn for every batch; its input is mixed.
+    `alpha`: of the Beta(alpha, alpha) distribution of the kept share.
+    `layers`: indices, from 0, of blocks, one of which is drawn for every batch; its input is mixed.
     """
 
     key = "manifold_mixup"

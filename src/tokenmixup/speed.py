@@ -1,7 +1,8 @@
-"""What saves a training step work. A reader of the method may skip it.
+"""Speed-ups of a training step. A reader of the method may skip this file.
 
-Tokens are replaced (Eq. 10) by one gather of rows. Norm and projections act on each token alone: so
-what HTM's block projects for its saliency moves as the tokens do, and is not computed again.
+Tokens are replaced (Eq. 10) by one gather of rows. Norm and projections treat tokens independently,
+so the projections that HTM's block computes for its saliency are moved like the tokens, instead of
+being computed again.
 Letters: b batch, n tokens with prefix, t spatial tokens.
 """
 
@@ -13,25 +14,25 @@ from torch import Tensor
 
 
 class Exchange(NamedTuple):
-    """Who gives which token to whom, as rows of `b n`."""
+    """An exchange of tokens between samples, as row indices into `(b n)`."""
 
-    read: Tensor  # (b n) int64, the row that each one is read from
-    order: Tensor | None  # b int64, where samples have moved
+    read: Tensor  # (b n) int64, index of the row that each row is read from
+    order: Tensor | None  # b int64, new order of the samples; None if unchanged
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`b n d` with the donors' rows in their places."""
+        """Replaces tokens of `b n d` by those of the donors."""
         return x.flatten(0, 1).index_select(0, self.read).view_as(x)
 
     def reorder(self, x: Tensor) -> Tensor:
-        """`b ...`, one row per sample, in the order in which the samples now are."""
+        """Brings `b ...`, one row per sample, into the new order of the samples."""
         return x if self.order is None else x[self.order]
 
 
 def exchange_of(donor: Tensor, mask: Tensor, n: int, order: Tensor | None = None) -> Exchange:
-    """The exchange by `donor`, `b`, of the spatial tokens in `mask`, `b t`.
+    """Returns the exchange that takes the spatial tokens in `mask`, `b t`, from `donor`, `b`.
 
-    All rows are read, those that stay from themselves: a GPU would have to wait for the number of
-    the replaced ones.
+    Every row is gathered, kept ones from themselves: gathering only replaced rows would make the
+    host wait for their number.
     """
     rows = torch.arange(len(mask) * n, device=mask.device).view(-1, n)  # b n
     replace = F.pad(mask, (n - mask.shape[1], 0))  # b n
@@ -40,9 +41,9 @@ def exchange_of(donor: Tensor, mask: Tensor, n: int, order: Tensor | None = None
     return Exchange(read.flatten(), order)
 
 
-def copy_to_host(*found: Tensor) -> list[Tensor]:
-    """From a GPU by asynchronous copies into pinned memory, then one wait for the stream."""
-    copies = [x.to("cpu", non_blocking=x.is_cuda) for x in found]
-    if found[0].is_cuda:
-        torch.cuda.current_stream(found[0].device).synchronize()
+def copy_to_host(*tensors: Tensor) -> list[Tensor]:
+    """Copies tensors to the host; from a GPU asynchronously, with a single wait for all of them."""
+    copies = [x.to("cpu", non_blocking=x.is_cuda) for x in tensors]
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
     return copies

@@ -1,8 +1,8 @@
-"""Which models TokenMixup can serve, and what it needs to know of them.
+"""Checks whether TokenMixup supports a model, and queries the model's structure.
 
-A served model runs a plain sequence `blocks` over one token axis; each block attends to `norm1` of
-its input by an attention whose terms are all known here, and an MLP follows. Norm and projections
-act on each token alone: what they make of a token moves with it.
+A supported model runs a plain sequence `blocks` over one token axis. Each block has `norm1`, an
+attention module of a known class, and an MLP. Norm and projections treat tokens independently, so
+that their outputs can be moved with the tokens.
 """
 
 from typing import Any, cast
@@ -12,7 +12,7 @@ from torch import nn
 from tokenmixup.adapters import Adapted, Adapter, adapter_of, attention_module
 from tokenmixup.scorenet import Pooling
 
-# (module, class). Another class may add terms that would be silently lost.
+# (module, class). An unknown class may have terms that would be silently lost.
 ATTENTIONS = {
     ("timm.layers.attention", "Attention"),
     ("timm.models.vision_transformer", "Attention"),  # older timm
@@ -36,24 +36,26 @@ STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1
 def why_not(
     model: Any, last_layer: int | None = None, adapter: Adapter | None = None
 ) -> str | None:
-    """Why blocks 0..last_layer (None: all) cannot be served, in one line; None if they can.
+    """Returns in one line why blocks 0..last_layer (None: all) are not supported; None if they are.
 
-    With an adapter all of them are looked at.
+    With an adapter all blocks are checked.
     """
     if hasattr(model, "_orig_mod"):
-        told = "compile the unchanged_blocks() of what attach returns instead"
-        return f"{type(model).__name__} is compiled already: {told}"
+        return (
+            f"{type(model).__name__} is already compiled: attach first, then compile "
+            "module.unchanged_blocks()"
+        )
     try:
         view = view_of(model, adapter)
         if isinstance(view, Adapted):
             return _why_not_adapted(view)
-    except ValueError as error:  # of an adapter that does not fit
+    except ValueError as error:  # the adapter does not fit
         return str(error)
     return _why_not(model, last_layer)
 
 
 def view_of(model: Any, adapter: Adapter | None = None) -> Any:
-    """The model by the names that are read here: itself, or by an adapter."""
+    """Returns the model itself, or its view with timm's names if it needs an adapter."""
     adapter = adapter or adapter_of(model)
     return model if adapter is None else Adapted(model, adapter)
 
@@ -66,13 +68,11 @@ def _why_not_adapted(view: Adapted) -> str | None:
         if reason := _why_not_projections(block.attn, block.attention):
             return f"{kind}: block {index}, {reason}"
     if type(view.num_prefix_tokens) is not int or view.num_prefix_tokens < 0:
-        return (
-            f"{kind}: Adapter.num_prefix_tokens={view.num_prefix_tokens!r} is no whole number >= 0"
-        )
+        return f"{kind}: Adapter.num_prefix_tokens={view.num_prefix_tokens!r} must be an int >= 0"
     if view.adapter.reads_class_token and not view.num_prefix_tokens:
         return f"{kind}: Adapter.reads_class_token needs num_prefix_tokens >= 1"
     if type(view.embed_dim) is not int:
-        return f"{kind}: Adapter.embed_dim={view.adapter.embed_dim!r} leads to no whole number"
+        return f"{kind}: Adapter.embed_dim={view.adapter.embed_dim!r} is not the path of an int"
     return None
 
 
@@ -81,8 +81,8 @@ def _why_not(model: Any, last_layer: int | None) -> str | None:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
         has_stages = any(hasattr(model, name) for name in STAGES)
-        instead = "its layers form stages" if has_stages else "it has none"
-        return f"{kind} needs one sequence of blocks over one token axis; {instead}"
+        blocks = "its layers form stages" if has_stages else "it has none"
+        return f"{kind} needs one sequence of blocks over one token axis; {blocks}"
     if len({id(block) for block in blocks}) < len(blocks):
         return f"{kind} holds one block more than once"
     for index, block in enumerate(blocks if last_layer is None else blocks[: last_layer + 1]):
@@ -90,31 +90,31 @@ def _why_not(model: Any, last_layer: int | None) -> str | None:
             return f"{kind}: block {index} is {type(block).__name__}, {reason}"
     for module in model.modules():
         if type(module).__name__.startswith("PatchDropout") and getattr(module, "prob", 0) > 0:
-            return f"{kind} has patch dropout: tokens need a place"
+            return f"{kind} has patch dropout: tokens of two samples would differ in position"
     if not isinstance(getattr(model, "embed_dim", None), int):
-        return f"{kind} does not tell the width of its tokens as embed_dim"
+        return f"{kind} has no embed_dim, the width of its tokens"
     return None
 
 
 def _why_not_block(block: Any) -> str | None:
     attn = getattr(block, "attn", None)
     if attn is None:
-        return "which holds no self-attention as attn"
+        return "which has no self-attention named attn"
     if not (_class_path(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
-        return "not pre-norm self-attention and then an MLP over one token axis"
+        return "not pre-norm self-attention followed by an MLP over one token axis"
     if _class_path(attn) not in ATTENTIONS:
         return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
     return _why_not_projections(attn, attn)
 
 
 def check_projections(index: int, block: Any) -> None:
-    """Raises ValueError if something has been put on a block's attention since `attach`."""
+    """Raises ValueError if a block's attention has been modified since `attach`."""
     if reason := _why_not_projections(block.attn, attention_module(block)):
-        raise ValueError(f"TokenMixup cannot serve block {index} any more, {reason}")
+        raise ValueError(f"TokenMixup no longer supports block {index}, {reason}")
 
 
 def _why_not_projections(attn: Any, module: Any) -> str | None:
-    """Their weights are read one by one: what replaces them, or listens to them, would be lost."""
+    """Only the weights of projections are used: wrappers and hooks would be ignored."""
     if "forward" in vars(module):
         return f"whose {type(module).__name__} has a forward of its own"
     if module._forward_pre_hooks:
@@ -135,30 +135,30 @@ def _class_path(module: Any) -> tuple[str, str]:
 
 
 def check_layer(model: Any, key: str, layer: int, adapter: Adapter | None = None) -> None:
-    """Raises ValueError unless block `layer` and those before it are there and can be served."""
+    """Raises ValueError unless blocks 0..layer exist and are supported."""
     if reason := why_not(model, layer, adapter):
-        raise ValueError(f"TokenMixup cannot serve this model: {reason}")
+        raise ValueError(f"TokenMixup does not support this model: {reason}")
     count = len(view_of(model, adapter).blocks)
     if layer >= count:
         raise ValueError(f"{key}={layer}: {type(model).__name__} has blocks 0..{count - 1}")
 
 
 def check_rollout(model: Any, layer: int, steps: int, adapter: Adapter | None = None) -> None:
-    """Raises ValueError if `steps` further blocks cannot run ahead of block `layer`."""
+    """Raises ValueError if attention cannot be rolled out over `steps` blocks after `layer`."""
     if steps == 0:
         return
     check_layer(model, "htm.layer + htm.rollout_steps", layer + steps, adapter)
     if getattr(model, "rope_mixed", False) or getattr(model, "rope_is_mixed", False):
         raise ValueError(
-            f"htm.rollout_steps={steps}: each block of {type(model).__name__} has "
-            "rotary positions of its own, so that only 0 steps are possible"
+            f"htm.rollout_steps={steps}: must be 0, since each block of {type(model).__name__} has "
+            "rotary positions of its own"
         )
 
 
 def scorenet_pooling(model: Any, asked: str) -> Pooling:
-    """The pooling of ScoreNet; `auto`: the class token if the class is read from it.
+    """Returns the pooling of ScoreNet; `auto` is the class token if the head reads it.
 
-    Raises ValueError for a class token that is not there.
+    Raises ValueError if `class_token` is requested and none enters the blocks.
     """
     if asked == "auto":
         return "class_token" if reads_class_token(model) else "attention"
@@ -168,21 +168,21 @@ def scorenet_pooling(model: Any, asked: str) -> Pooling:
 
 
 def reads_class_token(model: Any) -> bool:
-    """Whether the blocks hold a class token and the class is read from it.
+    """Whether a class token enters the blocks and the head reads it.
 
-    Saliency is then what its query attends to, else the mean over all queries (Eq. 3).
+    Saliency is then the attention of its query, else the mean over all queries (Eq. 3).
     """
     return getattr(model, "global_pool", None) == "token" and has_class_token(model)
 
 
 def declared_prefix(model: Any) -> int:
-    """Prefix tokens that the model says its blocks get."""
-    joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token, in blocks of its own
+    """Returns the number of prefix tokens that enter the blocks, according to the model."""
+    joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token has blocks of its own
     return 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
 
 
 def has_class_token(model: Any) -> bool:
-    """Whether the blocks get a class token, the model's own or its embedding's."""
+    """Whether a class token enters the blocks, whether the model or its embedding adds it."""
     if isinstance(model, Adapted):
         return model.has_class_token
     names = (name.rpartition(".")[2] for name, _ in model.named_parameters())

@@ -14,9 +14,9 @@ from tokenmixup.attention import Positions, attend, project, projections
 
 
 def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
-    """Where the kappa most salient tokens stand among all `n`: `b t` -> `b kappa` int64.
+    """Indices in 0..n-1 of the kappa most salient tokens: `b t` -> `b kappa` int64.
 
-    Prefix tokens are never among them. Raises ValueError if kappa > t.
+    Prefix tokens are never selected. Raises ValueError if kappa > t.
     """
     if kappa > saliency.shape[1]:
         raise ValueError(f"vtm.kappa={kappa}: there are only {saliency.shape[1]} spatial tokens")
@@ -27,7 +27,7 @@ def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> 
 def places_counted_without_prefix(
     saliency: Tensor, kappa: int, num_prefix_tokens: int = 0
 ) -> Tensor:
-    """The published places: patches are counted, but taken from tokens that begin with a prefix.
+    """The published indices: of patches, though they are used for tokens that include the prefix.
 
     With a class token each is one too low: it can be the class token, and never is the last patch.
     """
@@ -42,14 +42,14 @@ PLACES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def take_tokens(tokens: Tensor, places: Tensor) -> Tensor:
-    """The tokens `b n d` at `places`, `b m`: `b m d`, gradient kept."""
+    """Gathers tokens `b n d` at `places`, `b m`: returns `b m d`, with gradient."""
     return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def select_salient(
     tokens: Tensor, saliency: Tensor, kappa: int, num_prefix_tokens: int = 0
 ) -> Tensor:
-    """The kappa most salient spatial tokens: `b n d`, `b t` -> `b kappa d`, gradient kept.
+    """Returns the kappa most salient spatial tokens: `b n d`, `b t` -> `b kappa d`, with gradient.
 
     Prefix tokens are never selected. Raises ValueError if kappa > t.
     """
@@ -58,16 +58,16 @@ def select_salient(
 
 @dataclass
 class Memory:
-    """What VTM carries from its sources, in one pass, to the block that attends to it."""
+    """Salient tokens of the sources, collected in one forward pass for a layer of VTM."""
 
     kappa: int
-    place: Callable[[Tensor, int, int], Tensor]  # tells where `kappa` salient tokens stand
-    stop_gradient: bool = False  # whether the sources do not learn from what is kept of them
+    place: Callable[[Tensor, int, int], Tensor]  # an entry of PLACES
+    stop_gradient: bool = False  # whether the sources get no gradient from the memory
     tokens: list[Tensor] = field(default_factory=list)  # b kappa d of each source
-    places: list[Tensor] = field(default_factory=list)  # b kappa, where they stood in n
+    places: list[Tensor] = field(default_factory=list)  # b kappa, their indices in 0..n-1
 
     def remember(self, tokens: Tensor, saliency: Tensor, num_prefix_tokens: int) -> None:
-        """Keeps the salient ones of a block's tokens, `b n d`, by their saliency, `b t`."""
+        """Stores the most salient of a block's tokens: `b n d`, by their saliency, `b t`."""
         places = self.place(saliency, self.kappa, num_prefix_tokens)
         self.tokens.append(take_tokens(tokens.detach() if self.stop_gradient else tokens, places))
         self.places.append(places)
@@ -82,10 +82,10 @@ def vertical_attention(
 ) -> Tensor:
     """Z = Softmax(X1 Wq (X2 Wk)^T) X2 Wv with X1 = tokens, X2 = context (Eq. 13).
 
-    `tokens`: `b n d`; `context`: `b n+m d`, these and after them the memory; both layer-normed.
-    `where`: the positions of the context. `known`: the projections of `tokens`, if computed before;
-    `context` is then the memory alone, `b m d`. Returns `b n d`, projected and dropped out as
-    `attn` itself would.
+    `tokens`: `b n d`; `context`: `b n+m d`, the tokens followed by the memory; both layer-normed.
+    `where`: positional terms of the context. `known`: the projections of `tokens`, if already
+    computed; `context` is then the memory alone, `b m d`. Returns `b n d`, after the output
+    projection and dropout of `attn`.
     """
     flat = projections(attn, context)
     if known:

@@ -236,7 +236,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     assert "batch_first=True" in str(why_not(Encoded(batch_first=False), adapter=encoder))
     assert "has no encode" in str(why_not(Encoded(), adapter=torch_encoder("encode", embed_dim=32)))
     wrong = replace(encoder, embed_dim="head.weight")
-    assert "no whole number" in str(why_not(Encoded(), adapter=wrong))
+    assert "is not the path of an int" in str(why_not(Encoded(), adapter=wrong))
     assert "is Linear, needs a" in str(why_not(Encoded(), adapter=replace(encoder, blocks="head")))
     wrong = replace(encoder, reads_class_token=True)
     assert "needs num_prefix_tokens >= 1" in str(why_not(Encoded(), adapter=wrong))
@@ -291,16 +291,16 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
         return replace(found, project=lambda x: own(x + torch.arange(x.shape[1])[:, None] / 10))
 
     refused = {
-        "does not get between of": replace(adapter, norm="between"),
-        "promises b n 63": replace(adapter, embed_dim=63),
-        "Parts give other tokens": wrong(scale=1.0),
-        "Parts give other": replace(adapter, parts=swapped),
+        "does not get between of the block": replace(adapter, norm="between"),
+        "must be b n 63": replace(adapter, embed_dim=63),
+        "output of Parts differs": wrong(scale=1.0),
+        "output of Parts": replace(adapter, parts=swapped),
         "num_heads=5 must divide the width 64": wrong(num_heads=5, scale=None),
         "returned a NoneType, must be Parts": replace(adapter, parts=lambda attention: None),
         "Parts do not fit together": wrong(proj=nn.Linear(63, 64)),
-        "Parts give other tokens than": replace(adapter, parts=shifting),
+        "Parts differs from that of its attention": replace(adapter, parts=shifting),
         "is the attention": replace(adapter, norm="mix"),
-        "no whole number >= 0": replace(adapter, num_prefix_tokens=-1),
+        "must be an int >= 0": replace(adapter, num_prefix_tokens=-1),
         "num_prefix_tokens=99 leaves none": replace(adapter, num_prefix_tokens=99),
         "returns a Tensor and Adapter.returns a tuple": replace(
             adapter, returns=lambda x: (x, None)
@@ -368,10 +368,10 @@ def test_tokens_by_name_are_refused(batch):
             return self.head(tokens.mean(dim=1))
 
     encoder = torch_encoder("encoder", embed_dim=32)
-    with pytest.raises(ValueError, match=r"block 0 .* gets its tokens by name"):
+    with pytest.raises(ValueError, match=r"block 0 .* gets its tokens by keyword"):
         check_adapter(Named(), encoder, batch[0])
     module = attach(Named(), CLASSES, htm={"layer": 1}, adapter=encoder)
-    with pytest.raises(ValueError, match="block 1 gets its tokens by name"):
+    with pytest.raises(ValueError, match="block 1 gets its tokens by keyword"):
         train_output(module, batch)
 
 
@@ -390,7 +390,7 @@ def test_masks_and_causal_attention_are_refused(batch):
     module = attach(
         Masked(), CLASSES, htm={"layer": 1}, adapter=torch_encoder("encoder", embed_dim=32)
     )
-    with pytest.raises(ValueError, match="does not understand the argument src_mask"):
+    with pytest.raises(ValueError, match="does not support the argument src_mask"):
         train_output(module, batch)
 
 

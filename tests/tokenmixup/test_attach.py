@@ -327,11 +327,11 @@ def test_what_is_put_on_an_attention_later_is_refused(batch):
     module = attach(small_cct(), CLASSES, htm={"layer": 1}).train()
     attn = module.model.blocks[1].attn  # type: ignore[union-attr, index]
     handle = attn.register_forward_pre_hook(lambda attn, args: (2 * args[0],))
-    with pytest.raises(ValueError, match=r"block 1 any more, whose Attention has hooks"):
+    with pytest.raises(ValueError, match=r"no longer supports block 1, whose Attention has hooks"):
         module(*batch)
     handle.remove()
     attn.qkv = nn.Sequential(attn.qkv)
-    with pytest.raises(ValueError, match=r"block 1 any more, whose qkv is Sequential"):
+    with pytest.raises(ValueError, match=r"no longer supports block 1, whose qkv is Sequential"):
         module(*batch)
 
 
@@ -339,7 +339,7 @@ def test_what_is_put_on_an_attention_of_the_rollout_later_is_refused(batch):
     module = attach(small_cct(), CLASSES, htm={"layer": 1, "rollout_steps": 1}).train()
     blocks: Any = module.model.blocks
     blocks[2].attn.qkv = nn.Sequential(blocks[2].attn.qkv)
-    with pytest.raises(ValueError, match=r"block 2 any more, whose qkv is Sequential"):
+    with pytest.raises(ValueError, match=r"no longer supports block 2, whose qkv is Sequential"):
         module(*batch)
 
 
@@ -506,7 +506,7 @@ def test_unchanged_blocks_compile_once_to_the_same_numbers(settings, unchanged):
         (with_gradient_hook, "block 1 is .*Block, whose qkv has hooks"),
         (with_own_forward, "block 1 is .*Block, whose Attention has a forward of its own"),
         (nn.utils.parametrizations.weight_norm, None),
-        (torch.compile, "is compiled already"),
+        (torch.compile, "is already compiled"),
     ],
 )
 def test_attach_refuses_what_its_own_projection_would_bypass(build, change, message):
@@ -551,7 +551,7 @@ def test_attach_names_the_setting_of_another_type(build, settings, message):
 def test_only_plain_blocks_can_run_twice():
     model = timm.create_model("efficientnet_b0", num_classes=CLASSES)
     assert attach(model, CLASSES)
-    with pytest.raises(ValueError, match="cannot serve this model: EfficientNet"):
+    with pytest.raises(ValueError, match="does not support this model: EfficientNet"):
         attach(model, CLASSES, checkpoint_blocks=True)
 
 
@@ -594,7 +594,7 @@ def test_tokens_that_vanish_behind_the_patch_embedding_are_noticed():
     model: Any = small_vit()
     model.norm_pre.register_forward_hook(lambda module, args, out: out[:, :8])
     module = attach(model, CLASSES, htm={"layer": 1}).train()
-    with pytest.raises(ValueError, match="8 tokens of 16 patches"):
+    with pytest.raises(ValueError, match="8 tokens for 16 patches"):
         module(torch.randn(2, 3, 32, 32), torch.eye(CLASSES)[:2])
 
 

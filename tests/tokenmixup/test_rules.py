@@ -75,7 +75,7 @@ def test_saliency_is_a_share_of_each_spatial_token(detector: Any):
 def test_a_detector_that_keeps_the_prefix_is_refused():
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     module._detect = lambda entry: torch.ones(entry.tokens.shape[:2])
-    with pytest.raises(ValueError, match=r"gives \[3, 17\], must be .*, \[3, 16\]"):
+    with pytest.raises(ValueError, match=r"returns \[3, 17\], must be .*, \[3, 16\]"):
         module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
 
 

@@ -148,7 +148,7 @@ def test_gradient_saliency_pools_to_the_grid_and_sums_to_one():
     blocks = pixels.reshape(2, 2, 4, 2).mean(dim=(1, 3)).flatten()
     torch.testing.assert_close(found[0], blocks / blocks.sum())
     assert torch.equal(gradient_saliency(torch.zeros(1, 4, 4), 4), torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="5 tokens are no grid"):
+    with pytest.raises(ValueError, match="5 tokens form no grid"):
         gradient_saliency(pixels, 5)
 
 
