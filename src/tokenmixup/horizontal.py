@@ -59,8 +59,8 @@ def saliency_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
 
     `saliency`: `b t`, of the mixed tokens; `mask`: `b t`, the tokens taken. Returns `b 1`.
     """
-    taken = (saliency * mask).sum(dim=1, keepdim=True)
-    return (1 - taken / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
+    kept = saliency.masked_fill(mask, 0).sum(dim=1, keepdim=True)
+    return (kept / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
 
 
 def in_place(is_easy: Tensor) -> None:

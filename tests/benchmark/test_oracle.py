@@ -25,7 +25,9 @@ def test_all_forms_of_the_gain_equal_its_sum(rho: float):
                 max(float(d - r) - rho, 0) for d, r in zip(saliency[j], saliency[i], strict=True)
             )
     for form in FORMS.values():
-        torch.testing.assert_close(form(saliency, rho), expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            form(saliency, rho), expected, atol=1e-6, rtol=1e-5, check_dtype=False
+        )
     assert gain_by_repetition(saliency, rho).shape == (5, 5)
 
 
