@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is made on first use; `make help` lists the targets.
+# All targets run in .venv, which is created on first use. `make help` lists them.
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -6,45 +6,45 @@ BIN := .venv/bin
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
   reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
 
-help:  ## list the targets
+help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-19s %s\n", $$1, $$2}'
 
-# the newest that runs; a name alone may be a shim that leads nowhere
+# The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)
-FOUND = $(or $(PYTHON),$(error there is no Python 3.13, 3.12 or 3.11 here: install one, or name it as PYTHON=path))
+INTERPRETER = $(or $(PYTHON),$(error Python 3.13, 3.12 or 3.11 not found: install one, or set PYTHON=path))
 
-setup: .venv/installed  ## make .venv with the requirements and this package
+setup: .venv/installed  ## create .venv with the requirements and this package
 
-# exactly what was tested, by digest; ANTLR's runtime has no wheel and is built by the locked setuptools
-LOCKED = install --quiet --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement
-THIS = install --quiet --no-deps --no-build-isolation --editable .
+# Installs the tested versions by hash. ANTLR's runtime has no wheel, so the locked setuptools builds it.
+INSTALL_LOCKED = install --quiet --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement
+INSTALL_PROJECT = install --quiet --no-deps --no-build-isolation --editable .
 
 .venv/installed: requirements.lock pyproject.toml
-	$(FOUND) -m venv .venv
+	$(INTERPRETER) -m venv .venv
 	sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/builder.lock
-	$(BIN)/pip $(LOCKED) .venv/builder.lock
-	$(BIN)/pip $(LOCKED) requirements.lock --no-build-isolation
-	$(BIN)/pip $(THIS)
+	$(BIN)/pip $(INSTALL_LOCKED) .venv/builder.lock
+	$(BIN)/pip $(INSTALL_LOCKED) requirements.lock --no-build-isolation
+	$(BIN)/pip $(INSTALL_PROJECT)
 	touch $@
 
 .venv/installed-dev: requirements-dev.lock .venv/installed
-	$(BIN)/pip $(LOCKED) requirements-dev.lock --no-build-isolation
+	$(BIN)/pip $(INSTALL_LOCKED) requirements-dev.lock --no-build-isolation
 	touch $@
 
-# uv resolves, pip-audit looks packages up: they work on requirement files and have no place in .venv
+# uv and pip-audit work only on requirement files, so they have a separate environment.
 .venv-tools/installed:
-	$(FOUND) -m venv .venv-tools
+	$(INTERPRETER) -m venv .venv-tools
 	.venv-tools/bin/pip install --quiet 'uv>=0.5,<1' 'pip-audit>=2.7,<3'
 	touch $@
 
-quickstart: .venv/installed  ## train and evaluate on real handwritten digits, HTM and VTM on: under 3 minutes
+quickstart: .venv/installed  ## train and evaluate with HTM and VTM on real handwritten digits, under 3 minutes
 	$(BIN)/python train.py name=quickstart resume=auto
 
 test: .venv/installed-dev  ## run all tests, on up to 4 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-lowest: .venv-tools/installed  ## run all tests with the lowest versions that the requirements allow
-	$(FOUND) -m venv .venv-lowest
+	$(INTERPRETER) -m venv .venv-lowest
 	.venv-tools/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
 	  --requirement requirements-dev.txt --editable .
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest
@@ -52,12 +52,12 @@ test-lowest: .venv-tools/installed  ## run all tests with the lowest versions th
 # The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder
 # DEVICES=1 OUTPUTS=outputs DRY_RUN=1 LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ...";
 # `$(BIN)/python scripts/reproduce.py --help` explains them.
-SAME = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
+COMMON_OPTIONS = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
-REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(SAME)
+REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS)
 STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(LAUNCHER),--launcher $(LAUNCHER)) \
   $(if $(JOBS),--jobs $(JOBS)) $(SLURM)
-# not where jobs are submitted: that machine is not the one that trains
+# Skipped with slurm: the submitting machine is not the one that trains.
 LATENCY = $(if $(filter-out 0,$(DRY_RUN))$(filter slurm,$(LAUNCHER)),,$(BIN)/python scripts/measure_latency.py \
   $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)"))
 
@@ -74,7 +74,7 @@ reproduce-table3: .venv/installed  ## train Table 3: saliency detectors, and mea
 reproduce-table4: .venv/installed  ## train Table 4: HTM without one of its parts
 	$(STUDY) table4
 
-reproduce-table5: .venv/installed  ## train Table 5: beside and with other mixup methods
+reproduce-table5: .venv/installed  ## train Table 5: comparison and combination with other mixup methods
 	$(STUDY) table5
 
 reproduce-figure3: .venv/installed  ## train the run of Figure 3: saliency by gradient, full rollout, one step
@@ -83,26 +83,26 @@ reproduce-figure3: .venv/installed  ## train the run of Figure 3: saliency by gr
 reproduce-figure4: .venv/installed  ## train the runs of Figure 4: mixed samples per batch over training
 	$(STUDY) figure4
 
-sweep-tau: .venv/installed  ## train HTM with tau from 0 (no sample) to inf (all)
+sweep-tau: .venv/installed  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
 	$(STUDY) sweep-tau
 
-sweep-rho: .venv/installed  ## train HTM with rho from 0 to inf (no token)
+sweep-rho: .venv/installed  ## train HTM with rho from 0 to inf (replaces no token)
 	$(STUDY) sweep-rho
 
 sweep-kappa: .venv/installed  ## train VTM with kappa from 1 to all 256 tokens
 	$(STUDY) sweep-kappa
 
-reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=smoke: the whole pipeline in minutes
+reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
 	$(STUDY) all
 	$(LATENCY)
 
-cost: .venv/installed  ## measure the hours of the runs on this machine; STUDIES="table1 sweep-tau": of these
-	$(BIN)/python scripts/cost.py $(if $(SEEDS),--seeds $(SEEDS)) $(SAME) $(STUDIES)
+cost: .venv/installed  ## estimate the hours of all runs on this machine; STUDIES="table1 sweep-tau" selects studies
+	$(BIN)/python scripts/cost.py $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS) $(STUDIES)
 
-status: .venv/installed  ## show how far the tables' and sweeps' runs are
+status: .venv/installed  ## show the progress of the tables' and sweeps' runs
 	$(REPRODUCE) --status all
 
-lint: .venv/installed-dev  ## check format, style and types
+lint: .venv/installed-dev  ## check formatting, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -118,38 +118,38 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 	$(COMPILE) requirements.txt --output-file requirements.lock
 	$(COMPILE) requirements-dev.txt --constraint requirements.lock --output-file requirements-dev.lock
 
-audit: .venv-tools/installed  ## look the locked packages up among known vulnerabilities; needs a network
+audit: .venv-tools/installed  ## check the locked packages for known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-bench: .venv/installed  ## measure what training costs on this machine; SECTIONS= PAIRS= COMPARE=
+bench: .venv/installed  ## benchmark the training cost on this machine; SECTIONS= PAIRS= COMPARE=
 	$(BIN)/python -m scripts.benchmark $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-check-gpu: .venv/installed  ## check a GPU against the CPU, then measure it, 9 minutes each; STAGE= OUTPUTS=
+check-gpu: .venv/installed  ## check a GPU against the CPU, then benchmark it, 9 minutes each; STAGE= OUTPUTS=
 	$(BIN)/python -m scripts.check_gpu $(if $(STAGE),--stage $(STAGE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS= RANK_KILLS= MINUTES=
 	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-check-models: .venv/installed  ## try TokenMixup on the smallest of each family of timm's that it serves
+check-models: .venv/installed  ## train and evaluate the smallest supported model of each timm family
 	$(BIN)/python scripts/list_models.py --try
 
 reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 	$(STUDY) results/openmixup_cifar100.yaml
 
-study: .venv/installed  ## train a study of one's own; FILE=results/NAME.yaml
-	$(STUDY) "$(or $(FILE),$(error FILE=: name the file that fixes the study, as in results/))"
+study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
+	$(STUDY) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))"
 
 publish: .venv/installed  ## write results/NAME.json and a folder for a model hub; RUN=outputs/NAME
-	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: name the folder of a finished run))"
+	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
 
-check-published: .venv/installed  ## evaluate the published checkpoints beside the printed values; WEIGHTS=folder DATA=
-	$(BIN)/python scripts/check_published.py "$(or $(WEIGHTS),$(error WEIGHTS=: name their folder))" \
+check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=
+	$(BIN)/python scripts/check_published.py "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" \
 	  $(if $(DATA),--data "$(DATA)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-report: .venv/installed  ## write the tables, sweeps and figures with our results to outputs/report
-	$(BIN)/python scripts/report.py $(SAME)
+report: .venv/installed  ## write tables, sweeps and figures with our results to outputs/report
+	$(BIN)/python scripts/report.py $(COMMON_OPTIONS)
 
 clean:  ## remove .venv and caches, keep outputs/
 	rm -rf .venv .venv-tools .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis

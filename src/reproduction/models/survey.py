@@ -56,12 +56,13 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
     """docs/models.md: by timm's modules, how many are served, and why the others are not."""
     served = sum(verdict.reason is None for verdict in verdicts)
     lines = [
-        "# Which models are served\n",
-        f"Of timm {timm.__version__} {served} of the {len(verdicts)} models, by its modules.",
-        "Written by `python scripts/list_models.py --page`; without it the command tells of every",
-        "model, and `make check-models` trains and evaluates the smallest of each family.",
-        "Torchvision's, transformers' and your own: [adapters.md](adapters.md).\n",
-        "| module | served | of | the others, or all |\n|---|---:|---:|---|",
+        "# Supported models\n",
+        f"{served} of the {len(verdicts)} models of timm {timm.__version__} are supported.",
+        "`python scripts/list_models.py --page` writes this page. Without `--page` it prints the",
+        "verdict on every model. `make check-models` trains and evaluates the smallest model of",
+        "each family. Models of torchvision and transformers, and your own:",
+        "[adapters.md](adapters.md).\n",
+        "| timm module | supported | models | reason for the others |\n|---|---:|---:|---|",
     ]
     modules: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
