@@ -41,13 +41,13 @@ quickstart: .venv/installed  ## train and evaluate with HTM and VTM on real hand
 	$(BIN)/python train.py name=quickstart resume=auto
 
 test: .venv/installed-dev  ## run all tests, on up to 4 cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(BIN)/python -m pytest
 
 test-lowest: .venv-tools/installed  ## run all tests with the lowest versions that the requirements allow
 	$(INTERPRETER) -m venv .venv-lowest
 	.venv-tools/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
 	  --requirement requirements-dev.txt --editable .
-	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest
+	.venv-lowest/bin/python -m pytest
 
 # The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder
 # DEVICES=1 OUTPUTS=outputs DRY_RUN=1 LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ...";

@@ -1,5 +1,6 @@
 """Small models that every test can build anew, and the texts of pictures."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from torch import nn
 from reproduction.models.cct import CCT
 
 CLASSES = 5
+
+# Workers share the cores, and ranks are forked from them: OpenMP threads would not survive that.
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+torch.set_num_threads(1)
 
 # Machines are shared: no deadline; and a failure must come again.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
