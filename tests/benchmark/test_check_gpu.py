@@ -63,7 +63,9 @@ def altered(trained: Trained, **changes: Any) -> Trained:
         pytest.param({"gradient": lambda x: x * torch.nan}, False, id="nan"),
     ],
 )
-def test_losses_notices_differences(monkeypatch, name: str, changes: dict[str, Any], is_right: bool):
+def test_losses_notices_differences(
+    monkeypatch, name: str, changes: dict[str, Any], is_right: bool
+):
     right = trained(name)
     results = iter([altered(right, **changes), right])
     monkeypatch.setattr(parts_module, "CASES", {name: CASES[name]})

@@ -69,7 +69,9 @@ def test_compare_reports_slower_rows(monkeypatch, capsys, tmp_path: Path):
         (["--page", "nowhere.md"], "page=nowhere.md: No such file"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(monkeypatch, capsys, tmp_path: Path, args, message: str):
+def test_bad_arguments_are_refused_in_one_line(
+    monkeypatch, capsys, tmp_path: Path, args, message: str
+):
     with pytest.raises(SystemExit) as end:
         call(monkeypatch, tmp_path, "--device", "cpu", *args)
     assert end.value.code == 2

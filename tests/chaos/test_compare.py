@@ -10,24 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.commands.jobs import resolve
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.training.checkpoint import save_last
 from reproduction.training.loop import Trainer
-from reproduction.training.train import run_training
 from tests.chaos.__main__ import main, summary_line, write_outcomes
 from tests.chaos.child import PHASE_OF, PHASES, Note, notes_of
 from tests.chaos.runs import Outcome, differences, last_state
 from tests.chaos.settings import loading_errors, write_images
-from tests.reproduction.conftest import SMALL
+from tests.reproduction.conftest import SMALL, trained_run
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     root = tmp_path_factory.mktemp("chaos")
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *SMALL])))
-    return RunFolder(root / "whole")
+    return trained_run(root, *SMALL)
 
 
 def change_lines(run: RunFolder, change: Callable[[list[str]], list[str]]) -> None:

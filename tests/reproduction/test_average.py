@@ -10,16 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from reproduction.commands.jobs import resolve
 from reproduction.data.inputs import TrainingInputs
 from reproduction.models.names import State
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse
 from reproduction.training.distributed import World
 from reproduction.training.step import TrainingStep
-from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of, trained_run
 from tests.reproduction.test_training import (
     MIXED,
     assert_same_result,
@@ -46,7 +42,7 @@ def small_model() -> TokenMixup:
 def step_of(module: TokenMixup, *told: str) -> TrainingStep:
     """The step by a recipe, on images and targets as they are."""
     inputs: Any = TrainingInputs(lambda x: x, lambda images, targets: (images, targets))
-    return TrainingStep(module, inputs, parse(compose("train", list(told)).raw).recipe, ALONE, 0)
+    return TrainingStep(module, inputs, config_of(*told).recipe, ALONE, 0)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -75,8 +71,7 @@ def test_the_average_follows_every_update_from_the_initial_weights_on(precision:
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A finished run with an average."""
     root = tmp_path_factory.mktemp("averaged")
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *AVERAGED])))
-    return RunFolder(root / "whole")
+    return trained_run(root, *AVERAGED)
 
 
 def test_training_is_the_same_with_an_average_and_what_it_tells_is_not(

@@ -25,10 +25,8 @@ from reproduction.config import CONF_DIR
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.runs import compose as composing
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, write_images
+from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, config_of, write_images
 from tests.reproduction.mutations import snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +76,7 @@ def write_files(folder: Path) -> None:
     write_images(folder / "images", ["cat", "dog"], train=1, held_out=1)
     (folder / "images" / "val" / "dog").rename(folder / "images" / "val" / "dogs")
     write_images(folder / "same", ["cat"], train=1, held_out=1)
-    config = asdict(parse(compose("train", ["name=good", "output_root=runs"]).raw))
+    config = asdict(config_of("name=good", "output_root=runs"))
     saved = {name: yaml.safe_dump(config) for name in ("good", "none", "summary")}
     for name, change in (("unknown", {"lrr": 1}), ("negative", {"lr": -1})):
         saved[name] = yaml.safe_dump({**config, "recipe": {**config["recipe"], **change}})
@@ -267,7 +265,7 @@ def test_evaluation_does_not_need_the_weights_that_training_started_from(
     vit = ["model=vit_tiny_patch16_224", "model.image_size=32", *SMALL_VIT]
     start = tmp_path / "start.pth"
     vit += ["dataset.limit=8", "device=cpu"]
-    config = parse(compose("train", vit).raw)
+    config = config_of(*vit)
     torch.save(build_model(config.model, 10).state_dict(), start)
     args = [*vit, f"model.weights={start}", "recipe.epochs=1", "recipe.batch_size=8"]
     assert command("train", "name=mine", *args).status == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.config import CONF_DIR, Config
+from reproduction.config import CONF_DIR
 from reproduction.models.build import build_model, build_module
 from reproduction.reporting.model_stats import (
     PaperRow,
@@ -19,18 +19,12 @@ from reproduction.reporting.model_stats import (
     read_paper,
     verdict,
 )
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from scripts import model_stats
-from tests.reproduction.conftest import Command
+from tests.reproduction.conftest import Command, config_of
 from tokenmixup import Output, training_loss
 
 MODELS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
-
-
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
 
 
 @pytest.fixture(scope="module")

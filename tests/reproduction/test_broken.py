@@ -16,14 +16,12 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import _open, load_source
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, run_hash
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
 from scripts import draw_saliency
-from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.conftest import SMALL, Command, config_of, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 
 BROKEN = ("train/cat/2.png", "train/dog/5.png", "train/dog/6.png", "val/dog/1.png")
@@ -37,9 +35,9 @@ def write_broken(root: Path, broken: tuple[str, ...] = BROKEN) -> Path:
     return root
 
 
-def config_of(root: Path, *overrides: str) -> Config:
+def folder_config(root: Path, *overrides: str) -> Config:
     told = ["dataset=image_folder", f"dataset.root={root}", "dataset.broken_images=skip"]
-    return parse(compose("train", [*told, "recipe.batch_size=5", *overrides]).raw)
+    return config_of(*told, "recipe.batch_size=5", *overrides)
 
 
 def epoch_of(config: Config, broken: BrokenImages, epoch: int) -> tuple[list[Any], list[Any]]:
@@ -67,7 +65,7 @@ def test_broken_images_are_left_out_and_told_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], workers: int, memory: int
 ):
     root = write_broken(tmp_path / "images")
-    config = config_of(root, f"dataset.workers={workers}", f"dataset.memory_mib={memory}")
+    config = folder_config(root, f"dataset.workers={workers}", f"dataset.memory_mib={memory}")
     broken = build_broken_images(config, load_source("image_folder", str(root), None))
     for epoch in (0, 1):
         training, held_out = epoch_of(config, broken, epoch)
@@ -171,7 +169,7 @@ def test_where_too_few_images_are_left_a_run_ends_in_one_line(
 
 def test_skipping_is_for_folders_alone_and_belongs_to_the_identity(tmp_path: Path):
     root = write_broken(tmp_path / "images")
-    skips, refuses = config_of(root), config_of(root, "dataset.broken_images=refuse")
+    skips, refuses = folder_config(root), folder_config(root, "dataset.broken_images=refuse")
     assert run_hash(skips) != run_hash(refuses)
     with pytest.raises(UserError, match=r"dataset\.broken_images=skip: digits is no folder"):
-        parse(compose("train", ["dataset.broken_images=skip"]).raw)
+        config_of("dataset.broken_images=skip")

@@ -64,7 +64,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return [*SMALL, f"augmentation=[{','.join(sorted(stack))}]", *values]
 
 
-def config_of(root: str, name: str, line: list[str]) -> Config:
+def resolved(root: str, name: str, line: list[str]) -> Config:
     told = [*line, f"output_root={root}", f"name={name}", "resume=auto"]
     return resolve(compose("train", told))
 
@@ -78,7 +78,7 @@ def fail() -> None:
 def test_a_run_of_any_settings_is_saved_and_goes_on_exactly(line: list[str], step: int):
     with TemporaryDirectory() as root:
         try:
-            whole, failing = (config_of(root, name, line) for name in ("whole", "failing"))
+            whole, failing = (resolved(root, name, line) for name in ("whole", "failing"))
         except UserError:  # these do not go together
             assume(False)
         run_training(whole)

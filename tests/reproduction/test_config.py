@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from reproduction.commands import cli
-from reproduction.config import CONF_DIR, Config
+from reproduction.config import CONF_DIR
 from reproduction.reporting.cells import read_cells
 from reproduction.runs.compose import LISTS, compose
 from reproduction.runs.folder import default_name, run_hash
 from reproduction.runs.parse import parse
+from tests.reproduction.conftest import config_of
 from tokenmixup import HTM, VTM, ManifoldMixup
 
 TRANSFORMERS = sorted(
@@ -25,10 +26,6 @@ EXPERIMENTS = sorted(
     str(path.relative_to(CONF_DIR / "experiment").with_suffix(""))
     for path in (CONF_DIR / "experiment").rglob("*.yaml")
 )
-
-
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
 
 
 STACKS = [

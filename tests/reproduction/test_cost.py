@@ -19,8 +19,6 @@ from reproduction.data.folders import data_sizes
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_model, count_macs, without_start
 from reproduction.reporting.cells import read_cells
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.studies import speed as measuring
 from reproduction.studies import states
 from reproduction.studies.cost import (
@@ -40,7 +38,7 @@ from reproduction.studies.speed import measure_speed
 from reproduction.studies.states import state_table
 from reproduction.system.errors import UserError
 from reproduction.training.loop import Trainer
-from tests.reproduction.conftest import write_images
+from tests.reproduction.conftest import config_of, write_images
 from tests.reproduction.tables import Configs
 
 pytestmark = pytest.mark.all_digits
@@ -49,10 +47,6 @@ SPEED = Speed(
     batch_size=8, training=100.0, slowest=90.0, fastest=110.0, evaluation=200.0, macs=10**9
 )
 SCRIPT = Path(__file__).parents[2] / "scripts" / "cost.py"
-
-
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
 
 
 def test_heads_of_the_experiments_tell_images_and_flops(configs: Configs):

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.config import Config
 from reproduction.data.build import (
     build_evaluation_loader,
     build_training_images,
@@ -27,20 +26,14 @@ from reproduction.data.loaders import (
 )
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate
 from reproduction.training.loop import Trainer
-from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.conftest import SMALL, Command, config_of, write_images
 from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
-
-
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
 
 
 def test_digits_are_split_by_class_and_without_overlap():

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.commands.jobs import resolve
 from reproduction.reporting import report
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.training import loop, train
 from reproduction.training.step import TrainingStep
-from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command, Ended, at_step
+from tests.reproduction.conftest import SMALL, Command, Ended, at_step, trained_run
 from tests.reproduction.test_training import assert_same_result, folder
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
@@ -31,8 +28,7 @@ MINE = ["name=mine", *TINY]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, unevaluated: None) -> RunFolder:
     root = tmp_path_factory.mktemp("undisturbed")
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *TINY])))
-    return RunFolder(root / "whole")
+    return trained_run(root, *TINY)
 
 
 def assert_plain(ended: Ended, *parts: str) -> None:

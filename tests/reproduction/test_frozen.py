@@ -17,10 +17,8 @@ import torch
 import yaml
 
 from reproduction.config import CONF_DIR
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import flatten
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import Command
+from tests.reproduction.conftest import Command, config_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."
@@ -122,7 +120,7 @@ def configurations() -> dict[str, list[list[Any]]]:
     names = [str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in paths]
     found: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        config = parse(compose("train", [f"experiment={name}"]).raw, needs_data=False)
+        config = config_of(f"experiment={name}", needs_data=False)
         for key, value in flatten(dataclasses.asdict(config)):
             if key in MACHINES:
                 continue

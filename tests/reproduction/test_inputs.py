@@ -9,7 +9,7 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from reproduction.config import Augmentation, Config, InputMix
+from reproduction.config import Augmentation, InputMix
 from reproduction.data.build import build_training_images, build_training_inputs
 from reproduction.data.inputs import (
     Erasing,
@@ -20,15 +20,10 @@ from reproduction.data.inputs import (
 )
 from reproduction.data.seeding import Purpose, seed_device, seeded
 from reproduction.data.sources import load_source
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
+from tests.reproduction.conftest import config_of
 
 CPU = torch.device("cpu")
 MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), InputMix(alpha=1.0, prob=1.0)
-
-
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
 
 
 def mixed_by(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> Any:

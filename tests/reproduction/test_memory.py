@@ -15,11 +15,9 @@ from reproduction.data.build import build_evaluation_loader, build_training_load
 from reproduction.data.images import ArrayImages, held
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source, load_source
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import run_hash
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import write_images
+from tests.reproduction.conftest import config_of, write_images
 
 TWO_FIT = 400  # pixels of images of which 1 MiB holds two
 
@@ -40,9 +38,9 @@ def write_all_kinds(root: Path) -> Path:
     return root
 
 
-def config_of(root: Path, *overrides: str) -> Config:
+def folder_config(root: Path, *overrides: str) -> Config:
     told = ["dataset=image_folder", f"dataset.root={root}", "recipe=cifar_cct", "model=cct_7_3x1"]
-    return parse(compose("train", [*told, *overrides]).raw)
+    return config_of(*told, *overrides)
 
 
 def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> list[torch.Tensor]:
@@ -61,7 +59,7 @@ def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> l
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_in_memory_are_the_images_of_the_files(tmp_path: Path, workers: int):
     root = write_all_kinds(tmp_path / "images")
-    config = config_of(root, f"dataset.workers={workers}")
+    config = folder_config(root, f"dataset.workers={workers}")
     source = load_source("image_folder", str(root), None)
     without = dataclasses.replace(config.dataset, memory_mib=0)
     from_files = loaded(dataclasses.replace(config, dataset=without), source, lambda: None)
@@ -104,6 +102,6 @@ def test_a_transform_cannot_change_what_is_held(tmp_path: Path):
 
 def test_memory_is_for_folders_alone_and_changes_no_identity(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=1, held_out=1)
-    assert run_hash(config_of(root, "dataset.memory_mib=0")) == run_hash(config_of(root))
+    assert run_hash(folder_config(root, "dataset.memory_mib=0")) == run_hash(folder_config(root))
     with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is held in memory anyway"):
-        parse(compose("train", ["dataset.memory_mib=5"]).raw)
+        config_of("dataset.memory_mib=5")

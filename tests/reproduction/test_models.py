@@ -16,10 +16,9 @@ from reproduction.models.build import (
     without_start,
 )
 from reproduction.models.cct import CCT
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from tests.conftest import small_cct
+from tests.reproduction.conftest import config_of
 from tokenmixup import attach
 
 IMAGENET = [f"table2/imagenet1k_{name}" for name in ("baseline", "htm", "vtm", "htm_vtm")]
@@ -27,7 +26,7 @@ IMAGENET = [f"table2/imagenet1k_{name}" for name in ("baseline", "htm", "vtm", "
 
 def dropouts(*overrides: str) -> dict[str, float]:
     """The rate of every dropout of a model that training would build; of blocks without number."""
-    config = parse(compose("train", list(overrides)).raw, needs_data=False)
+    config = config_of(*overrides, needs_data=False)
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, 1000)
     model: Any = module.model
@@ -72,7 +71,7 @@ def test_dropout_of_a_vit_is_timms_but_for_the_mlps_own():
 
 
 def count(classes: int, *overrides: str) -> int:
-    config = parse(compose("train", list(overrides)).raw)
+    config = config_of(*overrides)
     with torch.device("meta"):
         return count_parameters(build_module(config.model, config.augmentation, classes))
 
@@ -94,7 +93,7 @@ def test_parameters_are_those_of_the_paper(model, stack, classes, parameters):
 
 
 def test_macs_of_cct_7_3x1_count_attention_too():
-    config = parse(compose("train", ["model=cct_7_3x1"]).raw)
+    config = config_of("model=cct_7_3x1")
     macs = count_macs(build_model(config.model, 100), 32)
     assert macs.total == pytest.approx(1.1816e9, rel=1e-4)
     assert macs.with_weights == pytest.approx(0.9467e9, rel=1e-4)
@@ -102,7 +101,7 @@ def test_macs_of_cct_7_3x1_count_attention_too():
 
 @pytest.mark.parametrize("option", ["learnable", "sine"])
 def test_cct_positions_are_what_they_are_called(option):
-    config = parse(compose("train", [f"model.positional_embedding={option}"]).raw)
+    config = config_of(f"model.positional_embedding={option}")
     model = build_model(config.model, 10)
     assert isinstance(model, CCT)
     assert model.pos_embed.requires_grad == (option == "learnable")
@@ -122,7 +121,7 @@ def test_cct_stochastic_depth_rises_linearly():
 
 
 def tiny_vit(*overrides: str):
-    return parse(compose("train", ["model=vit_tiny_patch16_224", *overrides]).raw).model
+    return config_of("model=vit_tiny_patch16_224", *overrides).model
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_vit_says_what_to_do_when_the_weights_cannot_be_downloaded(monkeypatch):
 def test_other_transformers_of_timm_are_built_checked_and_counted(architecture, options, classes):
     """What preflight and the summary do, without memory."""
     overrides = [f"model.architecture={architecture}", "augmentation=[htm,vtm]", *options]
-    config = parse(compose("train", ["model=vit_tiny_patch16_224", *overrides]).raw)
+    config = config_of("model=vit_tiny_patch16_224", *overrides)
     with torch.device("meta"):
         module = build_module(config.model, config.augmentation, classes)
     check_tokens(module, config.model)
@@ -169,7 +168,7 @@ def test_other_transformers_of_timm_are_built_checked_and_counted(architecture, 
 
 
 def test_too_few_tokens_for_vtm_are_noticed_by_counting_them():
-    config = parse(compose("train", ["model.image_size=16"]).raw).model
+    config = config_of("model.image_size=16").model
     module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 16})
     check_tokens(module, config)
     module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 17})
@@ -187,7 +186,7 @@ def test_too_few_tokens_for_vtm_are_noticed_by_counting_them():
     ],
 )
 def test_the_attention_kernel_is_told(name: str, told: list[str], kernel: str | None):
-    config = parse(compose("train", [f"model={name}", "augmentation=[]", *told]).raw)
+    config = config_of(f"model={name}", "augmentation=[]", *told)
     model = build_model(config.model, 10)
     modes = [part.training for part in model.modules()]
     assert attention_kernel(model, config.model.image_size) == kernel

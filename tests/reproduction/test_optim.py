@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from reproduction.config import Recipe
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.training.step import build_optimizer, build_schedule
 from tests.conftest import CLASSES, small_vit
-from tests.reproduction.conftest import small_trainer
+from tests.reproduction.conftest import config_of, small_trainer
 from tokenmixup import attach
 
 OPTIMIZERS = ["adamw", "sgd"]
 
 
 def recipe_of(*overrides: str) -> Recipe:
-    return parse(compose("train", list(overrides)).raw).recipe
+    return config_of(*overrides).recipe
 
 
 def rates(recipe: Recipe, batches: int = 2) -> list[list[float]]:

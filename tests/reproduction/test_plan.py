@@ -12,11 +12,10 @@ from reproduction.config import Config, ViT
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.reporting.cells import SCALES, read_cells
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs, run_hash
-from reproduction.runs.parse import parse
 from reproduction.studies.plan import PlannedRun, Settings, cells_of, plan, point_configs
 from reproduction.system.errors import UserError
+from tests.reproduction.conftest import config_of
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
 FIGURES = {"figure3": 1, "figure4": 1}
@@ -87,7 +86,7 @@ def test_figures_are_drawn_by_a_run_of_the_tables(all_runs, figure):
 @pytest.mark.parametrize("label", ["table1/cifar100_htm_vtm", "tau=inf", "kappa=10"])
 def test_overrides_of_a_run_give_its_configuration(all_runs, scale, label):
     run = labelled(all_runs[scale], label)
-    composed = parse(compose("train", list(run.overrides)).raw, needs_data=False)
+    composed = config_of(*run.overrides, needs_data=False)
     assert composed == run.config
 
 
@@ -132,7 +131,7 @@ def test_digits_scale_changes_what_the_small_model_needs(all_runs):
     assert {label for label in configs if label in CELLS} == {
         cell.experiment for cell in CELLS.values() if cell.column == "CIFAR-100"
     }
-    recipe = parse(compose("train", ["recipe.epochs=24"]).raw).recipe  # the quickstart's
+    recipe = config_of("recipe.epochs=24").recipe  # the quickstart's
     for label, config in configs.items():
         assert (config.model.name, config.dataset.name) == ("cct_2_3x2", "digits")
         assert config.dataset.limit == 150 and config.recipe == recipe
@@ -174,7 +173,7 @@ def test_sweep_kappa_goes_up_to_all_tokens(all_runs, scale, tokens):
 def test_a_run_of_plain_hydra_is_recognised_whatever_its_name(tmp_path: Path):
     chosen = settings(tmp_path)
     overrides = ["experiment=table3/attention", "seed=1", "name=mine"]
-    config = parse(compose("train", [*overrides, f"output_root={chosen.root}"]).raw)
+    config = config_of(*overrides, f"output_root={chosen.root}")
     RunFolder.of(config).create(config)
     runs = plan("table1", chosen, 2)
     assert [run.name for run in runs if run.name == "mine"] == ["mine"]

@@ -22,10 +22,8 @@ from reproduction.data.folders import missing_data
 from reproduction.data.images import load_image
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import load_source
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import write_images
+from tests.reproduction.conftest import config_of, write_images
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 32, 4), dtype=np.uint8)
 RGB = Image.fromarray(NOISE[..., :3])
@@ -213,7 +211,7 @@ def tree(root: Path) -> list[tuple[str, object]]:
 
 @cache
 def base() -> Config:
-    return parse(compose("train", []).raw)
+    return config_of()
 
 
 def read(root: Path, memory: int = 0) -> None:

@@ -11,9 +11,7 @@ from reproduction.reporting.cells import read_cells
 from reproduction.reporting.collect import METRICS, Collection, collect
 from reproduction.reporting.records import Record
 from reproduction.reporting.tables import Table
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of
 from tests.reproduction.tables import Configs, set_time, shortened, tables_of, write_run
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
@@ -241,7 +239,7 @@ def test_no_folder_stops_the_tables(tmp_path: Path, configs: Configs):
 def test_a_trained_run_is_read(command: Command, tmp_path: Path):
     settings = [*SMALL, "recipe.epochs=1", "augmentation=[]"]
     assert command("train", *settings, "seed=3", "name=real").status == 0
-    cell = parse(compose("train", settings).raw)
+    cell = config_of(*settings)
     collection = collect(tmp_path / "outputs", {"cell": cell})
     (run,) = collection.cells["cell"].finished.values()
     summary = json.loads((tmp_path / "outputs/real/summary.json").read_text())

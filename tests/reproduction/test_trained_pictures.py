@@ -26,10 +26,8 @@ from reproduction.reporting.trained import (
     block_inputs,
     some_images,
 )
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of
 
 TOP = 4  # the next whole nat above log(10), and one more
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
@@ -37,7 +35,7 @@ MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 
 def trained(*overrides: str) -> Trained:
     """A run on digits that was left before it learnt anything."""
-    config = parse(compose("train", [*SMALL, *overrides]).raw)
+    config = config_of(*SMALL, *overrides)
     source = load_source("digits", None, config.dataset.limit)
     torch.manual_seed(0)
     module = build_module(config.model, config.augmentation, len(source.classes))

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from reproduction.commands.jobs import resolve
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.training import loggers
-from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command, at_step
+from tests.reproduction.conftest import SMALL, Command, at_step, trained_run
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 from tests.reproduction.wandb_service import Service, serving
 
@@ -39,8 +36,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory, unevaluated: None) -> RunFolder:
     """The same run without wandb."""
     root = tmp_path_factory.mktemp("plain")
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *SHORT])))
-    return RunFolder(root / "whole")
+    return trained_run(root, *SHORT)
 
 
 def run_of(tmp_path: Path, name: str = "mine") -> RunFolder:

@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from reproduction.models.build import build_model
 from reproduction.models.names import in_our_names
 from reproduction.models.weights import fitting, read_weights
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import save_last
 from tests.conftest import small_cct, small_vit
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of
 from tests.reproduction.recorded import FIXTURES, Recorded, recorded_cct, recorded_vit
 from tokenmixup import attach
 
@@ -34,7 +32,7 @@ State = dict[str, Tensor]
 
 
 def configured(*overrides: str, classes: int) -> nn.Module:
-    return build_model(parse(compose("train", list(overrides)).raw).model, classes)
+    return build_model(config_of(*overrides).model, classes)
 
 
 def same(one: State, other: State) -> bool:
