@@ -1,4 +1,4 @@
-"""Command lines as people mistype them, for hypothesis, and what every one of them must do."""
+"""Hypothesis strategies for mistyped command lines, and the checks that all of them must pass."""
 
 import io
 import sys
@@ -31,7 +31,7 @@ OPTIONS = {
     )
     for group in GROUPS
 }
-# A value of each kind that goes wrong somewhere: no number, no finite or no small one, no text.
+# One value of each problematic kind: not numeric, not finite, huge, empty, unprintable, ...
 NUMBERS = [
     *("", "null", "true", "0", "1", "-1", "2", "3", "0.5", "-0.5", "1e308", "1e400", "1e-400"),
     *("nan", "inf", "-inf", "1_000", "0x10", "1e8", "100000000", "1000000000", "1" + "0" * 30),
@@ -71,7 +71,7 @@ OPTIONS_OF_HYDRA = [
 
 
 class Outcome(NamedTuple):
-    """How a command ended, `built` what its points would have run with."""
+    """The status and stderr of a command, and the settings `built` for its points."""
 
     status: int
     err: str
@@ -79,16 +79,12 @@ class Outcome(NamedTuple):
 
 
 def known_keys() -> list[str]:
-    """Every key of a model, data set and logger of each kind, and the groups themselves."""
-    chosen = (
-        "logger=wandb",
-        "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]",
-        "dataset=cifar10",
-    )
+    """Returns every key of each kind of model, data set and logger, and the groups themselves."""
+    full_stack = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
     keys: dict[str, None] = {}
     for model in ("model=cct_7_3x1", "model=vit_tiny_patch16_224", "model=resnet18"):
-        stack = chosen[1] if model != "model=resnet18" else "augmentation=[]"
-        raw = compose("export", [model, chosen[0], stack, chosen[2]]).raw
+        stack = full_stack if model != "model=resnet18" else "augmentation=[]"
+        raw = compose("export", [model, "logger=wandb", stack, "dataset=cifar10"]).raw
         for key, _ in flatten(raw):
             parts = key.split(".")
             keys.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
@@ -105,8 +101,8 @@ def values() -> st.SearchStrategy[str]:
 
 
 def choices() -> st.SearchStrategy[str]:
-    """A group with an option, a list of its options, or something else."""
-    one = {group: st.sampled_from(found or ["x"]) for group, found in OPTIONS.items()}
+    """Assigns a group one option, a list of options, or an odd value."""
+    one = {group: st.sampled_from(options or ["x"]) for group, options in OPTIONS.items()}
     return st.sampled_from(GROUPS).flatmap(
         lambda group: st.one_of(
             one[group].map(lambda option: f"{group}={option}"),
@@ -117,7 +113,7 @@ def choices() -> st.SearchStrategy[str]:
 
 
 def overrides() -> st.SearchStrategy[str]:
-    """One argument: mostly a known key with an odd value, else a group, a prefix, an option."""
+    """One argument: mostly a known key with an odd value, else a group, prefix or Hydra option."""
     known = st.sampled_from([*KEYS, *GROUPS])
     odd = st.one_of(st.sampled_from(ODD_KEYS), known.map(lambda key: f"{key}x"), st.text())
     several = st.lists(st.sampled_from(ODD), max_size=4).map(",".join)
@@ -141,7 +137,7 @@ def command_lines() -> st.SearchStrategy[list[str]]:
 
 
 def attempt(script: str, arguments: list[str]) -> Outcome:
-    """Runs a command in this process up to its work, which is left out."""
+    """Runs a command in this process, except for its actual work."""
     resolve, check_all = SCRIPTS[script]
     built: list[Any] = []
     err = io.StringIO()
@@ -155,10 +151,10 @@ def attempt(script: str, arguments: list[str]) -> Outcome:
 
 
 def check(script: str, arguments: list[str], folder: Path) -> Outcome:
-    """Builds, or ends in one line and status 2 with nothing changed in the folder it stands in."""
+    """Asserts that a command builds, or fails with one line, status 2 and an unchanged folder."""
     before = snapshot(folder)
     ended = attempt(script, arguments)
-    if ended.status == 0:  # a sweep's own folder is Hydra's
+    if ended.status == 0:  # Hydra may have written the folder of a sweep
         assert ended.built or any(a.startswith("-") for a in arguments), "did nothing"
         return ended
     assert ended.status == 2, ended

@@ -1,4 +1,4 @@
-"""Runs that are killed, or whose checkpoints break: they end as if nothing had happened."""
+"""Runs that are killed or lose checkpoints end with the results of an undisturbed run."""
 
 import os
 import shutil
@@ -25,21 +25,21 @@ from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import MIXED, assert_same_result
 
-# Of 2 epochs of 3 steps: written after steps 2, 3 (an epoch's end), 4, 6, and 6 when evaluated.
+# 2 epochs of 3 steps: checkpoints after steps 2, 3 (end of epoch), 4, 6, and 6 when evaluated.
 PLAIN = "recipe.transforms.erasing_prob=0"  # so that the second epoch is the better one
 SAVING = (*MIXED, PLAIN, *SMALL, "checkpoint.every_steps=2", "checkpoint.keep=3")
 KILLED = 9
 
 
 def train(root: Path, *more: str) -> RunFolder:
-    told = (f"output_root={root}", "name=mine", "resume=auto", *SAVING, *more)
-    run_training(resolve(compose("train", list(told))))
+    args = (f"output_root={root}", "name=mine", "resume=auto", *SAVING, *more)
+    run_training(resolve(compose("train", list(args))))
     return RunFolder(root / "mine")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def better() -> Iterator[None]:
-    """Every epoch is the best so far, whatever torch's version draws."""
+    """Makes every epoch the best so far, independently of the random numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_is_best", lambda self: True)
         yield
@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture
 def left(whole: RunFolder, tmp_path: Path) -> RunFolder:
-    """The same as a kill leaves it after its last checkpoint."""
+    """A copy in the state that a kill after the last checkpoint leaves."""
     shutil.copytree(whole.path, tmp_path / "outputs" / "mine")
     run = RunFolder(tmp_path / "outputs" / "mine")
     run.write_summary(status="running")
@@ -74,7 +74,7 @@ def steps_of(run: RunFolder) -> list[int]:
 
 
 def killed(function: Callable[[], Any]) -> None:
-    """Runs it in a process that is gone at once, as by SIGKILL, where it calls `die`."""
+    """Runs `function` in a process that `dying_at` ends at once, as SIGKILL does."""
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
@@ -86,14 +86,14 @@ def killed(function: Callable[[], Any]) -> None:
 
 
 def dying_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int) -> None:
-    """The process dies where it calls this function for the `call`-th time."""
-    whole, calls = getattr(module, name), iter(range(1, 10**6))
+    """Ends the process at the `call`-th call of a function."""
+    original, calls = getattr(module, name), iter(range(1, 10**6))
     monkeypatch.setattr(
-        module, name, lambda *args: os._exit(KILLED) if next(calls) == call else whole(*args)
+        module, name, lambda *args: os._exit(KILLED) if next(calls) == call else original(*args)
     )
 
 
-def test_checkpoints_are_written_within_epochs_and_the_last_ones_stay(whole: RunFolder):
+def test_checkpoints_are_written_within_epochs_and_the_newest_are_kept(whole: RunFolder):
     assert steps_of(whole) == [6, 6, 4]
     states = [torch.load(path, weights_only=True) for path in whole.checkpoints()]
     assert [state["epoch"] for state in states] == [2, 1, 1]
@@ -102,14 +102,14 @@ def test_checkpoints_are_written_within_epochs_and_the_last_ones_stay(whole: Run
     assert whole.read_summary()["images_per_second"] == pytest.approx(speed, abs=0.1)
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+def test_repeatedly_killed_run_equals_the_undisturbed_one(
     whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run, begun = RunFolder(tmp_path / "mine"), []
     for module, name, call in (
-        (checkpoints, "seal_archive", 1),  # steps 1 and 2 are in metrics.jsonl, no checkpoint is
-        (os, "replace", 9),  # of step 4: those before have made room, and their place is empty
-        (loop, "save_plain", 2),  # the second epoch has ended, its weights are not yet the best
+        (checkpoints, "seal_archive", 1),  # metrics of steps 1 and 2 exist, but no checkpoint
+        (os, "replace", 9),  # of step 4: earlier checkpoints are moved, last.pt is missing
+        (loop, "save_plain", 2),  # the second epoch has ended, its best weights are not saved
     ):
         with monkeypatch.context() as patch:
             dying_at(patch, module, name, call)
@@ -127,7 +127,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
     assert_undisturbed(train(tmp_path), whole)
 
 
-def test_a_run_goes_back_to_the_newest_checkpoint_that_is_whole_and_to_its_best_weights(
+def test_run_falls_back_to_the_newest_intact_checkpoint_and_its_best_weights(
     left: RunFolder, whole: RunFolder, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
     *broken, good = left.checkpoints()
@@ -144,14 +144,14 @@ def test_a_run_goes_back_to_the_newest_checkpoint_that_is_whole_and_to_its_best_
             "damaged, these are not the bytes that were written; going back to last-2.pt"
         )
     assert left.checkpoints() == [left.last_path]
-    best = load_file(left.best_path)  # not those of the second epoch, which had been written
+    best = load_file(left.best_path)  # not those of the second epoch, although written
     assert all(torch.equal(best[name], saved["best"][name]) for name in best)
     evaluated = command("eval", "run=outputs/mine", "weights=best")
     assert f"top-1 {saved['history'][0]['top1']:.2f} %" in evaluated.out
     assert_undisturbed(train(left.path.parent), whole)
 
 
-def test_a_checkpoint_that_is_gone_is_said_and_the_one_before_evaluated(
+def test_eval_warns_of_a_missing_checkpoint_and_uses_the_previous_one(
     left: RunFolder, command: Command
 ):
     left.last_path.unlink()
@@ -163,21 +163,21 @@ def test_a_checkpoint_that_is_gone_is_said_and_the_one_before_evaluated(
     assert ended.out.startswith("outputs/mine/checkpoints/last-1.pt: top-1 ")
 
 
-def test_metrics_shorter_than_the_newest_checkpoint_go_with_the_one_before(
+def test_load_last_skips_checkpoints_newer_than_the_metrics(
     left: RunFolder, capsys: pytest.CaptureFixture[str]
 ):
     (_, before, _), run = left.checkpoints(), left.read_config()
     left.trim_metrics(torch.load(before, weights_only=True)["metrics_size"])
     newest = load_last(left, hash_of(run))
     assert newest is not None and newest[0] == before
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert (
         "metrics.jsonl: is shorter than when the checkpoint was written; going back to last-1"
-        in said
+        in err
     )
 
 
-def test_without_a_readable_checkpoint_nothing_changes(left: RunFolder, command: Command):
+def test_run_without_readable_checkpoint_is_refused_unchanged(left: RunFolder, command: Command):
     for path in left.checkpoints():
         path.write_bytes(path.read_bytes()[:1000])
     before = {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()}
@@ -188,36 +188,36 @@ def test_without_a_readable_checkpoint_nothing_changes(left: RunFolder, command:
     assert (command("eval", "run=outputs/mine").status, len(ended.lines)) == (2, 1)
 
 
-def test_a_checkpoint_of_another_run_is_refused(whole: RunFolder):
+def test_load_last_refuses_a_checkpoint_of_another_run(whole: RunFolder):
     assert load_last(whole, hash_of(whole.read_config())) is not None
     with pytest.raises(UserError, match=r"last\.pt: is of another run"):
         load_last(whole, "0" * 8)
 
 
 class Ranks:
-    """all_reduce of two ranks that call it in turns."""
+    """A fake all_reduce of two ranks that call it in turns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.told: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         self.now = 0.0
         monkeypatch.setattr(endings.dist, "new_group", lambda backend: None)
         monkeypatch.setattr(endings.dist, "all_reduce", self.all_reduce)
         monkeypatch.setattr(endings.time, "monotonic", lambda: self.now)
 
-    def all_reduce(self, told: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
-        self.told.append(told)
+    def all_reduce(self, tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
+        self.tensors.append(tensor)
         return self
 
     def wait(self) -> None:
-        """At which all have told theirs."""
-        first = len(self.told) // 2 * 2 - 2
-        pair = self.told[first : first + 2]
+        """Reduces the pair after both ranks have called."""
+        first = len(self.tensors) // 2 * 2 - 2
+        pair = self.tensors[first : first + 2]
         most = torch.stack(pair).amax(dim=0)
-        for told in pair:
-            told.copy_(most)
+        for tensor in pair:
+            tensor.copy_(most)
 
 
-def test_ranks_save_after_the_same_steps_by_the_clock_of_the_first(monkeypatch):
+def test_ranks_save_after_the_same_steps_by_the_clock_of_rank_0(monkeypatch):
     ranks = Ranks(monkeypatch)
     settings = Checkpoint(every_minutes=1.0, every_steps=5)
     both = [Agreement(World(rank, 2, torch.device("cpu")), settings) for rank in (0, 1)]

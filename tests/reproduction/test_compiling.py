@@ -1,4 +1,4 @@
-"""Compiled blocks: the same numbers, nothing compiled again, the plain model in evaluation."""
+"""Compiled blocks: equal results, no recompilation, the plain model in evaluation."""
 
 import copy
 import shutil
@@ -24,7 +24,7 @@ from tokenmixup import TokenMixup, attach, training_loss
 
 BLOCKS = 4
 INDUCTOR = build.COMPILER
-# no header compiled for later sums, no trial of the machine's vector instructions
+# Skips precompiled headers and the check of vector instructions.
 QUICK: dict[str, object] = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
 with_dropout = pytest.mark.parametrize(
     "build",
@@ -38,7 +38,7 @@ with_dropout = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Counts what is compiled, by a backend that needs no compiler."""
+    """Counts compilations, with a backend that needs no C++ compiler."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(build, "COMPILER", partial(torch.compile, backend=counter, dynamic=False))
     torch.compiler.reset()
@@ -48,7 +48,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
 
 
 def mixing(build: Callable[[], torch.nn.Module]) -> TokenMixup:
-    """HTM, then VTM; samples of class 0 are easy."""
+    """Builds a model with HTM, then VTM; samples of class 0 are easy."""
     torch.manual_seed(0)
     vtm = {"layer": 2, "kappa": 3}
     module = attach(build(), CLASSES, htm={"layer": 1, "rho": 0.0}, vtm=vtm).train()
@@ -66,7 +66,7 @@ def batch_of(module: TokenMixup, size: int, easy: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(module: TokenMixup, size: int = 6, easy: int = 3) -> list[Tensor]:
-    """Logits, targets, loss and the gradients of a training step."""
+    """Returns logits, targets, loss and gradients of a training step."""
     torch.manual_seed(1)
     module.zero_grad()
     output = module(*batch_of(module, size, easy))
@@ -78,7 +78,7 @@ def trained(module: TokenMixup, size: int = 6, easy: int = 3) -> list[Tensor]:
 
 
 @with_dropout
-def test_compiled_blocks_train_as_the_others_with_the_same_dropout(build: Callable[[], Any]):
+def test_compiled_blocks_equal_plain_ones_with_dropout(build: Callable[[], Any]):
     module = mixing(build)
     plain = trained(module)
     compile_blocks(module)
@@ -102,10 +102,10 @@ def test_nothing_is_compiled_again_as_the_number_of_easy_samples_changes(
     assert counter.frame_count == 2 * 5
 
 
-def test_every_one_of_many_blocks_is_compiled(counter: CompileCounterWithBackend):
-    """Torch would stop at its limit: each block has a rate of stochastic depth of its own."""
+def test_all_blocks_are_compiled_beyond_the_recompile_limit(counter: CompileCounterWithBackend):
+    """Each block has its own stochastic depth rate, so torch would stop at its limit."""
     module = attach(small_cct(drop_path=0.3, depth=3), CLASSES).train()
-    with torch._dynamo.config.patch(recompile_limit=2):  # it is 8, of deeper models
+    with torch._dynamo.config.patch(recompile_limit=2):  # the default is 8
         compile_blocks(module)
         for size in (6, 5):
             module(*batch_of(module, size, 3))
@@ -122,7 +122,7 @@ def test_every_one_of_many_blocks_is_compiled(counter: CompileCounterWithBackend
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
-def test_blocks_compiled_by_hand_train_as_the_library_page_tells(settings: dict[str, Any]):
+def test_manually_compiled_blocks_train(settings: dict[str, Any]):
     module = attach(small_vit(depth=BLOCKS), CLASSES, **settings).train()
     for block in module.model.blocks:  # type: ignore[union-attr]
         block.compile(backend="eager", dynamic=False)
@@ -140,7 +140,7 @@ def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
     )  # a block, the MLP of those whose attention is replaced; HTM
 
 
-def test_evaluation_and_parameters_stay_the_plain_models(counter: CompileCounterWithBackend):
+def test_compiling_keeps_evaluation_and_parameter_names(counter: CompileCounterWithBackend):
     module = mixing(small_cct)
     images, _ = batch_of(module, 6, 0)
     plain, names = module.eval()(images), list(module.state_dict())
@@ -150,7 +150,7 @@ def test_evaluation_and_parameters_stay_the_plain_models(counter: CompileCounter
     assert counter.frame_count == 0
 
 
-def test_a_copy_runs_its_own_blocks():
+def test_copied_model_runs_its_own_blocks():
     module = mixing(small_cct)
     compile_blocks(module)
     copied = copy.deepcopy(module)
@@ -162,7 +162,7 @@ def test_a_copy_runs_its_own_blocks():
         assert torch.equal(ours, theirs)
 
 
-def test_a_compiled_run_goes_on_exactly_and_is_evaluated_uncompiled(
+def test_compiled_run_resumes_exactly_and_is_evaluated_uncompiled(
     command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -186,7 +186,7 @@ def test_a_compiled_run_goes_on_exactly_and_is_evaluated_uncompiled(
     assert ended.status == 0 and f"top-1 {whole.read_summary()['top1_best']:.2f}" in ended.out
 
 
-def test_a_machine_without_compiler_is_told_before_anything_is_written(
+def test_missing_compiler_is_refused_before_anything_is_written(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(build, "COMPILER", INDUCTOR)
@@ -200,7 +200,7 @@ def test_a_machine_without_compiler_is_told_before_anything_is_written(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="this machine has no C++ compiler")
-def test_the_compiler_of_this_machine_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_check_compiler_finds_the_compiler_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build, "COMPILER", INDUCTOR)
     with torch._inductor.config.patch(QUICK):
         check_compiler("cpu")
