@@ -1,4 +1,4 @@
-"""Every detector, ablation and combination of the paper trains the digits for a few steps."""
+"""Every detector, ablation and combination of the paper trains for a few steps on digits."""
 
 import math
 from itertools import islice
