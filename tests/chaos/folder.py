@@ -83,21 +83,21 @@ def fill_disk(place: Place) -> Outcome:
     args, name = ("checkpoint.every_steps=3", "recipe.epochs=6"), "full"
     undisturbed = replace(place, root=place.root.with_name("disk-whole"))
     undisturbed.clear()
-    found = undisturbed.finish("whole", *args)
+    failures = undisturbed.finish("whole", *args)
     with small_disk(place.root) as disk:
         with place.started(name, *args) as process:
             wait_for_step(process, place.notes(name), FULL_AFTER, "loading")
             disk.fill(process.pid)
             status = process.wait(PATIENCE)
         errors = place.errors(name).splitlines()
-        found += _check_left(place, name, status, errors)
+        failures += _check_left(place, name, status, errors)
         disk.free()
-        found += place.finish(name, *args) or differences(
+        failures += place.finish(name, *args) or differences(
             place.folder(name), undisturbed.folder("whole")
         )
     line = errors[-1].replace(str(place.root), "...") if errors else "nothing"
     counts = {"runs": 1, "disk": disk.name, "said": line}
-    return Outcome("full disk", counts, found)
+    return Outcome("full disk", counts, failures)
 
 
 def _check_left(place: Place, name: str, status: int, errors: list[str]) -> Iterator[str]:
@@ -133,12 +133,12 @@ def contend(root: Path, processes: int, rounds: int) -> Outcome:
         rows.append(results.get())
     statuses = [worker.exitcode for worker in workers]
     total = {key: sum(row[key] for row in rows) for key in ("held", "refused", "together")}
-    found = [f"{total['together']} times two at once"] if total["together"] else []
-    found += (
+    failures = [f"{total['together']} times two at once"] if total["together"] else []
+    failures += (
         [f"{processes - len(rows)} processes reported nothing"] if len(rows) < processes else []
     )
-    found += [f"processes ended with status {statuses}"] if any(statuses) else []
-    return Outcome("lock", {"starts": processes * rounds, **total}, found)
+    failures += [f"processes ended with status {statuses}"] if any(statuses) else []
+    return Outcome("lock", {"starts": processes * rounds, **total}, failures)
 
 
 def _acquire(root: Path, number: int, rounds: int, barrier: Barrier, results: Any) -> None:

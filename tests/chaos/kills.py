@@ -50,17 +50,17 @@ class Moments:
 def kill_runs(place: Place, kills: int, moments: Moments) -> Outcome:
     """Kills all processes of runs, each time after a step that no earlier process reached."""
     done: list[Kill] = []
-    found: list[str] = []
+    failures: list[str] = []
     runs = 0
-    while len(done) < kills and not found and not moments.are_over():
+    while len(done) < kills and not failures and not moments.are_over():
         variant = VARIANTS[runs % len(VARIANTS)]
         args = ("checkpoint.every_steps=3", "dataset.workers=2", f"seed={runs}", *variant)
         most = min(KILLS_OF_A_RUN, kills - len(done))
         done += _killed(place, f"killed-{runs}", args, most, moments)
-        found += _compared(place, f"killed-{runs}", f"whole-{runs}", args)
+        failures += _compared(place, f"killed-{runs}", f"whole-{runs}", args)
         runs += 1
     counts = {"kills": len(done), "asked": kills, "runs": runs}
-    return Outcome("SIGKILL of the whole run", counts, found, _by_phase(done))
+    return Outcome("SIGKILL of the whole run", counts, failures, _by_phase(done))
 
 
 def _killed(
@@ -97,20 +97,20 @@ def kill_ranks(place: Place, kills: int, moments: Moments) -> Outcome:
             reached = first.read().step
             done.append({"phase": note.phase, "step": note.step, "rank": rank})
         status = process.wait(600)
-    found = _compared(place, "ranks", "ranks-whole", args, launcher=TORCHRUN)
+    failures = _compared(place, "ranks", "ranks-whole", args, launcher=TORCHRUN)
     counts = {"kills": len(done), "asked": kills, "of rank 0": sum(not k["rank"] for k in done)}
-    found += [f"torchrun ended with status {status}"] if status else []
-    return Outcome("SIGKILL of one of two ranks", counts, found, _by_phase(done))
+    failures += [f"torchrun ended with status {status}"] if status else []
+    return Outcome("SIGKILL of one of two ranks", counts, failures, _by_phase(done))
 
 
 def _compared(
-    place: Place, name: str, whole: str, args: Sequence[str], launcher: tuple[str, ...] = ()
+    place: Place, name: str, undisturbed: str, args: Sequence[str], launcher: tuple[str, ...] = ()
 ) -> list[str]:
     """Finishes a run and returns its differences from an undisturbed one."""
     return (
         place.finish(name, *args, launcher=launcher)
-        or place.finish(whole, *args, launcher=launcher)
-        or differences(place.folder(name), place.folder(whole))
+        or place.finish(undisturbed, *args, launcher=launcher)
+        or differences(place.folder(name), place.folder(undisturbed))
     )
 
 

@@ -29,17 +29,17 @@ MODEL = ("model.embed_dim=16", "device=cpu", "dataset=image_folder")
 
 def vary_settings(place: Place) -> Outcome:
     """Trains one run with each setting of SAME and compares it with the default run."""
-    found: list[str] = []
+    failures: list[str] = []
     for name, args in {"workers-0": (), **SAME}.items():
-        found += place.finish(name, "recipe.epochs=4", *args) or differences(
+        failures += place.finish(name, "recipe.epochs=4", *args) or differences(
             place.folder(name), place.folder("workers-0")
         )
-    return Outcome("0, 1, 3 workers; with and without wandb", {"runs": 1 + len(SAME)}, found)
+    return Outcome("0, 1, 3 workers; with and without wandb", {"runs": 1 + len(SAME)}, failures)
 
 
 def evaluate_in_shares(place: Place) -> Outcome:
     """Evaluates a run of digits on noise images, no two of which are equal."""
-    found = place.finish("evaluated", "recipe.epochs=2")
+    failures = place.finish("evaluated", "recipe.epochs=2")
     checkpoint = place.folder("evaluated").best_path
     rows = []
     for images in IMAGES:
@@ -52,9 +52,9 @@ def evaluate_in_shares(place: Place) -> Outcome:
         rows += [{"images": images, "ranks": ranks, **row} for ranks, row in counted.items()]
         for ranks, row in counted.items():
             if row != counted[1]:
-                found.append(f"{images} images, {ranks} ranks: {row} for {counted[1]}")
-            found += loading_errors(images, ranks, args)
-    return Outcome("evaluation by 1, 2, 3 ranks", {"evaluations": len(rows)}, found, rows)
+                failures.append(f"{images} images, {ranks} ranks: {row} for {counted[1]}")
+            failures += loading_errors(images, ranks, args)
+    return Outcome("evaluation by 1, 2, 3 ranks", {"evaluations": len(rows)}, failures, rows)
 
 
 def write_images(root: Path, held_out: int) -> Path:

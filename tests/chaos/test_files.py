@@ -16,19 +16,19 @@ def peak_memory() -> float:
 
 def test_damaged_own_files_are_refused_or_read_as_equal(tmp_path: Path):
     originals, others = own_files(tmp_path / "run"), other_files(tmp_path / "others")
-    found = harm_own(originals, others, count=500, seed=0)
-    assert found.total() == 500
-    assert sum(n for case, n in found.items() if case.endswith(": refused")) > 480
-    assert len({case.partition(":")[0] for case in found}) == 2 * (len(HARMS) + 1)
-    assert not any("another file: equal" in case for case in found)
+    results = harm_own(originals, others, count=500, seed=0)
+    assert results.total() == 500
+    assert sum(n for case, n in results.items() if case.endswith(": refused")) > 480
+    assert len({case.partition(":")[0] for case in results}) == 2 * (len(HARMS) + 1)
+    assert not any("another file: equal" in case for case in results)
 
 
 def test_foreign_files_execute_nothing_and_are_refused_in_one_line(tmp_path: Path):
     originals, before = foreign_files(tmp_path / "foreign"), peak_memory()
-    found = harm_foreign(originals, tmp_path, count=200, seed=0)
-    assert found.total() == 200
+    results = harm_foreign(originals, tmp_path, count=200, seed=0)
+    assert results.total() == 200
     assert peak_memory() - before < MEMORY_LIMIT
-    assert sum(n for case, n in found.items() if case.endswith(": refused")) > 150
+    assert sum(n for case, n in results.items() if case.endswith(": refused")) > 150
 
 
 def test_malicious_pickles_execute_when_unpickled_carelessly(tmp_path: Path):

@@ -178,9 +178,9 @@ def config_of(*overrides: str, needs_data: bool = True) -> Config:
 
 
 def trained_run(root: Path, *overrides: str) -> RunFolder:
-    """Trains a run in this process and returns its folder, root/whole."""
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *overrides])))
-    return RunFolder(root / "whole")
+    """Trains a run in this process and returns its folder, root/undisturbed."""
+    run_training(resolve(compose("train", ["name=undisturbed", f"output_root={root}", *overrides])))
+    return RunFolder(root / "undisturbed")
 
 
 def small_trainer(stack: list[str], *overrides: str, device: str = "cpu") -> Trainer:

@@ -85,15 +85,15 @@ MEASURED: dict[tuple[int, str], tuple[float, float, float]] = {
 
 
 def test_all_29_rows_have_the_recorded_sizes(stats):
-    found = {
+    sizes = {
         key: (
             round(s.counts.parameters / 1e6, 4),
             *(round(count / 1e6, 1) for count in s.counts.both_macs),
         )
         for key, s in stats.items()
     }
-    assert len(found) == 29
-    assert found == MEASURED
+    assert len(sizes) == 29
+    assert sizes == MEASURED
 
 
 def test_verdicts_and_notes_cover_the_same_differences(stats):

@@ -96,8 +96,8 @@ def test_ranks_agree_on_broken_images():
 
 def train(command: Command, root: Path, name: str, *overrides: str) -> Any:
     small = [x for x in SMALL if "limit" not in x and "batch_size" not in x]
-    told = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
-    return command("train", f"name={name}", *told, *small, "recipe.batch_size=5", *overrides)
+    data = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
+    return command("train", f"name={name}", *data, *small, "recipe.batch_size=5", *overrides)
 
 
 def test_update_averages_over_readable_images(
@@ -125,14 +125,14 @@ def test_run_counts_skipped_images_across_an_interruption(
     root, skip = write_broken(tmp_path / "images"), "dataset.broken_images=skip"
     refused = train(command, root, "refused")
     assert refused.status == 2 and "no readable image" in refused.lines[-1]
-    whole = train(command, root, "whole", skip)
-    assert whole.status == 0 and whole.err.count("warning: left out: ") == len(BROKEN)
+    undisturbed = train(command, root, "undisturbed", skip)
+    assert undisturbed.status == 0 and undisturbed.err.count("warning: left out: ") == len(BROKEN)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 6, KeyboardInterrupt())
         assert train(command, root, "halves", skip).status == 130
     later = train(command, root, "halves", skip, "resume=auto", "dataset.memory_mib=0")
     assert later.status == 0 and later.err.count("warning: left out: ") == 0
-    runs = [RunFolder(tmp_path / "outputs" / name) for name in ("whole", "halves")]
+    runs = [RunFolder(tmp_path / "outputs" / name) for name in ("undisturbed", "halves")]
     assert_same_result(*runs)
     assert [run.read_summary()["broken_images"] for run in runs] == [len(BROKEN)] * 2
     evaluated = command("eval", f"run={runs[0].path}")
@@ -148,7 +148,7 @@ def test_run_counts_skipped_images_across_an_interruption(
 
 
 @pytest.mark.parametrize(
-    ("split", "spared", "status", "said"),
+    ("split", "spared", "status", "message"),
     [
         ("train", (), 2, "no training image is readable"),
         ("train", ("cat/3", "dog/3"), 1, "0 of this share's images are readable"),
@@ -156,14 +156,14 @@ def test_run_counts_skipped_images_across_an_interruption(
     ],
 )
 def test_too_few_readable_images_are_refused_in_one_line(
-    command: Command, tmp_path: Path, split: str, spared: tuple[str, ...], status: int, said: str
+    command: Command, tmp_path: Path, split: str, spared: tuple[str, ...], status: int, message: str
 ):
     root = write_broken(tmp_path / "images", ())
     for path in (root / split).rglob("*.png"):
         if str(path.relative_to(root / split).with_suffix("")) not in spared:
             path.write_bytes(b"")
     ended = train(command, root, "mine", "dataset.broken_images=skip")
-    assert ended.status == status and said in ended.lines[-1]
+    assert ended.status == status and message in ended.lines[-1]
     _open.cache_clear()
 
 

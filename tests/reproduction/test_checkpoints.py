@@ -46,23 +46,23 @@ def better() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The undisturbed run."""
-    return train(tmp_path_factory.mktemp("whole"))
+    return train(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
-def left(whole: RunFolder, tmp_path: Path) -> RunFolder:
+def left(undisturbed: RunFolder, tmp_path: Path) -> RunFolder:
     """A copy in the state that a kill after the last checkpoint leaves."""
-    shutil.copytree(whole.path, tmp_path / "outputs" / "mine")
+    shutil.copytree(undisturbed.path, tmp_path / "outputs" / "mine")
     run = RunFolder(tmp_path / "outputs" / "mine")
     run.write_summary(status="running")
     return run
 
 
-def assert_undisturbed(run: RunFolder, whole: RunFolder) -> None:
-    assert_same_result(run, whole)
-    best, expected = load_file(run.best_path), load_file(whole.best_path)
+def assert_undisturbed(run: RunFolder, undisturbed: RunFolder) -> None:
+    assert_same_result(run, undisturbed)
+    best, expected = load_file(run.best_path), load_file(undisturbed.best_path)
     assert best.keys() == expected.keys()
     assert all(torch.equal(best[name], expected[name]) for name in best)
     assert not list(run.path.rglob("*.tmp"))
@@ -93,17 +93,17 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int)
     )
 
 
-def test_checkpoints_are_written_within_epochs_and_the_newest_are_kept(whole: RunFolder):
-    assert steps_of(whole) == [6, 6, 4]
-    states = [torch.load(path, weights_only=True) for path in whole.checkpoints()]
+def test_checkpoints_are_written_within_epochs_and_the_newest_are_kept(undisturbed: RunFolder):
+    assert steps_of(undisturbed) == [6, 6, 4]
+    states = [torch.load(path, weights_only=True) for path in undisturbed.checkpoints()]
     assert [state["epoch"] for state in states] == [2, 1, 1]
     assert [state["images"] for state in states] == [120, 120, 80]
     speed = 120 / states[0]["train_seconds"]
-    assert whole.read_summary()["images_per_second"] == pytest.approx(speed, abs=0.1)
+    assert undisturbed.read_summary()["images_per_second"] == pytest.approx(speed, abs=0.1)
 
 
 def test_repeatedly_killed_run_equals_the_undisturbed_one(
-    whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run, begun = RunFolder(tmp_path / "mine"), []
     for module, name, call in (
@@ -124,11 +124,11 @@ def test_repeatedly_killed_run_equals_the_undisturbed_one(
         ["last.pt", "last-1.pt", "last-2.pt"],
         ["last.pt", "last-1.pt", "last-2.pt"],
     ]
-    assert_undisturbed(train(tmp_path), whole)
+    assert_undisturbed(train(tmp_path), undisturbed)
 
 
 def test_run_falls_back_to_the_newest_intact_checkpoint_and_its_best_weights(
-    left: RunFolder, whole: RunFolder, command: Command, monkeypatch: pytest.MonkeyPatch
+    left: RunFolder, undisturbed: RunFolder, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
     *broken, good = left.checkpoints()
     saved = torch.load(good, weights_only=True)
@@ -148,7 +148,7 @@ def test_run_falls_back_to_the_newest_intact_checkpoint_and_its_best_weights(
     assert all(torch.equal(best[name], saved["best"][name]) for name in best)
     evaluated = command("eval", "run=outputs/mine", "weights=best")
     assert f"top-1 {saved['history'][0]['top1']:.2f} %" in evaluated.out
-    assert_undisturbed(train(left.path.parent), whole)
+    assert_undisturbed(train(left.path.parent), undisturbed)
 
 
 def test_eval_warns_of_a_missing_checkpoint_and_uses_the_previous_one(
@@ -188,10 +188,10 @@ def test_run_without_readable_checkpoint_is_refused_unchanged(left: RunFolder, c
     assert (command("eval", "run=outputs/mine").status, len(ended.lines)) == (2, 1)
 
 
-def test_load_last_refuses_a_checkpoint_of_another_run(whole: RunFolder):
-    assert load_last(whole, hash_of(whole.read_config())) is not None
+def test_load_last_refuses_a_checkpoint_of_another_run(undisturbed: RunFolder):
+    assert load_last(undisturbed, hash_of(undisturbed.read_config())) is not None
     with pytest.raises(UserError, match=r"last\.pt: is of another run"):
-        load_last(whole, "0" * 8)
+        load_last(undisturbed, "0" * 8)
 
 
 class Ranks:

@@ -147,15 +147,15 @@ def test_truncated_download_is_restarted(server, tmp_path, monkeypatch):
 def test_truncated_unpacking_is_restarted_without_download(server, tmp_path, monkeypatch):
     write_cifar(server, CIFAR10, monkeypatch)
     root = tmp_path / "data"
-    whole = read(root)
+    first = read(root)
     folder = root / CIFAR10.base_folder
     server.requests.clear()
     (folder / "data_batch_3").unlink()
     for cut_off in ("test_batch", "batches.meta"):
         (folder / cut_off).write_bytes((folder / cut_off).read_bytes()[:99])
         again = read(root)
-        assert np.array_equal(pixels(whole.train), pixels(again.train))
-        assert whole.held_out.targets == again.held_out.targets and not server.requests
+        assert np.array_equal(pixels(first.train), pixels(again.train))
+        assert first.held_out.targets == again.held_out.targets and not server.requests
 
 
 def test_cifar_is_read_from_a_read_only_folder(server, tmp_path, monkeypatch):

@@ -78,12 +78,14 @@ def fail() -> None:
 def test_runs_with_any_settings_resume_exactly(line: list[str], step: int):
     with TemporaryDirectory() as root:
         try:
-            whole, failing = (resolved(root, name, line) for name in ("whole", "failing"))
+            undisturbed, failing = (
+                resolved(root, name, line) for name in ("undisturbed", "failing")
+            )
         except UserError:  # an invalid combination
             assume(False)
-        run_training(whole)
+        run_training(undisturbed)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(PlainError, match="any error"):
             at_step(patch, step, fail)
             run_training(failing)
         run_training(failing)
-        assert_same_result(RunFolder.of(whole), RunFolder.of(failing))
+        assert_same_result(RunFolder.of(undisturbed), RunFolder.of(failing))

@@ -94,7 +94,7 @@ def test_nothing_is_compiled_again_as_the_number_of_easy_samples_changes(
     compile_blocks(module)
     for size in (6, 5):
         trained(module, size)
-    # the last block, one kind of MLP beside the attention, ScoreNet, mask and ratio
+    # for each size: the last block, the MLP of the others, and ScoreNet, mask and ratio of HTM
     assert counter.frame_count == 2 * 5
     for easy in (0, 1, 4, 5):
         trained(module, 6, easy)
@@ -135,9 +135,8 @@ def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
     module = mixing(small_vit)
     compile_blocks(module)
     trained(module)
-    assert (
-        counter.frame_count == 2 + 3
-    )  # a block, the MLP of those whose attention is replaced; HTM
+    # a block and the MLP of blocks whose attention is replaced; 3 parts of HTM
+    assert counter.frame_count == 2 + 3
 
 
 def test_compiling_keeps_evaluation_and_parameter_names(counter: CompileCounterWithBackend):
@@ -171,19 +170,21 @@ def test_compiled_run_resumes_exactly_and_is_evaluated_uncompiled(
     settings = ["augmentation.htm.tau=2.4", *SMALL]
     assert command("train", "name=plain", *settings).status == 0
     assert counter.frame_count == 0
-    assert command("train", "name=whole", "compile=true", *settings).status == 0
-    assert counter.frame_count == 2 + 3  # the check, an MLP; HTM
+    assert command("train", "name=undisturbed", "compile=true", *settings).status == 0
+    assert counter.frame_count == 2 + 3  # the compiler check and an MLP; 3 parts of HTM
     with monkeypatch.context() as patch:
         interrupt_at(patch, 4, RuntimeError("the machine is taken back"))
         assert command("train", "name=parts", "compile=true", *settings).status == 1
     assert command("train", "name=parts", "compile=true", "resume=auto", *settings).status == 0
-    plain, whole, parts = (RunFolder(tmp_path / "outputs" / x) for x in ("plain", "whole", "parts"))
-    assert_same_result(whole, parts)
-    for ours, theirs in zip(whole.read_metrics(), plain.read_metrics(), strict=True):
+    plain, undisturbed, parts = (
+        RunFolder(tmp_path / "outputs" / x) for x in ("plain", "undisturbed", "parts")
+    )
+    assert_same_result(undisturbed, parts)
+    for ours, theirs in zip(undisturbed.read_metrics(), plain.read_metrics(), strict=True):
         for line, other in zip(without_times(ours), without_times(theirs), strict=True):
             assert line == pytest.approx(other, rel=1e-4)
-    ended = command("eval", f"run={whole.path}", "weights=best", "device=cpu")
-    assert ended.status == 0 and f"top-1 {whole.read_summary()['top1_best']:.2f}" in ended.out
+    ended = command("eval", f"run={undisturbed.path}", "weights=best", "device=cpu")
+    assert ended.status == 0 and f"top-1 {undisturbed.read_summary()['top1_best']:.2f}" in ended.out
 
 
 def test_missing_compiler_is_refused_before_anything_is_written(

@@ -67,10 +67,10 @@ def curve(epochs: int, rise: int, slow: float, noise: float = 0.0) -> list[float
 @pytest.mark.parametrize("noise", [0.0, 0.8])
 def test_find_regimes_recovers_known_boundaries(epochs, rise, noise):
     slow = epochs / 8
-    found = find_regimes(curve(epochs, rise, slow, noise))
-    assert found.rise == rise
+    regimes = find_regimes(curve(epochs, rise, slow, noise))
+    assert regimes.rise == rise
     settled = rise + slow * np.log(40 / (0.05 * 100))  # 40 exp(-x / slow) = 5 % of the level
-    assert found.convergence == pytest.approx(settled, abs=0.08 * epochs)
+    assert regimes.convergence == pytest.approx(settled, abs=0.08 * epochs)
 
 
 def test_find_regimes_dates_a_gradual_rise_at_a_fifth_of_its_height():
@@ -103,8 +103,8 @@ def test_find_regimes_finds_a_rise_without_convergence():
 
 def test_find_regimes_finds_convergence_without_a_rise():
     slow = (100 * (1 - np.exp(-np.arange(400) / 80))).tolist()
-    found = find_regimes(slow)
-    assert found.rise is None and found.convergence == pytest.approx(240, abs=25)
+    regimes = find_regimes(slow)
+    assert regimes.rise is None and regimes.convergence == pytest.approx(240, abs=25)
 
 
 def test_find_regimes_ignores_single_outliers():

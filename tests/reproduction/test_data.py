@@ -162,7 +162,7 @@ def test_dead_worker_ends_a_run_that_can_resume(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     args = [*SMALL, "augmentation=[mixup,cutmix,htm,vtm]", "dataset.workers=1"]
-    assert command("train", "name=whole", *args).status == 0
+    assert command("train", "name=undisturbed", *args).status == 0
 
     def kill_in(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         """Kills the newest worker at the second call of `name`."""
@@ -189,7 +189,7 @@ def test_dead_worker_ends_a_run_that_can_resume(
         run = RunFolder(tmp_path / "outputs/mine")
         assert run.read_summary()["status"] == "failed"
     assert command("train", "name=mine", "resume=auto", *args).status == 0
-    assert_same_result(RunFolder(tmp_path / "outputs/whole"), run)
+    assert_same_result(RunFolder(tmp_path / "outputs/undisturbed"), run)
 
 
 def test_augmented_images_do_not_depend_on_their_batch():

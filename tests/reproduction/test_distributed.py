@@ -73,7 +73,7 @@ def test_two_ranks_equal_one_process_also_with_micro_batches_and_a_restart(
     at_step(monkeypatch, 15, partial(kill_once, "0"))
     torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--run-path", "--start-method=fork"]
     in_parts = "recipe.grad_accum_steps=3"  # micro-batches of 4 and 5 images per rank
-    with endings.handling(endings.stop_at_once):  # restores the handlers that torchrun sets
+    with endings.handling(endings.stop_at_once):  # torchrun does not restore the handlers
         distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
     assert "restart 1 of 1: all ranks go on after step 10" in capfd.readouterr().err
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
@@ -225,8 +225,8 @@ def test_ranks_stop_after_the_same_step_and_resume_also_after_a_kill(
     assert ended.status == 0, ended.err
     (line,) = ended.lines
     assert line.startswith("restart 1 of 1: all ranks go on after step 3")
-    (whole,) = (mixing_runs / "outputs").glob("*-s0-*")
-    assert differences(mine, RunFolder(whole)) == []
+    (undisturbed,) = (mixing_runs / "outputs").glob("*-s0-*")
+    assert differences(mine, RunFolder(undisturbed)) == []
 
 
 def stop_the_launcher() -> None:

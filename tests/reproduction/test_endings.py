@@ -157,6 +157,6 @@ def test_failing_report_does_not_fail_the_run(
     monkeypatch.setattr(report, "_draw", full)
     report.write_report(undisturbed, undisturbed.read_summary())
     out, err = capsys.readouterr()
-    assert "whole: top-1" in out and "report and pictures" not in out
+    assert "undisturbed: top-1" in out and "report and pictures" not in out
     assert err.startswith("warning: no report (") and err.count("\n") == 1
     assert "No space left on device" in err and not undisturbed.report_path.exists()

@@ -197,12 +197,12 @@ def test_run_with_skipped_steps_resumes_exactly_and_counts_them(
         return original(self, images * torch.nan if self.step in (1, 4) else images, *args)
 
     monkeypatch.setattr(Trainer, "train_step", sometimes_broken)
-    assert command("train", "name=whole", *args).status == 0
+    assert command("train", "name=undisturbed", *args).status == 0
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5, KeyboardInterrupt())
         assert command("train", "name=mine", *args).status == 130
     assert command("train", "name=mine", *args, "resume=auto").status == 0
-    assert_same_result(folder(tmp_path), folder(tmp_path, "whole"))
+    assert_same_result(folder(tmp_path), folder(tmp_path, "undisturbed"))
     steps, _ = folder(tmp_path).read_metrics()
     assert [line["skipped"] for line in steps] == [0, 1, 0, 0, 1, 0]
     assert [line["loss"] is None for line in steps] == [False, True, False, False, True, False]

@@ -32,9 +32,9 @@ def test_command_lines_build_or_are_refused_in_one_line(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
     """Two finished runs of one cell."""
-    outputs = tmp_path_factory.mktemp("whole") / "outputs"
+    outputs = tmp_path_factory.mktemp("intact") / "outputs"
     outputs.mkdir()
     for seed in (0, 1):
         run = write_run(outputs, configs[HTM], seed, name=f"run{seed}")
@@ -46,14 +46,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
 
 @pytest.mark.parametrize("start", range(0, EXAMPLES * 3 // 10, len(KINDS)))
 def test_damaged_run_is_collected_unchanged_or_listed_with_the_reason(
-    start: int, whole: Path, tmp_path: Path, configs: Configs, monkeypatch: pytest.MonkeyPatch
+    start: int, intact: Path, tmp_path: Path, configs: Configs, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    undamaged = collect(whole, configs).cells[HTM].finished[1].result
+    undamaged = collect(intact, configs).cells[HTM].finished[1].result
     assert undamaged is not None
     for seed in range(start, start + len(KINDS)):
         outputs = tmp_path / str(seed)
-        shutil.copytree(whole, outputs)
+        shutil.copytree(intact, outputs)
         damage = seed, *mutate(outputs / "run1", seed)
         before = snapshot(outputs)
         collection = collect(outputs, configs)
@@ -80,9 +80,9 @@ def test_damaged_run_resumes_correctly_or_is_refused_unchanged(command: Command,
     run = RunFolder(tmp_path / "outputs" / "mine")
     expected = run.read_summary()["top1_last"]
     run.write_summary(status="interrupted")
-    shutil.move(run.path, tmp_path / "whole")
+    shutil.move(run.path, tmp_path / "intact")
     for seed in range(EXAMPLES // 6):
-        shutil.copytree(tmp_path / "whole", run.path)
+        shutil.copytree(tmp_path / "intact", run.path)
         damage = seed, *mutate(run.path, seed, FILES[:3])
         before = snapshot(run.path)
         ended = command("train", *args, "resume=auto")

@@ -1,4 +1,4 @@
-"""A process keeps freed memory for the next step, until told to return it."""
+"""A process keeps freed memory for the next step, until it gives it back."""
 
 import platform
 import subprocess

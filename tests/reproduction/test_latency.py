@@ -65,12 +65,12 @@ def test_measure_latency_writes_settings_and_results(narrow, monkeypatch, tmp_pa
     monkeypatch.setattr(latency, "detector_configs", lambda settings: narrow)
     path = measure_latency(Settings(scale="smoke", outputs=str(tmp_path)), "cpu", 4, 2)
     assert path == tmp_path / "smoke" / "latency.json"
-    found = json.loads(path.read_text())
-    assert (found["batch_size"], found["repeats"], found["model"]) == (4, 2, "cct_7_3x1")
-    assert (found["device"], found["precision"]) == ("cpu", "float32")
-    assert found["torch"] == torch.__version__ and "core" in found["hardware"]
-    assert list(found["detectors"]) == ["gradient", "attention", "random"]
-    for ms in found["detectors"].values():
+    content = json.loads(path.read_text())
+    assert (content["batch_size"], content["repeats"], content["model"]) == (4, 2, "cct_7_3x1")
+    assert (content["device"], content["precision"]) == ("cpu", "float32")
+    assert content["torch"] == torch.__version__ and "core" in content["hardware"]
+    assert list(content["detectors"]) == ["gradient", "attention", "random"]
+    for ms in content["detectors"].values():
         assert 0 < ms["low_ms"] <= ms["median_ms"] <= ms["high_ms"]
 
 

@@ -99,7 +99,7 @@ def test_restarted_ranks_resume_only_their_own_run(
         again = RunFolder.of(config)
         again.check(config)
         with hold(again):
-            again.check(config)  # opening the locked file would release the lock
+            again.check(config)  # closing the file again would release the lock
             assert status_of_onlooker(again) != 0
         return
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "y")

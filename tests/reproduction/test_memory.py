@@ -19,7 +19,7 @@ from reproduction.runs.folder import run_hash
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import config_of, write_images
 
-TWO_FIT = 400  # pixels of images of which 1 MiB holds two
+TWO_FIT = 400  # width in pixels of images of which two fit into 1 MiB
 
 
 def write_all_kinds(root: Path) -> Path:

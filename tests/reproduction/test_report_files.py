@@ -270,19 +270,19 @@ def test_page_is_complete_and_self_contained(outputs: Path, configs: Configs, fi
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
     wrapped = [attributes for tag, attributes in tags.tags if attributes.get("class") == "scroll"]
     assert len(wrapped) == sum(tag == "table" for tag, _ in tags.tags) == 10
-    assert not any(key.startswith("on") for _, found in tags.tags for key in found)
+    assert not any(key.startswith("on") for _, attrs in tags.tags for key in attrs)
 
 
 def test_page_embeds_the_figure_files(files: Files):
-    images = [found for tag, found in Tags(files["index.html"].read_text()).tags if tag == "img"]
+    images = [attrs for tag, attrs in Tags(files["index.html"].read_text()).tags if tag == "img"]
     drawn = {name for name in files if name.endswith(".png")}
     assert drawn == {"sweep-tau.png", "sweep-rho.png", "figure4.png"}
     contents = {base64.b64decode(str(image["src"]).partition(",")[2]) for image in images}
     assert contents == {files[name].read_bytes() for name in drawn}
     for image in images:
         assert len(str(image["alt"])) > 40
-        with Image.open(io.BytesIO(base64.b64decode(str(image["src"]).partition(",")[2]))) as found:
-            assert (str(found.width), str(found.height)) == (image["width"], image["height"])
+        with Image.open(io.BytesIO(base64.b64decode(str(image["src"]).partition(",")[2]))) as file:
+            assert (str(file.width), str(file.height)) == (image["width"], image["height"])
 
 
 def test_reports_are_reproducible(outputs: Path, configs: Configs, files: Files):
@@ -294,15 +294,15 @@ def test_reports_are_reproducible(outputs: Path, configs: Configs, files: Files)
 def test_page_escapes_hostile_text(files: Files):
     tags = Tags(files["index.html"].read_text())
     assert HOSTILE in tags.text and "<b>foreign" in tags.text and "<i>'\"?#" in tags.text
-    links = [found["href"] for tag, found in tags.tags if tag == "a"]
+    links = [attrs["href"] for tag, attrs in tags.tags if tag == "a"]
     assert "../htm%20%26%200/" in links and "../%3Ci%3E%27%22%3F%23/" in links
-    anchors = {f"#{found['id']}" for _, found in tags.tags if "id" in found}
+    anchors = {f"#{attrs['id']}" for _, attrs in tags.tags if "id" in attrs}
     assert {link for link in links if link and link.startswith("#")} == anchors
 
 
 def test_links_of_the_page_resolve(files: Files, configs: Configs):
     page = files["index.html"].read_text()
-    links = {found["href"] for tag, found in Tags(page).tags if tag == "a"}
+    links = {attrs["href"] for tag, attrs in Tags(page).tags if tag == "a"}
     assert len(files) == 8 * 4 + 3 * 2 + 1 and all(file.is_file() for file in files.values())
     assert set(files) - {"index.html"} == {x for x in links if x and x[0] not in "#."}
     collection = sources_of(files["index.html"].parents[1], configs).collection

@@ -48,11 +48,11 @@ def line_of(parts: list[MicroBatch], world: World = ALONE) -> dict[str, float]:
 @pytest.mark.parametrize("stack", [[], ["vtm"]], ids=str)
 def test_updates_in_micro_batches_equal_full_batches(stack: list[str], count: int):
     """7 images, so that sizes differ."""
-    whole, cut = trainer_of(stack, 1, *SGD), trainer_of(stack, count, *SGD)
+    full, cut = trainer_of(stack, 1, *SGD), trainer_of(stack, count, *SGD)
     for _ in range(3):
-        ours, theirs = (line_of(x.train_step(*images_of(7), 7)) for x in (cut, whole))
+        ours, theirs = (line_of(x.train_step(*images_of(7), 7)) for x in (cut, full))
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-    for ours, theirs in zip(cut.module.parameters(), whole.module.parameters(), strict=True):
+    for ours, theirs in zip(cut.module.parameters(), full.module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
