@@ -27,7 +27,7 @@ from scripts.check_gpu.parts import (
 )
 
 TINY = Scope(torch.device("cpu"), tiny=True)
-IN_PROCESSES = ("quickstart", "one_rank", "compiling")  # not testable within this process
+IN_PROCESSES = ("quickstart", "one_rank", "compiling")  # start processes or leave traces here
 STAGE_LIMIT = 9 * 60
 
 

@@ -58,14 +58,11 @@ class Ended(NamedTuple):
 Command = Callable[..., Ended]
 
 
-def no_checks(settings: Any, here: bool) -> None:
-    """Does nothing: eval.py and export.py check no points together."""
-
-
+# script -> its functions resolve, check_all and main
 SCRIPTS: dict[str, tuple[Any, Any, Any]] = {
     "train": (train_script.resolve, train_script.check_all, train_script.main),
-    "eval": (eval_script.resolve_evaluation, no_checks, eval_script.main),
-    "export": (export_script.resolve_export, no_checks, export_script.main),
+    "eval": (eval_script.resolve_evaluation, lambda settings, here: None, eval_script.main),
+    "export": (export_script.resolve_export, lambda settings, here: None, export_script.main),
 }
 
 

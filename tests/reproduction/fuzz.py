@@ -9,20 +9,13 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-import eval as eval_script
-import train as train_script
 from reproduction.commands.cli import run
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import flatten
-from scripts import export as export_script
+from tests.reproduction.conftest import SCRIPTS
 from tests.reproduction.mutations import snapshot
 
-SCRIPTS = {
-    "train": (train_script.resolve, train_script.check_all),
-    "eval": (eval_script.resolve_evaluation, lambda settings, here: None),
-    "export": (export_script.resolve_export, lambda settings, here: None),
-}
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment", "hydra/launcher")
 OPTIONS = {
     group: sorted(
@@ -138,7 +131,7 @@ def command_lines() -> st.SearchStrategy[list[str]]:
 
 def attempt(script: str, arguments: list[str]) -> Outcome:
     """Runs a command in this process, except for its actual work."""
-    resolve, check_all = SCRIPTS[script]
+    resolve, check_all, _ = SCRIPTS[script]
     built: list[Any] = []
     err = io.StringIO()
     argv = patch.object(sys, "argv", [f"{script}.py", *arguments])

@@ -12,8 +12,8 @@ from reproduction.reporting.collect import collect
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.states import read_state
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import SMALL, Command
-from tests.reproduction.fuzz import SCRIPTS, check, command_lines
+from tests.reproduction.conftest import SCRIPTS, SMALL, Command
+from tests.reproduction.fuzz import check, command_lines
 from tests.reproduction.mutations import FILES, KINDS, TRAP, difficulty, mutate, snapshot
 from tests.reproduction.tables import Configs, rising, write_metrics, write_run
 
