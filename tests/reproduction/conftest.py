@@ -43,7 +43,7 @@ SMALL = [
 SMALL_VIT = ["model.architecture=test_vit", "model.depth=6"]  # timm's own test model, width 64
 
 
-class Ended(NamedTuple):
+class CommandResult(NamedTuple):
     """The exit status and output of a command."""
 
     status: int
@@ -55,7 +55,7 @@ class Ended(NamedTuple):
         return self.err.splitlines()
 
 
-Command = Callable[..., Ended]
+Command = Callable[..., CommandResult]
 
 
 # script -> its functions resolve, check_all and main
@@ -81,9 +81,9 @@ def command(
     if request.node.get_closest_marker("draws") is not None:
         monkeypatch.setattr(report, "_draw", _draw)
 
-    def call(script: str, *args: str) -> Ended:
+    def call(script: str, *args: str) -> CommandResult:
         status = run_here(monkeypatch, script, *args)
-        return Ended(status, *capfd.readouterr())
+        return CommandResult(status, *capfd.readouterr())
 
     return call
 

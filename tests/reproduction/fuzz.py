@@ -146,14 +146,14 @@ def attempt(script: str, arguments: list[str]) -> Outcome:
 def check(script: str, arguments: list[str], folder: Path) -> Outcome:
     """Asserts that a command builds, or fails with one line, status 2 and an unchanged folder."""
     before = snapshot(folder)
-    ended = attempt(script, arguments)
-    if ended.status == 0:  # Hydra may have written the folder of a sweep
-        assert ended.built or any(a.startswith("-") for a in arguments), "did nothing"
-        return ended
-    assert ended.status == 2, ended
+    result = attempt(script, arguments)
+    if result.status == 0:  # Hydra may have written the folder of a sweep
+        assert result.built or any(a.startswith("-") for a in arguments), "did nothing"
+        return result
+    assert result.status == 2, result
     assert snapshot(folder) == before, "changed the disk"
-    assert len(ended.err.splitlines()) == 1, ended.err
-    assert ended.err.startswith(f"{script}.py: "), ended.err
-    assert ended.err.rstrip("\n").isprintable(), ended.err
-    assert len(ended.err) < 2100, len(ended.err)
-    return ended
+    assert len(result.err.splitlines()) == 1, result.err
+    assert result.err.startswith(f"{script}.py: "), result.err
+    assert result.err.rstrip("\n").isprintable(), result.err
+    assert len(result.err) < 2100, len(result.err)
+    return result

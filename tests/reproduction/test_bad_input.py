@@ -170,9 +170,9 @@ def test_table_holds_348_lines_of_49_kinds():
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
 def test_train_refuses_a_missing_gpu(command: Command, tmp_path: Path):
-    ended = command("train", "device=cuda")
-    assert (ended.status, len(ended.lines)) == (2, 1)
-    assert "device=cuda" in ended.err and "allowed is cpu" in ended.err
+    result = command("train", "device=cuda")
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "device=cuda" in result.err and "allowed is cpu" in result.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -192,9 +192,9 @@ def test_experiment_cannot_enable_augmentations_outside_its_stack(
     (conf / "experiment" / "sly.yaml").write_text(text)
     monkeypatch.setattr(cli, "CONF_DIR", conf)
     monkeypatch.setattr(composing, "CONF_DIR", conf)
-    ended = command("train", "experiment=sly")
-    assert ended.status == 2
-    assert "augmentation=[mixup] does not name htm" in ended.err
+    result = command("train", "experiment=sly")
+    assert result.status == 2
+    assert "augmentation=[mixup] does not name htm" in result.err
     assert not (tmp_path / "outputs").exists()
 
 
@@ -238,9 +238,9 @@ def test_eval_refuses_other_classes(command: Command, tmp_path: Path):
         (root / split / "cat").rename(root / split / "elk")
     for which in (["run=outputs/mine"], ["run=outputs/mine", "weights=best"]):
         _open.cache_clear()
-        ended = command("eval", *which)
-        assert ended.status == 2
-        assert "cat, dog" in ended.err and "dog, elk" in ended.err
+        result = command("eval", *which)
+        assert result.status == 2
+        assert "cat, dog" in result.err and "dog, elk" in result.err
 
 
 def test_eval_does_not_need_the_initial_weights(command: Command, tmp_path: Path):
@@ -288,19 +288,19 @@ def test_broken_image_is_named(command: Command, tmp_path: Path, workers: int):
     assert (held.status, len(held.lines)) == (2, 1)
     assert f"{broken}: no readable image" in held.err
     assert not list((tmp_path / "outputs").iterdir())
-    ended = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
-    assert (ended.status, len(ended.lines)) == (1, 1)
-    assert f"{broken}: no readable image" in ended.err
-    assert "dataset.broken_images=skip leaves such files out" in ended.err
+    result = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
+    assert (result.status, len(result.lines)) == (1, 1)
+    assert f"{broken}: no readable image" in result.err
+    assert "dataset.broken_images=skip leaves such files out" in result.err
 
 
 def test_images_of_more_than_8_bits_are_refused(command: Command, tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=2, held_out=2)
     for path in (root / "train").rglob("*.png"):
         Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16)).save(path)
-    ended = command("train", "dataset=image_folder", f"dataset.root={root}", "dataset.workers=0")
-    assert ended.status == 2
-    assert "convert them to 8 bits" in ended.err and ".png" in ended.err
+    result = command("train", "dataset=image_folder", f"dataset.root={root}", "dataset.workers=0")
+    assert result.status == 2
+    assert "convert them to 8 bits" in result.err and ".png" in result.err
     assert not (tmp_path / "outputs").exists()
 
 
@@ -308,10 +308,10 @@ def test_images_of_more_than_8_bits_are_refused(command: Command, tmp_path: Path
 def test_eval_refuses_unreadable_files(command: Command, tmp_path: Path, content: bytes):
     for name in ("x.pt", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
-        ended = command("eval", f"checkpoint={name}")
-        assert ended.status == 2, ended.err
-        assert f"checkpoint={name}: not readable" in ended.err
-        assert len(ended.lines) == 1
+        result = command("eval", f"checkpoint={name}")
+        assert result.status == 2, result.err
+        assert f"checkpoint={name}: not readable" in result.err
+        assert len(result.lines) == 1
 
 
 if __name__ == "__main__":

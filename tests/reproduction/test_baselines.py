@@ -157,7 +157,7 @@ def test_library_models_train_and_evaluate(command: Command):
     file = "outputs/mine/checkpoints/best.safetensors"
     weights = command("eval", f"checkpoint={file}", *model)
     assert run.status == weights.status == 0
-    results = [re.findall(r"top-1 .* digits", ended.out) for ended in (run, weights)]
+    results = [re.findall(r"top-1 .* digits", result.out) for result in (run, weights)]
     assert results[0] == results[1] != []
 
 

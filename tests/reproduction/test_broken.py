@@ -162,8 +162,8 @@ def test_too_few_readable_images_are_refused_in_one_line(
     for path in (root / split).rglob("*.png"):
         if str(path.relative_to(root / split).with_suffix("")) not in spared:
             path.write_bytes(b"")
-    ended = train(command, root, "mine", "dataset.broken_images=skip")
-    assert ended.status == status and message in ended.lines[-1]
+    result = train(command, root, "mine", "dataset.broken_images=skip")
+    assert result.status == status and message in result.lines[-1]
     _open.cache_clear()
 
 

@@ -109,7 +109,7 @@ def test_repeatedly_killed_run_equals_the_undisturbed_one(
     for module, name, call in (
         (checkpoints, "seal_archive", 1),  # metrics of steps 1 and 2 exist, but no checkpoint
         (os, "replace", 9),  # of step 4: earlier checkpoints are moved, last.pt is missing
-        (loop, "save_plain", 2),  # the second epoch has ended, its best weights are not saved
+        (loop, "save_plain", 2),  # the second epoch has result, its best weights are not saved
     ):
         with monkeypatch.context() as patch:
             dying_at(patch, module, name, call)
@@ -136,9 +136,9 @@ def test_run_falls_back_to_the_newest_intact_checkpoint_and_its_best_weights(
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "train_step", lambda *args: 1 / 0)
-        ended = command("train", "name=mine", "resume=auto", *SAVING)
-    assert ended.status == 1
-    for name, line in zip(("last.pt", "last-1.pt"), ended.lines, strict=False):
+        result = command("train", "name=mine", "resume=auto", *SAVING)
+    assert result.status == 1
+    for name, line in zip(("last.pt", "last-1.pt"), result.lines, strict=False):
         assert line == (
             f"warning: checkpoint=outputs/mine/checkpoints/{name}: not readable: ValueError: "
             "damaged, these are not the bytes that were written; going back to last-2.pt"
@@ -155,12 +155,12 @@ def test_eval_warns_of_a_missing_checkpoint_and_uses_the_previous_one(
     left: RunFolder, command: Command
 ):
     left.last_path.unlink()
-    ended = command("eval", "run=outputs/mine")
-    assert ended.lines == [
+    result = command("eval", "run=outputs/mine")
+    assert result.lines == [
         "warning: checkpoint=outputs/mine/checkpoints/last.pt: there is no such file; going back "
         "to last-1.pt"
     ]
-    assert ended.out.startswith("outputs/mine/checkpoints/last-1.pt: top-1 ")
+    assert result.out.startswith("outputs/mine/checkpoints/last-1.pt: top-1 ")
 
 
 def test_load_last_skips_checkpoints_newer_than_the_metrics(
@@ -181,11 +181,11 @@ def test_run_without_readable_checkpoint_is_refused_unchanged(left: RunFolder, c
     for path in left.checkpoints():
         path.write_bytes(path.read_bytes()[:1000])
     before = {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()}
-    ended = command("train", "name=mine", "resume=auto", *SAVING)
-    assert (ended.status, len(ended.lines)) == (2, 1)
-    assert "last.pt: not readable" in ended.err and "nor is last-2.pt" in ended.err
+    result = command("train", "name=mine", "resume=auto", *SAVING)
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "last.pt: not readable" in result.err and "nor is last-2.pt" in result.err
     assert {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()} == before
-    assert (command("eval", "run=outputs/mine").status, len(ended.lines)) == (2, 1)
+    assert (command("eval", "run=outputs/mine").status, len(result.lines)) == (2, 1)
 
 
 def test_load_last_refuses_a_checkpoint_of_another_run(undisturbed: RunFolder):

@@ -183,8 +183,10 @@ def test_compiled_run_resumes_exactly_and_is_evaluated_uncompiled(
     for ours, theirs in zip(undisturbed.read_metrics(), plain.read_metrics(), strict=True):
         for line, other in zip(without_times(ours), without_times(theirs), strict=True):
             assert line == pytest.approx(other, rel=1e-4)
-    ended = command("eval", f"run={undisturbed.path}", "weights=best", "device=cpu")
-    assert ended.status == 0 and f"top-1 {undisturbed.read_summary()['top1_best']:.2f}" in ended.out
+    result = command("eval", f"run={undisturbed.path}", "weights=best", "device=cpu")
+    assert (
+        result.status == 0 and f"top-1 {undisturbed.read_summary()['top1_best']:.2f}" in result.out
+    )
 
 
 def test_missing_compiler_is_refused_before_anything_is_written(
@@ -192,9 +194,9 @@ def test_missing_compiler_is_refused_before_anything_is_written(
 ):
     monkeypatch.setattr(build, "COMPILER", INDUCTOR)
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
-        ended = command("train", "name=mine", "compile=true", *SMALL)
-    assert ended.status == 2
-    (line,) = ended.lines
+        result = command("train", "name=mine", "compile=true", *SMALL)
+    assert result.status == 2
+    (line,) = result.lines
     assert "compile=true: " in line and "a C++ compiler" in line and "/no/compiler" in line
     assert line.endswith("allowed is false")
     assert not list(tmp_path.iterdir())

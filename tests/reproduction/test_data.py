@@ -181,11 +181,11 @@ def test_dead_worker_ends_a_run_that_can_resume(
         with monkeypatch.context() as patch:
             kill_in(patch, owner, name)
             start = time.monotonic()
-            ended = command("train", "name=mine", "resume=auto", *args)
-        assert ended.status == 1 and time.monotonic() - start < 30
-        assert len(ended.lines) == 1
-        assert "is killed by signal: Killed: memory may have run out" in ended.lines[-1]
-        assert "try a lower dataset.workers" in ended.lines[-1]
+            result = command("train", "name=mine", "resume=auto", *args)
+        assert result.status == 1 and time.monotonic() - start < 30
+        assert len(result.lines) == 1
+        assert "is killed by signal: Killed: memory may have run out" in result.lines[-1]
+        assert "try a lower dataset.workers" in result.lines[-1]
         run = RunFolder(tmp_path / "outputs/mine")
         assert run.read_summary()["status"] == "failed"
     assert command("train", "name=mine", "resume=auto", *args).status == 0

@@ -116,9 +116,9 @@ def test_ranks_mix_within_their_shares_and_sum_their_counts(mixing_runs: Path):
 def test_failing_rank_ends_the_run_with_its_error(tmp_path: Path, command: Command):
     diverge = ["recipe.optimizer=sgd", "recipe.lr=1e30", "recipe.warmup_lr=1e30"]
     more = ["recipe.clip_grad_norm=null", "devices=2", "name=mine"]
-    ended = command("train", *PLAIN, *diverge, *more)
-    assert ended.status == 1
-    (last,) = ended.lines
+    result = command("train", *PLAIN, *diverge, *more)
+    assert result.status == 1
+    (last,) = result.lines
     assert last.startswith("train.py: rank ")
     assert "the loss is nan" in last and "resume=auto" in last
     assert RunFolder(tmp_path / "outputs/mine").read_summary()["status"] == "failed"
@@ -179,9 +179,9 @@ def test_user_errors_within_ranks_end_in_one_line(
     folder = RunFolder(shutil.copytree(run_of_two_ranks, tmp_path / "outputs" / "mine"))
     folder.write_summary(status="interrupted")
     folder.last_path.write_bytes(b"broken")
-    ended = command("train", *BATCH_NORM, "resume=auto")
-    assert ended.status == 2
-    (line,) = ended.lines
+    result = command("train", *BATCH_NORM, "resume=auto")
+    assert result.status == 2
+    (line,) = result.lines
     assert "last.pt: not readable" in line
 
 
@@ -214,16 +214,16 @@ def test_ranks_stop_after_the_same_step_and_resume_also_after_a_kill(
     often = "checkpoint.every_minutes=0.001"  # by the clock of rank 0
     with monkeypatch.context() as patch:
         at_step(patch, 20, stop_the_launcher)
-        ended = command("train", "name=mine", often, *MIXING)
-    assert ended.status == 130
-    assert len(ended.lines) == 1
+        result = command("train", "name=mine", often, *MIXING)
+    assert result.status == 130
+    assert len(result.lines) == 1
     mine = RunFolder(tmp_path / "outputs/mine")
     assert torch.load(mine.last_path, weights_only=True)["step"] < 35
     resumed = ("name=mine", "resume=auto", "restarts=1", often)
     at_step(monkeypatch, 35, partial(kill_once, "1"))
-    ended = command("train", *resumed, *MIXING)
-    assert ended.status == 0, ended.err
-    (line,) = ended.lines
+    result = command("train", *resumed, *MIXING)
+    assert result.status == 0, result.err
+    (line,) = result.lines
     assert line.startswith("restart 1 of 1: all ranks go on after step 3")
     (undisturbed,) = (mixing_runs / "outputs").glob("*-s0-*")
     assert differences(mine, RunFolder(undisturbed)) == []
@@ -252,8 +252,8 @@ def test_rank_that_waits_for_a_dead_one_is_ended(
 
     monkeypatch.setattr(endings, "SECONDS_AFTER_A_DEATH", 1)
     at_step(monkeypatch, 3, die_or_wait)
-    ended = command("train", "name=mine", *MIXING)
-    assert ended.status == 1 and "rank 1: killed by SIGKILL" in ended.err
+    result = command("train", "name=mine", *MIXING)
+    assert result.status == 1 and "rank 1: killed by SIGKILL" in result.err
     assert not (tmp_path / "waited").exists()
 
 

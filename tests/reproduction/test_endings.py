@@ -16,7 +16,7 @@ from reproduction.reporting import report
 from reproduction.runs.folder import RunFolder
 from reproduction.training import loop, train
 from reproduction.training.step import TrainingStep
-from tests.reproduction.conftest import SMALL, Command, Ended, at_step, trained_run
+from tests.reproduction.conftest import SMALL, Command, CommandResult, at_step, trained_run
 from tests.reproduction.test_training import assert_same_result, folder
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
@@ -31,12 +31,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, unevaluated: None) -> 
     return trained_run(root, *TINY)
 
 
-def assert_plain(ended: Ended, *parts: str) -> None:
+def assert_plain(result: CommandResult, *parts: str) -> None:
     """Asserts that a run failed with one line."""
-    assert (ended.status, len(ended.lines)) == (1, 1), ended.err
-    assert ended.err.startswith("train.py: ")
+    assert (result.status, len(result.lines)) == (1, 1), result.err
+    assert result.err.startswith("train.py: ")
     for part in parts:
-        assert part in ended.err
+        assert part in result.err
 
 
 def failing(function: Callable[..., Any], error: BaseException, call: int) -> Callable[..., Any]:
@@ -76,8 +76,8 @@ def test_faults_end_a_run_in_one_line_and_it_resumes_exactly(
     for owner, name, call, error, parts in FAULTS:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, failing(getattr(owner, name), error, call))
-            ended = command("train", *MINE, "resume=auto")
-        assert_plain(ended, "outputs/mine", *parts, "is kept as failed", "resume=auto")
+            result = command("train", *MINE, "resume=auto")
+        assert_plain(result, "outputs/mine", *parts, "is kept as failed", "resume=auto")
         assert folder(tmp_path).read_summary()["status"] == "failed"
     assert command("train", *MINE, "resume=auto").status == 0
     assert_same_result(folder(tmp_path), undisturbed)
@@ -120,8 +120,8 @@ def test_run_on_a_full_disk_keeps_its_checkpoint_and_resumes(
 
     with monkeypatch.context() as patch:
         at_step(patch, 4, fill)
-        ended = command("train", *MINE)
-    assert_plain(ended, "outputs/mine", "No space left on device", "resume=auto")
+        result = command("train", *MINE)
+    assert_plain(result, "outputs/mine", "No space left on device", "resume=auto")
     mine = RunFolder(small_disk / "mine")
     assert torch.load(mine.last_path, weights_only=True)["step"] == 3
     (small_disk / "ballast").unlink()
@@ -134,8 +134,8 @@ def test_folder_that_cannot_be_locked_is_refused(
 ):
     lock = folder(tmp_path).path / ".lock"
     monkeypatch.setattr(train, "hold", failing(train.hold, file_error(errno.EROFS, lock), 1))
-    ended = command("train", *MINE)
-    assert (ended.status, ended.lines) == (2, [f"train.py: {lock}: Read-only file system"])
+    result = command("train", *MINE)
+    assert (result.status, result.lines) == (2, [f"train.py: {lock}: Read-only file system"])
     assert not lock.exists()
 
 
@@ -143,8 +143,8 @@ def test_run_whose_folder_vanishes_names_it(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     at_step(monkeypatch, 4, lambda: shutil.rmtree(folder(tmp_path).path))
-    ended = command("train", *MINE)
-    assert_plain(ended, "outputs/mine/metrics.jsonl: No such file or directory")
+    result = command("train", *MINE)
+    assert_plain(result, "outputs/mine/metrics.jsonl: No such file or directory")
     assert not folder(tmp_path).path.exists()
 
 

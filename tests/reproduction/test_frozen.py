@@ -95,8 +95,8 @@ def lines_of(folder: Path) -> list[Line]:
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_have_the_recorded_losses(command: Command, tmp_path: Path, name: str):
     expected = yaml.safe_load(LOSSES.read_text())[name]
-    ended = command("train", *overrides_of(name, tmp_path))
-    assert ended.status == 0, ended.err
+    result = command("train", *overrides_of(name, tmp_path))
+    assert result.status == 0, result.err
     lines = lines_of(tmp_path)
     assert len(lines) == len(expected) == 10
     if name == "bf16":  # sums differ between machines

@@ -85,10 +85,10 @@ def test_damaged_run_resumes_correctly_or_is_refused_unchanged(command: Command,
         shutil.copytree(tmp_path / "intact", run.path)
         damage = seed, *mutate(run.path, seed, FILES[:3])
         before = snapshot(run.path)
-        ended = command("train", *args, "resume=auto")
-        if ended.status == 0:
+        result = command("train", *args, "resume=auto")
+        if result.status == 0:
             assert run.read_summary()["top1_last"] == expected, damage
         else:
-            assert (ended.status, len(ended.lines)) == (2, 1), (damage, ended.err)
+            assert (result.status, len(result.lines)) == (2, 1), (damage, result.err)
             assert snapshot(run.path) == before, damage
         shutil.rmtree(run.path)

@@ -117,9 +117,9 @@ def test_run_created_by_another_process_meanwhile_is_checked_again(
         return False
 
     monkeypatch.setattr(RunFolder, "is_finished", create_other)
-    ended = command("train", "name=mine", "resume=auto", *SMALL)
-    assert ended.status == 2
-    assert "holds a run with other seed=0 (there 1)" in ended.lines[-1]
+    result = command("train", "name=mine", "resume=auto", *SMALL)
+    assert result.status == 2
+    assert "holds a run with other seed=0 (there 1)" in result.lines[-1]
 
 
 def test_run_without_a_newer_option_is_another_run(tmp_path: Path):
@@ -136,6 +136,6 @@ def test_run_without_a_newer_option_is_another_run(tmp_path: Path):
 
 
 def test_restarts_need_several_devices(command: Command):
-    ended = command("train", "restarts=2", *SMALL)
-    assert ended.status == 2
-    assert "restarts=2: with devices=1" in ended.lines[-1] and "allowed is 0" in ended.lines[-1]
+    result = command("train", "restarts=2", *SMALL)
+    assert result.status == 2
+    assert "restarts=2: with devices=1" in result.lines[-1] and "allowed is 0" in result.lines[-1]

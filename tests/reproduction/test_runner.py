@@ -124,14 +124,14 @@ def test_failed_run_is_retried_after_the_others(small, monkeypatch, capsys):
 def test_run_that_fails_twice_is_listed_with_its_error(small, monkeypatch, capsys):
     fail_on(monkeypatch, 9, ZeroDivisionError("what\never"), 1)
     assert call("table3") == 1
-    ended = capsys.readouterr()
-    last = ended.err.splitlines()[-1]
+    result = capsys.readouterr()
+    last = result.err.splitlines()[-1]
     assert last.startswith("reproduce.py: table3-random-s0-") and "failed twice" in last
     assert "ZeroDivisionError: what ever" in last
     states = [read_state(run.folder) for run in table3()]
     assert [state.status for state in states] == ["finished", "finished", "failed"]
-    assert "failed: ZeroDivisionError: what ever" in ended.out
-    assert ended.out.count("table3-random") == 2  # starts
+    assert "failed: ZeroDivisionError: what ever" in result.out
+    assert result.out.count("table3-random") == 2  # starts
 
 
 HOLDER = """
@@ -178,11 +178,11 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
 def test_second_process_on_a_run_is_refused_in_one_line(command: Command, tmp_path: Path, holder):
     folder = RunFolder(tmp_path / "outputs" / "mine")
     assert is_held(folder)
-    ended = command("train", "name=mine", "resume=auto", *SMALL)
-    assert ended.status == 2
-    assert len(ended.lines) == 1
-    assert f"process {holder.process.pid} on " in ended.lines[0]
-    assert "is training outputs/mine" in ended.lines[0]
+    result = command("train", "name=mine", "resume=auto", *SMALL)
+    assert result.status == 2
+    assert len(result.lines) == 1
+    assert f"process {holder.process.pid} on " in result.lines[0]
+    assert "is training outputs/mine" in result.lines[0]
     assert read_state(folder).status == "running"
     assert not folder.config_path.exists()
     holder.kill()  # its worker survives, but does not hold the lock

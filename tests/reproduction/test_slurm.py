@@ -319,9 +319,9 @@ def test_missing_slurm_is_refused(tmp_path: Path, monkeypatch):
 
 def test_hydras_launcher_submits_one_array(calls: Path, tmp_path: Path, command: Command):
     args = ["hydra/launcher=slurm", "hydra.launcher.partition=refused", "resume=auto"]
-    ended = command("train", "-m", *args, "devices=2", "seed=0,1,2")
-    assert ended.status == 1
-    assert ended.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
+    result = command("train", "-m", *args, "devices=2", "seed=0,1,2")
+    assert result.status == 1
+    assert result.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
     text = (tmp_path / "submitted").read_text()
     assert {"--array=0-2%3", "--partition=refused", "--signal=USR2@120", "--gpus-per-node=2"} <= {
         line.removeprefix("#SBATCH ") for line in text.splitlines()

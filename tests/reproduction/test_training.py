@@ -102,8 +102,8 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseExceptio
 
 
 def test_run_folder_has_metrics_summary_and_config(command: Command, tmp_path: Path):
-    ended = command("train", "name=mine", *MIXED, *SMALL)
-    assert ended.status == 0, ended.err
+    result = command("train", "name=mine", *MIXED, *SMALL)
+    assert result.status == 0, result.err
     run = folder(tmp_path)
     steps, epochs = run.read_metrics()
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -122,8 +122,8 @@ def test_run_folder_has_metrics_summary_and_config(command: Command, tmp_path: P
     config = yaml.safe_load(run.config_path.read_text())
     assert config["augmentation"]["htm"]["layer"] == 1
     assert config["recipe"]["epochs"] == 2
-    assert "mine: top-1" in ended.out
-    assert "epoch 2/2" in ended.out
+    assert "mine: top-1" in result.out
+    assert "epoch 2/2" in result.out
 
 
 @pytest.mark.draws
@@ -169,11 +169,11 @@ def test_run_interrupted_within_a_step_resumes_from_its_last_epoch(
 ):
     with monkeypatch.context() as patch:
         interrupt_at(patch, step, KeyboardInterrupt())
-        ended = command("train", "name=mine", *MIXED, *SMALL)
-    assert ended.status == 130
-    assert ended.lines[-1].startswith("train.py: interrupted;")
-    assert "outputs/mine is kept as interrupted" in ended.lines[-1]
-    assert "resume=auto" in ended.lines[-1]
+        result = command("train", "name=mine", *MIXED, *SMALL)
+    assert result.status == 130
+    assert result.lines[-1].startswith("train.py: interrupted;")
+    assert "outputs/mine is kept as interrupted" in result.lines[-1]
+    assert "resume=auto" in result.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "interrupted"
     assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
     assert folder(tmp_path).read_summary()["status"] == "finished"
@@ -210,9 +210,9 @@ def test_signal_ends_a_run_after_its_step_and_it_resumes_there(
 ):
     with monkeypatch.context() as patch:
         first = signal_in(patch, step, signum)
-        ended = command("train", "name=mine", *MIXED, *SMALL)
-    assert ended.status == 130
-    assert ended.lines[-1].startswith("train.py: interrupted; outputs/mine is kept as interrupted")
+        result = command("train", "name=mine", *MIXED, *SMALL)
+    assert result.status == 130
+    assert result.lines[-1].startswith("train.py: interrupted; outputs/mine is kept as interrupted")
     assert folder(tmp_path).read_summary()["status"] == "interrupted"
     with monkeypatch.context() as patch:
         second = signal_in(patch, -1)
@@ -278,10 +278,10 @@ def test_crash_is_recorded_and_named_in_the_last_line(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     interrupt_at(monkeypatch, 4, ZeroDivisionError("what\never"))
-    ended = command("train", "name=mine", *SMALL)
-    assert ended.status == 1
-    assert "Traceback" in ended.err
-    assert ended.lines[-1].startswith("train.py: ZeroDivisionError: what ever; outputs/mine")
+    result = command("train", "name=mine", *SMALL)
+    assert result.status == 1
+    assert "Traceback" in result.err
+    assert result.lines[-1].startswith("train.py: ZeroDivisionError: what ever; outputs/mine")
     summary = folder(tmp_path).read_summary()
     assert summary["status"] == "failed"
     assert "ZeroDivisionError" in summary["error"]
@@ -292,9 +292,9 @@ def test_crash_is_recorded_and_named_in_the_last_line(
 
 def test_non_finite_loss_ends_the_run_and_names_the_step(command: Command, tmp_path: Path):
     diverge = ["recipe.lr=1e30", "recipe.warmup_lr=1e30", "recipe.clip_grad_norm=null"]
-    ended = command("train", "name=mine", "recipe.optimizer=sgd", *SMALL, *diverge)
-    assert ended.status == 1
-    assert "train.py: step 2: the loss is nan" in ended.lines[-1]
+    result = command("train", "name=mine", "recipe.optimizer=sgd", *SMALL, *diverge)
+    assert result.status == 1
+    assert "train.py: step 2: the loss is nan" in result.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "failed"
     steps, _ = folder(tmp_path).read_metrics()
     assert [line["step"] for line in steps] == [1]
@@ -302,9 +302,9 @@ def test_non_finite_loss_ends_the_run_and_names_the_step(command: Command, tmp_p
 
 def test_divergence_in_the_last_step_fails_the_run(command: Command, tmp_path: Path):
     diverge = ["recipe.lr=1e37", "recipe.optimizer=sgd", "recipe.max_steps=1", "augmentation=[]"]
-    ended = command("train", "name=mine", *SMALL, *diverge)
-    assert ended.status == 1
-    assert "the held-out loss is" in ended.lines[-1]
+    result = command("train", "name=mine", *SMALL, *diverge)
+    assert result.status == 1
+    assert "the held-out loss is" in result.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "failed"
     assert not folder(tmp_path).best_path.exists()
 
@@ -322,16 +322,16 @@ def test_scorenet_learns_from_its_loss(command: Command, tmp_path: Path):
 def test_tau_above_the_loss_of_guessing_causes_a_warning(
     command: Command, tmp_path: Path, tau: float, is_warned: bool
 ):
-    ended = command("train", "name=mine", f"augmentation.htm.tau={tau}", *SMALL)
-    assert ended.status == 0, ended.err
-    assert ("guessing scores 2.30 nats" in ended.err) == is_warned
+    result = command("train", "name=mine", f"augmentation.htm.tau={tau}", *SMALL)
+    assert result.status == 0, result.err
+    assert ("guessing scores 2.30 nats" in result.err) == is_warned
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float16"])
 def test_low_precision_trains(command: Command, tmp_path: Path, precision: str):
-    ended = command("train", "name=mine", *MIXED, *SMALL, f"recipe.precision={precision}")
-    assert ended.status == 0, ended.err
-    assert ("float16 is slow" in ended.err) == (precision == "float16")
+    result = command("train", "name=mine", *MIXED, *SMALL, f"recipe.precision={precision}")
+    assert result.status == 0, result.err
+    assert ("float16 is slow" in result.err) == (precision == "float16")
     steps, _ = folder(tmp_path).read_metrics()
     assert steps[-1]["loss"] < 5
 
@@ -351,7 +351,7 @@ def test_max_steps_ends_a_run_within_an_epoch(command: Command, tmp_path: Path):
 
 
 def test_epoch_line_shows_the_means_of_its_batches(command: Command, tmp_path: Path):
-    ended = command("train", "name=mine", *MIXED, *SMALL, "recipe.log_every=2")
+    result = command("train", "name=mine", *MIXED, *SMALL, "recipe.log_every=2")
     steps, _ = RunFolder(tmp_path / "outputs" / "mine").read_metrics()
     for epoch in (1, 2):
         lines = [line for line in steps if line["epoch"] == epoch]
@@ -359,7 +359,7 @@ def test_epoch_line_shows_the_means_of_its_batches(command: Command, tmp_path: P
         tokens = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines) / samples
         loss = sum(line["loss"] for line in lines) / len(lines)
         line = f"epoch {epoch}/2  loss {loss:.3f}  mixed {samples / len(lines):.1f} samples a batch"
-        assert f"{line} ({tokens:.1f} tokens each)" in ended.out
+        assert f"{line} ({tokens:.1f} tokens each)" in result.out
 
 
 def test_result_has_last_best_and_median_of_ten_epochs():
@@ -382,11 +382,11 @@ def test_result_has_last_best_and_median_of_ten_epochs():
 
 def test_evaluate_every_evaluates_also_after_the_last_epoch(command: Command, tmp_path: Path):
     few = ["recipe.epochs=5", "recipe.evaluate_every=2"]
-    ended = command("train", "name=mine", *SMALL, *few)
+    result = command("train", "name=mine", *SMALL, *few)
     steps, epochs = folder(tmp_path).read_metrics()
     assert [line["epoch"] for line in epochs] == [2, 4, 5]
     assert {line["epoch"] for line in steps} == {1, 2, 3, 4, 5}
-    lines = [line for line in ended.out.splitlines() if line.startswith("epoch")]
+    lines = [line for line in result.out.splitlines() if line.startswith("epoch")]
     assert ["top-1" in line for line in lines] == [False, True, False, True, True]
     assert folder(tmp_path).read_summary()["top1_best"] == max(line["top1"] for line in epochs)
     assert command("eval", f"run={folder(tmp_path).path}").status == 0
@@ -461,8 +461,8 @@ def test_best_weights_hold_the_plain_model(command: Command, tmp_path: Path):
 def test_image_folder_trains_and_evaluates_by_its_root(command: Command, tmp_path: Path):
     root = write_images(tmp_path / "images", ["dark", "grey", "light"], train=8, held_out=4)
     small = [x for x in SMALL if "limit" not in x]
-    ended = command("train", "name=mine", "dataset=image_folder", f"dataset.root={root}", *small)
-    assert ended.status == 0, ended.err
+    result = command("train", "name=mine", "dataset=image_folder", f"dataset.root={root}", *small)
+    assert result.status == 0, result.err
     evaluated = command("eval", "run=outputs/mine", "dataset.workers=0")
     assert "on 12 images of image_folder" in evaluated.out
     assert (folder(tmp_path).path / "evaluation-last.json").exists()
@@ -483,21 +483,23 @@ def test_resume_refuses_changed_images(
         assert command("train", *args).status == 130
     kept = (root / "train/dark/0.png").rename(tmp_path / "kept.png")
     _open.cache_clear()
-    ended = command("train", *args, "resume=auto")
-    assert ended.status == 2 and "was trained on 24 images, the data set has 23" in ended.lines[-1]
+    result = command("train", *args, "resume=auto")
+    assert (
+        result.status == 2 and "was trained on 24 images, the data set has 23" in result.lines[-1]
+    )
     kept.rename(root / "train/dark/0.png")
     for split in ("train", "val"):
         (root / split / "dark").rename(root / split / "night")
     _open.cache_clear()
-    ended = command("train", *args, "resume=auto")
-    assert ended.status == 2 and "was trained on the classes dark, light" in ended.lines[-1]
+    result = command("train", *args, "resume=auto")
+    assert result.status == 2 and "was trained on the classes dark, light" in result.lines[-1]
 
 
 def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
     vit = ["model=vit_tiny_patch16_224", *SMALL_VIT, "recipe.max_steps=2"]
     small = ["dataset.limit=8", "recipe.batch_size=4", "recipe.epochs=2", "device=cpu"]
-    ended = command("train", "name=mine", "model.image_size=32", *vit, *small)
-    assert ended.status == 0, ended.err
+    result = command("train", "name=mine", "model.image_size=32", *vit, *small)
+    assert result.status == 0, result.err
     assert command("eval", "run=outputs/mine").status == 0
     steps, _ = folder(tmp_path).read_metrics()
     assert all(math.isfinite(line["loss"]) for line in steps)
@@ -513,8 +515,8 @@ def test_sweep_writes_a_run_and_a_wandb_run_per_point_and_trains_each_once(
         "logger.wandb.mode=offline",
         *SMALL,
     ]
-    ended = command("train", *sweep)
-    assert ended.status == 0, ended.err
+    result = command("train", *sweep)
+    assert result.status == 0, result.err
     runs = sorted(path for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps")
     assert len(runs) == 3
     before = [(run / "metrics.jsonl").read_bytes() for run in runs]
@@ -544,16 +546,16 @@ def test_failing_point_does_not_stop_a_sweep(
         return original(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", step)
-    ended = command("train", "-m", "seed=0,1,2", *SMALL)
-    assert ended.status == 1
-    assert "RuntimeError: unlucky" in ended.lines[-1]
+    result = command("train", "-m", "seed=0,1,2", *SMALL)
+    assert result.status == 1
+    assert "RuntimeError: unlucky" in result.lines[-1]
     summaries = [RunFolder(p).read_summary() for p in (tmp_path / "outputs").glob("cct*")]
     assert sorted(s["status"] for s in summaries) == ["failed", "finished", "finished"]
 
 
 def test_sweep_over_stacks_names_runs_after_them(command: Command, tmp_path: Path):
-    ended = command("train", "-m", "augmentation=[mixup],[mixup,cutmix,htm]", *SMALL)
-    assert ended.status == 0, ended.err
+    result = command("train", "-m", "augmentation=[mixup],[mixup,cutmix,htm]", *SMALL)
+    assert result.status == 0, result.err
     names = {path.name.rpartition("-s0-")[0] for path in (tmp_path / "outputs").glob("cct*")}
     assert names == {"cct_2_3x2-digits-mixup", "cct_2_3x2-digits-mixup+cutmix+htm"}
 
@@ -562,8 +564,8 @@ def test_several_htm_layers_have_their_own_metrics_and_can_be_swept(
     command: Command, tmp_path: Path
 ):
     args = ["augmentation.htm.tau=[2.35,inf]", "augmentation.htm.rho=0", "augmentation.vtm.layer=1"]
-    ended = command("train", "-m", "augmentation.htm.layer=[0,1]", "seed=0,1", *args, *SMALL)
-    assert ended.status == 0, ended.err
+    result = command("train", "-m", "augmentation.htm.layer=[0,1]", "seed=0,1", *args, *SMALL)
+    assert result.status == 0, result.err
     first, second = find_runs(tmp_path / "outputs").values()
     assert first.read_config()["augmentation"]["htm"]["layer"] == [0, 1]
     for run in (first, second):
@@ -574,6 +576,6 @@ def test_several_htm_layers_have_their_own_metrics_and_can_be_swept(
             each = [line["difficulty/0"], line["difficulty/1"]]
             assert line["difficulty"] == pytest.approx(sum(each) / 2)
             assert line["score_loss"] == pytest.approx(sum(each))
-    ended = command("train", "-m", "augmentation.htm.layer=[0],0,[0,1]", *SMALL)
-    assert ended.status == 2 and "2 points of the sweep are this one run" in ended.err
+    result = command("train", "-m", "augmentation.htm.layer=[0],0,[0,1]", *SMALL)
+    assert result.status == 2 and "2 points of the sweep are this one run" in result.err
     assert command("train", "-m", "augmentation.htm.layer=[0],[0,1]", *SMALL).status == 0

@@ -52,9 +52,9 @@ def test_wandb_gets_every_line_and_nothing_else(
 ):
     with serving() as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        ended = command("train", *ONLINE, "name=mine")
-    assert (ended.status, ended.err) == (0, "")
-    assert ended.out.startswith(f"wandb: {service.url}/somebody/tokenmixup/runs/")
+        result = command("train", *ONLINE, "name=mine")
+    assert (result.status, result.err) == (0, "")
+    assert result.out.startswith(f"wandb: {service.url}/somebody/tokenmixup/runs/")
     assert_all_lines(service, folder(tmp_path))
     assert_same_result(folder(tmp_path), plain)
     sent = "\n".join(service.requests)
@@ -70,12 +70,12 @@ def test_unreachable_wandb_causes_a_warning_and_a_complete_offline_record(
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
         at_step(monkeypatch, 1, service.stop)
         lost = command("train", *ONLINE, "name=lost")
-    for ended, warning in (
+    for result, warning in (
         (never, "warning: wandb cannot be reached, the run is recorded offline ("),
         (lost, "warning: wandb took not all within 1 s"),
     ):
-        assert (ended.status, len(ended.lines)) == (0, 1), ended.err
-        assert ended.lines[0].startswith(warning)
+        assert (result.status, len(result.lines)) == (0, 1), result.err
+        assert result.lines[0].startswith(warning)
     assert "connection refused" in never.err
     commands = f"{never.out}\n{lost.err}".split(": wandb sync ")[1:]
     paths = [part for command in commands for part in command.splitlines()[0].split()]
@@ -92,10 +92,10 @@ def test_run_refused_by_wandb_is_refused(
 ):
     with serving(status=403) as service:
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
-        ended = command("train", *ONLINE, "name=mine", "logger.wandb.entity=them")
-    assert (ended.status, len(ended.lines)) == (2, 1)
-    assert ended.err.startswith("train.py: logger.wandb.mode=online: ")
-    assert "403" in ended.err and "not for you" in ended.err
+        result = command("train", *ONLINE, "name=mine", "logger.wandb.entity=them")
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert result.err.startswith("train.py: logger.wandb.mode=online: ")
+    assert "403" in result.err and "not for you" in result.err
     assert not folder(tmp_path).path.exists()
 
 
@@ -109,10 +109,10 @@ def test_killed_wandb_process_causes_one_warning(
                     os.kill(int(child), signal.SIGKILL)
 
     at_step(monkeypatch, 1, kill)
-    ended = command("train", *OFFLINE)
-    assert ended.status == 0, ended.err
-    assert len(ended.lines) == 1
-    assert ended.lines[0].startswith("warning: wandb failed ")
+    result = command("train", *OFFLINE)
+    assert result.status == 0, result.err
+    assert len(result.lines) == 1
+    assert result.lines[0].startswith("warning: wandb failed ")
     assert_same_result(folder(tmp_path), plain)
 
 
@@ -176,9 +176,9 @@ def test_failing_tensorboard_does_not_stop_training(
         raise OSError("no space left")
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fail)
-    ended = command("train", "name=mine", "logger=tensorboard", *SHORT)
-    assert ended.status == 0
-    assert "tensorboard failed 4 times (OSError: no space left), all lines are in" in ended.err
+    result = command("train", "name=mine", "logger=tensorboard", *SHORT)
+    assert result.status == 0
+    assert "tensorboard failed 4 times (OSError: no space left), all lines are in" in result.err
 
 
 def test_wandb_run_is_closed_if_tensorboard_cannot_start(
@@ -197,6 +197,6 @@ def test_wandb_run_is_closed_if_tensorboard_cannot_start(
     monkeypatch.setattr(loggers.WandbLog, "close", close)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.__init__", fail)
     both = ["name=mine", "logger=[wandb,tensorboard]", "logger.wandb.mode=offline", *SHORT]
-    ended = command("train", *both)
-    assert ended.status == 1 and "no space left" in ended.lines[-1]
+    result = command("train", *both)
+    assert result.status == 1 and "no space left" in result.lines[-1]
     assert closed == ["failed"]

@@ -449,21 +449,21 @@ def cct_file(path: Path, classes: int) -> Path:
 def test_eval_accepts_published_files_with_the_classes_of_the_data(
     command: Command, tmp_path: Path
 ):
-    ended = command("eval", f"checkpoint={cct_file(tmp_path / 'ten.pth.tar', 10)}", "device=cpu")
-    assert ended.status == 0, ended.err
-    assert "on 360 images of digits" in ended.out
-    ended = command("eval", f"checkpoint={cct_file(tmp_path / 'hundred.pth.tar', 100)}")
-    assert ended.status == 2
-    assert "head.weight is [100, 128], the model has [10, 128]" in ended.err
-    assert len(ended.lines) == 1
+    result = command("eval", f"checkpoint={cct_file(tmp_path / 'ten.pth.tar', 10)}", "device=cpu")
+    assert result.status == 0, result.err
+    assert "on 360 images of digits" in result.out
+    result = command("eval", f"checkpoint={cct_file(tmp_path / 'hundred.pth.tar', 100)}")
+    assert result.status == 2
+    assert "head.weight is [100, 128], the model has [10, 128]" in result.err
+    assert len(result.lines) == 1
 
 
 def test_initial_weights_are_checked_before_the_first_run(command: Command, tmp_path: Path):
     file = cct_file(tmp_path / "x.pth.tar", 100)
-    ended = command("train", "-m", f"model.weights={file}", "model.depth=2,3", *SMALL)
-    assert ended.status == 2
-    assert f"model.weights={file}: does not fit the model" in ended.err
-    assert len(ended.lines) == 1
+    result = command("train", "-m", f"model.weights={file}", "model.depth=2,3", *SMALL)
+    assert result.status == 2
+    assert f"model.weights={file}: does not fit the model" in result.err
+    assert len(result.lines) == 1
     assert not (tmp_path / "outputs").exists()
     small = [x for x in SMALL if "embed_dim" not in x]
     started = command("train", f"model.weights={file}", "name=started", *small)
@@ -475,8 +475,8 @@ def test_exported_vit_is_loaded_by_timm(command: Command, tmp_path: Path):
     donor = configured(*vit, classes=10).eval()
     module = attach(donor, 10, vtm={"layer": 1, "kappa": 1})
     torch.save({"module": module.state_dict()}, tmp_path / "x.pt")
-    ended = command("export", "checkpoint=x.pt", *vit, "output=files/vit.safetensors")
-    assert ended.status == 0, ended.err
+    result = command("export", "checkpoint=x.pt", *vit, "output=files/vit.safetensors")
+    assert result.status == 0, result.err
     file = tmp_path / "files" / "vit.safetensors"
     settings: dict[str, Any] = {"img_size": 32, "num_classes": 10}
     name = "vit_tiny_patch16_224"
@@ -504,8 +504,8 @@ def test_models_with_any_head_name_are_exported(
     line = ["model=resnet18", f"model.package={package}", f"model.architecture={architecture}"]
     donor = configured(*line, "augmentation=[]", classes=7)
     torch.save(donor.state_dict(), tmp_path / "x.pt")
-    ended = command("export", "checkpoint=x.pt", *line, "output=x.safetensors")
-    assert ended.status == 0, ended.err
+    result = command("export", "checkpoint=x.pt", *line, "output=x.safetensors")
+    assert result.status == 0, result.err
     assert same(load_file(tmp_path / "x.safetensors"), donor.state_dict())
 
 
@@ -516,20 +516,20 @@ def test_export_of_a_run_needs_no_data_and_does_not_overwrite(command: Command, 
     saved["dataset"] |= {"name": "imagenet1k", "root": "elsewhere"}
     config.write_text(yaml.safe_dump(saved))
     for which, output in (("last", "a.safetensors"), ("best", "b.safetensors")):
-        ended = command("export", "run=outputs/mine", f"weights={which}", f"output={output}")
-        assert ended.status == 0, ended.err
+        result = command("export", "run=outputs/mine", f"weights={which}", f"output={output}")
+        assert result.status == 0, result.err
     best = load_file(tmp_path / "outputs/mine/checkpoints/best.safetensors")
     assert same(load_file(tmp_path / "b.safetensors"), best)
     results = set()
     for name in ("outputs/mine/checkpoints/last.pt", "a.safetensors"):
-        ended = command("eval", f"checkpoint={name}", "model.embed_dim=16", "device=cpu")
-        assert ended.out.startswith(f"{name}: top-1 "), ended.err
-        results.add(ended.out.splitlines()[0].partition(": ")[2])
+        result = command("eval", f"checkpoint={name}", "model.embed_dim=16", "device=cpu")
+        assert result.out.startswith(f"{name}: top-1 "), result.err
+        results.add(result.out.splitlines()[0].partition(": ")[2])
     assert len(results) == 1
     before = (tmp_path / "a.safetensors").read_bytes()
-    ended = command("export", "run=outputs/mine", "weights=best", "output=a.safetensors")
-    assert (ended.status, len(ended.lines)) == (2, 1)
-    assert "output=a.safetensors: exists already" in ended.err
+    result = command("export", "run=outputs/mine", "weights=best", "output=a.safetensors")
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "output=a.safetensors: exists already" in result.err
     assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
@@ -548,7 +548,7 @@ def test_export_refuses_invalid_arguments_in_one_line(
     command: Command, tmp_path: Path, line: str, part: str
 ):
     torch.save(cct_state(), tmp_path / "x.pth")
-    ended = command("export", *line.split())
-    assert (ended.status, len(ended.lines)) == (2, 1), ended
-    assert part in ended.err
+    result = command("export", *line.split())
+    assert (result.status, len(result.lines)) == (2, 1), result
+    assert part in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]
