@@ -109,7 +109,7 @@ def test_repeatedly_killed_run_equals_the_undisturbed_one(
     for module, name, call in (
         (checkpoints, "seal_archive", 1),  # metrics of steps 1 and 2 exist, but no checkpoint
         (os, "replace", 9),  # of step 4: earlier checkpoints are moved, last.pt is missing
-        (loop, "save_plain", 2),  # the second epoch has result, its best weights are not saved
+        (loop, "save_plain", 2),  # the second epoch has ended, its best weights are not saved
     ):
         with monkeypatch.context() as patch:
             dying_at(patch, module, name, call)
