@@ -64,7 +64,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "cvt": ["model=cvt_6_4", "model.depth=3", "model.embed_dim=32", *BOTH],
     "cct_7_3x1": ["model=cct_7_3x1", "model.depth=4", "model.embed_dim=32", *BOTH],
-    "vit of timm's": [*TINY_VIT, "augmentation.vtm.layer=2", "recipe.lr=0.001"],
+    "timm vit": [*TINY_VIT, "augmentation.vtm.layer=2", "recipe.lr=0.001"],
     "library": ["model=resnet18", "augmentation=[mixup,cutmix]", *CALM],
     "bf16": [*SMALL, *BOTH, "recipe.precision=bf16"],
     "two ranks": [*SMALL, *BOTH, "devices=2"],
