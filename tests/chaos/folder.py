@@ -134,9 +134,7 @@ def contend(root: Path, processes: int, rounds: int) -> Outcome:
     statuses = [worker.exitcode for worker in workers]
     total = {key: sum(row[key] for row in rows) for key in ("held", "refused", "together")}
     failures = [f"{total['together']} times two at once"] if total["together"] else []
-    failures += (
-        [f"{processes - len(rows)} processes reported nothing"] if len(rows) < processes else []
-    )
+    failures += [f"{processes - len(rows)} processes are silent"] if len(rows) < processes else []
     failures += [f"processes ended with status {statuses}"] if any(statuses) else []
     return Outcome("lock", {"starts": processes * rounds, **total}, failures)
 

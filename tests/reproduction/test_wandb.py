@@ -99,7 +99,7 @@ def test_run_refused_by_wandb_is_refused(
     assert not folder(tmp_path).path.exists()
 
 
-def test_killed_wandb_process_causes_one_warning(
+def test_killed_wandb_process_only_causes_one_warning(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
 ):
     def kill() -> None:
