@@ -181,7 +181,7 @@ def trained_run(root: Path, *overrides: str) -> RunFolder:
 
 
 def small_trainer(stack: list[str], *overrides: str, device: str = "cpu") -> Trainer:
-    """Builds a trainer without data and run folder: CCT-2/3x2 with sharp attention.
+    """Builds a trainer without data or run folder: CCT-2/3x2 with sharp attention.
 
     HTM mixes every sample.
     """

@@ -185,7 +185,8 @@ def test_run_without_readable_checkpoint_is_refused_unchanged(left: RunFolder, c
     assert (result.status, len(result.lines)) == (2, 1)
     assert "last.pt: not readable" in result.err and "nor is last-2.pt" in result.err
     assert {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()} == before
-    assert (command("eval", "run=outputs/mine").status, len(result.lines)) == (2, 1)
+    result = command("eval", "run=outputs/mine")
+    assert (result.status, len(result.lines)) == (2, 1)
 
 
 def test_load_last_refuses_a_checkpoint_of_another_run(undisturbed: RunFolder):
