@@ -1,4 +1,4 @@
-"""Small models that every test can build anew, and the texts of pictures."""
+"""Fixtures for all tests: small models, batches, and the texts drawn in figures."""
 
 import os
 from collections.abc import Callable
@@ -21,14 +21,14 @@ CLASSES = 5
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 torch.set_num_threads(1)
 
-# Machines are shared: no deadline; and a failure must come again.
+# No deadline, as machines are shared; derandomized, so that failures reproduce.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("project")
 
 
 def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> CCT:
-    """64 tokens of width 32; attention sharp enough that saliency differs between tokens."""
+    """A CCT with 64 tokens of width 32."""
     torch.manual_seed(0)
     model = CCT(
         num_classes=CLASSES,
@@ -47,7 +47,7 @@ def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) ->
 
 
 def small_vit_lite() -> CCT:
-    """16 tokens of width 32 and a class token."""
+    """A ViT-Lite with 16 tokens of width 32 and a class token."""
     torch.manual_seed(0)
     model = CCT(
         num_classes=CLASSES,
@@ -68,7 +68,7 @@ def small_vit_lite() -> CCT:
 
 
 def small_vit(**options: object) -> nn.Module:
-    """16 tokens of width 48 and a class token."""
+    """A timm ViT with 16 tokens of width 48 and a class token."""
     torch.manual_seed(0)
     settings = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
     model = timm.create_model(
@@ -78,6 +78,7 @@ def small_vit(**options: object) -> nn.Module:
 
 
 def sharpened(model: nn.Module) -> nn.Module:
+    """Scales the QKV weights in place until saliency clearly differs between tokens."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("qkv.weight"):
@@ -92,7 +93,7 @@ def build(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
 
 @pytest.fixture
 def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images `b 3 h w` and soft targets `b c`."""
+    """Returns images `b 3 h w` and soft targets `b c`."""
     size = 32 if build is small_vit else 16
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(6, 3, size, size, generator=generator)
@@ -101,17 +102,17 @@ def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Name of each picture that is saved -> the texts in it. PDFs are not drawn."""
-    found: dict[str, list[str]] = {}
+    """Maps the name of each saved figure to its texts. PDFs are stubs, as they are slow to draw."""
+    texts_of: dict[str, list[str]] = {}
     save = Figure.savefig
 
-    def note(picture: Figure, path: Path, **settings: Any) -> None:
+    def record(figure: Figure, path: Path, **settings: Any) -> None:
         if settings["format"] == "pdf":
-            path.write_text("its fonts take as long as all the rest")
+            path.write_text("stub")
             return
-        save(picture, path, **settings)
-        texts = (text.get_text() for text in picture.findobj(Text) if text.get_visible())
-        found[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.*.tmp
+        save(figure, path, **settings)
+        texts = (text.get_text() for text in figure.findobj(Text) if text.get_visible())
+        texts_of[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.*.tmp
 
-    monkeypatch.setattr(Figure, "savefig", note)
-    return found
+    monkeypatch.setattr(Figure, "savefig", record)
+    return texts_of

@@ -1,8 +1,8 @@
-"""HTM and VTM as the paper words them: plain, slow and obviously right.
+"""A reference implementation of HTM and VTM that follows the paper literally: plain and slow.
 
-The tests hold the fast path against it, and the benchmark times both. Every block materialises its
-attention map, saliency has a projection of its own, the gain of all pairs is taken from `b b t`
-differences by repetition, samples are mixed one by one. It serves our CCT and timm's plain ViT.
+Tests compare the fast path with it, and the benchmark times both. Every block materialises its
+attention map, saliency recomputes the projection, the gain matrix comes from repeated `b b t`
+differences, and samples are mixed one by one. It supports our CCT and timm's plain ViT.
 
 Letters: b batch, h heads, n tokens with prefix, m keys, t spatial tokens, d width, c classes.
 """
@@ -20,9 +20,9 @@ from tokenmixup.passes import LayerMix
 
 
 class Oracle(nn.Module):
-    """`oracle(images, targets)` -> what `module(images, targets)` is in training.
+    """Returns the same output as `module(images, targets)` in training.
 
-    Parameters and settings are those of `module`.
+    Shares the parameters and settings of `module`.
     """
 
     def __init__(self, module: TokenMixup):
@@ -47,8 +47,8 @@ class Oracle(nn.Module):
                 is_easy = difficulty < htm.tau  # Eq. 8
                 before = saliency
                 x, targets, saliency, mask = mix(x, targets, before, is_easy, htm.rho, prefix)
-                found = is_easy, mask, saliency - before
-                layers.append(LayerMix(index, score_logits, difficulty, *found))
+                gain = saliency - before
+                layers.append(LayerMix(index, score_logits, difficulty, is_easy, mask, gain))
             for layer in later:
                 kept = most_salient(x, saliency, self.vtm[layer].kappa, prefix)
                 memories[layer].append(kept.detach() if self.vtm[layer].stop_gradient else kept)
@@ -69,7 +69,7 @@ def is_cct(model: Any) -> bool:
 
 
 def embed(model: Any, images: Tensor) -> Tensor:
-    """Tokens with positions: `b 3 h w` -> `b n d`."""
+    """Returns tokens with positional embedding: `b 3 h w` -> `b n d`."""
     if not is_cct(model):
         return model.norm_pre(model._pos_embed(model.patch_embed(images)))
     x = model.tokenizer(images)
@@ -81,25 +81,25 @@ def embed(model: Any, images: Tensor) -> Tensor:
 def attention(attn: Any, queries: Tensor, keys: Tensor) -> Tensor:
     """Softmax(X1 Wq (X2 Wk)^T) X2 Wv, projected: `b n d`, `b m d` -> `b n d`.
 
-    Eq. 1 of the transformer where keys are queries, else Eq. 13.
+    Ordinary self-attention if `keys` equals `queries`, else Eq. 13.
     """
     q = projected(attn, queries)[0]
     _, k, v = projected(attn, keys)
     weights = (q @ k.mT * attn.head_dim**-0.5).softmax(dim=-1)
-    weights_kept = F.dropout(weights, attn.attn_drop.p, attn.training)
-    out = (weights_kept @ v).transpose(1, 2).flatten(2)
+    dropped = F.dropout(weights, attn.attn_drop.p, attn.training)
+    out = (dropped @ v).transpose(1, 2).flatten(2)
     return attn.proj_drop(attn.proj(out))
 
 
 def projected(attn: Any, x: Tensor) -> list[Tensor]:
-    """Queries, keys and values, each `b h n e`."""
+    """Returns queries, keys and values, each `b h n e`."""
     parts = attn.qkv(x).chunk(3, dim=-1)
     return [part.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for part in parts]
 
 
 def rest_of_block(block: Any, x: Tensor, attended: Tensor) -> Tensor:
-    """Residuals and MLP."""
-    if hasattr(block, "drop_path1"):  # timm's
+    """Applies the residual connections and the MLP."""
+    if hasattr(block, "drop_path1"):  # timm
         x = x + block.drop_path1(block.ls1(attended))
         return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
     x = block.norm2(x + block.drop_path(attended))
@@ -107,7 +107,7 @@ def rest_of_block(block: Any, x: Tensor, attended: Tensor) -> Tensor:
 
 
 def classify(model: Any, x: Tensor) -> Tensor:
-    """`b n d` -> logits `b c`."""
+    """Returns the logits: `b n d` -> `b c`."""
     x = model.norm(x)
     if not is_cct(model):
         return model.forward_head(x)
@@ -117,7 +117,7 @@ def classify(model: Any, x: Tensor) -> Tensor:
 
 
 def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
-    """Eq. 3 with a projection of its own: the class token's row, else the mean over rows, `b t`."""
+    """Eq. 3: the class token's row of the attention map, else the mean over rows, `b t`."""
     with torch.no_grad():
         q, k, _ = projected(block.attn, block.norm1(x))
         scores = q @ k.mT * block.attn.head_dim**-0.5
@@ -126,7 +126,7 @@ def saliency_of(block: Any, x: Tensor, prefix: int) -> Tensor:
 
 
 def most_salient(x: Tensor, saliency: Tensor, kappa: int, prefix: int) -> Tensor:
-    """The kappa most salient spatial tokens of each sample, `b kappa d`."""
+    """Returns the kappa most salient spatial tokens of each sample, `b kappa d`."""
     chosen = [
         tokens[prefix + each.argsort(descending=True)[:kappa]]
         for tokens, each in zip(x, saliency, strict=True)
@@ -135,7 +135,7 @@ def most_salient(x: Tensor, saliency: Tensor, kappa: int, prefix: int) -> Tensor
 
 
 def gain_by_repetition(saliency: Tensor, rho: float) -> Tensor:
-    """Eq. 6 word by word: `b t` -> `b b`, by way of `b b t`."""
+    """Eq. 6, literally: `b t` -> `b b`, by way of `b b t`."""
     b = len(saliency)
     receivers = saliency[:, None].repeat(1, b, 1)
     donors = saliency[None].repeat(b, 1, 1)
@@ -145,7 +145,10 @@ def gain_by_repetition(saliency: Tensor, rho: float) -> Tensor:
 def mix(
     x: Tensor, targets: Tensor, saliency: Tensor, is_easy: Tensor, rho: float, prefix: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Algorithm 1, lines 4 to 8, sample by sample; the mask, `b t`, comes last."""
+    """Algorithm 1, lines 4 to 8, sample by sample.
+
+    Returns tokens, targets, saliency and the mask `b t` of replaced tokens.
+    """
     easy = is_easy.nonzero().flatten().tolist()
     gain = gain_by_repetition(saliency, rho)[easy].cpu().numpy()
     donor_of = dict(zip(easy, linear_sum_assignment(gain, maximize=True)[1].tolist(), strict=True))
@@ -153,11 +156,11 @@ def mix(
     mixed, mixed_targets, mixed_saliency = list(x), list(targets), list(saliency)
     for i, j in donor_of.items():
         mask[i] = saliency[j] - saliency[i] > rho
-        taken = torch.cat([mask.new_zeros(prefix), mask[i]])
-        mixed[i] = torch.where(taken[:, None], x[j], x[i])
+        replaced = torch.cat([mask.new_zeros(prefix), mask[i]])
+        mixed[i] = torch.where(replaced[:, None], x[j], x[i])
         mixed_saliency[i] = torch.where(mask[i], saliency[j], saliency[i])
-        given = (saliency[j] * mask[i]).sum()
+        donated = (saliency[j] * mask[i]).sum()
         kept = (saliency[i] * ~mask[i]).sum()
-        share = kept / (kept + given) if mask[i].any() else torch.ones_like(kept)
+        share = kept / (kept + donated) if mask[i].any() else torch.ones_like(kept)
         mixed_targets[i] = share * targets[i] + (1 - share) * targets[j]
     return torch.stack(mixed), torch.stack(mixed_targets), torch.stack(mixed_saliency), mask

@@ -1,4 +1,4 @@
-"""The imports go one way: scripts, tests -> reproduction -> tokenmixup -> torch."""
+"""Imports point one way: scripts, tests -> reproduction -> tokenmixup -> torch."""
 
 import ast
 import subprocess
@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
 
-# room -> rooms that it may import, from the lowest floor up; each of `reproduction` is a folder or
-# a file
+# Layer -> layers it may import, from the bottom up. All but `tokenmixup` are packages or modules of
+# `reproduction`.
 MAY_IMPORT = {
     "tokenmixup": [],
     "system": [],
@@ -29,9 +29,9 @@ MAY_IMPORT = {
         *("models", "data", "runs", "config", "system"),
     ],
 }
-LIBRARY_NEEDS = {"torch", "numpy", "scipy", "einops", "tokenmixup"}
-KNOW_HYDRA = {"reproduction/commands/cli.py", "reproduction/runs/compose.py"}
-STANDARD = {
+LIBRARY_DEPENDENCIES = {"torch", "numpy", "scipy", "einops", "tokenmixup"}
+HYDRA_USERS = {"reproduction/commands/cli.py", "reproduction/runs/compose.py"}
+STANDARD_LIBRARY = {
     "collections",
     "contextlib",
     "dataclasses",
@@ -54,50 +54,50 @@ def imports(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_imports_go_one_way(file: Path):
+def test_imports_point_one_way(file: Path):
     name = ".".join(file.with_suffix("").parts)
     for module in imports(SOURCE / file):
         top = module.partition(".")[0]
         assert top not in ("scripts", "tests"), module
         if file.parts[0] == "tokenmixup":
-            assert top in LIBRARY_NEEDS | STANDARD, module
+            assert top in LIBRARY_DEPENDENCIES | STANDARD_LIBRARY, module
         if top in ("hydra", "omegaconf"):
-            assert str(file) in KNOW_HYDRA, module
+            assert str(file) in HYDRA_USERS, module
         if top in ("reproduction", "tokenmixup"):
-            assert room_of(module) in [room_of(name), *MAY_IMPORT[room_of(name)]], module
+            assert layer_of(module) in [layer_of(name), *MAY_IMPORT[layer_of(name)]], module
 
 
-def room_of(module: str) -> str:
+def layer_of(module: str) -> str:
     first, _, rest = module.partition(".")
     return first if first == "tokenmixup" else rest.partition(".")[0]
 
 
-def test_every_room_has_a_floor_and_none_imports_upwards():
-    found = {path.stem for path in (SOURCE / "reproduction").iterdir()}
-    assert found - {"__pycache__", "__init__"} | {"tokenmixup"} == set(MAY_IMPORT)
-    rooms = list(MAY_IMPORT)
-    for place, allowed in enumerate(MAY_IMPORT.values()):
-        assert set(allowed) <= set(rooms[:place])
+def test_layers_are_complete_and_import_only_lower_ones():
+    modules = {path.stem for path in (SOURCE / "reproduction").iterdir()}
+    assert modules - {"__pycache__", "__init__"} | {"tokenmixup"} == set(MAY_IMPORT)
+    layers = list(MAY_IMPORT)
+    for level, allowed in enumerate(MAY_IMPORT.values()):
+        assert set(allowed) <= set(layers[:level])
 
 
-def test_a_mistyped_command_is_refused_before_torch_is_imported(tmp_path: Path):
+def test_invalid_command_is_refused_before_torch_is_imported(tmp_path: Path):
     code = (
         "import sys, runpy\n"
         "sys.argv = ['train.py', 'recipe.epochs=0']\n"
         "try: runpy.run_path(r'%s', run_name='__main__')\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)\n" % (ROOT / "train.py")
     )
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert ended.stdout.split() == ["2", "False"]
+    assert result.stdout.split() == ["2", "False"]
 
 
 @pytest.mark.parametrize(
     "modules",
     ["commands.cli commands.jobs", "studies.options studies.runner"],
 )
-def test_what_checks_a_command_imports_no_torch(modules: str):
+def test_command_checks_import_no_torch(modules: str):
     names = ", ".join(f"reproduction.{name}" for name in modules.split())
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

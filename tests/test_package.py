@@ -1,4 +1,4 @@
-"""What is installed elsewhere: the library alone, typed, of one version."""
+"""The wheel holds only the typed library, and version numbers agree across files."""
 
 import re
 import subprocess
@@ -17,28 +17,28 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
-    told = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
-    copy = folder / "source"  # setuptools leaves a build folder beside what it builds
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
+    copy = folder / "source"  # setuptools leaves a build folder beside the sources
     for name in ("src/tokenmixup", "src/reproduction", "pyproject.toml", "README.md"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", str(ROOT / name), str(copy / name)], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *told, str(copy)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True)
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
-def test_the_wheel_holds_the_library_alone(wheel: zipfile.ZipFile):
+def test_wheel_holds_only_the_library(wheel: zipfile.ZipFile):
     modules = {f"tokenmixup/{path.name}" for path in (ROOT / "src/tokenmixup").glob("*.py")}
     info = f"tokenmixup-{tokenmixup.__version__}.dist-info"
-    about = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt")}
-    assert {*wheel.namelist()} == modules | about | {"tokenmixup/py.typed"}
+    metadata_files = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt")}
+    assert {*wheel.namelist()} == modules | metadata_files | {"tokenmixup/py.typed"}
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert "License-Expression: MIT" in metadata
-    needs = re.findall(r"^Requires-Dist: (\w+)", metadata, re.MULTILINE)
-    assert needs == ["torch", "numpy", "scipy", "einops"]
+    dependencies = re.findall(r"^Requires-Dist: (\w+)", metadata, re.MULTILINE)
+    assert dependencies == ["torch", "numpy", "scipy", "einops"]
 
 
-def test_the_library_asks_for_the_versions_that_are_tried(wheel: zipfile.ZipFile):
+def test_wheel_requires_the_tested_versions(wheel: zipfile.ZipFile):
     lowest = dict(re.findall(r"^(\w+)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M))
     (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
     for package, version in re.findall(
@@ -47,16 +47,16 @@ def test_the_library_asks_for_the_versions_that_are_tried(wheel: zipfile.ZipFile
         assert lowest[package] == version
 
 
-def test_the_changes_of_this_version_are_told():
+def test_changelog_covers_this_version():
     assert f"## {tokenmixup.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["CITATION.cff", ".pre-commit-config.yaml"])
-def test_files_for_other_programs_can_be_read(name: str):
+def test_metadata_files_are_valid_yaml(name: str):
     assert yaml.safe_load((ROOT / name).read_text())
 
 
-def test_pre_commit_and_lint_use_one_ruff():
+def test_pre_commit_and_lint_use_the_same_ruff():
     pinned = re.search(r"^ruff==(.+)$", (ROOT / "requirements-dev.txt").read_text(), re.M)
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert pinned is not None and repo["rev"] == f"v{pinned[1]}"
@@ -65,7 +65,7 @@ def test_pre_commit_and_lint_use_one_ruff():
 @pytest.mark.parametrize(
     "path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda p: p.name
 )
-def test_workflows_run_what_there_is(path: Path):
+def test_workflows_run_existing_make_targets(path: Path):
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
     (job,) = yaml.safe_load(path.read_text())["jobs"].values()
     for step in job["steps"]:

@@ -1,4 +1,4 @@
-"""Commands of README and pages compose, their links lead somewhere, the README's code runs."""
+"""Commands in README and docs/ compose, their links resolve, and the README's code runs."""
 
 import re
 import shlex
@@ -29,16 +29,16 @@ def test_train_commands_are_valid(command: str, tmp_path: Path):
         parse(compose("train", point).raw, needs_data="imagenet" not in command)
 
 
-def test_the_pages_show_commands():
+def test_pages_show_commands():
     assert len(COMMANDS) >= 8
 
 
-def test_python_code_of_the_readme_runs():
+def test_readme_code_runs():
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
 
 
-def test_links_lead_to_files_and_headings():
+def test_links_resolve():
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
             file, _, heading = link.partition("#")
@@ -48,5 +48,5 @@ def test_links_lead_to_files_and_headings():
             assert heading in ["", *(x.lower().replace(" ", "-") for x in headings)], link
 
 
-def test_the_readme_takes_two_screens():
+def test_readme_stays_short():
     assert len(README.splitlines()) <= 110

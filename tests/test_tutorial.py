@@ -1,4 +1,4 @@
-"""docs/tutorial.ipynb runs from its first cell to its last, and is stored as nobody has run it."""
+"""docs/tutorial.ipynb runs from the first cell to the last, and is stored without output."""
 
 import io
 import json
@@ -12,18 +12,18 @@ import pytest
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorial.ipynb"
 
 
-def test_every_cell_runs_and_tells_what_was_mixed(monkeypatch: pytest.MonkeyPatch):
+def test_notebook_runs_and_reports_the_mixing(monkeypatch: pytest.MonkeyPatch):
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(cells) == 10 and len(code) == 8
-    pictures: list[Any] = []
-    monkeypatch.setattr(plt, "show", lambda: pictures.append(plt.gcf()))
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "show", lambda: figures.append(plt.gcf()))
     names: dict[str, Any] = {}
     with redirect_stdout(io.StringIO()) as out:
         for cell in code:
             exec(cell, names)
     plt.close("all")
-    assert len(pictures) == 2
+    assert len(figures) == 2
     mixed = [line["mixed_samples"] for line in names["history"]]
     assert sum(mixed[-20:]) > 20 * 30 > 20 * 5 > sum(mixed[:20])
     assert names["accuracy"] > 0.6
@@ -33,6 +33,6 @@ def test_every_cell_runs_and_tells_what_was_mixed(monkeypatch: pytest.MonkeyPatc
     assert f"held-out accuracy {names['accuracy']:.1%}" in out.getvalue()
 
 
-def test_it_is_stored_without_output():
+def test_notebook_is_stored_without_output():
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None

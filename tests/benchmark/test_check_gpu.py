@@ -1,4 +1,4 @@
-"""`python -m scripts.check_gpu`, tiny on a CPU: parts in this process, and what runs them."""
+"""`python -m scripts.check_gpu` at tiny size on a CPU: its parts and its command."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scripts.check_gpu import __main__ as command
-from scripts.check_gpu import parts as of_parts
+from scripts.check_gpu import parts as parts_module
 from scripts.check_gpu.__main__ import PARTS, STAGES, Limited, main, run_part
 from scripts.check_gpu.figures import _covered
 from scripts.check_gpu.parts import (
@@ -27,24 +27,24 @@ from scripts.check_gpu.parts import (
 )
 
 TINY = Scope(torch.device("cpu"), tiny=True)
-IN_PROCESSES = ("quickstart", "one_rank", "compiling")  # start some, or leave traces in this one
+IN_PROCESSES = ("quickstart", "one_rank", "compiling")  # start processes or leave traces here
 STAGE_LIMIT = 9 * 60
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in IN_PROCESSES])
-def test_every_part_finds_something_and_nothing_wrong(name: str):
+def test_parts_report_findings_and_no_errors(name: str):
     findings = [*PARTS[name].part(TINY)]
     assert findings
     assert all(finding.is_right is not False for finding in findings), findings
 
 
-def test_stages_keep_to_nine_minutes():
+def test_stages_fit_into_nine_minutes():
     assert len(CASES) == 31
     assert all(sum(x.limit for x in parts.values()) <= STAGE_LIMIT for parts in STAGES.values())
 
 
 def altered(trained: Trained, **changes: Any) -> Trained:
-    """With another last loss, or gradients."""
+    """Returns a copy with another last loss or other gradients."""
     *first, last = trained.lines
     gradients = [changes.get("gradient", lambda x: x)(x) for x in trained.gradients]
     return Trained([*first, {**last, "loss": changes.get("loss", last["loss"])}], gradients)
@@ -63,11 +63,13 @@ def altered(trained: Trained, **changes: Any) -> Trained:
         pytest.param({"gradient": lambda x: x * torch.nan}, False, id="nan"),
     ],
 )
-def test_a_difference_is_noticed(monkeypatch, name: str, changes: dict[str, Any], is_right: bool):
+def test_losses_notices_differences(
+    monkeypatch, name: str, changes: dict[str, Any], is_right: bool
+):
     right = trained(name)
-    found = iter([altered(right, **changes), right])
-    monkeypatch.setattr(of_parts, "CASES", {name: CASES[name]})
-    monkeypatch.setattr(of_parts, "train", lambda *_: next(found))
+    results = iter([altered(right, **changes), right])
+    monkeypatch.setattr(parts_module, "CASES", {name: CASES[name]})
+    monkeypatch.setattr(parts_module, "train", lambda *_: next(results))
     (finding,) = losses(TINY)
     assert finding.is_right is is_right, finding
 
@@ -78,45 +80,45 @@ def trained(name: str) -> Trained:
 
 
 @pytest.mark.parametrize("rule", ["order=published", "matching=random"])
-def test_rules_are_tried_on_easy_and_hard_samples(rule: str):
+def test_rules_are_checked_on_easy_and_hard_samples(rule: str):
     assert all(0 < line["mixed_samples"] < CASES[rule].batch for line in trained(rule).lines)
 
 
-def test_steps_draw_the_same_numbers_on_every_device():
-    def drawn(device: str) -> list[Tensor]:
+def test_drawn_on_host_gives_the_same_numbers_on_every_device():
+    def draw(device: str) -> list[Tensor]:
         torch.manual_seed(0)
         like = torch.empty(2, 3, device=device)
         return [torch.randperm(5, device=device), torch.rand_like(like)]
 
-    expected = drawn("cpu")
+    expected = draw("cpu")
     with DrawnOnHost():
-        found = drawn("cpu")
-        assert [x.device.type for x in drawn("meta")] == ["meta", "meta"]
-    assert all(map(torch.equal, found, expected))
+        draws = draw("cpu")
+        assert [x.device.type for x in draw("meta")] == ["meta", "meta"]
+    assert all(map(torch.equal, draws, expected))
 
 
-def test_a_union_counts_no_time_twice():
+def test_covered_counts_overlaps_once():
     assert _covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
 
 
 def call(monkeypatch: pytest.MonkeyPatch, outputs: Path, *args: str) -> int:
-    told = ["check_gpu", "--device", "cpu", "--tiny", "--outputs", str(outputs), *args]
-    monkeypatch.setattr(sys, "argv", told)
+    argv = ["check_gpu", "--device", "cpu", "--tiny", "--outputs", str(outputs), *args]
+    monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as end:
         main()
     return int(end.value.code or 0)
 
 
-def test_findings_are_added_to_those_of_earlier_parts(monkeypatch, capsys, tmp_path: Path):
-    ends = {"waits": None, "memory": False, "loader": True}
+def test_command_adds_findings_to_those_of_earlier_parts(monkeypatch, capsys, tmp_path: Path):
+    verdicts = {"waits": None, "memory": False, "loader": True}
     monkeypatch.setattr(
         command,
         "run_part",
-        lambda name, scope: {"findings": [(name, "a|b\nc", ends[name])], "seconds": 0.1},
+        lambda name, scope: {"findings": [(name, "a|b\nc", verdicts[name])], "seconds": 0.1},
     )
     assert call(monkeypatch, tmp_path, "--parts", "waits") == 0
     assert call(monkeypatch, tmp_path, "--parts", "memory") == 1
-    assert call(monkeypatch, tmp_path, "--parts", "loader") == 0  # of this call alone
+    assert call(monkeypatch, tmp_path, "--parts", "loader") == 0  # the status is of this call alone
     text = (tmp_path / "check-gpu" / "check.md").read_text()
     assert "| memory | memory | a\\|b c | WRONG |" in text and "these are no figures" in text
     assert text in capsys.readouterr().out
@@ -126,14 +128,14 @@ def test_findings_are_added_to_those_of_earlier_parts(monkeypatch, capsys, tmp_p
     assert capsys.readouterr().err.startswith("check_gpu: argument --parts: invalid choice")
 
 
-def test_a_part_that_hangs_is_stopped_and_keeps_what_it_has_found(monkeypatch):
-    """Its process does not know of the patch: it is the real part, which needs longer."""
+def test_run_part_stops_a_hanging_part_and_keeps_its_findings(monkeypatch):
+    """The part's process ignores the patch and runs the real part, which takes longer."""
     monkeypatch.setitem(PARTS, "waits", Limited(PARTS["waits"].part, 1))
-    found = run_part("waits", TINY)
-    assert found["findings"][-1] == Finding("the process", "stopped at its limit of 1 s", False)
+    result = run_part("waits", TINY)
+    assert result["findings"][-1] == Finding("the process", "stopped at its limit of 1 s", False)
 
 
-def test_a_process_of_its_own_finds_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", "src")  # of where it is called, not of the part's folder
+def test_run_part_runs_from_any_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", "src")  # relative to the caller, not to the part's folder
     findings = run_part("waits", TINY)["findings"]
     assert findings == [["waits", "needs a GPU", None]]

@@ -16,7 +16,7 @@ def call(monkeypatch: pytest.MonkeyPatch, outputs: Path, *args: str) -> None:
     main()
 
 
-def test_a_quick_run_of_all_that_takes_no_process(monkeypatch, capsys, tmp_path: Path):
+def test_quick_run_writes_all_sections(monkeypatch, capsys, tmp_path: Path):
     sections = [name for name in SECTIONS if name != "startup"]
     call(monkeypatch, tmp_path, "--device", "cpu", "--sections", *sections)
     folder = tmp_path / "benchmark-quick"
@@ -44,7 +44,7 @@ def test_a_quick_run_of_all_that_takes_no_process(monkeypatch, capsys, tmp_path:
     assert "A quick try, not a measurement." in out
 
 
-def test_an_earlier_run_is_compared_with(monkeypatch, capsys, tmp_path: Path):
+def test_compare_reports_slower_rows(monkeypatch, capsys, tmp_path: Path):
     args = ["--device", "cpu", "--sections", "parts"]
     call(monkeypatch, tmp_path, *args)
     path = tmp_path / "benchmark-quick" / "benchmark.json"
@@ -69,7 +69,9 @@ def test_an_earlier_run_is_compared_with(monkeypatch, capsys, tmp_path: Path):
         (["--page", "nowhere.md"], "page=nowhere.md: No such file"),
     ],
 )
-def test_bad_arguments_end_in_one_line(monkeypatch, capsys, tmp_path: Path, args, message: str):
+def test_bad_arguments_are_refused_in_one_line(
+    monkeypatch, capsys, tmp_path: Path, args, message: str
+):
     with pytest.raises(SystemExit) as end:
         call(monkeypatch, tmp_path, "--device", "cpu", *args)
     assert end.value.code == 2

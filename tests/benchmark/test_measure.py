@@ -1,4 +1,4 @@
-"""Times in turns, warm, beside the baseline's own noise; memory of known allocations."""
+"""Timing in turns after a warm-up, ratios and intervals, and peak memory."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,13 @@ MEGABYTE = torch.zeros(1000, 250)
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """A clock that only `clock(seconds)` moves on."""
+    """A clock that advances only by `clock(seconds)`."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
-def test_works_take_turns_and_each_follows_every_other():
+def test_time_in_turns_lets_each_work_follow_every_other():
     order: list[str] = []
     works = {name: lambda name=name: order.append(name) for name in "abc"}
     times = time_in_turns(works, 20)
@@ -31,11 +31,11 @@ def test_works_take_turns_and_each_follows_every_other():
     assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abc", 20)
 
 
-def test_the_time_of_several_calls_is_that_of_one(clock):
+def test_time_in_turns_averages_over_calls(clock):
     assert time_in_turns({"a": lambda: clock(0.002)}, 2, calls=5) == {"a": pytest.approx([2, 2])}
 
 
-def test_the_first_rounds_do_not_count(clock):
+def test_time_in_turns_drops_warm_up_rounds(clock):
     calls: list[int] = []
 
     def work() -> None:
@@ -45,8 +45,8 @@ def test_the_first_rounds_do_not_count(clock):
     assert time_in_turns({"a": work}, 2) == {"a": pytest.approx([2.0, 2.0])}
 
 
-def test_ratios_are_taken_round_by_round(clock):
-    """The machine gets slower by the round: the ratios stay."""
+def test_compared_takes_ratios_per_round(clock):
+    """The machine slows down every round, but ratios stay constant."""
     speed = [1.0]
 
     def plain() -> None:
@@ -60,31 +60,31 @@ def test_ratios_are_taken_round_by_round(clock):
     assert rows["plain, again"]["ratio"]["median"] != 1
 
 
-def test_ratios_are_to_the_mean_of_the_first_work_and_its_twin(clock):
+def test_compared_takes_ratios_to_the_mean_of_baseline_and_twin(clock):
     works = {"a": lambda: clock(1.0), "a, again": lambda: clock(3.0), "b": lambda: clock(4.0)}
     rows = compared(works, 3)
     assert [row["ratio"]["median"] for row in rows.values()] == [1, 3, 2]
 
 
-def test_a_twin_of_its_own_is_timed_where_there_is_one():
+def test_compared_adds_no_second_twin():
     calls: list[str] = []
     works = {name: lambda name=name: calls.append(name) for name in ("a", "a, again", "b")}
     assert list(compared(works, 2)) == ["a", "a, again", "b"]
     assert {name: calls.count(name) for name in works} == dict.fromkeys(works, WARM_UP + 2)
 
 
-def test_the_interval_holds_the_median_and_narrows_with_the_rounds():
+def test_summary_interval_holds_the_median_and_narrows_with_rounds():
     few, many = summary([*range(11)]), summary([*range(11)] * 40)
     assert few["interval"][0] < few["low"] <= many["interval"][0] <= many["median"] == 5
     assert many["interval"][1] < few["interval"][1]
     assert summary([2.0, 1.0])["interval"] == [1, 2]
 
 
-def test_spread_is_median_and_quartiles():
+def test_spread_of_gives_median_and_quartiles():
     assert spread_of([5, 1, 2, 4, 3]) == (3.0, 2.0, 4.0)
 
 
-def test_peak_counts_what_is_held_at_once():
+def test_peak_mib_counts_simultaneous_allocations():
     def work() -> None:
         for _ in range(3):
             twice = MEGABYTE * 2
@@ -93,9 +93,9 @@ def test_peak_counts_what_is_held_at_once():
         second = first + 1
         del first, second
 
-    held = peak_mib(work, torch.device("cpu"))
-    assert 2_000_000 <= held * 2**20 < 2_010_000
+    peak = peak_mib(work, torch.device("cpu"))
+    assert 2_000_000 <= peak * 2**20 < 2_010_000
 
 
-def test_what_stood_before_is_not_counted():
+def test_peak_mib_ignores_earlier_allocations():
     assert peak_mib(lambda: MEGABYTE.add_(1), torch.device("cpu")) < 0.01

@@ -1,4 +1,4 @@
-"""Workers that feed a training step."""
+"""The number of loader workers that a training step needs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from scripts.benchmark.pipeline import FEEDS, FILES, PHOTOS, SMALL, appetite
 
 
 def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:
-    """Of workers that load 100 images/s, and plain steps that consume so many."""
+    """A report where workers load 100 images/s each and plain steps consume `steps` images/s."""
     loads = {name: {"images_per_second": 100.0} for name in FEEDS}
     groups = [
         {"title": f"training step: {title}", "rows": {"plain": {"images_per_second": speed}}}
@@ -20,7 +20,7 @@ def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:
     return {"machine": {"device": device}, "sections": sections}
 
 
-def test_a_step_needs_the_workers_that_load_as_much_as_it_consumes():
+def test_appetite_counts_workers_to_match_the_step():
     steps = {"cct_7_3x1, batch of 128": 1001.0, "vit_base_patch16_224, batch of 128": 900.0}
     rows = appetite(report_of("cuda", steps))["rows"]
     workers = {name: row["workers"] for name, row in rows.items()}
@@ -31,7 +31,7 @@ def test_a_step_needs_the_workers_that_load_as_much_as_it_consumes():
     }
 
 
-def test_what_a_gpu_consumes_is_never_told_from_a_cpu():
+def test_appetite_leaves_gpu_rows_unmeasured_on_a_cpu():
     rows = appetite(report_of("cpu", {"cct_7_3x1, batch of 16": 90.0}))["rows"]
     assert rows[f"cct_7_3x1, batch of 16, cpu: {SMALL}"] == {
         "images_per_second": 90.0,
@@ -42,7 +42,7 @@ def test_what_a_gpu_consumes_is_never_told_from_a_cpu():
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 6), ("cuda", 3)])
-def test_without_steps_nothing_is_measured(device: str, rows: int):
-    found = appetite(report_of(device, {}))["rows"]
-    assert len(found) == rows
-    assert all(row["images_per_second"] is None for row in found.values())
+def test_appetite_without_steps_measures_nothing(device: str, rows: int):
+    unmeasured = appetite(report_of(device, {}))["rows"]
+    assert len(unmeasured) == rows
+    assert all(row["images_per_second"] is None for row in unmeasured.values())

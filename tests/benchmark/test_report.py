@@ -1,4 +1,4 @@
-"""benchmark.json: kept, compared, and written as tables."""
+"""benchmark.json is updated, compared with earlier runs and rendered as tables."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def report(ratio: float, ms: float = 1234.5) -> dict[str, Any]:
     return {"machine": MACHINE, "sections": {"steps": section(ratio, ms)}}
 
 
-def test_groups_of_the_same_machine_are_kept(tmp_path: Path):
+def test_add_groups_keeps_other_groups_of_the_same_machine(tmp_path: Path):
     path = tmp_path / "benchmark" / "benchmark.json"
     add_groups(path, MACHINE, "steps", section(1.1))
     add_groups(path, MACHINE, "oracle", section(1.2))
@@ -78,7 +78,7 @@ def test_groups_of_the_same_machine_are_kept(tmp_path: Path):
 @pytest.mark.parametrize(
     "content", [None, "{", "[]", '{"machine": {}, "sections": {"steps": [1]}}', '{"sections": {}}']
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, content: str | None):
+def test_read_report_refuses_other_files(tmp_path: Path, content: str | None):
     path = tmp_path / "old.json"
     if content is not None:
         path.write_text(content)
@@ -86,18 +86,17 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str | None):
         read_report(path)
 
 
-def test_slower_is_beyond_the_noise_of_both():
+def test_slower_ignores_differences_within_noise():
     assert slower(report(1.04), report(1.05)) == []
     assert len(slower(report(1.04), report(1.06))) == 2
-    found = slower(report(1.04), report(1.20))
-    assert found == [
+    assert slower(report(1.04), report(1.20)) == [
         "slower: training step: cct_7_3x1, batch of 16: HTM: 1284 -> 1481 ms",
         "slower: training step: cct_7_3x1, batch of 16: HTM: 1.04 -> 1.2 times the first row",
     ]
     assert slower(report(1.20), report(1.04)) == []
 
 
-def test_machines_are_not_compared_with_one_another():
+def test_check_machine_refuses_other_machines():
     other = {**report(1), "machine": {**MACHINE, "threads": 1}}
     with pytest.raises(UserError, match="old: measured with threads 1, this is 2"):
         check_machine(other, MACHINE, "old")
@@ -107,12 +106,12 @@ def test_machines_are_not_compared_with_one_another():
     check_machine(report(1), newer, "old", except_for=("versions",))
 
 
-def test_runs_without_a_common_figure_are_not_compared():
+def test_slower_refuses_runs_without_common_figures():
     with pytest.raises(UserError, match="compare: the earlier run has none of what was measured"):
         slower({"machine": MACHINE, "sections": {}}, report(1))
 
 
-def test_tables_show_every_row_with_the_noise_beside_and_the_goals():
+def test_markdown_shows_rows_with_noise_and_goals():
     lines = markdown(report(1.043)).splitlines()
     assert "| plain, again | 1,234 (1,222 to 1,247) | 1.002 (0.9920 to 1.012) |  |" in lines
     assert any(line.startswith("| HTM | 1,288 ") and line.endswith("| 12.35 |") for line in lines)
@@ -121,27 +120,27 @@ def test_tables_show_every_row_with_the_noise_beside_and_the_goals():
     assert "40 rounds, load average 0.5 before and 2.2 after, revision 0123456789ab." in lines
 
 
-def test_a_missed_goal_is_called_so():
+def test_markdown_shows_missed_goals():
     (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
-    found = figure_of(goal, report(1.06))
-    assert found is not None and found.value == 1.06
+    figure = figure_of(goal, report(1.06))
+    assert figure is not None and figure.value == 1.06
     assert "| <= 1.05 | 1.060 | 1.055 to 1.065 | missed |" in markdown(report(1.06))
 
 
-def test_a_verdict_tells_whether_noise_could_turn_it():
+def test_verdict_states_whether_noise_could_change_it():
     (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
     assert verdict(goal, Figure(1.05, (1.05, 1.05))) == verdict(goal, Figure(1.05)) == "met"
     assert verdict(goal, Figure(1.04, (1.03, 1.06))) == "met, within noise"
     assert verdict(goal, Figure(1.06, (1.04, 1.07))) == "missed, within noise"
 
 
-def test_an_uncommitted_change_is_shown_beside_the_revision():
-    whole = report(1)
-    whole["sections"]["steps"][0]["measured"]["git_revision"] += "-dirty"
-    assert "revision 0123456789ab-dirty." in markdown(whole)
+def test_markdown_marks_a_dirty_revision():
+    dirty = report(1)
+    dirty["sections"]["steps"][0]["measured"]["git_revision"] += "-dirty"
+    assert "revision 0123456789ab-dirty." in markdown(dirty)
 
 
-def test_tables_replace_what_stands_between_the_marks(tmp_path: Path):
+def test_put_on_page_replaces_the_text_between_marks(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nend\n")
     put_on_page(page, "new\n", "tables")
@@ -150,7 +149,7 @@ def test_tables_replace_what_stands_between_the_marks(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [None, "no marks", f"{END} {BEGIN}"])
-def test_a_page_without_marks_is_refused(tmp_path: Path, content: str | None):
+def test_check_page_refuses_a_page_without_marks(tmp_path: Path, content: str | None):
     page = tmp_path / "page.md"
     if content is not None:
         page.write_text(content)

@@ -1,4 +1,4 @@
-"""What the benchmark times is what the trainer does."""
+"""The benchmark times the steps of the trainer itself."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("model", TRAINED_AS)
-def test_variants_are_the_recipe_with_and_without(model: str):
+def test_variant_configs_differ_in_their_stacks(model: str):
     configs = variant_configs(model, "float32")
     for name, stack in VARIANTS.items():
         assert configs[name].augmentation.stack == stack
@@ -31,7 +31,7 @@ def test_variants_are_the_recipe_with_and_without(model: str):
 
 
 @pytest.mark.parametrize(
-    ("model", "told", "conditioned"),
+    ("model", "overrides", "expected"),
     [
         ("cct_2_3x2", [], "attn_drop 0.0, drop_path 0.1, drop 0.0, attention flash, adamw"),
         (
@@ -42,13 +42,13 @@ def test_variants_are_the_recipe_with_and_without(model: str):
         ("vit_base_patch16_224", [], "pos_drop_rate 0.0"),
     ],
 )
-def test_conditions_state_dropout_and_attention(model: str, told: list[str], conditioned: str):
-    config = step_config(model, [], "bf16", *told)
+def test_conditions_state_dropout_and_attention(model: str, overrides: list[str], expected: str):
+    config = step_config(model, [], "bf16", *overrides)
     text = conditions(config, sharp_trainer(config, CPU).module.model, CPU)
-    assert text.startswith("bf16, ") and conditioned in text
+    assert text.startswith("bf16, ") and expected in text
 
 
-def test_a_step_trains_and_steps_mix_every_sample():
+def test_step_of_trains_and_mixes_every_sample():
     plain = sharp_trainer(step_config("cct_2_3x2", [], "float32"), CPU)
     mixing = sharp_trainer(step_config("cct_2_3x2", ["htm"], "float32"), CPU, plain.module.model)
     before = plain.module.model.head.weight.clone()
@@ -62,7 +62,7 @@ def test_a_step_trains_and_steps_mix_every_sample():
     assert (plain.step, mixing.step) == (1, 1)
 
 
-def test_compiled_variants_leave_the_shared_model_alone():
+def test_compiled_variants_leave_the_shared_model_uncompiled():
     configs = variant_configs("cct_2_3x2", "float32", compiled=True)
     assert {name for name, config in configs.items() if config.compile} == {
         "plain, compiled",
@@ -73,13 +73,13 @@ def test_compiled_variants_leave_the_shared_model_alone():
     assert "forward" in vars(compiled.blocks[0]) and "forward" not in vars(shared.blocks[0])
 
 
-def test_the_trainer_of_a_benchmark_writes_nothing(tmp_path, monkeypatch):
+def test_step_of_writes_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     step_of(sharp_trainer(step_config("cct_2_3x2", ["vtm"], "float32"), CPU), 2)()
     assert not list(tmp_path.iterdir())
 
 
-def test_the_parts_of_htm_are_those_of_its_whole():
+def test_htm_parts_run_one_by_one():
     config = detector_configs(Settings(scale="smoke"))["attention"]
     parts = htm_parts(config, 3, CPU, "float32")
     for work in parts.values():
@@ -87,17 +87,17 @@ def test_the_parts_of_htm_are_those_of_its_whole():
     assert next(iter(parts)) == "all three" and len(parts) == 7
 
 
-def test_exponent_is_that_of_a_power_law():
+def test_exponent_fits_a_power_law():
     assert exponent([1, 2, 4], [3, 12, 48]) == 2
     assert exponent([32, 64, 1024], [5, 5, 5]) == 0
 
 
-def test_sizes_are_models_with_their_batches():
+def test_sizes_of_parses_model_and_batch():
     assert sizes_of(["cct_7_3x1:128"]) == (("cct_7_3x1", 128),)
     assert {model for model, _ in (*ON_CPU.steps, *ON_GPU.steps)} == set(TRAINED_AS)
 
 
 @pytest.mark.parametrize("size", ["resnet18:4", "cct_7_3x1", "cct_7_3x1:1", "cct_7_3x1:x"])
-def test_other_sizes_are_refused(size: str):
+def test_sizes_of_refuses_invalid_sizes(size: str):
     with pytest.raises(UserError, match=f"sizes={size}: "):
         sizes_of([size])

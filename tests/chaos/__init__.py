@@ -1,1 +1,1 @@
-"""Harm that is done on purpose, and what becomes of it: `python -m tests.chaos`."""
+"""Fault injection: `python -m tests.chaos`."""

@@ -40,12 +40,14 @@ PARTS: Mapping[str, Part] = {
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="chaos", description=__doc__, usage=argparse.SUPPRESS)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    options.add_argument("--kills", type=positive, default=50, help="of whole runs")
-    options.add_argument("--rank-kills", type=positive, default=10, help="of one of two ranks")
-    options.add_argument("--minutes", type=positive, default=40, help="after which no more kills")
-    options.add_argument("--seed", type=int, default=0, help="of the moments")
-    options.add_argument("--page", metavar="FILE.md", help="put the tables on this page as well")
-    options.add_argument("--outputs", default="outputs", help="folder of all runs")
+    options.add_argument("--kills", type=positive, default=50, help="kills of whole runs")
+    options.add_argument(
+        "--rank-kills", type=positive, default=10, help="kills of one of two ranks"
+    )
+    options.add_argument("--minutes", type=positive, default=40, help="time limit for kills")
+    options.add_argument("--seed", type=int, default=0, help="seed of the random moments")
+    options.add_argument("--page", metavar="FILE.md", help="page to put the tables on")
+    options.add_argument("--outputs", default="outputs", help="folder of all outputs")
     return options
 
 
@@ -56,7 +58,7 @@ def main() -> None:
 
 
 def run_chaos(args: argparse.Namespace) -> list[Outcome]:
-    """What came of each part; UserError before anything begins."""
+    """Returns the outcome of each part; raises UserError before the first one starts."""
     folder = Path(args.outputs, "chaos").absolute()
     check_writable(folder / "chaos.json", f"outputs={args.outputs}")
     if args.page is not None:
@@ -68,11 +70,11 @@ def run_chaos(args: argparse.Namespace) -> list[Outcome]:
         place.clear()
         try:
             outcome = PARTS[name](place, args, moments)
-        except (UserError, TimeoutError, subprocess.TimeoutExpired) as error:  # the others go on
+        except (UserError, TimeoutError, subprocess.TimeoutExpired) as error:
             outcome = Outcome(name, {}, [first_line(error)])
         outcome.seconds = round(time.perf_counter() - start, 1)
         outcomes.append(outcome)
-        print(line(outcome), *outcome.differences, sep="\n  ", flush=True)
+        print(summary_line(outcome), *outcome.differences, sep="\n  ", flush=True)
         write_outcomes(folder, outcomes, hardware_name("cpu"))
     if args.page is not None:
         put_on_page(Path(args.page), (folder / "chaos.md").read_text(), MARK)
@@ -80,9 +82,9 @@ def run_chaos(args: argparse.Namespace) -> list[Outcome]:
 
 
 def write_outcomes(folder: Path, outcomes: Sequence[Outcome], machine: str) -> None:
-    """Writes chaos.json and chaos.md: a table of all parts, and one for each that has rows."""
-    found = {"machine": machine, "parts": [dataclasses.asdict(outcome) for outcome in outcomes]}
-    write_text(folder / "chaos.json", json.dumps(found, indent=2) + "\n")
+    """Writes chaos.json and chaos.md: a table of all parts, and one for each part with rows."""
+    content = {"machine": machine, "parts": [dataclasses.asdict(outcome) for outcome in outcomes]}
+    write_text(folder / "chaos.json", json.dumps(content, indent=2) + "\n")
     summary = [
         {
             "part": outcome.part,
@@ -93,12 +95,12 @@ def write_outcomes(folder: Path, outcomes: Sequence[Outcome], machine: str) -> N
         for outcome in outcomes
     ]
     parts = [f"{machine}.", _table(summary)]
-    parts += [f"{one.part}:\n\n{_table(one.rows)}" for one in outcomes if one.rows]
+    parts += [f"{outcome.part}:\n\n{_table(outcome.rows)}" for outcome in outcomes if outcome.rows]
     write_text(folder / "chaos.md", "\n\n".join(parts) + "\n")
 
 
-def line(outcome: Outcome) -> str:
-    """One line for a terminal."""
+def summary_line(outcome: Outcome) -> str:
+    """Summarises an outcome in one line for the terminal."""
     return (
         f"{outcome.part}: {_counts(outcome)}; {len(outcome.differences)} differences; "
         f"{outcome.seconds:.0f} s"

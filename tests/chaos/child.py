@@ -1,4 +1,4 @@
-"""train.py without its pictures, which notes what it does: child FILE [train.py's arguments]."""
+"""Runs train.py without figures and records its progress: child FILE [train.py arguments]."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ from reproduction.training.loop import Trainer
 
 TRAIN = CONF_DIR.parent / "train.py"
 PHASES = ("start-up", "loading", "step", "log line", "evaluation", "checkpoint", "report")
-PHASE_OF = {  # a method of Trainer
+PHASE_OF = {  # method of Trainer -> phase
     "_begin_epoch": "loading",
     "_flush": "log line",
     "_end_epoch": "evaluation",
@@ -26,7 +26,7 @@ LAYOUT = struct.Struct("<IIB")
 
 
 class Note(NamedTuple):
-    """`step`: the last whole one, of this process or of one before it."""
+    """`step` is the last completed one, of this process or an earlier one."""
 
     step: int
     process: int
@@ -34,7 +34,7 @@ class Note(NamedTuple):
 
 
 class Notes:
-    """Written by one process and read by another through memory that they share."""
+    """The progress of a process, written to shared memory and read by another process."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,13 +48,13 @@ class Notes:
         return Note(step, process, PHASES[phase])
 
     def write(self, step: int | None = None, phase: str = "start-up") -> None:
-        """Keeps the step if none is given."""
+        """Keeps the recorded step if `step` is None."""
         step = self.read().step if step is None else step
         LAYOUT.pack_into(self.memory, 0, step, os.getpid(), PHASES.index(phase))
 
 
 def notes_of(path: Path, rank: int = 0) -> Notes:
-    """The notes of one rank."""
+    """Returns the notes of one rank."""
     return Notes(path.with_name(f"{path.name}.{rank}"))
 
 
@@ -65,14 +65,14 @@ def main() -> None:
         setattr(Trainer, name, _noting(notes, phase, getattr(Trainer, name)))
     setattr(Trainer, "train_step", _counting(notes, Trainer.train_step))
     setattr(report, "write_report", _noting(notes, "report", report.write_report))
-    setattr(report, "_draw", lambda folder: {})  # which takes longer than such a run
+    setattr(report, "_draw", lambda folder: {})  # drawing takes longer than these runs
     sys.argv = [str(TRAIN), *sys.argv[2:]]
     runpy.run_path(str(TRAIN), run_name="__main__")
 
 
 def _noting(notes: Notes, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = notes.read().phase
         notes.write(phase=phase)
         try:
@@ -80,18 +80,18 @@ def _noting(notes: Notes, phase: str, function: Callable[..., Any]) -> Callable[
         finally:
             notes.write(phase=before)
 
-    return noted
+    return wrapper
 
 
 def _counting(notes: Notes, step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
-    def counted(self: Trainer, *args: Any) -> Any:
+    def wrapper(self: Trainer, *args: Any) -> Any:
         notes.write(phase="step")
         parts = step(self, *args)
         notes.write(self.step + 1, phase="loading")
         return parts
 
-    return counted
+    return wrapper
 
 
 if __name__ == "__main__":

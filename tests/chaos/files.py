@@ -1,9 +1,10 @@
-"""Damaged and malicious files of weights: all are refused in one line or read as what they were."""
+"""Damaged and malicious weight files: each is refused in one line or read with equal content."""
 
 import argparse
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,17 +28,17 @@ Bytes = Callable[[bytes, random.Random], bytes]
 
 
 class Original(NamedTuple):
-    """A whole file, the place where it is read from, and how."""
+    """An intact file, the path it is read from, and its reader."""
 
     name: str
     data: bytes
     place: Path
-    read: Callable[[], Any]  # what can be compared
+    read: Callable[[], Any]  # returns comparable content
 
 
 def harm_files(root: Path, seed: int) -> Outcome:
-    """Reads damaged copies of our own files, and damaged and malicious ones of others."""
-    found: list[str] = []
+    """Reads damaged copies of our own files, and damaged and malicious foreign files."""
+    failures: list[str] = []
     counts: dict[str, object] = {}
     try:
         own = harm_own(own_files(root / "run"), other_files(root / "others"), OWN, seed)
@@ -45,24 +46,25 @@ def harm_files(root: Path, seed: int) -> Outcome:
         foreign = harm_foreign(foreign_files(root / "foreign"), root, FOREIGN, seed)
         counts |= _summed("foreign", foreign)
     except AssertionError as error:
-        found.append(str(error))
-    return Outcome("damaged files", counts, found)
+        failures.append(str(error))
+    return Outcome("damaged files", counts, failures)
 
 
-def _summed(whose: str, found: Counter[str]) -> dict[str, object]:
-    """How many came to each end, over all kinds of harm."""
+def _summed(origin: str, counts: Counter[str]) -> dict[str, object]:
+    """Sums the counts of each result over all kinds of harm."""
     sums: Counter[str] = Counter()
-    for told, count in found.items():
-        sums[f"{whose} {told.rpartition(': ')[2]}"] += count
+    for case, count in counts.items():
+        sums[f"{origin} {case.rpartition(': ')[2]}"] += count
     return dict(sums)
 
 
 def harm_own(originals: list[Original], others: list[bytes], count: int, seed: int) -> Counter[str]:
-    """Reads `count` damaged copies of our own files; counts what came of each kind of harm.
+    """Reads `count` damaged copies of our own files and counts the results of each kind of harm.
 
-    `others` are whole files in their places. AssertionError if one is read as something else.
+    `others` are intact files put in their place. Raises AssertionError if a damaged file is read
+    with other content.
     """
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     contents = [original.read() for original in originals]
     harms = (*HARMS, lambda data, rng: rng.choice(others))
     names = (*(harm.__name__ for harm in HARMS), "another file")
@@ -71,31 +73,29 @@ def harm_own(originals: list[Original], others: list[bytes], count: int, seed: i
         original = originals[which]
         harmed = harms[turn](original.data, random.Random(f"{seed}-{number}"))
         outcome, content = _outcome(original, harmed)
-        told = f"{original.name}, {names[turn]}"
+        case = f"{original.name}, {names[turn]}"
         if outcome == "read":
-            assert content == contents[which], f"{told}, seed {seed}-{number}: read as another"
-        found[f"{told}: {'equal' if outcome == 'read' else outcome}"] += 1
-    return found
+            assert content == contents[which], f"{case}, seed {seed}-{number}: read as another"
+        results[f"{case}: {'equal' if outcome == 'read' else outcome}"] += 1
+    return results
 
 
 def harm_foreign(originals: list[Original], folder: Path, count: int, seed: int) -> Counter[str]:
-    """Reads every malicious file, then damaged copies of others' files, `count` in all.
+    """Reads every malicious file, then damaged copies of foreign files, `count` in all.
 
-    AssertionError if one executes anything, which would leave a file in `folder`.
+    Raises AssertionError if one executes code, which would leave a file in `folder`.
     """
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     executed = folder / "executed"
-    for number, (told, original, data) in enumerate(_foreign(originals, executed, seed)):
-        if number == count:
-            break
+    for case, original, data in islice(_foreign(originals, executed, seed), count):
         outcome, _ = _outcome(original, data)
-        assert not executed.exists(), f"{told}: was executed"
-        found[f"{told}: {outcome}"] += 1
-    return found
+        assert not executed.exists(), f"{case}: was executed"
+        results[f"{case}: {outcome}"] += 1
+    return results
 
 
 def _outcome(original: Original, data: bytes) -> tuple[str, Any]:
-    """(`read` or `refused`, what was read); any error but a UserError of one line is raised."""
+    """Returns (`read` or `refused`, content); raises any error but a one-line UserError."""
     original.place.write_bytes(data)
     try:
         return "read", original.read()
@@ -107,8 +107,9 @@ def _outcome(original: Original, data: bytes) -> tuple[str, Any]:
 def _foreign(
     originals: list[Original], executed: Path, seed: int
 ) -> Iterator[tuple[str, Original, bytes]]:
-    for told, data in malicious_files(executed):
-        yield told, originals[0], data
+    """Yields (case, original, data) without end, malicious files first."""
+    for case, data in malicious_files(executed):
+        yield case, originals[0], data
     number = 0
     while True:
         for original in originals:
@@ -119,7 +120,7 @@ def _foreign(
 
 
 def own_files(folder: Path) -> list[Original]:
-    """A checkpoint of a run, and its best weights."""
+    """Writes a checkpoint of a run and its best weights."""
     run = RunFolder(folder)
     run.last_path.parent.mkdir(parents=True)
     save_last(run.last_path, _state(_model()))
@@ -144,7 +145,7 @@ def own_files(folder: Path) -> list[Original]:
 
 
 def other_files(folder: Path) -> list[bytes]:
-    """Whole files that do not belong where ours are: of another model, and of other kinds."""
+    """Returns intact files that do not belong in our places: other models and other formats."""
     folder.mkdir()
     save_last(folder / "state", _state(nn.Linear(4, 2)))
     save_plain(folder / "model", nn.Linear(4, 2).state_dict(), CLASSES)
@@ -155,7 +156,7 @@ def other_files(folder: Path) -> list[bytes]:
 
 
 def foreign_files(folder: Path) -> list[Original]:
-    """As other programs write them."""
+    """Writes weight files in the formats of other programs."""
     folder.mkdir()
     state = _model().state_dict()
     script = {"state_dict": state, "epoch": 3, "args": argparse.Namespace(lr=0.1)}
@@ -183,7 +184,7 @@ def _model() -> nn.Module:
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """A training state after a step."""
+    """Returns a training state after one step."""
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -197,7 +198,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 def _comparable(content: Any) -> Any:
-    """The same with tensors as text, in which NaN equals itself."""
+    """Returns the content with tensors as text, in which NaN equals itself."""
     if isinstance(content, Tensor):
         return str(content.dtype), str(content.tolist())
     if isinstance(content, dict):
@@ -232,7 +233,7 @@ def zeroed(data: bytes, rng: random.Random) -> bytes:
 
 
 def swapped(data: bytes, rng: random.Random) -> bytes:
-    """Two blocks that do not overlap change places."""
+    """Swaps two blocks that do not overlap."""
     size = rng.randint(1, max(1, len(data) // 4))
     first = rng.randrange(len(data) - 2 * size + 1)
     second = rng.randrange(first + size, len(data) - size + 1)
@@ -250,7 +251,7 @@ def twice(data: bytes, rng: random.Random) -> bytes:
 
 
 def long_header(data: bytes, rng: random.Random) -> bytes:
-    """As safetensors tell it, in their first eight bytes."""
+    """Claims a long header in the first eight bytes, as safetensors do."""
     return (1 << rng.randrange(20, 64)).to_bytes(8, "little") + data[8:]
 
 

@@ -1,4 +1,4 @@
-"""A run's folder: on a disk that is full, and wanted by several processes at the same time."""
+"""Run folders on a full disk, and under contention between processes."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ from reproduction.system.errors import RunLocked, UserError
 from tests.chaos.runs import PATIENCE, Outcome, Place, differences, last_state, wait_for_step
 
 FULL_AFTER = 20  # steps
-PATIENCES = (0.5, 0.0)  # of the processes, in turn: to come one after the other, or be refused
+PATIENCES = (0.5, 0.0)  # alternating between processes: wait for the lock, or be refused
 
 
 class Disk(Protocol):
@@ -32,7 +32,7 @@ class Disk(Protocol):
 
 
 class SmallDisk:
-    """A file system in memory, filled up by a file."""
+    """An in-memory file system, filled by one file."""
 
     name = "tmpfs of 4 MiB"
 
@@ -49,9 +49,9 @@ class SmallDisk:
 
 
 class FileLimit:
-    """Where nothing can be mounted: the system lets the process write no file beyond 64 KiB.
+    """A file size limit of 64 KiB, for systems where mounting is not permitted.
 
-    Its checkpoints are larger, its lines and what it says are not.
+    Checkpoints are larger than that, metrics and messages are not.
     """
 
     name = "limit of file sizes"
@@ -60,12 +60,12 @@ class FileLimit:
         resource.prlimit(process, resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
 
     def free(self) -> None:
-        """The next process has no limit."""
+        """Does nothing: the limit ends with the process."""
 
 
 @contextmanager
 def small_disk(root: Path) -> Iterator[Disk]:
-    """A disk at `root`, or its stand-in where mounting is not permitted."""
+    """Mounts a small disk at `root`, or yields its stand-in if mounting is not permitted."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(root)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
@@ -79,29 +79,31 @@ def small_disk(root: Path) -> Iterator[Disk]:
 
 
 def fill_disk(place: Place) -> Outcome:
-    """Fills the disk under a run, looks at what is left, frees it and lets the run go on."""
+    """Fills the disk under a run, checks the folder, frees the disk and resumes the run."""
     args, name = ("checkpoint.every_steps=3", "recipe.epochs=6"), "full"
-    whole = replace(place, root=place.root.with_name("disk-whole"))
-    whole.clear()
-    found = whole.finish("whole", *args)
+    undisturbed = replace(place, root=place.root.with_name("disk-whole"))
+    undisturbed.clear()
+    failures = undisturbed.finish("whole", *args)
     with small_disk(place.root) as disk:
         with place.started(name, *args) as process:
             wait_for_step(process, place.notes(name), FULL_AFTER, "loading")
             disk.fill(process.pid)
             status = process.wait(PATIENCE)
-        said = place.errors(name).splitlines()
-        found += _left(place, name, status, said)
+        errors = place.errors(name).splitlines()
+        failures += _check_left(place, name, status, errors)
         disk.free()
-        found += place.finish(name, *args) or differences(place.folder(name), whole.folder("whole"))
-    line = said[-1].replace(str(place.root), "...") if said else "nothing"
+        failures += place.finish(name, *args) or differences(
+            place.folder(name), undisturbed.folder("whole")
+        )
+    line = errors[-1].replace(str(place.root), "...") if errors else "nothing"
     counts = {"runs": 1, "disk": disk.name, "said": line}
-    return Outcome("full disk", counts, found)
+    return Outcome("full disk", counts, failures)
 
 
-def _left(place: Place, name: str, status: int, said: list[str]) -> Iterator[str]:
-    """What a full disk must leave: status 1, one line and a checkpoint that loads."""
-    if status != 1 or len(said) != 1:
-        yield f"full disk: status {status}, {len(said)} lines: {said[-1:]}"
+def _check_left(place: Place, name: str, status: int, errors: list[str]) -> Iterator[str]:
+    """Yields violations: a full disk must leave status 1, one line and a loadable checkpoint."""
+    if status != 1 or len(errors) != 1:
+        yield f"full disk: status {status}, {len(errors)} lines: {errors[-1:]}"
     try:
         last_state(place.folder(name))
     except UserError as error:
@@ -109,36 +111,36 @@ def _left(place: Place, name: str, status: int, said: list[str]) -> Iterator[str
 
 
 def contend(root: Path, processes: int, rounds: int) -> Outcome:
-    """All start in the same moment, again and again; at most one may be in the folder."""
+    """Starts all processes at the same moment, repeatedly; at most one may hold the folder."""
     root.mkdir(parents=True, exist_ok=True)
     context = get_context("fork")
-    barrier, told = context.Barrier(processes), context.SimpleQueue()
+    barrier, results = context.Barrier(processes), context.SimpleQueue()
     workers = [
-        context.Process(target=_want, args=(root, number, rounds, barrier, told))
+        context.Process(target=_acquire, args=(root, number, rounds, barrier, results))
         for number in range(processes)
     ]
     for worker in workers:
         worker.start()
     rows: list[dict[str, int]] = []
     while len(rows) < processes and any(worker.is_alive() for worker in workers):
-        if told.empty():
+        if results.empty():
             time.sleep(0.05)
         else:
-            rows.append(told.get())
+            rows.append(results.get())
     for worker in workers:
         worker.join()
-    while not told.empty():
-        rows.append(told.get())
+    while not results.empty():
+        rows.append(results.get())
     statuses = [worker.exitcode for worker in workers]
     total = {key: sum(row[key] for row in rows) for key in ("held", "refused", "together")}
-    found = [f"{total['together']} times two at once"] if total["together"] else []
-    found += [f"{processes - len(rows)} processes told nothing"] if len(rows) < processes else []
-    found += [f"processes ended with status {statuses}"] if any(statuses) else []
-    return Outcome("lock", {"starts": processes * rounds, **total}, found)
+    failures = [f"{total['together']} times two at once"] if total["together"] else []
+    failures += [f"{processes - len(rows)} processes are silent"] if len(rows) < processes else []
+    failures += [f"processes ended with status {statuses}"] if any(statuses) else []
+    return Outcome("lock", {"starts": processes * rounds, **total}, failures)
 
 
-def _want(root: Path, number: int, rounds: int, barrier: Barrier, told: Any) -> None:
-    """Holds the folder for a moment; every second time a run begins there, else nothing is left."""
+def _acquire(root: Path, number: int, rounds: int, barrier: Barrier, results: Any) -> None:
+    """Holds the folder for a moment per round; leaves the beginning of a run every second time."""
     rng = np.random.default_rng(number)
     locking.PATIENCE = PATIENCES[number % len(PATIENCES)]
     counts = {"held": 0, "refused": 0, "together": 0}
@@ -155,11 +157,11 @@ def _want(root: Path, number: int, rounds: int, barrier: Barrier, told: Any) -> 
                     folder.config_path.touch()
         except RunLocked:
             counts["refused"] += 1
-    told.put(counts)
+    results.put(counts)
 
 
 def _meets_another(root: Path, seconds: float) -> bool:
-    """Whether another process is in the folder within these seconds."""
+    """Returns whether another process enters the folder within `seconds`."""
     inside = root / "inside"
     try:
         os.close(os.open(inside, os.O_CREAT | os.O_EXCL))

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, for a whole run or for one of its ranks."""
+"""SIGKILL at random moments, for all processes of a run or for one rank."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ import numpy as np
 from tests.chaos.child import Notes
 from tests.chaos.runs import Outcome, Place, differences, kill_group, wait_for_step
 
-# phase in which a kill is to come -> seconds within which it does
+# phase of a kill -> seconds within which it happens
 SPANS = {"loading": 0.02, "step": 0.05, "log line": 0.002, "evaluation": 0.3, "checkpoint": 0.02}
-LEAD = 6  # new steps at most before a kill
+LEAD = 6  # maximum number of new steps before a kill
 KILLS_OF_A_RUN = 10
 VARIANTS = (
     (),
@@ -30,7 +30,7 @@ Kill = dict[str, Any]
 
 @dataclass(frozen=True)
 class Moments:
-    """Random moments of a run; none comes any more after `deadline`, by time.monotonic()."""
+    """Random moments of a run until `deadline`, by time.monotonic()."""
 
     rng: np.random.Generator
     deadline: float
@@ -39,34 +39,34 @@ class Moments:
         return time.monotonic() > self.deadline
 
     def wait(self, process: subprocess.Popen[bytes], notes: Notes, reached: int) -> bool:
-        """Waits for one beyond the step that was reached; False if the run ends before."""
+        """Waits for a moment after step `reached`; returns False if the run ends first."""
         phase = str(self.rng.choice(list(SPANS)))
         step = reached + int(self.rng.integers(1, LEAD + 1))
-        comes = wait_for_step(process, notes, step, phase)
+        arrived = wait_for_step(process, notes, step, phase)
         time.sleep(self.rng.uniform(0, SPANS[phase]))
-        return comes and process.poll() is None
+        return arrived and process.poll() is None
 
 
 def kill_runs(place: Place, kills: int, moments: Moments) -> Outcome:
-    """Kills all processes of runs, each after a step that no process before has come to."""
+    """Kills all processes of runs, each time after a step that no earlier process reached."""
     done: list[Kill] = []
-    found: list[str] = []
+    failures: list[str] = []
     runs = 0
-    while len(done) < kills and not found and not moments.are_over():
+    while len(done) < kills and not failures and not moments.are_over():
         variant = VARIANTS[runs % len(VARIANTS)]
         args = ("checkpoint.every_steps=3", "dataset.workers=2", f"seed={runs}", *variant)
         most = min(KILLS_OF_A_RUN, kills - len(done))
         done += _killed(place, f"killed-{runs}", args, most, moments)
-        found += _compared(place, f"killed-{runs}", f"whole-{runs}", args)
+        failures += _compared(place, f"killed-{runs}", f"whole-{runs}", args)
         runs += 1
     counts = {"kills": len(done), "asked": kills, "runs": runs}
-    return Outcome("SIGKILL of the whole run", counts, found, _by_phase(done))
+    return Outcome("SIGKILL of the whole run", counts, failures, _by_phase(done))
 
 
 def _killed(
     place: Place, name: str, args: Sequence[str], most: int, moments: Moments
 ) -> Iterator[Kill]:
-    """Starts and kills a run until it has been killed often enough, or has come to its end."""
+    """Starts and kills a run up to `most` times, or until it finishes."""
     reached = 0
     for _ in range(most):
         if moments.are_over():
@@ -82,7 +82,7 @@ def _killed(
 
 
 def kill_ranks(place: Place, kills: int, moments: Moments) -> Outcome:
-    """Kills single ranks of a run that torchrun starts again."""
+    """Kills single ranks of a run that torchrun restarts."""
     args = ("checkpoint.every_steps=3", "dataset.workers=1", "recipe.epochs=16")
     done: list[Kill] = []
     launcher = (*TORCHRUN, f"--max-restarts={kills}")
@@ -96,26 +96,26 @@ def kill_ranks(place: Place, kills: int, moments: Moments) -> Outcome:
             os.kill(note.process, signal.SIGKILL)
             reached = first.read().step
             done.append({"phase": note.phase, "step": note.step, "rank": rank})
-        ended = process.wait(600)
-    found = _compared(place, "ranks", "ranks-whole", args, launcher=TORCHRUN)
+        status = process.wait(600)
+    failures = _compared(place, "ranks", "ranks-whole", args, launcher=TORCHRUN)
     counts = {"kills": len(done), "asked": kills, "of rank 0": sum(not k["rank"] for k in done)}
-    found += [f"torchrun ended with status {ended}"] if ended else []
-    return Outcome("SIGKILL of one of two ranks", counts, found, _by_phase(done))
+    failures += [f"torchrun ended with status {status}"] if status else []
+    return Outcome("SIGKILL of one of two ranks", counts, failures, _by_phase(done))
 
 
 def _compared(
-    place: Place, name: str, whole: str, args: Sequence[str], launcher: tuple[str, ...] = ()
+    place: Place, name: str, undisturbed: str, args: Sequence[str], launcher: tuple[str, ...] = ()
 ) -> list[str]:
-    """Takes a run to its end, and says how it differs from one that nobody disturbed."""
+    """Finishes a run and returns its differences from an undisturbed one."""
     return (
         place.finish(name, *args, launcher=launcher)
-        or place.finish(whole, *args, launcher=launcher)
-        or differences(place.folder(name), place.folder(whole))
+        or place.finish(undisturbed, *args, launcher=launcher)
+        or differences(place.folder(name), place.folder(undisturbed))
     )
 
 
 def _by_phase(kills: Sequence[Kill]) -> list[dict[str, Any]]:
-    """How many kills came in each phase."""
+    """Counts the kills of each phase."""
     phases = dict.fromkeys((*SPANS, *(kill["phase"] for kill in kills)))
     return [
         {"phase": phase, "kills": sum(kill["phase"] == phase for kill in kills)} for phase in phases

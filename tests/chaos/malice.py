@@ -1,4 +1,4 @@
-"""Files that would execute code, or fill the memory, where a careless program reads them."""
+"""Files that execute code or exhaust memory in a careless reader."""
 
 import io
 import json
@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-BIG = 2**40  # what a file claims to hold
+BIG = 2**40  # number of elements that a file claims to hold
 
 
 class Call:
-    """Calls a function when it is unpickled, if one lets it."""
+    """Calls a function when unpickled without restrictions."""
 
     def __init__(self, function: Any, *args: Any):
-        self.told = function, args
+        self.call = function, args
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.told
+        return self.call
 
 
 def malicious_files(executed: Path) -> Iterator[tuple[str, bytes]]:
-    """(kind, content); code that runs would make the folder or file `executed`."""
+    """Yields (kind, content); executed code would create the folder or file `executed`."""
     for name, pickled in _pickles(str(executed)):
         yield f"{name}, pickle", pickled
         yield f"{name}, torch zip", _torch_zip(pickled)
@@ -39,7 +39,7 @@ def malicious_files(executed: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _pickles(target: str) -> Iterator[tuple[str, bytes]]:
-    """By each opcode that can reach a function."""
+    """Yields a pickle for each opcode that can call a function."""
     line = f"mkdir {target}"
     code = f"__import__('os').mkdir({target!r})"
     yield "os.system by REDUCE", pickle.dumps(Call(os.system, line), 2)
@@ -71,7 +71,7 @@ def _torch_zip(pickled: bytes) -> bytes:
 
 
 def _torch_legacy(pickled: bytes) -> bytes:
-    """What torch.save wrote before it wrote zip archives: some pickles one after the other."""
+    """The format of torch.save before zip archives: a sequence of pickles."""
     system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
     head = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, system)
     return b"".join(pickle.dumps(part, 2) for part in head) + pickled + pickle.dumps([], 2)
@@ -100,7 +100,7 @@ def _object_npz(pickled: bytes) -> bytes:
 
 
 def _bombs() -> Iterator[tuple[str, bytes]]:
-    """Small files that claim to be large, or that are when they are unpacked."""
+    """Yields small files that claim to be large, or unpack to a large size."""
     yield "huge array, npz", _zip_of("cls.npy", _npy_header((BIG,), "<f4") + b"1234")
     zeros = bytes(2**24)
     shape = (len(zeros) // 4,)
@@ -122,7 +122,7 @@ def _bombs() -> Iterator[tuple[str, bytes]]:
 
 
 def _headers() -> Iterator[tuple[str, bytes]]:
-    """Of safetensors."""
+    """Yields safetensors files with bad headers."""
 
     def written(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
         text = json.dumps(header).encode()

@@ -1,4 +1,4 @@
-"""Runs of seconds, as processes that can be killed, and in what two of them differ."""
+"""Short runs in processes that can be killed, and the comparison of two runs."""
 
 import os
 import shutil
@@ -25,15 +25,15 @@ SMALL = (
     *("model.embed_dim=16", "dataset.limit=80", "recipe.batch_size=10", "recipe.epochs=12"),
     *("recipe.transforms.erasing_prob=0.5", "recipe.log_every=2", "device=cpu"),
 )
-PATIENCE = 300.0  # seconds for a start and some steps on a machine that others use as well
-# What tells how fast a run was; metrics_size counts the digits of that.
+PATIENCE = 300.0  # seconds for start-up and some steps on a shared machine
+# Keys that depend on speed, directly or by the number of digits of such values (metrics_size).
 TIMES = {"seconds", "train_seconds", "eval_seconds", "metrics_size", "images_per_second"}
 RESULTS = ("top1_", "top5_", "epochs", "steps", "status", "parameters", "seed", "devices")
 
 
 @dataclass
 class Outcome:
-    """What a part has done, with `rows` for a table, and what was not as it should be."""
+    """The counts of a part, `rows` for a table, and the differences from the expected results."""
 
     part: str
     counts: Mapping[str, object]
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the runs of a part are, and apart from them what they say and what is noted of them."""
+    """The folder of a part's runs, and a separate one for their messages and notes."""
 
     root: Path
     logs: Path
@@ -67,11 +67,11 @@ class Place:
     def started(
         self, name: str, *args: str, launcher: tuple[str, ...] = ()
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A run at work in a session of its own, of which nothing is left in the end."""
-        where = (f"name={name}", f"output_root={self.root}", "resume=auto")
+        """Starts a run in its own session and kills all its processes on exit."""
+        base = (f"name={name}", f"output_root={self.root}", "resume=auto")
         notes = str(self.logs / f"{name}.notes")
         child = ("-m", "tests.chaos.child", notes)
-        command = [sys.executable, *launcher, *child, *where, *SMALL, *args]
+        command = [sys.executable, *launcher, *child, *base, *SMALL, *args]
         with (self.logs / f"{name}.err").open("w") as errors:
             process = subprocess.Popen(
                 command,
@@ -87,23 +87,23 @@ class Place:
             kill_group(process)
 
     def finish(self, name: str, *args: str, launcher: tuple[str, ...] = ()) -> list[str]:
-        """Lets a run come to its end, and says what is wrong with that."""
+        """Waits for a run to finish; returns its error, if any."""
         with self.started(name, *args, launcher=launcher) as process:
             status = process.wait(PATIENCE)
         return [f"{name}: status {status}: {self.errors(name)[-300:]}"] if status else []
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for the process and all that it has started."""
+    """Sends SIGKILL to the process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def wait_for_step(process: subprocess.Popen[bytes], notes: Notes, step: int, phase: str) -> bool:
-    """Waits until the run has done `step` and is in `phase`; False if it ends before.
+    """Waits until the run has completed `step` and is in `phase`; returns False if it ends first.
 
-    TimeoutError after PATIENCE seconds.
+    Raises TimeoutError after PATIENCE seconds.
     """
     deadline = time.monotonic() + PATIENCE
     while process.poll() is None:
@@ -111,17 +111,21 @@ def wait_for_step(process: subprocess.Popen[bytes], notes: Notes, step: int, pha
         if note.step >= step and note.phase == phase:
             return True
         if time.monotonic() > deadline:
-            raise TimeoutError(f"step {step} does not come, the run is at {note}")
+            raise TimeoutError(f"step {step} was not reached, the run is at {note}")
         time.sleep(0.0005)
     return False
 
 
 def differences(one: RunFolder, other: RunFolder) -> list[str]:
-    """What differs in checkpoint, best weights, lines and result; empty if nothing but times."""
-    return [*_of_checkpoints(one, other), *_of_metrics(one, other), *_of_results(one, other)]
+    """Returns the differences in checkpoint, best weights, metrics and results, except times."""
+    return [
+        *_compare_checkpoints(one, other),
+        *_compare_metrics(one, other),
+        *_compare_results(one, other),
+    ]
 
 
-def _of_checkpoints(one: RunFolder, other: RunFolder) -> Iterator[str]:
+def _compare_checkpoints(one: RunFolder, other: RunFolder) -> Iterator[str]:
     for name, read in (("checkpoint", last_state), ("best.safetensors", _best)):
         try:
             ours, theirs = (dict(_leaves(read(run))) for run in (one, other))
@@ -134,11 +138,11 @@ def _of_checkpoints(one: RunFolder, other: RunFolder) -> Iterator[str]:
 
 
 def last_state(run: RunFolder) -> dict[str, Any]:
-    """The newest training state; UserError if there is none that can be read."""
-    found = load_last(run, hash_of(run.read_config()))
-    if found is None:
+    """Returns the newest training state; raises UserError if none is readable."""
+    newest = load_last(run, hash_of(run.read_config()))
+    if newest is None:
         raise UserError(f"{run.path}: holds no checkpoint")
-    return found[1]
+    return newest[1]
 
 
 def _best(run: RunFolder) -> Any:
@@ -146,7 +150,7 @@ def _best(run: RunFolder) -> Any:
 
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in a training state."""
+    """Yields (dotted name, value) of every entry of a training state."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from _leaves(value, f"{name}.{key}" if name else str(key))
@@ -164,7 +168,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one.numpy(force=True).tobytes() == other.numpy(force=True).tobytes()
 
 
-def _of_metrics(one: RunFolder, other: RunFolder) -> Iterator[str]:
+def _compare_metrics(one: RunFolder, other: RunFolder) -> Iterator[str]:
     for kind, ours, theirs in zip(
         ("batches", "epochs"), one.read_metrics(), other.read_metrics(), strict=True
     ):
@@ -175,7 +179,7 @@ def _of_metrics(one: RunFolder, other: RunFolder) -> Iterator[str]:
                 yield f"{one.path.name}: line of {kind}: {mine}"
 
 
-def _of_results(one: RunFolder, other: RunFolder) -> Iterator[str]:
+def _compare_results(one: RunFolder, other: RunFolder) -> Iterator[str]:
     ours, theirs = (
         {key: value for key, value in flatten(run.read_summary()) if key.startswith(RESULTS)}
         for run in (one, other)

@@ -1,4 +1,4 @@
-"""What must not change a result: workers that load, a logger, ranks that evaluate."""
+"""Settings that must not change a result: loader workers, a logger, evaluation ranks."""
 
 import json
 import subprocess
@@ -28,18 +28,18 @@ MODEL = ("model.embed_dim=16", "device=cpu", "dataset=image_folder")
 
 
 def vary_settings(place: Place) -> Outcome:
-    """Trains one run with each of them, and compares all with the one without any."""
-    found: list[str] = []
+    """Trains one run with each setting of SAME and compares it with the default run."""
+    failures: list[str] = []
     for name, args in {"workers-0": (), **SAME}.items():
-        found += place.finish(name, "recipe.epochs=4", *args) or differences(
+        failures += place.finish(name, "recipe.epochs=4", *args) or differences(
             place.folder(name), place.folder("workers-0")
         )
-    return Outcome("0, 1, 3 workers; with and without wandb", {"runs": 1 + len(SAME)}, found)
+    return Outcome("0, 1, 3 workers; with and without wandb", {"runs": 1 + len(SAME)}, failures)
 
 
 def evaluate_in_shares(place: Place) -> Outcome:
-    """Evaluates a run of digits on noise, so that no two images are the same."""
-    found = place.finish("evaluated", "recipe.epochs=2")
+    """Evaluates a run of digits on noise images, no two of which are equal."""
+    failures = place.finish("evaluated", "recipe.epochs=2")
     checkpoint = place.folder("evaluated").best_path
     rows = []
     for images in IMAGES:
@@ -52,13 +52,13 @@ def evaluate_in_shares(place: Place) -> Outcome:
         rows += [{"images": images, "ranks": ranks, **row} for ranks, row in counted.items()]
         for ranks, row in counted.items():
             if row != counted[1]:
-                found.append(f"{images} images, {ranks} ranks: {row} for {counted[1]}")
-            found += not_once(images, ranks, args)
-    return Outcome("evaluation by 1, 2, 3 ranks", {"evaluations": len(rows)}, found, rows)
+                failures.append(f"{images} images, {ranks} ranks: {row} for {counted[1]}")
+            failures += loading_errors(images, ranks, args)
+    return Outcome("evaluation by 1, 2, 3 ranks", {"evaluations": len(rows)}, failures, rows)
 
 
 def write_images(root: Path, held_out: int) -> Path:
-    """Noise of 8 x 8 pixels in ten classes that are called as the digits are."""
+    """Writes noise of 8 x 8 pixels in ten classes named like those of the digits."""
     rng = np.random.default_rng(0)
     for split, number in (("train", 10), ("val", held_out)):
         for label in range(10):
@@ -70,11 +70,11 @@ def write_images(root: Path, held_out: int) -> Path:
 
 
 def _counted(output: Path, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
-    """How many images eval.py counts as right at first, and among five; it writes to `output`."""
+    """Returns eval.py's numbers of images right by top-1 and top-5; it writes to `output`."""
     command = [sys.executable, str(EVAL), *args, f"devices={ranks}", f"output_root={output}"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        return {"error": ended.stderr[-300:]}
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        return {"error": process.stderr[-300:]}
     (path,) = output.glob("evaluations/*.json")
     result = json.loads(path.read_text())
     right = {key: result[key] * result["images"] / 100 for key in ("top1", "top5")}
@@ -82,13 +82,13 @@ def _counted(output: Path, ranks: int, args: tuple[str, ...]) -> dict[str, Any]:
     return {key: round(count, 6) for key, count in right.items()} | {"loss": loss}
 
 
-def not_once(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
-    """What the ranks' loaders do not load exactly once."""
+def loading_errors(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[str]:
+    """Yields an error unless the ranks' loaders load every image exactly once."""
     config = resolve_evaluation(compose("eval", [*args, f"devices={ranks}"])).config
     source = build_source(config.dataset)
-    none = build_broken_images(config, source)
+    broken = build_broken_images(config, source)
     loaders = [
-        build_evaluation_loader(config, source, rank, ranks, pin=False, broken=none)
+        build_evaluation_loader(config, source, rank, ranks, pin=False, broken=broken)
         for rank in range(ranks)
     ]
     batches = [batch for loader in loaders for batch in cast(Any, loader).batch_sampler]

@@ -1,4 +1,4 @@
-"""The comparison that `make chaos` rests on, and what it tells. Its kills: test_distributed.py."""
+"""The comparison and the reports of `make chaos`. Its kills: test_distributed.py."""
 
 import json
 import re
@@ -10,24 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.commands.jobs import resolve
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.training.checkpoint import save_last
 from reproduction.training.loop import Trainer
-from reproduction.training.train import run_training
-from tests.chaos.__main__ import line, main, write_outcomes
+from tests.chaos.__main__ import main, summary_line, write_outcomes
 from tests.chaos.child import PHASE_OF, PHASES, Note, notes_of
 from tests.chaos.runs import Outcome, differences, last_state
-from tests.chaos.settings import not_once, write_images
-from tests.reproduction.conftest import SMALL
+from tests.chaos.settings import loading_errors, write_images
+from tests.reproduction.conftest import SMALL, trained_run
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     root = tmp_path_factory.mktemp("chaos")
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *SMALL])))
-    return RunFolder(root / "whole")
+    return trained_run(root, *SMALL)
 
 
 def change_lines(run: RunFolder, change: Callable[[list[str]], list[str]]) -> None:
@@ -54,32 +50,32 @@ HARMS: dict[str, tuple[Callable[[RunFolder], object], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_differences_are_found(tmp_path: Path, whole: RunFolder, harm: str):
-    mine = RunFolder(shutil.copytree(whole.path, tmp_path / "mine"))
-    apply, told = HARMS[harm]
+def test_differences_finds_every_harm(tmp_path: Path, undisturbed: RunFolder, harm: str):
+    mine = RunFolder(shutil.copytree(undisturbed.path, tmp_path / "mine"))
+    apply, message = HARMS[harm]
     apply(mine)
-    found = differences(mine, whole)
-    assert found and told in found[0]
+    first, *_ = differences(mine, undisturbed)
+    assert message in first
 
 
-def test_speeds_make_no_difference(tmp_path: Path, whole: RunFolder):
-    mine = RunFolder(shutil.copytree(whole.path, tmp_path / "mine"))
+def test_differences_ignores_speed(tmp_path: Path, undisturbed: RunFolder):
+    mine = RunFolder(shutil.copytree(undisturbed.path, tmp_path / "mine"))
     mine.write_summary(seconds=1e6, images_per_second=0.1)
     speed = re.compile(r'(?<="images_per_second": )[0-9.]+')
     change_lines(mine, lambda lines: [speed.sub(lambda x: "1" * len(x[0]), y) for y in lines])
-    assert differences(mine, whole) == []
+    assert differences(mine, undisturbed) == []
 
 
-def test_what_ranks_do_not_load_once_is_found(tmp_path: Path):
+def test_loading_errors_finds_unloaded_images(tmp_path: Path):
     root = write_images(tmp_path / "images", 11)
     (tmp_path / "x.pt").touch()
     args = (f"checkpoint={tmp_path / 'x.pt'}", "device=cpu", "dataset=image_folder")
     args += (f"dataset.root={root}", f"output_root={tmp_path}")
-    assert list(not_once(11, 2, args)) == []
-    assert list(not_once(12, 2, args)) == ["12 images, 2 ranks: not each of them once"]
+    assert list(loading_errors(11, 2, args)) == []
+    assert list(loading_errors(12, 2, args)) == ["12 images, 2 ranks: not each of them once"]
 
 
-def test_notes_outlive_who_wrote_them(tmp_path: Path):
+def test_notes_persist_between_writers(tmp_path: Path):
     notes = notes_of(tmp_path / "run.notes", rank=1)
     assert notes.read() == Note(0, 0, "start-up")
     notes.write(7, phase="checkpoint")
@@ -88,16 +84,16 @@ def test_notes_outlive_who_wrote_them(tmp_path: Path):
     assert (step, phase) == (7, "loading")
 
 
-def test_outcomes_are_told_in_a_line_and_in_files(tmp_path: Path):
+def test_outcomes_are_printed_and_written(tmp_path: Path):
     outcome = Outcome("kills", {"kills": 3}, ["what differs"], [{"phase": "step", "kills": 3}], 2.0)
-    assert line(outcome) == "kills: kills 3; 1 differences; 2 s"
+    assert summary_line(outcome) == "kills: kills 3; 1 differences; 2 s"
     write_outcomes(tmp_path, [outcome], "a machine")
     assert json.loads((tmp_path / "chaos.json").read_text())["parts"][0]["counts"] == {"kills": 3}
     text = (tmp_path / "chaos.md").read_text()
     assert "| kills | kills 3 | 1 | 2 |" in text and "| step | 3 |" in text
 
 
-def test_a_part_is_told_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+def test_main_puts_the_tables_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# Title\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\nend\n")
     args = ["--parts", "files", "--outputs", str(tmp_path), "--page", str(page)]
@@ -106,11 +102,11 @@ def test_a_part_is_told_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_p
         main()
     assert not end.value.code
     assert capsys.readouterr().out.startswith("damaged files: own refused 500, foreign refused ")
-    told = (tmp_path / "chaos" / "chaos.md").read_text()
+    tables = (tmp_path / "chaos" / "chaos.md").read_text()
     begin, finish = "<!-- chaos: begin -->\n", "<!-- chaos: end -->\n"
-    assert page.read_text() == f"# Title\n{begin}{told}{finish}end\n"
+    assert page.read_text() == f"# Title\n{begin}{tables}{finish}end\n"
 
 
-def test_a_child_notes_phases_that_a_trainer_has():
+def test_child_phases_are_methods_of_the_trainer():
     assert set(PHASE_OF.values()) <= set(PHASES)
     assert all(callable(getattr(Trainer, name)) for name in PHASE_OF)

@@ -1,4 +1,4 @@
-"""Command lines run in this process, and runs small enough for tests."""
+"""Fixtures and helpers: commands run in this process, and runs that take seconds."""
 
 import signal
 import sys
@@ -15,20 +15,23 @@ from PIL import Image
 import eval as eval_script
 import train as train_script
 from reproduction.commands.cli import run
+from reproduction.commands.jobs import resolve
 from reproduction.config import Config
 from reproduction.data import sources
 from reproduction.reporting import report
 from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import Settings, point_configs
 from reproduction.studies.speed import bare_trainer
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training import distributed
 from reproduction.training.loop import Trainer
+from reproduction.training.train import run_training
 from scripts import export as export_script
 from tests.conftest import sharpened
 
-# A run of seconds: a shallow, narrow CCT on a few digits, everything else as by default.
+# A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
 SMALL = [
     "model.embed_dim=16",
     "dataset.limit=60",
@@ -37,11 +40,11 @@ SMALL = [
     "recipe.log_every=2",
     "device=cpu",
 ]
-SMALL_VIT = ["model.architecture=test_vit", "model.depth=6"]  # 64 wide, as timm tests itself
+SMALL_VIT = ["model.architecture=test_vit", "model.depth=6"]  # timm's own test model, width 64
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
+class CommandResult(NamedTuple):
+    """The exit status and output of a command."""
 
     status: int
     out: str
@@ -52,17 +55,14 @@ class Ended(NamedTuple):
         return self.err.splitlines()
 
 
-Command = Callable[..., Ended]
+Command = Callable[..., CommandResult]
 
 
-def no_checks(settings: Any, here: bool) -> None:
-    """What eval.py and export.py check of all points together."""
-
-
+# script -> its functions resolve, check_all and main
 SCRIPTS: dict[str, tuple[Any, Any, Any]] = {
     "train": (train_script.resolve, train_script.check_all, train_script.main),
-    "eval": (eval_script.resolve_evaluation, no_checks, eval_script.main),
-    "export": (export_script.resolve_export, no_checks, export_script.main),
+    "eval": (eval_script.resolve_evaluation, lambda settings, here: None, eval_script.main),
+    "export": (export_script.resolve_export, lambda settings, here: None, export_script.main),
 }
 
 
@@ -73,25 +73,25 @@ def command(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> Command:
-    """`command("train", *args)`: as typed in an empty folder, with runs under tmp_path/outputs.
+    """`command("train", *args)` runs train.py in the empty folder `tmp_path`.
 
-    Reports have pictures where marked `draws`.
+    Reports have figures only in tests marked `draws`.
     """
     monkeypatch.chdir(tmp_path)
     if request.node.get_closest_marker("draws") is not None:
         monkeypatch.setattr(report, "_draw", _draw)
 
-    def call(script: str, *args: str) -> Ended:
+    def call(script: str, *args: str) -> CommandResult:
         status = run_here(monkeypatch, script, *args)
-        return Ended(status, *capfd.readouterr())
+        return CommandResult(status, *capfd.readouterr())
 
     return call
 
 
 def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
-    """The status of a script that is run in this process; its ranks are forks of it.
+    """Runs a script in this process and returns its exit status.
 
-    So nothing is imported again. What a user starts, which spawns them, has tests of its own.
+    Ranks are forked, which saves their imports. Spawned ranks, as users get, have their own tests.
     """
     patch.setattr(sys, "argv", [f"{script}.py", *args])
     patch.setattr(distributed, "START_METHOD", "fork")
@@ -104,7 +104,7 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_pictures() -> Iterator[None]:
-    """Reports without pictures, which take longer than a small run."""
+    """Skips the figures of reports, which take longer than a small run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "_draw", lambda folder: [])
         yield
@@ -112,14 +112,14 @@ def no_pictures() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
-    """60 of the 360 held-out digits are evaluated, on which small runs spend half of their time.
+    """Evaluates 60 of the 360 held-out digits, as evaluation is half of a small run's time.
 
-    Not in modules marked `all_digits`, which compare with runs in processes of their own.
+    Modules marked `all_digits` evaluate all: they compare with runs in other processes.
     """
-    whole = sources._open
+    original = sources._open
 
     def opened(name: str, root: str | None) -> sources.Source:
-        source = whole(name, root)
+        source = original(name, root)
         few = source.held_out.take(range(60)) if name == "digits" else source.held_out
         return replace(source, held_out=few)
 
@@ -131,16 +131,16 @@ def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def unevaluated() -> Iterator[None]:
-    """Epochs end without a look at the held-out images, which takes as long as training here."""
+    """Replaces evaluation by fixed results, as it takes as long as training here."""
     with pytest.MonkeyPatch.context() as patch:
-        told = {"top1": 10.0, "top5": 50.0, "eval_loss": 2.5}
-        patch.setattr("reproduction.training.loop.evaluate", lambda *args: told)
+        result = {"top1": 10.0, "top5": 50.0, "eval_loss": 2.5}
+        patch.setattr("reproduction.training.loop.evaluate", lambda *args: result)
         yield
 
 
 @pytest.fixture(scope="session")
 def configs() -> dict[str, Config]:
-    """Of every cell, by its experiment, and value of a sweep, as `tau=2`: as the paper trained."""
+    """Maps experiments of table cells and values of sweeps (`tau=2`) to full-scale configs."""
     return point_configs("all", Settings())
 
 
@@ -149,7 +149,7 @@ _on_spawned_rank = distributed._on_rank
 
 
 def _on_forked_rank(*args: Any) -> Any:
-    """Without the launcher's handlers, which a fork has too."""
+    """Resets the signal handlers that a forked rank inherits from the launcher."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in STOP_SIGNALS:
         if signum != signal.SIGINT:
@@ -157,29 +157,43 @@ def _on_forked_rank(*args: Any) -> Any:
     return _on_spawned_rank(*args)
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
-    """Lets something happen before the step that follows so many, also in ranks."""
-    whole = Trainer.train_step
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Calls `action` when `step` steps are completed, also in forked ranks."""
+    original = Trainer.train_step
 
-    def eventful_step(self: Trainer, *args: Any) -> Any:
+    def train_step(self: Trainer, *args: Any) -> Any:
         if self.step == step:
-            happens()
-        return whole(self, *args)
+            action()
+        return original(self, *args)
 
-    monkeypatch.setattr(Trainer, "train_step", eventful_step)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
-def small_trainer(stack: list[str], *told: str, device: str = "cpu") -> Trainer:
-    """Without images and files, of CCT-2/3x2 with sharp attention; HTM mixes every sample."""
-    args = [f"augmentation=[{','.join(stack)}]", *told]
+def config_of(*overrides: str, needs_data: bool = True) -> Config:
+    """Composes and checks the configuration of a train.py command line."""
+    return parse(compose("train", list(overrides)).raw, needs_data=needs_data)
+
+
+def trained_run(root: Path, *overrides: str) -> RunFolder:
+    """Trains a run in this process and returns its folder, root/undisturbed."""
+    run_training(resolve(compose("train", ["name=undisturbed", f"output_root={root}", *overrides])))
+    return RunFolder(root / "undisturbed")
+
+
+def small_trainer(stack: list[str], *overrides: str, device: str = "cpu") -> Trainer:
+    """Builds a trainer without data or run folder: CCT-2/3x2 with sharp attention.
+
+    HTM mixes every sample.
+    """
+    args = [f"augmentation=[{','.join(stack)}]", *overrides]
     args += ["augmentation.htm.tau=inf"] if "htm" in stack else []
-    trainer = bare_trainer(parse(compose("train", args).raw), torch.device(device), classes=10)
+    trainer = bare_trainer(config_of(*args), torch.device(device), classes=10)
     sharpened(trainer.module.model)
     return trainer
 
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:
-    """A folder of images whose brightness tells the class: root/train, root/val."""
+    """Writes images whose brightness encodes the class to root/train and root/val."""
     rng = np.random.default_rng(0)
     for split, number in (("train", train), ("val", held_out)):
         for label, name in enumerate(classes):

@@ -1,4 +1,4 @@
-"""Command lines as people mistype them, for hypothesis, and what every one of them must do."""
+"""Hypothesis strategies for mistyped command lines, and the checks that all of them must pass."""
 
 import io
 import sys
@@ -9,20 +9,13 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-import eval as eval_script
-import train as train_script
 from reproduction.commands.cli import run
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import flatten
-from scripts import export as export_script
+from tests.reproduction.conftest import SCRIPTS
 from tests.reproduction.mutations import snapshot
 
-SCRIPTS = {
-    "train": (train_script.resolve, train_script.check_all),
-    "eval": (eval_script.resolve_evaluation, lambda settings, here: None),
-    "export": (export_script.resolve_export, lambda settings, here: None),
-}
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment", "hydra/launcher")
 OPTIONS = {
     group: sorted(
@@ -31,7 +24,7 @@ OPTIONS = {
     )
     for group in GROUPS
 }
-# A value of each kind that goes wrong somewhere: no number, no finite or no small one, no text.
+# One value of each problematic kind: not numeric, not finite, huge, empty, unprintable, ...
 NUMBERS = [
     *("", "null", "true", "0", "1", "-1", "2", "3", "0.5", "-0.5", "1e308", "1e400", "1e-400"),
     *("nan", "inf", "-inf", "1_000", "0x10", "1e8", "100000000", "1000000000", "1" + "0" * 30),
@@ -71,7 +64,7 @@ OPTIONS_OF_HYDRA = [
 
 
 class Outcome(NamedTuple):
-    """How a command ended, `built` what its points would have run with."""
+    """The status and stderr of a command, and the settings `built` for its points."""
 
     status: int
     err: str
@@ -79,16 +72,12 @@ class Outcome(NamedTuple):
 
 
 def known_keys() -> list[str]:
-    """Every key of a model, data set and logger of each kind, and the groups themselves."""
-    chosen = (
-        "logger=wandb",
-        "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]",
-        "dataset=cifar10",
-    )
+    """Returns every key of each kind of model, data set and logger, and the groups themselves."""
+    full_stack = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
     keys: dict[str, None] = {}
     for model in ("model=cct_7_3x1", "model=vit_tiny_patch16_224", "model=resnet18"):
-        stack = chosen[1] if model != "model=resnet18" else "augmentation=[]"
-        raw = compose("export", [model, chosen[0], stack, chosen[2]]).raw
+        stack = full_stack if model != "model=resnet18" else "augmentation=[]"
+        raw = compose("export", [model, "logger=wandb", stack, "dataset=cifar10"]).raw
         for key, _ in flatten(raw):
             parts = key.split(".")
             keys.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
@@ -105,8 +94,8 @@ def values() -> st.SearchStrategy[str]:
 
 
 def choices() -> st.SearchStrategy[str]:
-    """A group with an option, a list of its options, or something else."""
-    one = {group: st.sampled_from(found or ["x"]) for group, found in OPTIONS.items()}
+    """Assigns a group one option, a list of options, or an odd value."""
+    one = {group: st.sampled_from(options or ["x"]) for group, options in OPTIONS.items()}
     return st.sampled_from(GROUPS).flatmap(
         lambda group: st.one_of(
             one[group].map(lambda option: f"{group}={option}"),
@@ -117,7 +106,7 @@ def choices() -> st.SearchStrategy[str]:
 
 
 def overrides() -> st.SearchStrategy[str]:
-    """One argument: mostly a known key with an odd value, else a group, a prefix, an option."""
+    """One argument: mostly a known key with an odd value, else a group, prefix or Hydra option."""
     known = st.sampled_from([*KEYS, *GROUPS])
     odd = st.one_of(st.sampled_from(ODD_KEYS), known.map(lambda key: f"{key}x"), st.text())
     several = st.lists(st.sampled_from(ODD), max_size=4).map(",".join)
@@ -141,8 +130,8 @@ def command_lines() -> st.SearchStrategy[list[str]]:
 
 
 def attempt(script: str, arguments: list[str]) -> Outcome:
-    """Runs a command in this process up to its work, which is left out."""
-    resolve, check_all = SCRIPTS[script]
+    """Runs a command in this process, except for its actual work."""
+    resolve, check_all, _ = SCRIPTS[script]
     built: list[Any] = []
     err = io.StringIO()
     argv = patch.object(sys, "argv", [f"{script}.py", *arguments])
@@ -155,16 +144,16 @@ def attempt(script: str, arguments: list[str]) -> Outcome:
 
 
 def check(script: str, arguments: list[str], folder: Path) -> Outcome:
-    """Builds, or ends in one line and status 2 with nothing changed in the folder it stands in."""
+    """Asserts that a command builds, or fails with one line, status 2 and an unchanged folder."""
     before = snapshot(folder)
-    ended = attempt(script, arguments)
-    if ended.status == 0:  # a sweep's own folder is Hydra's
-        assert ended.built or any(a.startswith("-") for a in arguments), "did nothing"
-        return ended
-    assert ended.status == 2, ended
+    result = attempt(script, arguments)
+    if result.status == 0:  # Hydra may have written the folder of a sweep
+        assert result.built or any(a.startswith("-") for a in arguments), "did nothing"
+        return result
+    assert result.status == 2, result
     assert snapshot(folder) == before, "changed the disk"
-    assert len(ended.err.splitlines()) == 1, ended.err
-    assert ended.err.startswith(f"{script}.py: "), ended.err
-    assert ended.err.rstrip("\n").isprintable(), ended.err
-    assert len(ended.err) < 2100, len(ended.err)
-    return ended
+    assert len(result.err.splitlines()) == 1, result.err
+    assert result.err.startswith(f"{script}.py: "), result.err
+    assert result.err.rstrip("\n").isprintable(), result.err
+    assert len(result.err) < 2100, len(result.err)
+    return result

@@ -1,4 +1,4 @@
-"""What can happen to the files of a run folder, by kind; every kind is a function of a seed."""
+"""Seeded damage to the files of a run folder, by kind."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl", "difficulty.json", "saliency.json")
-TRAP = "executed"  # the file that a tag would make, if it were executed
+TRAP = "executed"  # file that an executed YAML tag would create
 TEXTS = {
     "empty": "",
     "no text": "\x00\xff\udc80",
@@ -62,7 +62,7 @@ def _repeat_part(content: bytearray, rng: Random) -> None:
 
 
 def _replace_value(path: Path, rng: Random) -> None:
-    """Another value in place of one number or word."""
+    """Replaces one number or word by another value."""
     text = path.read_text()
     places = list(re.finditer(r"(?<=: )[^,\n{}\[\]]+", text))
     if places:
@@ -114,7 +114,7 @@ def _elsewhere(path: Path, rng: Random) -> None:
 
 
 def _swap(path: Path, rng: Random) -> None:
-    """The content of another file of the run."""
+    """Replaces the content by that of another file of the run."""
     others = [path.with_name(x) for x in FILES if path.with_name(x).is_file()]
     path.write_bytes(rng.choice(others).read_bytes())
 
@@ -169,16 +169,16 @@ def mutate(folder: Path, seed: int, files: tuple[str, ...] = FILES) -> tuple[str
 
 
 def snapshot(folder: Path) -> dict[str, object]:
-    """Every path under a folder with what it is: links are not followed."""
-    found: dict[str, object] = {}
+    """Maps every path under a folder to its content or link target; does not follow links."""
+    entries: dict[str, object] = {}
     for root, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(root, name)
             if path.is_symlink():
-                found[str(path)] = os.readlink(path)
+                entries[str(path)] = os.readlink(path)
             else:
-                found[str(path)] = path.read_bytes() if path.is_file() else None
-    return found
+                entries[str(path)] = path.read_bytes() if path.is_file() else None
+    return entries
 
 
 def difficulty(images: int = 4) -> str:

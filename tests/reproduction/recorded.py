@@ -1,4 +1,4 @@
-"""Small models that the published code recorded: parameters, settings and what it computed."""
+"""Small models recorded with the published code: parameters, settings and outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 class Recorded:
-    """One file of arrays."""
+    """One recorded .npz file."""
 
     def __init__(self, name: str):
         self.is_cct = name.startswith("cct")
@@ -24,7 +24,7 @@ class Recorded:
         return torch.from_numpy(self.arrays[key])
 
     def under(self, folder: str) -> dict[str, Tensor]:
-        """Everything whose key begins with `folder/`."""
+        """Returns the arrays whose keys begin with `folder/`."""
         prefix = f"{folder}/"
         return {
             key.removeprefix(prefix): torch.from_numpy(np.asarray(value))
@@ -33,7 +33,7 @@ class Recorded:
         }
 
     def build(self) -> nn.Module:
-        """The plain model, without the recorded parameters."""
+        """Builds the plain model, without the recorded parameters."""
         return recorded_cct() if self.is_cct else recorded_vit()
 
 

@@ -1,4 +1,4 @@
-"""Run folders as a finished, failed or running training leaves them, and the tables of them."""
+"""Helpers that write run folders and build the report's tables from them."""
 
 import dataclasses
 import json
@@ -24,7 +24,10 @@ COUNTS = {
 
 
 def write_run(outputs: Path, config: Config, seed: int = 0, name: str = "", **changes: Any) -> Path:
-    """A finished run with top-1 80 + seed, best half a point above; `changes` to its summary."""
+    """Writes a finished run with top-1 80 + seed and best top-1 half a point above.
+
+    `changes` are applied to its summary.
+    """
     raw = dataclasses.asdict(dataclasses.replace(config, seed=seed))
     folder = outputs / (name or f"run{len(list(outputs.iterdir()))}")
     folder.mkdir()
@@ -44,12 +47,12 @@ def write_run(outputs: Path, config: Config, seed: int = 0, name: str = "", **ch
 
 
 def set_time(folder: Path, seconds: int) -> None:
-    """Of when the summary was written."""
+    """Sets the modification time of the summary."""
     os.utime(folder / "summary.json", (seconds, seconds))
 
 
 def shortened(configs: Configs) -> dict[str, Config]:
-    """The same cells trained for one epoch."""
+    """Returns the same cells trained for one epoch."""
     return {
         name: dataclasses.replace(
             config, recipe=dataclasses.replace(config.recipe, epochs=1, warmup_epochs=0)
@@ -59,31 +62,31 @@ def shortened(configs: Configs) -> dict[str, Config]:
 
 
 def sources_of(outputs: Path, configs: Configs, scale: str = "full") -> Sources:
-    """What the report of what is under `outputs` is made from."""
+    """Reads the sources of the report of `outputs`."""
     return read_sources(outputs, scale, configs, COUNTS)
 
 
 def all_tables(outputs: Path, configs: Configs, scale: str = "full") -> list[Table]:
-    """Of the report of it."""
+    """Builds all tables of the report of `outputs`."""
     return build_tables(sources_of(outputs, configs, scale))
 
 
 def tables_of(
     outputs: Path, configs: Configs, scale: str = "full"
 ) -> tuple[dict[int, Table], Collection]:
-    """Tables 1 to 5 of it."""
+    """Builds Tables 1 to 5, by number, and the collection of runs."""
     sources = sources_of(outputs, configs, scale)
     return dict(zip(TABLES, build_tables(sources), strict=False)), sources.collection
 
 
 def sweep_of(outputs: Path, configs: Configs, name: str) -> Table:
-    """One of the sweeps."""
+    """Builds the table of one sweep."""
     (table,) = (x for x in all_tables(outputs, configs) if x.name == name)
     return table
 
 
 def write_metrics(path: Path, epochs: Sequence[Sequence[tuple[float, float, float]]]) -> Path:
-    """Of each epoch the (mixed samples, mixed tokens, difficulty) of its batches."""
+    """Writes metrics; `epochs` hold (mixed samples, mixed tokens, difficulty) of each batch."""
     lines: list[dict[str, float]] = []
     step = 0
     for number, batches in enumerate(epochs, start=1):
@@ -97,10 +100,10 @@ def write_metrics(path: Path, epochs: Sequence[Sequence[tuple[float, float, floa
 
 
 def rising(epochs: int, batch_size: int = 128) -> list[list[tuple[float, float, float]]]:
-    """Of the shape of the paper's Figure 4: few, an abrupt rise at a twentieth, convergence."""
-    found = []
+    """Returns epochs shaped like Figure 4: few samples, an abrupt rise after 5 %, convergence."""
+    batches = []
     for epoch in range(epochs):
         after = epoch / epochs - 0.05
         share = 0.05 if after < 0 else 0.5 + 0.25 * (1 - math.exp(-8 * after))
-        found.append([(round(share * batch_size), 60.0, 4.5 - 3 * share)] * 2)
-    return found
+        batches.append([(round(share * batch_size), 60.0, 4.5 - 3 * share)] * 2)
+    return batches

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its values, and runs whose results are of it."""
+"""The moving average of the weights: its values, and runs that evaluate and save it."""
 
 import json
 import signal
@@ -10,16 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from reproduction.commands.jobs import resolve
 from reproduction.data.inputs import TrainingInputs
 from reproduction.models.names import State
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse
 from reproduction.training.distributed import World
 from reproduction.training.step import TrainingStep
-from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of, trained_run
 from tests.reproduction.test_training import (
     MIXED,
     assert_same_result,
@@ -43,19 +39,19 @@ def small_model() -> TokenMixup:
     return TokenMixup(nn.Sequential(*layers), 10, htm=None, vtm=None)
 
 
-def step_of(module: TokenMixup, *told: str) -> TrainingStep:
-    """The step by a recipe, on images and targets as they are."""
+def step_of(module: TokenMixup, *overrides: str) -> TrainingStep:
+    """Builds the training step of a recipe, with unchanged images and targets."""
     inputs: Any = TrainingInputs(lambda x: x, lambda images, targets: (images, targets))
-    return TrainingStep(module, inputs, parse(compose("train", list(told)).raw).recipe, ALONE, 0)
+    return TrainingStep(module, inputs, config_of(*overrides).recipe, ALONE, 0)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_the_average_follows_every_update_from_the_initial_weights_on(precision: str):
-    """Also the running statistics of batch normalisation; whole numbers are taken over."""
-    told = ["recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
+def test_average_follows_every_update_from_the_initial_weights(precision: str):
+    """Includes batch norm's running statistics; integers are copied."""
+    overrides = ["recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
     module = small_model()
-    step = step_of(module, *told)
-    if precision == "float16":  # at which no gradient overflows
+    step = step_of(module, *overrides)
+    if precision == "float16":  # a scale at which no gradient overflows
         step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 1024.0})
     expected = {name: value.clone() for name, value in module.model.state_dict().items()}
     for seed in range(3):
@@ -64,10 +60,10 @@ def test_the_average_follows_every_update_from_the_initial_weights_on(precision:
         for name, value in module.model.state_dict().items():
             mean = 0.75 * expected[name] + 0.25 * value
             expected[name] = mean if value.is_floating_point() else value.clone()
-    found = step.evaluated.state_dict()
-    assert found["1.num_batches_tracked"] == 3
+    average = step.evaluated.state_dict()
+    assert average["1.num_batches_tracked"] == 3
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(average[name], value, atol=1e-6, rtol=1e-5)
         assert name.endswith("tracked") or not torch.equal(value, module.model.state_dict()[name])
 
 
@@ -75,11 +71,10 @@ def test_the_average_follows_every_update_from_the_initial_weights_on(precision:
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A finished run with an average."""
     root = tmp_path_factory.mktemp("averaged")
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *AVERAGED])))
-    return RunFolder(root / "whole")
+    return trained_run(root, *AVERAGED)
 
 
-def test_training_is_the_same_with_an_average_and_what_it_tells_is_not(
+def test_average_changes_evaluation_but_not_training(
     command: Command, tmp_path: Path, averaged: RunFolder
 ):
     assert command("train", "name=plain", *MIXED, *SMALL).status == 0
@@ -91,20 +86,18 @@ def test_training_is_the_same_with_an_average_and_what_it_tells_is_not(
     assert all(a["eval_loss"] != b["eval_loss"] for a, b in zip(epochs, others, strict=True))
 
 
-def test_what_a_run_leaves_is_the_average_that_its_figures_are_of(
-    command: Command, averaged: RunFolder
-):
+def test_run_saves_the_average_that_it_evaluated(command: Command, averaged: RunFolder):
     epochs = averaged.read_metrics()[1]
     best = max(epochs, key=lambda line: line["top1"])
     for which, line in (("last", epochs[-1]), ("best", best)):
         assert command("eval", f"run={averaged.path}", f"weights={which}").status == 0
-        found = json.loads((averaged.path / f"evaluation-{which}.json").read_text())
-        assert found["eval_loss"] == line["eval_loss"]
+        evaluation = json.loads((averaged.path / f"evaluation-{which}.json").read_text())
+        assert evaluation["eval_loss"] == line["eval_loss"]
     assert command("export", f"run={averaged.path}", "output=last.safetensors").status == 0
     assert_equal(load_file("last.safetensors"), average_of(averaged))
 
 
-def test_an_interrupted_average_goes_on_exactly(
+def test_average_resumes_exactly(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaged: RunFolder
 ):
     with monkeypatch.context() as patch:
@@ -117,6 +110,6 @@ def test_an_interrupted_average_goes_on_exactly(
     assert_equal(load_file(mine.best_path), load_file(averaged.best_path))
 
 
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+def assert_equal(state: State, expected: State) -> None:
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())

@@ -1,4 +1,4 @@
-"""What a user may mistype: one line that names it, status 2, no traceback, nothing on disk."""
+"""Mistyped commands end with one line that names the mistake, status 2 and an unchanged disk."""
 
 import io
 import os
@@ -25,20 +25,18 @@ from reproduction.config import CONF_DIR
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.runs import compose as composing
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, write_images
+from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, config_of, write_images
 from tests.reproduction.mutations import snapshot
 
 ROOT = Path(__file__).parents[2]
-REFUSED = Path(__file__).with_name("refused.yaml")  # kind -> command -> its line
+REFUSED = Path(__file__).with_name("refused.yaml")  # kind -> command -> error line
 TABLE: dict[str, dict[str, str]] = yaml.safe_load(REFUSED.read_text())
-TABLE["texts that cannot be read"] |= {  # too long to be written down
+TABLE["texts that cannot be read"] |= {  # too long for the file
     f"train.py seed={'1' * 5000}": "train.py: seed=111...: cannot be read: ValueError: ...",
     f"train.py 'name={'[' * 400}'": "train.py: name=[[[...: cannot be read as key=value...",
 }
-CLEAR = (  # what is allowed, or what is wrong with it
+CLEAR = (  # phrases that state what is allowed, or what is wrong
     *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with", "go on with"),
     *("give one", "quote", "expected", "required", "is not 1 or more", "not available", "unknown"),
     *("does not", "cannot", "there is no", "there are", "no such", "is no ", "no value", "exists"),
@@ -53,7 +51,7 @@ CLEAR = (  # what is allowed, or what is wrong with it
         "invalid",
     ),
 )
-BROKEN = {  # config.yaml of a run folder
+BROKEN = {  # contents of a run folder's config.yaml
     "brackets": "a: [1",
     "list": "[1]",
     "empty": "",
@@ -65,7 +63,7 @@ BROKEN = {  # config.yaml of a run folder
 
 
 def write_files(folder: Path) -> None:
-    """What the command lines of the table name."""
+    """Writes the files and folders that the commands of the table name."""
     (folder / "folder").mkdir()
     (folder / "outputs").mkdir()
     (folder / "file.txt").write_text("text")
@@ -78,7 +76,7 @@ def write_files(folder: Path) -> None:
     write_images(folder / "images", ["cat", "dog"], train=1, held_out=1)
     (folder / "images" / "val" / "dog").rename(folder / "images" / "val" / "dogs")
     write_images(folder / "same", ["cat"], train=1, held_out=1)
-    config = asdict(parse(compose("train", ["name=good", "output_root=runs"]).raw))
+    config = asdict(config_of("name=good", "output_root=runs"))
     saved = {name: yaml.safe_dump(config) for name in ("good", "none", "summary")}
     for name, change in (("unknown", {"lrr": 1}), ("negative", {"lr": -1})):
         saved[name] = yaml.safe_dump({**config, "recipe": {**config["recipe"], **change}})
@@ -97,7 +95,7 @@ def write_files(folder: Path) -> None:
 
 
 class Trap:
-    """Makes a file where it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mknod, ("executed",)
@@ -111,7 +109,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_here(arguments: list[str]) -> tuple[int, str]:
-    """The status of a command in this process, and what it says on stderr."""
+    """Runs a command in this process; returns its status and stderr."""
     script, *rest = arguments
     err = io.StringIO()
     with (
@@ -128,7 +126,7 @@ def test_bad_input_is_refused_in_one_clear_line(
     kind: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(files)
-    monkeypatch.setenv("HOME", "/nonexistent")  # nobody's wandb credentials
+    monkeypatch.setenv("HOME", "/nonexistent")  # without wandb credentials
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for command, line in TABLE[kind].items():
         before = snapshot(files)
@@ -137,51 +135,51 @@ def test_bad_input_is_refused_in_one_clear_line(
         assert err.endswith("\n") and err[:-1].isprintable() and len(err) < 2100, (command, err)
         assert err.startswith(f"{Path(shlex.split(command)[0]).name}: ")
         assert any(word in err for word in CLEAR), (command, err)
-        assert fits(told(err, files), line), (command, err, f"python -m {__name__} writes it anew")
+        assert fits(portable(err, files), line), (command, err, f"python -m {__name__} rewrites it")
         assert snapshot(files) == before, command
 
 
-def told(err: str, files: Path) -> str:
-    """What is recorded of a line: without the folders of this machine."""
+def portable(err: str, files: Path) -> str:
+    """Replaces the folders of this machine in an error line."""
     return err.strip().replace(str(files), "FILES").replace(str(ROOT), "ROOT")
 
 
 def fits(line: str, recorded: str) -> bool:
-    """Whether it is the recorded line, in which `...` stands for a library's own words."""
+    """Returns whether a line matches the recorded one, in which `...` stands for any text."""
     return re.fullmatch(".*".join(map(re.escape, recorded.split("..."))), line) is not None
 
 
 def record() -> None:
-    """Writes anew the lines that have changed; what a library says in them is to become `...`."""
-    found = yaml.safe_load(REFUSED.read_text())
+    """Rewrites the lines that have changed; replace words of libraries in them by `...`."""
+    table = yaml.safe_load(REFUSED.read_text())
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         write_files(Path(folder))
-        for lines in found.values():
+        for lines in table.values():
             for command, recorded in lines.items():
-                line = told(run_here(shlex.split(command))[1], Path(folder))
+                line = portable(run_here(shlex.split(command))[1], Path(folder))
                 lines[command] = recorded if fits(line, recorded) else line
     head = "".join(REFUSED.read_text().splitlines(keepends=True)[:2])
-    text = yaml.safe_dump(found, sort_keys=False, width=10**6, allow_unicode=True)
+    text = yaml.safe_dump(table, sort_keys=False, width=10**6, allow_unicode=True)
     REFUSED.write_text(head + text)
     print(f"written to {REFUSED}")
 
 
-def test_the_table_holds_348_lines_of_49_kinds():
+def test_table_holds_348_lines_of_49_kinds():
     assert (sum(map(len, TABLE.values())), len(TABLE)) == (348, 49)
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
-def test_train_refuses_a_gpu_that_is_not_there(command: Command, tmp_path: Path):
-    ended = command("train", "device=cuda")
-    assert (ended.status, len(ended.lines)) == (2, 1)
-    assert "device=cuda" in ended.err and "allowed is cpu" in ended.err
+def test_train_refuses_a_missing_gpu(command: Command, tmp_path: Path):
+    result = command("train", "device=cuda")
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "device=cuda" in result.err and "allowed is cpu" in result.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_experiment_file_cannot_turn_on_what_its_stack_does_not_name(
+def test_experiment_cannot_enable_augmentations_outside_its_stack(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Not even with all settings of the augmentation."""
+    """Not even by giving all settings of the augmentation."""
     conf = tmp_path / "conf"
     for path in CONF_DIR.rglob("*.yaml"):
         copied = conf / path.relative_to(CONF_DIR)
@@ -194,29 +192,13 @@ def test_an_experiment_file_cannot_turn_on_what_its_stack_does_not_name(
     (conf / "experiment" / "sly.yaml").write_text(text)
     monkeypatch.setattr(cli, "CONF_DIR", conf)
     monkeypatch.setattr(composing, "CONF_DIR", conf)
-    ended = command("train", "experiment=sly")
-    assert ended.status == 2
-    assert "augmentation=[mixup] does not name htm" in ended.err
+    result = command("train", "experiment=sly")
+    assert result.status == 2
+    assert "augmentation=[mixup] does not name htm" in result.err
     assert not (tmp_path / "outputs").exists()
 
 
-def test_image_folder_refuses_classes_that_differ(command: Command, tmp_path: Path):
-    root = write_images(tmp_path / "images", ["cat", "dog"], train=1, held_out=1)
-    (root / "val" / "dog").rename(root / "val" / "dogs")
-    ended = command("train", "dataset=image_folder", f"dataset.root={root}")
-    assert ended.status == 2
-    assert "same classes, 'dog'" in ended.err
-    assert not (tmp_path / "outputs").exists()
-
-
-def test_imagenet1k_refuses_other_folders(command: Command, tmp_path: Path):
-    root = write_images(tmp_path / "images", ["n1", "n2"], train=1, held_out=1)
-    ended = command("train", "dataset=imagenet1k", f"dataset.root={root}")
-    assert ended.status == 2
-    assert "1000 classes, found 2" in ended.err
-
-
-def test_a_taken_folder_is_refused_or_continued(command: Command, tmp_path: Path):
+def test_existing_run_is_refused_or_resumed(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
     before = (tmp_path / "outputs/mine/summary.json").read_text()
     again = command("train", "name=mine", *SMALL)
@@ -231,7 +213,7 @@ def test_a_taken_folder_is_refused_or_continued(command: Command, tmp_path: Path
     assert (tmp_path / "outputs/mine/summary.json").read_text() == before
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(command: Command, tmp_path: Path):
+def test_eval_refuses_checkpoints_that_do_not_fit_the_model(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
     file = tmp_path / "outputs/mine/checkpoints/last.pt"
     wide = command("eval", f"checkpoint={file}", "model.embed_dim=32")
@@ -247,7 +229,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(command: Command, tmp
     assert len(cut.lines) == 1
 
 
-def test_other_classes_are_refused(command: Command, tmp_path: Path):
+def test_eval_refuses_other_classes(command: Command, tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=4, held_out=2)
     small = [x for x in SMALL if "limit" not in x]
     data = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
@@ -256,18 +238,16 @@ def test_other_classes_are_refused(command: Command, tmp_path: Path):
         (root / split / "cat").rename(root / split / "elk")
     for which in (["run=outputs/mine"], ["run=outputs/mine", "weights=best"]):
         _open.cache_clear()
-        ended = command("eval", *which)
-        assert ended.status == 2
-        assert "cat, dog" in ended.err and "dog, elk" in ended.err
+        result = command("eval", *which)
+        assert result.status == 2
+        assert "cat, dog" in result.err and "dog, elk" in result.err
 
 
-def test_evaluation_does_not_need_the_weights_that_training_started_from(
-    command: Command, tmp_path: Path
-):
+def test_eval_does_not_need_the_initial_weights(command: Command, tmp_path: Path):
     vit = ["model=vit_tiny_patch16_224", "model.image_size=32", *SMALL_VIT]
     start = tmp_path / "start.pth"
     vit += ["dataset.limit=8", "device=cpu"]
-    config = parse(compose("train", vit).raw)
+    config = config_of(*vit)
     torch.save(build_model(config.model, 10).state_dict(), start)
     args = [*vit, f"model.weights={start}", "recipe.epochs=1", "recipe.batch_size=8"]
     assert command("train", "name=mine", *args).status == 0
@@ -275,19 +255,17 @@ def test_evaluation_does_not_need_the_weights_that_training_started_from(
     assert command("eval", "run=outputs/mine").status == 0
 
 
-def test_ranks_of_something_else_are_none_of_ours(
+def test_rank_variable_without_torchrun_is_ignored(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("RANK", "1")  # as a cluster may leave it, without torchrun
+    monkeypatch.setenv("RANK", "1")  # as some clusters set it
     assert command("train", "name=mine", *SMALL).status == 0
     again = command("train", "name=mine", "seed=7", *SMALL)
     assert again.status == 2
     assert "resume=auto" in again.err
 
 
-def test_a_run_killed_before_its_configuration_was_written_can_begin_again(
-    command: Command, tmp_path: Path
-):
+def test_run_killed_before_writing_its_config_can_restart(command: Command, tmp_path: Path):
     (tmp_path / "outputs/mine/checkpoints").mkdir(parents=True)
     assert command("train", "name=mine", *SMALL).status == 2
     assert command("train", "name=mine", "resume=auto", *SMALL).status == 0
@@ -299,45 +277,41 @@ def test_a_run_killed_before_its_configuration_was_written_can_begin_again(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_image_is_named(command: Command, tmp_path: Path, workers: int):
+def test_broken_image_is_named(command: Command, tmp_path: Path, workers: int):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=4, held_out=2)
     broken = root / "val" / "dog" / "1.png"
     broken.write_bytes(broken.read_bytes()[:60])
     small = [x for x in SMALL if "limit" not in x]
     data = ["dataset=image_folder", f"dataset.root={root}", f"dataset.workers={workers}"]
-    data += ["augmentation.htm.tau=0.5"]  # of 2 classes a higher one is warned of
+    data += ["augmentation.htm.tau=0.5"]  # with 2 classes, a higher tau causes a warning
     held = command("train", "name=mine", *data, *small)
     assert (held.status, len(held.lines)) == (2, 1)
     assert f"{broken}: no readable image" in held.err
     assert not list((tmp_path / "outputs").iterdir())
-    ended = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
-    assert (ended.status, len(ended.lines)) == (1, 1)
-    assert f"{broken}: no readable image" in ended.err
-    assert "dataset.broken_images=skip leaves such files out" in ended.err
+    result = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
+    assert (result.status, len(result.lines)) == (1, 1)
+    assert f"{broken}: no readable image" in result.err
+    assert "dataset.broken_images=skip leaves such files out" in result.err
 
 
-def test_images_of_more_than_8_bits_are_refused_rather_than_clipped(
-    command: Command, tmp_path: Path
-):
+def test_images_of_more_than_8_bits_are_refused(command: Command, tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=2, held_out=2)
     for path in (root / "train").rglob("*.png"):
         Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16)).save(path)
-    ended = command("train", "dataset=image_folder", f"dataset.root={root}", "dataset.workers=0")
-    assert ended.status == 2
-    assert "convert them to 8 bits" in ended.err and ".png" in ended.err
+    result = command("train", "dataset=image_folder", f"dataset.root={root}", "dataset.workers=0")
+    assert result.status == 2
+    assert "convert them to 8 bits" in result.err and ".png" in result.err
     assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"PK"])
-def test_files_that_are_no_checkpoints_are_refused(
-    command: Command, tmp_path: Path, content: bytes
-):
+def test_eval_refuses_unreadable_files(command: Command, tmp_path: Path, content: bytes):
     for name in ("x.pt", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
-        ended = command("eval", f"checkpoint={name}")
-        assert ended.status == 2, ended.err
-        assert f"checkpoint={name}: not readable" in ended.err
-        assert len(ended.lines) == 1
+        result = command("eval", f"checkpoint={name}")
+        assert result.status == 2, result.err
+        assert f"checkpoint={name}: not readable" in result.err
+        assert len(result.lines) == 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models of Tables 1 and 2: sizes, training, and their figures beside the printed ones."""
+"""The models of Tables 1 and 2: parameters, MACs, verdicts against the paper, and training."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reproduction.config import CONF_DIR, Config
+from reproduction.config import CONF_DIR
 from reproduction.models.build import build_model, build_module
 from reproduction.reporting.model_stats import (
     PaperRow,
@@ -19,30 +19,24 @@ from reproduction.reporting.model_stats import (
     read_paper,
     verdict,
 )
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from scripts import model_stats
-from tests.reproduction.conftest import Command
+from tests.reproduction.conftest import Command, config_of
 from tokenmixup import Output, training_loss
 
 MODELS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
 
 
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
-
-
 @pytest.fixture(scope="module")
 def stats() -> dict[tuple[int, str], RowStats]:
-    """All rows, measured: (table, row) -> figures."""
+    """Measures all rows: (table, row) -> statistics."""
     rows = read_paper()
     measured = [measure(row, config_of(*row.command_line)) for row in rows]
     return {(s.row.table, s.row.row): s for s in measured}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_has_the_parameters_that_its_head_states(model: str, stats):
+def test_model_files_state_their_number_of_parameters(model: str, stats):
     lines = (CONF_DIR / "model" / f"{model}.yaml").read_text().splitlines()
     head = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
     stated = re.search(r"([\d,]+) parameters with ([\d,]+) classes", head)
@@ -55,8 +49,8 @@ def test_every_model_has_the_parameters_that_its_head_states(model: str, stats):
     assert measured.counts.parameters == parameters
 
 
-# Millions of parameters, of MACs, and of MACs without the matmuls of attention, measured before
-# this code was written.
+# Millions of parameters, of MACs, and of MACs without attention's matmuls, measured before this
+# code was written.
 MEASURED: dict[tuple[int, str], tuple[float, float, float]] = {
     (1, "ResNet18"): (11.1816, 37.0, 37.0),
     (1, "ResNet50"): (23.5285, 83.4, 83.4),
@@ -90,19 +84,19 @@ MEASURED: dict[tuple[int, str], tuple[float, float, float]] = {
 }
 
 
-def test_all_29_rows_measure_what_they_should(stats):
-    found = {
+def test_all_29_rows_have_the_recorded_sizes(stats):
+    sizes = {
         key: (
             round(s.counts.parameters / 1e6, 4),
             *(round(count / 1e6, 1) for count in s.counts.both_macs),
         )
         for key, s in stats.items()
     }
-    assert len(found) == 29
-    assert found == MEASURED
+    assert len(sizes) == 29
+    assert sizes == MEASURED
 
 
-def test_verdicts_are_those_of_the_paper_and_no_note_is_idle(stats):
+def test_verdicts_and_notes_cover_the_same_differences(stats):
     differing = {key: [figure for figure, _ in differences(s)] for key, s in stats.items()}
     assert {key: figures for key, figures in differing.items() if figures} == {
         (1, "ResNet1001-v2"): ["MACs"],
@@ -143,11 +137,11 @@ def run_script(monkeypatch: pytest.MonkeyPatch, rows: list[PaperRow], *args: str
     return model_stats.main()
 
 
-def test_the_script_prints_the_table_and_fails_on_what_it_cannot_explain(monkeypatch, capsys):
+def test_script_prints_the_table_and_fails_on_unexplained_differences(monkeypatch, capsys):
     row = next(row for row in read_paper() if row.model == "cvt_6_4")
     assert run_script(monkeypatch, [row]) == 0
-    told = r"1 .* CVT-6/4 .* 32 .* 10 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.2021 .* 0\.22"
-    assert re.search(told, capsys.readouterr().out)
+    row_text = r"1 .* CVT-6/4 .* 32 .* 10 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.2021 .* 0\.22"
+    assert re.search(row_text, capsys.readouterr().out)
     assert run_script(monkeypatch, [dataclasses.replace(row, macs_note=None)]) == 1
     assert "differs: MACs, for no known reason" in capsys.readouterr().out
     with pytest.raises(UserError, match="unrecognized arguments: --nope; see --help"):
@@ -163,13 +157,12 @@ def test_library_models_train_and_evaluate(command: Command):
     file = "outputs/mine/checkpoints/best.safetensors"
     weights = command("eval", f"checkpoint={file}", *model)
     assert run.status == weights.status == 0
-    told = [re.search(r"top-1 .* digits", ended.out) for ended in (run, weights)]
-    assert told[0] is not None and told[1] is not None
-    assert told[0].group() == told[1].group()
+    results = [re.findall(r"top-1 .* digits", result.out) for result in (run, weights)]
+    assert results[0] == results[1] != []
 
 
 @pytest.mark.parametrize(("model", "last"), [("wrn_40_4", "stages"), ("resnext29_8x64d", "layer3")])
-def test_the_stem_for_small_images_keeps_their_size(model: str, last: str):
+def test_small_image_stem_keeps_the_resolution(model: str, last: str):
     with torch.device("meta"):
         built = build_model(config_of(f"model={model}", "augmentation=[]").model, 10)
     sizes: list[tuple[int, ...]] = []
@@ -181,7 +174,7 @@ def test_the_stem_for_small_images_keeps_their_size(model: str, last: str):
 
 
 @pytest.mark.parametrize("model", ["vit_lite_6_4", "cvt_6_4"])
-def test_compact_transformers_of_patches_train_with_htm_and_vtm(model: str):
+def test_vit_lite_and_cvt_train_with_htm_and_vtm(model: str):
     config = config_of(f"model={model}", "augmentation.htm.tau=inf", "augmentation.htm.rho=0")
     torch.manual_seed(0)
     module = build_module(config.model, config.augmentation, 10)
@@ -208,8 +201,8 @@ def test_compact_transformers_of_patches_train_with_htm_and_vtm(model: str):
     assert torch.equal(module.eval()(images), plain(images))
 
 
-def test_vit_lite_reads_its_class_token_alone():
-    """Its logits see the images only through attention: without blocks they are all the same."""
+def test_vit_lite_reads_only_its_class_token():
+    """Logits depend on the images only through attention: without blocks they are all equal."""
     model = build_model(config_of("model=vit_lite_6_4", "augmentation=[]").model, 10).eval()
     images = torch.randn(3, 3, 32, 32)
     assert not torch.allclose(model(images)[0], model(images)[1])

@@ -1,4 +1,4 @@
-"""Broken images that are left out, and what is left of their batches."""
+"""Broken images are skipped, and their batches shrink."""
 
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,16 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import _open, load_source
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, run_hash
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
 from scripts import draw_saliency
-from tests.reproduction.conftest import SMALL, Command, write_images
+from tests.reproduction.conftest import SMALL, Command, config_of, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 
 BROKEN = ("train/cat/2.png", "train/dog/5.png", "train/dog/6.png", "val/dog/1.png")
-NUMBERS = {2, 13, 14, 16 + 5}  # among 2 x 8 training and 2 x 4 held-out images
+NUMBERS = {2, 13, 14, 16 + 5}  # indices among 2 x 8 training and 2 x 4 held-out images
 
 
 def write_broken(root: Path, broken: tuple[str, ...] = BROKEN) -> Path:
@@ -37,13 +35,13 @@ def write_broken(root: Path, broken: tuple[str, ...] = BROKEN) -> Path:
     return root
 
 
-def config_of(root: Path, *overrides: str) -> Config:
-    told = ["dataset=image_folder", f"dataset.root={root}", "dataset.broken_images=skip"]
-    return parse(compose("train", [*told, "recipe.batch_size=5", *overrides]).raw)
+def folder_config(root: Path, *overrides: str) -> Config:
+    data = ["dataset=image_folder", f"dataset.root={root}", "dataset.broken_images=skip"]
+    return config_of(*data, "recipe.batch_size=5", *overrides)
 
 
 def epoch_of(config: Config, broken: BrokenImages, epoch: int) -> tuple[list[Any], list[Any]]:
-    """The batches of an epoch, and of the held-out images."""
+    """Loads the batches of a training epoch and of the held-out images."""
     source = load_source("image_folder", config.dataset.root, None)
     batches = TrainingBatches(len(source.train), 5, config.seed)
     batches.start_at(epoch, 0)
@@ -52,7 +50,7 @@ def epoch_of(config: Config, broken: BrokenImages, epoch: int) -> tuple[list[Any
 
 
 def readable_batches(config: Config, epoch: int) -> list[tuple[Tensor, Tensor]]:
-    """What is expected: the images of each batch, one by one, without the broken ones."""
+    """Returns the expected batches: their images one by one, without the broken ones."""
     source = load_source("image_folder", config.dataset.root, None)
     images = build_training_images(config, source)
     batches = TrainingBatches(len(source.train), 5, config.seed)
@@ -63,11 +61,11 @@ def readable_batches(config: Config, epoch: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.parametrize(("workers", "memory"), [(0, 0), (0, 64), (1, 0), (3, 64)])
-def test_broken_images_are_left_out_and_told_once(
+def test_broken_images_are_skipped_and_reported_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], workers: int, memory: int
 ):
     root = write_broken(tmp_path / "images")
-    config = config_of(root, f"dataset.workers={workers}", f"dataset.memory_mib={memory}")
+    config = folder_config(root, f"dataset.workers={workers}", f"dataset.memory_mib={memory}")
     broken = build_broken_images(config, load_source("image_folder", str(root), None))
     for epoch in (0, 1):
         training, held_out = epoch_of(config, broken, epoch)
@@ -75,41 +73,41 @@ def test_broken_images_are_left_out_and_told_once(
             assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
         assert [targets.tolist() for _, targets in held_out] == [[0, 0, 0, 0, 1], [1, 1]]
     assert broken.known == NUMBERS
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == len(BROKEN)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len(BROKEN)
     for name in BROKEN:
-        assert sum(f"warning: left out: {root / name}: no readable" in line for line in told) == 1
+        assert sum(f"warning: left out: {root / name}: no readable" in line for line in lines) == 1
 
 
-def test_ranks_agree_on_what_is_broken():
+def test_ranks_agree_on_broken_images():
     ranks = [BrokenImages(5), BrokenImages(5)]
     ranks[0].note(1, "a"), ranks[0].note(4, "b"), ranks[1].note(4, "b")
-    met: list[Tensor] = []
+    flags: list[Tensor] = []
 
     class Two(World):
         def sum(self, values: Tensor) -> Tensor:
-            met.append(values)
-            return torch.stack(met).sum(dim=0)
+            flags.append(values)
+            return torch.stack(flags).sum(dim=0)
 
     for broken in ranks:
         broken.agree(Two(0, 2, torch.device("cpu")).union)
-    assert ranks[1].known == {1, 4}  # of which it has met one itself
+    assert ranks[1].known == {1, 4}  # one from the other rank
 
 
 def train(command: Command, root: Path, name: str, *overrides: str) -> Any:
     small = [x for x in SMALL if "limit" not in x and "batch_size" not in x]
-    told = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
-    return command("train", f"name={name}", *told, *small, "recipe.batch_size=5", *overrides)
+    data = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
+    return command("train", f"name={name}", *data, *small, "recipe.batch_size=5", *overrides)
 
 
-def test_an_update_is_by_the_mean_loss_of_the_readable_images(
+def test_update_averages_over_readable_images(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    sizes, whole = [], Trainer.train_step
+    sizes, original = [], Trainer.train_step
 
     def step(self: Trainer, images: Tensor, classes: Tensor, size: int) -> Any:
         sizes.append((len(images), size))
-        return whole(self, images, classes, size)
+        return original(self, images, classes, size)
 
     monkeypatch.setattr(Trainer, "train_step", step)
     root = write_broken(tmp_path / "images")
@@ -118,7 +116,7 @@ def test_an_update_is_by_the_mean_loss_of_the_readable_images(
     assert sum(size for _, size in sizes) == 2 * (16 - 3)  # epochs x images
 
 
-def test_a_run_counts_what_it_leaves_out_also_where_it_was_interrupted(
+def test_run_counts_skipped_images_across_an_interruption(
     command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -127,14 +125,14 @@ def test_a_run_counts_what_it_leaves_out_also_where_it_was_interrupted(
     root, skip = write_broken(tmp_path / "images"), "dataset.broken_images=skip"
     refused = train(command, root, "refused")
     assert refused.status == 2 and "no readable image" in refused.lines[-1]
-    whole = train(command, root, "whole", skip)
-    assert whole.status == 0 and whole.err.count("warning: left out: ") == len(BROKEN)
+    undisturbed = train(command, root, "undisturbed", skip)
+    assert undisturbed.status == 0 and undisturbed.err.count("warning: left out: ") == len(BROKEN)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 6, KeyboardInterrupt())
         assert train(command, root, "halves", skip).status == 130
     later = train(command, root, "halves", skip, "resume=auto", "dataset.memory_mib=0")
     assert later.status == 0 and later.err.count("warning: left out: ") == 0
-    runs = [RunFolder(tmp_path / "outputs" / name) for name in ("whole", "halves")]
+    runs = [RunFolder(tmp_path / "outputs" / name) for name in ("undisturbed", "halves")]
     assert_same_result(*runs)
     assert [run.read_summary()["broken_images"] for run in runs] == [len(BROKEN)] * 2
     evaluated = command("eval", f"run={runs[0].path}")
@@ -150,28 +148,28 @@ def test_a_run_counts_what_it_leaves_out_also_where_it_was_interrupted(
 
 
 @pytest.mark.parametrize(
-    ("split", "spared", "status", "said"),
+    ("split", "spared", "status", "message"),
     [
         ("train", (), 2, "no training image is readable"),
         ("train", ("cat/3", "dog/3"), 1, "0 of this share's images are readable"),
         ("val", (), 1, "none of the held-out images is readable"),
     ],
 )
-def test_where_too_few_images_are_left_a_run_ends_in_one_line(
-    command: Command, tmp_path: Path, split: str, spared: tuple[str, ...], status: int, said: str
+def test_too_few_readable_images_are_refused_in_one_line(
+    command: Command, tmp_path: Path, split: str, spared: tuple[str, ...], status: int, message: str
 ):
     root = write_broken(tmp_path / "images", ())
     for path in (root / split).rglob("*.png"):
         if str(path.relative_to(root / split).with_suffix("")) not in spared:
             path.write_bytes(b"")
-    ended = train(command, root, "mine", "dataset.broken_images=skip")
-    assert ended.status == status and said in ended.lines[-1]
+    result = train(command, root, "mine", "dataset.broken_images=skip")
+    assert result.status == status and message in result.lines[-1]
     _open.cache_clear()
 
 
-def test_skipping_is_for_folders_alone_and_belongs_to_the_identity(tmp_path: Path):
+def test_skipping_needs_a_folder_and_changes_the_identity(tmp_path: Path):
     root = write_broken(tmp_path / "images")
-    skips, refuses = config_of(root), config_of(root, "dataset.broken_images=refuse")
+    skips, refuses = folder_config(root), folder_config(root, "dataset.broken_images=refuse")
     assert run_hash(skips) != run_hash(refuses)
     with pytest.raises(UserError, match=r"dataset\.broken_images=skip: digits is no folder"):
-        parse(compose("train", ["dataset.broken_images=skip"]).raw)
+        config_of("dataset.broken_images=skip")

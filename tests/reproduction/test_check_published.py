@@ -1,4 +1,4 @@
-"""The published checkpoints beside the printed values, by stand-ins of their names and shapes."""
+"""check_published.py, with stand-ins for the published checkpoints of equal names and shapes."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     return 0
 
 
-def test_what_is_there_is_evaluated_and_the_rest_named(
+def test_existing_files_are_evaluated_and_missing_ones_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     shapes = published_shapes("cct", "cct_cifar10_HTM")
@@ -31,8 +31,8 @@ def test_what_is_there_is_evaluated_and_the_rest_named(
     torch.save(as_published_cct(state), tmp_path / "weights/cct_cifar10_HTM.pth.tar")
     (tmp_path / "weights/vit_imagenet_VTM.pth").write_bytes(b"unread")
     make_stand_ins("cifar10", tmp_path / "data")
-    told = ("--data", tmp_path / "data", "--outputs", tmp_path / "outputs")
-    assert run(monkeypatch, tmp_path / "weights", *told) == 0
+    options = ("--data", tmp_path / "data", "--outputs", tmp_path / "outputs")
+    assert run(monkeypatch, tmp_path / "weights", *options) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert list(lines) == list(check_published.FILES) and len(lines) == 9
     result = json.loads((tmp_path / "outputs/evaluations/cct_cifar10_HTM.json").read_text())
@@ -44,7 +44,7 @@ def test_what_is_there_is_evaluated_and_the_rest_named(
     assert "printed 82.30 %: not evaluated, dataset.root=" in lines["vit_imagenet_VTM"]
 
 
-def test_one_that_fails_leaves_the_others_to_go(
+def test_failing_evaluation_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def fail(*_: object, **__: object) -> None:
@@ -59,7 +59,7 @@ def test_one_that_fails_leaves_the_others_to_go(
     assert len(lines) == 9 and sum("does not fit into" in line for line in lines) == 2
 
 
-def test_an_empty_folder_says_what_to_put_there(
+def test_empty_folder_is_refused_with_the_file_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert run(monkeypatch, tmp_path) == 2

@@ -1,4 +1,4 @@
-"""Runs that are killed, or whose checkpoints break: they end as if nothing had happened."""
+"""Runs that are killed or lose checkpoints end with the results of an undisturbed run."""
 
 import os
 import shutil
@@ -25,44 +25,44 @@ from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import MIXED, assert_same_result
 
-# Of 2 epochs of 3 steps: written after steps 2, 3 (an epoch's end), 4, 6, and 6 when evaluated.
+# 2 epochs of 3 steps: checkpoints after steps 2, 3 (end of epoch), 4, 6, and 6 when evaluated.
 PLAIN = "recipe.transforms.erasing_prob=0"  # so that the second epoch is the better one
 SAVING = (*MIXED, PLAIN, *SMALL, "checkpoint.every_steps=2", "checkpoint.keep=3")
 KILLED = 9
 
 
 def train(root: Path, *more: str) -> RunFolder:
-    told = (f"output_root={root}", "name=mine", "resume=auto", *SAVING, *more)
-    run_training(resolve(compose("train", list(told))))
+    args = (f"output_root={root}", "name=mine", "resume=auto", *SAVING, *more)
+    run_training(resolve(compose("train", list(args))))
     return RunFolder(root / "mine")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def better() -> Iterator[None]:
-    """Every epoch is the best so far, whatever torch's version draws."""
+    """Makes every epoch the best so far, independently of the random numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_is_best", lambda self: True)
         yield
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The undisturbed run."""
-    return train(tmp_path_factory.mktemp("whole"))
+    return train(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
-def left(whole: RunFolder, tmp_path: Path) -> RunFolder:
-    """The same as a kill leaves it after its last checkpoint."""
-    shutil.copytree(whole.path, tmp_path / "outputs" / "mine")
+def left(undisturbed: RunFolder, tmp_path: Path) -> RunFolder:
+    """A copy in the state that a kill after the last checkpoint leaves."""
+    shutil.copytree(undisturbed.path, tmp_path / "outputs" / "mine")
     run = RunFolder(tmp_path / "outputs" / "mine")
     run.write_summary(status="running")
     return run
 
 
-def assert_undisturbed(run: RunFolder, whole: RunFolder) -> None:
-    assert_same_result(run, whole)
-    best, expected = load_file(run.best_path), load_file(whole.best_path)
+def assert_undisturbed(run: RunFolder, undisturbed: RunFolder) -> None:
+    assert_same_result(run, undisturbed)
+    best, expected = load_file(run.best_path), load_file(undisturbed.best_path)
     assert best.keys() == expected.keys()
     assert all(torch.equal(best[name], expected[name]) for name in best)
     assert not list(run.path.rglob("*.tmp"))
@@ -74,7 +74,7 @@ def steps_of(run: RunFolder) -> list[int]:
 
 
 def killed(function: Callable[[], Any]) -> None:
-    """Runs it in a process that is gone at once, as by SIGKILL, where it calls `die`."""
+    """Runs `function` in a process that `dying_at` ends at once, as SIGKILL does."""
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)
@@ -86,30 +86,30 @@ def killed(function: Callable[[], Any]) -> None:
 
 
 def dying_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int) -> None:
-    """The process dies where it calls this function for the `call`-th time."""
-    whole, calls = getattr(module, name), iter(range(1, 10**6))
+    """Ends the process at the `call`-th call of a function."""
+    original, calls = getattr(module, name), iter(range(1, 10**6))
     monkeypatch.setattr(
-        module, name, lambda *args: os._exit(KILLED) if next(calls) == call else whole(*args)
+        module, name, lambda *args: os._exit(KILLED) if next(calls) == call else original(*args)
     )
 
 
-def test_checkpoints_are_written_within_epochs_and_the_last_ones_stay(whole: RunFolder):
-    assert steps_of(whole) == [6, 6, 4]
-    states = [torch.load(path, weights_only=True) for path in whole.checkpoints()]
+def test_checkpoints_are_written_within_epochs_and_the_newest_are_kept(undisturbed: RunFolder):
+    assert steps_of(undisturbed) == [6, 6, 4]
+    states = [torch.load(path, weights_only=True) for path in undisturbed.checkpoints()]
     assert [state["epoch"] for state in states] == [2, 1, 1]
     assert [state["images"] for state in states] == [120, 120, 80]
     speed = 120 / states[0]["train_seconds"]
-    assert whole.read_summary()["images_per_second"] == pytest.approx(speed, abs=0.1)
+    assert undisturbed.read_summary()["images_per_second"] == pytest.approx(speed, abs=0.1)
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
-    whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_repeatedly_killed_run_equals_the_undisturbed_one(
+    undisturbed: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run, begun = RunFolder(tmp_path / "mine"), []
     for module, name, call in (
-        (checkpoints, "seal_archive", 1),  # steps 1 and 2 are in metrics.jsonl, no checkpoint is
-        (os, "replace", 9),  # of step 4: those before have made room, and their place is empty
-        (loop, "save_plain", 2),  # the second epoch has ended, its weights are not yet the best
+        (checkpoints, "seal_archive", 1),  # metrics of steps 1 and 2 exist, but no checkpoint
+        (os, "replace", 9),  # of step 4: earlier checkpoints are moved, last.pt is missing
+        (loop, "save_plain", 2),  # the second epoch has ended, its best weights are not saved
     ):
         with monkeypatch.context() as patch:
             dying_at(patch, module, name, call)
@@ -124,11 +124,11 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
         ["last.pt", "last-1.pt", "last-2.pt"],
         ["last.pt", "last-1.pt", "last-2.pt"],
     ]
-    assert_undisturbed(train(tmp_path), whole)
+    assert_undisturbed(train(tmp_path), undisturbed)
 
 
-def test_a_run_goes_back_to_the_newest_checkpoint_that_is_whole_and_to_its_best_weights(
-    left: RunFolder, whole: RunFolder, command: Command, monkeypatch: pytest.MonkeyPatch
+def test_run_falls_back_to_the_newest_intact_checkpoint_and_its_best_weights(
+    left: RunFolder, undisturbed: RunFolder, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
     *broken, good = left.checkpoints()
     saved = torch.load(good, weights_only=True)
@@ -136,88 +136,89 @@ def test_a_run_goes_back_to_the_newest_checkpoint_that_is_whole_and_to_its_best_
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "train_step", lambda *args: 1 / 0)
-        ended = command("train", "name=mine", "resume=auto", *SAVING)
-    assert ended.status == 1
-    for name, line in zip(("last.pt", "last-1.pt"), ended.lines, strict=False):
+        result = command("train", "name=mine", "resume=auto", *SAVING)
+    assert result.status == 1
+    for name, line in zip(("last.pt", "last-1.pt"), result.lines, strict=False):
         assert line == (
             f"warning: checkpoint=outputs/mine/checkpoints/{name}: not readable: ValueError: "
             "damaged, these are not the bytes that were written; going back to last-2.pt"
         )
     assert left.checkpoints() == [left.last_path]
-    best = load_file(left.best_path)  # not those of the second epoch, which had been written
+    best = load_file(left.best_path)  # not those of the second epoch, although written
     assert all(torch.equal(best[name], saved["best"][name]) for name in best)
     evaluated = command("eval", "run=outputs/mine", "weights=best")
     assert f"top-1 {saved['history'][0]['top1']:.2f} %" in evaluated.out
-    assert_undisturbed(train(left.path.parent), whole)
+    assert_undisturbed(train(left.path.parent), undisturbed)
 
 
-def test_a_checkpoint_that_is_gone_is_said_and_the_one_before_evaluated(
+def test_eval_warns_of_a_missing_checkpoint_and_uses_the_previous_one(
     left: RunFolder, command: Command
 ):
     left.last_path.unlink()
-    ended = command("eval", "run=outputs/mine")
-    assert ended.lines == [
+    result = command("eval", "run=outputs/mine")
+    assert result.lines == [
         "warning: checkpoint=outputs/mine/checkpoints/last.pt: there is no such file; going back "
         "to last-1.pt"
     ]
-    assert ended.out.startswith("outputs/mine/checkpoints/last-1.pt: top-1 ")
+    assert result.out.startswith("outputs/mine/checkpoints/last-1.pt: top-1 ")
 
 
-def test_metrics_shorter_than_the_newest_checkpoint_go_with_the_one_before(
+def test_load_last_skips_checkpoints_newer_than_the_metrics(
     left: RunFolder, capsys: pytest.CaptureFixture[str]
 ):
     (_, before, _), run = left.checkpoints(), left.read_config()
     left.trim_metrics(torch.load(before, weights_only=True)["metrics_size"])
     newest = load_last(left, hash_of(run))
     assert newest is not None and newest[0] == before
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert (
         "metrics.jsonl: is shorter than when the checkpoint was written; going back to last-1"
-        in said
+        in err
     )
 
 
-def test_without_a_readable_checkpoint_nothing_changes(left: RunFolder, command: Command):
+def test_run_without_readable_checkpoint_is_refused_unchanged(left: RunFolder, command: Command):
     for path in left.checkpoints():
         path.write_bytes(path.read_bytes()[:1000])
     before = {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()}
-    ended = command("train", "name=mine", "resume=auto", *SAVING)
-    assert (ended.status, len(ended.lines)) == (2, 1)
-    assert "last.pt: not readable" in ended.err and "nor is last-2.pt" in ended.err
+    result = command("train", "name=mine", "resume=auto", *SAVING)
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "last.pt: not readable" in result.err and "nor is last-2.pt" in result.err
     assert {path: path.read_bytes() for path in left.path.rglob("*") if path.is_file()} == before
-    assert (command("eval", "run=outputs/mine").status, len(ended.lines)) == (2, 1)
+    result = command("eval", "run=outputs/mine")
+    assert (result.status, len(result.lines)) == (2, 1)
 
 
-def test_a_checkpoint_of_another_run_is_refused(whole: RunFolder):
-    assert load_last(whole, hash_of(whole.read_config())) is not None
+def test_load_last_refuses_a_checkpoint_of_another_run(undisturbed: RunFolder):
+    assert load_last(undisturbed, hash_of(undisturbed.read_config())) is not None
     with pytest.raises(UserError, match=r"last\.pt: is of another run"):
-        load_last(whole, "0" * 8)
+        load_last(undisturbed, "0" * 8)
 
 
 class Ranks:
-    """all_reduce of two ranks that call it in turns."""
+    """A fake all_reduce of two ranks that call it in turns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.told: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         self.now = 0.0
         monkeypatch.setattr(endings.dist, "new_group", lambda backend: None)
         monkeypatch.setattr(endings.dist, "all_reduce", self.all_reduce)
         monkeypatch.setattr(endings.time, "monotonic", lambda: self.now)
 
-    def all_reduce(self, told: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
-        self.told.append(told)
+    def all_reduce(self, tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
+        self.tensors.append(tensor)
         return self
 
     def wait(self) -> None:
-        """At which all have told theirs."""
-        first = len(self.told) // 2 * 2 - 2
-        pair = self.told[first : first + 2]
+        """Reduces the pair after both ranks have called."""
+        first = len(self.tensors) // 2 * 2 - 2
+        pair = self.tensors[first : first + 2]
         most = torch.stack(pair).amax(dim=0)
-        for told in pair:
-            told.copy_(most)
+        for tensor in pair:
+            tensor.copy_(most)
 
 
-def test_ranks_save_after_the_same_steps_by_the_clock_of_the_first(monkeypatch):
+def test_ranks_save_after_the_same_steps_by_the_clock_of_rank_0(monkeypatch):
     ranks = Ranks(monkeypatch)
     settings = Checkpoint(every_minutes=1.0, every_steps=5)
     both = [Agreement(World(rank, 2, torch.device("cpu")), settings) for rank in (0, 1)]

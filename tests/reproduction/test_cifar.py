@@ -1,4 +1,4 @@
-"""CIFAR: fetched, and unpickled only where every file is known by its MD5."""
+"""CIFAR is downloaded, and unpickled only if the MD5 of every file matches."""
 
 import hashlib
 import multiprocessing
@@ -24,19 +24,19 @@ from reproduction.system.errors import UserError
 
 
 class Server(NamedTuple):
-    """A folder, the address under which it can be downloaded, and what was asked for."""
+    """A served folder, its address, and the requested paths."""
 
     folder: Path
     address: str
-    asked: list[str]
+    requests: list[str]
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Of a file whose name ends with `.half` beside it, it sends one half and hangs up."""
+    """Serves a folder over HTTP; sends only half of a file if `FILE.half` exists."""
     folder = tmp_path / "server"
     folder.mkdir()
-    asked: list[str] = []
+    requests: list[str] = []
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
     class Quiet(SimpleHTTPRequestHandler):
@@ -44,10 +44,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             super().__init__(*args, directory=str(folder))
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requests.append(self.path)
             super().do_GET()
 
         def copyfile(self, source: Any, outputfile: Any) -> None:
@@ -57,12 +57,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as http:
         Thread(target=http.serve_forever, args=[0.01], daemon=True).start()
-        yield Server(folder, f"http://127.0.0.1:{http.server_port}", asked)
+        yield Server(folder, f"http://127.0.0.1:{http.server_port}", requests)
         http.shutdown()
 
 
 def read(root: Path | str, name: str = "cifar10") -> Source:
-    """Read again, whatever was read before."""
+    """Reads the data set, without the cache."""
     _open.cache_clear()
     return load_source(name, str(root), None)
 
@@ -82,7 +82,7 @@ def write_cifar(
     monkeypatch: pytest.MonkeyPatch,
     written: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
-    """An archive of the real layout with 4 images a file; the class is told to expect it."""
+    """Serves an archive of the real layout with 4 images per file, and patches its digests."""
     rng = np.random.default_rng(0)
     content = server.folder / kind.base_folder
     content.mkdir(parents=True)
@@ -121,18 +121,18 @@ def test_cifar_is_downloaded_on_first_use_and_checked(server, tmp_path, monkeypa
     assert sorted(os.listdir(root)) == [f".{kind.filename}.lock", kind.base_folder, kind.filename]
 
 
-def test_cifar_says_what_to_put_where_when_the_download_fails(server, tmp_path, monkeypatch):
+def test_failed_download_states_which_file_to_put_where(server, tmp_path, monkeypatch):
     archive = write_cifar(server, CIFAR10, monkeypatch)
     archive.unlink()
     with pytest.raises(UserError) as refusal:
         read(tmp_path / "data")
-    said = str(refusal.value)
-    assert said.startswith("dataset.root=") and "\n" not in said
+    message = str(refusal.value)
+    assert message.startswith("dataset.root=") and "\n" not in message
     put = f"put {CIFAR10.url} (MD5 {CIFAR10.tgz_md5}, not unpacked) into {tmp_path / 'data'}"
-    assert said.endswith(put) and CIFAR10.url.endswith(CIFAR10.filename)
+    assert message.endswith(put) and CIFAR10.url.endswith(CIFAR10.filename)
 
 
-def test_a_download_that_was_cut_off_is_started_again(server, tmp_path, monkeypatch):
+def test_truncated_download_is_restarted(server, tmp_path, monkeypatch):
     archive = write_cifar(server, CIFAR10, monkeypatch)
     half = archive.with_name(f"{archive.name}.half")
     half.touch()
@@ -144,25 +144,21 @@ def test_a_download_that_was_cut_off_is_started_again(server, tmp_path, monkeypa
     assert len(read(root).train) == 20
 
 
-def test_an_unpacking_that_was_cut_off_is_started_again_without_a_download(
-    server, tmp_path, monkeypatch
-):
+def test_truncated_unpacking_is_restarted_without_download(server, tmp_path, monkeypatch):
     write_cifar(server, CIFAR10, monkeypatch)
     root = tmp_path / "data"
-    whole = read(root)
+    first = read(root)
     folder = root / CIFAR10.base_folder
-    server.asked.clear()
+    server.requests.clear()
     (folder / "data_batch_3").unlink()
     for cut_off in ("test_batch", "batches.meta"):
         (folder / cut_off).write_bytes((folder / cut_off).read_bytes()[:99])
         again = read(root)
-        assert np.array_equal(pixels(whole.train), pixels(again.train))
-        assert whole.held_out.targets == again.held_out.targets and not server.asked
+        assert np.array_equal(pixels(first.train), pixels(again.train))
+        assert first.held_out.targets == again.held_out.targets and not server.requests
 
 
-def test_published_images_in_a_folder_that_cannot_be_written_to_are_read(
-    server, tmp_path, monkeypatch
-):
+def test_cifar_is_read_from_a_read_only_folder(server, tmp_path, monkeypatch):
     write_cifar(server, CIFAR10, monkeypatch)
     monkeypatch.setattr(sources, "download_and_extract_archive", None)
     monkeypatch.setattr(Path, "mkdir", None)
@@ -170,18 +166,18 @@ def test_published_images_in_a_folder_that_cannot_be_written_to_are_read(
     assert not list(server.folder.glob(".*"))
 
 
-def test_of_processes_that_start_at_once_one_downloads(server, tmp_path, monkeypatch):
+def test_concurrent_processes_download_once(server, tmp_path, monkeypatch):
     write_cifar(server, CIFAR10, monkeypatch)
     read(tmp_path / "alone")
-    alone = server.asked.copy()
+    alone = server.requests.copy()
     with multiprocessing.get_context("fork").Pool(3) as pool:
-        found = pool.map(read, [tmp_path / "data"] * 3)
-    assert [len(source.train) for source in found] == [20, 20, 20]
-    assert server.asked == 2 * alone
+        sources = pool.map(read, [tmp_path / "data"] * 3)
+    assert [len(source.train) for source in sources] == [20, 20, 20]
+    assert server.requests == 2 * alone
 
 
-class Runs:
-    """Pickles as a call of what it is made from."""
+class Call:
+    """Pickles as a function call."""
 
     def __init__(self, *call: Any):
         self.call = call
@@ -190,28 +186,26 @@ class Runs:
         return self.call[0], self.call[1:]
 
 
-def test_nothing_is_read_in_a_folder_of_stand_ins(tmp_path: Path):
+def test_stand_ins_are_not_read_from_files(tmp_path: Path):
     make_stand_ins("cifar10", tmp_path / "images")
     folder = tmp_path / "images" / CIFAR10.base_folder
     before = read(tmp_path / "images")
     for file in ("data_batch_1", "batches.meta", STAND_INS):
-        (folder / file).write_bytes(pickle.dumps(Runs(os.mkdir, str(tmp_path / "marker"))))
+        (folder / file).write_bytes(pickle.dumps(Call(os.mkdir, str(tmp_path / "marker"))))
     after = read(tmp_path / "images")
     assert np.array_equal(pixels(after.train), pixels(before.train))
     assert after.classes == before.classes and not (tmp_path / "marker").exists()
 
 
-def test_a_changed_file_of_the_published_images_is_not_even_unpickled(
-    server, tmp_path, monkeypatch
-):
+def test_changed_file_is_not_unpickled(server, tmp_path, monkeypatch):
     archive = write_cifar(server, CIFAR10, monkeypatch)
     root = tmp_path / "data"
     before = read(root)
     for file in ("data_batch_1", "batches.meta"):
         changed = root / CIFAR10.base_folder / file
-        changed.write_bytes(pickle.dumps(Runs(os.mkdir, str(tmp_path / "marker"))))
+        changed.write_bytes(pickle.dumps(Call(os.mkdir, str(tmp_path / "marker"))))
         assert np.array_equal(pixels(read(root).train), pixels(before.train))
-    changed.write_bytes(pickle.dumps(Runs(os.mkdir, str(tmp_path / "marker"))))
+    changed.write_bytes(pickle.dumps(Call(os.mkdir, str(tmp_path / "marker"))))
     archive.unlink()
     (root / CIFAR10.filename).unlink()
     with pytest.raises(UserError, match="could not be downloaded"):
@@ -219,7 +213,7 @@ def test_a_changed_file_of_the_published_images_is_not_even_unpickled(
     assert not (tmp_path / "marker").exists()
 
 
-# As Python 2 and numpy 1 wrote the published files: text for bytes, numpy.core.
+# The format of the published files, by Python 2 and numpy 1: text for bytes, numpy.core.
 PYTHON_2 = b"".join(
     [
         b"\x80\x02}q\x01(U\x0bbatch_labelq\x02U\x04trueq\x03U\x06labelsq\x04]q\x05(K\x01K\x02e",
@@ -232,9 +226,7 @@ PYTHON_2 = b"".join(
 )
 
 
-def test_files_as_python_2_wrote_them_are_read_without_a_word(
-    server, tmp_path, monkeypatch, recwarn
-):
+def test_python_2_files_are_read_without_warnings(server, tmp_path, monkeypatch, recwarn):
     write_cifar(server, CIFAR10, monkeypatch, {"data_batch_1": PYTHON_2})
     source = read(tmp_path / "data")
     expected = np.arange(6144).astype(np.uint8).reshape(2, 3, 32, 32).transpose(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""Settings that are right one by one, in any combination."""
+"""Random combinations of valid settings train and resume exactly."""
 
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -64,26 +64,28 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return [*SMALL, f"augmentation=[{','.join(sorted(stack))}]", *values]
 
 
-def config_of(root: str, name: str, line: list[str]) -> Config:
-    told = [*line, f"output_root={root}", f"name={name}", "resume=auto"]
-    return resolve(compose("train", told))
+def resolved(root: str, name: str, line: list[str]) -> Config:
+    args = [*line, f"output_root={root}", f"name={name}", "resume=auto"]
+    return resolve(compose("train", args))
 
 
 def fail() -> None:
-    raise RuntimeError("as any error")
+    raise RuntimeError("any error")
 
 
 @settings(max_examples=15)
 @given(command_lines(), st.integers(0, STEPS - 1))
-def test_a_run_of_any_settings_is_saved_and_goes_on_exactly(line: list[str], step: int):
+def test_runs_with_any_settings_resume_exactly(line: list[str], step: int):
     with TemporaryDirectory() as root:
         try:
-            whole, failing = (config_of(root, name, line) for name in ("whole", "failing"))
-        except UserError:  # these do not go together
+            undisturbed, failing = (
+                resolved(root, name, line) for name in ("undisturbed", "failing")
+            )
+        except UserError:  # an invalid combination
             assume(False)
-        run_training(whole)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(PlainError, match="as any error"):
+        run_training(undisturbed)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(PlainError, match="any error"):
             at_step(patch, step, fail)
             run_training(failing)
         run_training(failing)
-        assert_same_result(RunFolder.of(whole), RunFolder.of(failing))
+        assert_same_result(RunFolder.of(undisturbed), RunFolder.of(failing))

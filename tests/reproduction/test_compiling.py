@@ -1,4 +1,4 @@
-"""Compiled blocks: the same numbers, nothing compiled again, the plain model in evaluation."""
+"""Compiled blocks: equal results, no recompilation, the plain model in evaluation."""
 
 import copy
 import shutil
@@ -24,7 +24,7 @@ from tokenmixup import TokenMixup, attach, training_loss
 
 BLOCKS = 4
 INDUCTOR = build.COMPILER
-# no header compiled for later sums, no trial of the machine's vector instructions
+# Skips precompiled headers and the check of vector instructions.
 QUICK: dict[str, object] = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
 with_dropout = pytest.mark.parametrize(
     "build",
@@ -38,7 +38,7 @@ with_dropout = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
-    """Counts what is compiled, by a backend that needs no compiler."""
+    """Counts compilations, with a backend that needs no C++ compiler."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(build, "COMPILER", partial(torch.compile, backend=counter, dynamic=False))
     torch.compiler.reset()
@@ -48,7 +48,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
 
 
 def mixing(build: Callable[[], torch.nn.Module]) -> TokenMixup:
-    """HTM, then VTM; samples of class 0 are easy."""
+    """Builds a model with HTM, then VTM; samples of class 0 are easy."""
     torch.manual_seed(0)
     vtm = {"layer": 2, "kappa": 3}
     module = attach(build(), CLASSES, htm={"layer": 1, "rho": 0.0}, vtm=vtm).train()
@@ -66,7 +66,7 @@ def batch_of(module: TokenMixup, size: int, easy: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(module: TokenMixup, size: int = 6, easy: int = 3) -> list[Tensor]:
-    """Logits, targets, loss and the gradients of a training step."""
+    """Returns logits, targets, loss and gradients of a training step."""
     torch.manual_seed(1)
     module.zero_grad()
     output = module(*batch_of(module, size, easy))
@@ -78,7 +78,7 @@ def trained(module: TokenMixup, size: int = 6, easy: int = 3) -> list[Tensor]:
 
 
 @with_dropout
-def test_compiled_blocks_train_as_the_others_with_the_same_dropout(build: Callable[[], Any]):
+def test_compiled_blocks_equal_plain_ones_with_dropout(build: Callable[[], Any]):
     module = mixing(build)
     plain = trained(module)
     compile_blocks(module)
@@ -94,7 +94,7 @@ def test_nothing_is_compiled_again_as_the_number_of_easy_samples_changes(
     compile_blocks(module)
     for size in (6, 5):
         trained(module, size)
-    # the last block, one kind of MLP beside the attention, ScoreNet, mask and ratio
+    # for each size: the last block, the MLP of the others, and ScoreNet, mask and ratio of HTM
     assert counter.frame_count == 2 * 5
     for easy in (0, 1, 4, 5):
         trained(module, 6, easy)
@@ -102,10 +102,10 @@ def test_nothing_is_compiled_again_as_the_number_of_easy_samples_changes(
     assert counter.frame_count == 2 * 5
 
 
-def test_every_one_of_many_blocks_is_compiled(counter: CompileCounterWithBackend):
-    """Torch would stop at its limit: each block has a rate of stochastic depth of its own."""
+def test_all_blocks_are_compiled_beyond_the_recompile_limit(counter: CompileCounterWithBackend):
+    """Each block has its own stochastic depth rate, so torch would stop at its limit."""
     module = attach(small_cct(drop_path=0.3, depth=3), CLASSES).train()
-    with torch._dynamo.config.patch(recompile_limit=2):  # it is 8, of deeper models
+    with torch._dynamo.config.patch(recompile_limit=2):  # the default is 8
         compile_blocks(module)
         for size in (6, 5):
             module(*batch_of(module, size, 3))
@@ -122,7 +122,7 @@ def test_every_one_of_many_blocks_is_compiled(counter: CompileCounterWithBackend
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
-def test_blocks_compiled_by_hand_train_as_the_library_page_tells(settings: dict[str, Any]):
+def test_manually_compiled_blocks_train(settings: dict[str, Any]):
     module = attach(small_vit(depth=BLOCKS), CLASSES, **settings).train()
     for block in module.model.blocks:  # type: ignore[union-attr]
         block.compile(backend="eager", dynamic=False)
@@ -135,12 +135,11 @@ def test_equal_blocks_are_compiled_once(counter: CompileCounterWithBackend):
     module = mixing(small_vit)
     compile_blocks(module)
     trained(module)
-    assert (
-        counter.frame_count == 2 + 3
-    )  # a block, the MLP of those whose attention is replaced; HTM
+    # a block and the MLP of blocks whose attention is replaced; 3 parts of HTM
+    assert counter.frame_count == 2 + 3
 
 
-def test_evaluation_and_parameters_stay_the_plain_models(counter: CompileCounterWithBackend):
+def test_compiling_keeps_evaluation_and_parameter_names(counter: CompileCounterWithBackend):
     module = mixing(small_cct)
     images, _ = batch_of(module, 6, 0)
     plain, names = module.eval()(images), list(module.state_dict())
@@ -150,7 +149,7 @@ def test_evaluation_and_parameters_stay_the_plain_models(counter: CompileCounter
     assert counter.frame_count == 0
 
 
-def test_a_copy_runs_its_own_blocks():
+def test_copied_model_runs_its_own_blocks():
     module = mixing(small_cct)
     compile_blocks(module)
     copied = copy.deepcopy(module)
@@ -162,7 +161,7 @@ def test_a_copy_runs_its_own_blocks():
         assert torch.equal(ours, theirs)
 
 
-def test_a_compiled_run_goes_on_exactly_and_is_evaluated_uncompiled(
+def test_compiled_run_resumes_exactly_and_is_evaluated_uncompiled(
     command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -171,36 +170,40 @@ def test_a_compiled_run_goes_on_exactly_and_is_evaluated_uncompiled(
     settings = ["augmentation.htm.tau=2.4", *SMALL]
     assert command("train", "name=plain", *settings).status == 0
     assert counter.frame_count == 0
-    assert command("train", "name=whole", "compile=true", *settings).status == 0
-    assert counter.frame_count == 2 + 3  # the check, an MLP; HTM
+    assert command("train", "name=undisturbed", "compile=true", *settings).status == 0
+    assert counter.frame_count == 2 + 3  # the compiler check and an MLP; 3 parts of HTM
     with monkeypatch.context() as patch:
         interrupt_at(patch, 4, RuntimeError("the machine is taken back"))
         assert command("train", "name=parts", "compile=true", *settings).status == 1
     assert command("train", "name=parts", "compile=true", "resume=auto", *settings).status == 0
-    plain, whole, parts = (RunFolder(tmp_path / "outputs" / x) for x in ("plain", "whole", "parts"))
-    assert_same_result(whole, parts)
-    for ours, theirs in zip(whole.read_metrics(), plain.read_metrics(), strict=True):
+    plain, undisturbed, parts = (
+        RunFolder(tmp_path / "outputs" / x) for x in ("plain", "undisturbed", "parts")
+    )
+    assert_same_result(undisturbed, parts)
+    for ours, theirs in zip(undisturbed.read_metrics(), plain.read_metrics(), strict=True):
         for line, other in zip(without_times(ours), without_times(theirs), strict=True):
             assert line == pytest.approx(other, rel=1e-4)
-    ended = command("eval", f"run={whole.path}", "weights=best", "device=cpu")
-    assert ended.status == 0 and f"top-1 {whole.read_summary()['top1_best']:.2f}" in ended.out
+    result = command("eval", f"run={undisturbed.path}", "weights=best", "device=cpu")
+    assert (
+        result.status == 0 and f"top-1 {undisturbed.read_summary()['top1_best']:.2f}" in result.out
+    )
 
 
-def test_a_machine_without_compiler_is_told_before_anything_is_written(
+def test_missing_compiler_is_refused_before_anything_is_written(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(build, "COMPILER", INDUCTOR)
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
-        ended = command("train", "name=mine", "compile=true", *SMALL)
-    assert ended.status == 2
-    (line,) = ended.lines
+        result = command("train", "name=mine", "compile=true", *SMALL)
+    assert result.status == 2
+    (line,) = result.lines
     assert "compile=true: " in line and "a C++ compiler" in line and "/no/compiler" in line
     assert line.endswith("allowed is false")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="this machine has no C++ compiler")
-def test_the_compiler_of_this_machine_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_check_compiler_finds_the_compiler_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build, "COMPILER", INDUCTOR)
     with torch._inductor.config.patch(QUICK):
         check_compiler("cpu")

@@ -1,4 +1,4 @@
-"""The configuration composes, defaults come from where they should, and identity is stable."""
+"""Composition, defaults, experiments and the identity (hash) of configurations."""
 
 import itertools
 from dataclasses import fields
@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from reproduction.commands import cli
-from reproduction.config import CONF_DIR, Config
+from reproduction.config import CONF_DIR
 from reproduction.reporting.cells import read_cells
 from reproduction.runs.compose import LISTS, compose
 from reproduction.runs.folder import default_name, run_hash
 from reproduction.runs.parse import parse
+from tests.reproduction.conftest import config_of
 from tokenmixup import HTM, VTM, ManifoldMixup
 
 TRANSFORMERS = sorted(
@@ -27,10 +28,6 @@ EXPERIMENTS = sorted(
 )
 
 
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
-
-
 STACKS = [
     ",".join(stack)
     for size in range(5)  # from none to all
@@ -39,7 +36,7 @@ STACKS = [
 
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
-def test_every_transformer_takes_every_stack_without_further_overrides(model: str):
+def test_every_transformer_composes_with_every_stack(model: str):
     for stack in STACKS if model == "cct_2_3x2" else (STACKS[0], STACKS[-1]):
         config = config_of(f"model={model}", f"augmentation=[{stack}]")
         assert config.augmentation.stack == [name for name in stack.split(",") if name]
@@ -49,21 +46,21 @@ def test_every_transformer_takes_every_stack_without_further_overrides(model: st
     ("model", "layers"),
     [("cct_2_3x2", (1, 1)), ("cct_7_3x1", (2, 2)), ("vit_base_patch16_224", (3, 3))],
 )
-def test_layers_come_with_the_model(model: str, layers: tuple[int, int]):
+def test_default_layers_depend_on_the_model(model: str, layers: tuple[int, int]):
     stack = config_of(f"model={model}", "augmentation=[htm,vtm]").augmentation
     assert stack.htm is not None and stack.vtm is not None
     assert (stack.htm.layer, stack.vtm.layer) == layers
     assert (stack.htm.tau, stack.htm.rho, stack.vtm.kappa) == (2.0, 0.005, 3)
 
 
-def test_infinite_thresholds_are_legal():
+def test_infinite_thresholds_are_valid():
     htm = config_of("augmentation.htm.tau=inf", "augmentation.htm.rho=inf").augmentation.htm
     assert htm is not None
     assert htm.tau == htm.rho == float("inf")
 
 
 @pytest.mark.parametrize("group", ["model", "dataset", "augmentation", "recipe", "logger"])
-def test_every_option_has_the_name_of_its_file(group: str):
+def test_options_are_named_like_their_files(group: str):
     for path in (CONF_DIR / group).glob("*.yaml"):
         content = yaml.safe_load(path.read_text())
         if group in LISTS:
@@ -73,16 +70,16 @@ def test_every_option_has_the_name_of_its_file(group: str):
 
 
 @pytest.mark.parametrize("kind", [HTM, VTM, ManifoldMixup])
-def test_every_option_of_the_library_has_a_line_in_its_file(kind: Any):
+def test_augmentation_files_list_all_library_options(kind: Any):
     content = yaml.safe_load((CONF_DIR / "augmentation" / f"{kind.key}.yaml").read_text())
     assert list(content[kind.key]) == [option.name for option in fields(kind)]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_composes_and_its_head_gives_paper_value_and_command(experiment: str):
+def test_experiments_compose_and_state_paper_value_and_command(experiment: str):
     overrides = [f"experiment={experiment}"]
     if "imagenet" in experiment:
-        overrides.append("dataset=digits")  # the real one is not here
+        overrides.append("dataset=digits")  # ImageNet is not available
     composed = compose("train", overrides)
     assert composed.experiment == experiment
     parse(composed.raw)
@@ -91,13 +88,13 @@ def test_every_experiment_composes_and_its_head_gives_paper_value_and_command(ex
     assert "paper" in head.lower()
 
 
-def test_warm_up_and_cooldown_scale_with_the_epochs():
+def test_warmup_scales_with_epochs():
     assert config_of("recipe=cifar_cct").recipe.warmup_epochs == 10
     assert config_of("recipe=cifar_cct", "recipe.epochs=3").recipe.warmup_epochs == 0
     assert config_of("recipe=cifar_cct", "recipe.warmup_epochs=2").recipe.warmup_epochs == 2
 
 
-def test_the_command_line_wins_over_an_experiment():
+def test_overrides_take_precedence_over_experiments():
     htm = config_of("experiment=table1/cifar100_htm", "augmentation.htm.tau=9").augmentation.htm
     assert htm is not None and htm.tau == 9.0
 
@@ -105,8 +102,8 @@ def test_the_command_line_wins_over_an_experiment():
 @pytest.mark.parametrize(
     "experiment", [e for e in EXPERIMENTS if e.startswith(("table1", "table2"))]
 )
-def test_the_stack_of_an_experiment_is_what_its_name_says(experiment: str):
-    """Its values are held against the published ones in test_recipes.py."""
+def test_experiment_names_state_their_stacks(experiment: str):
+    """test_recipes.py compares their values with the published ones."""
     dataset, _, parts = experiment.partition("/")[2].partition("_")
     stack = [part for part in parts.split("_") if part != "baseline"]
     if dataset != "imagenet1k":
@@ -115,7 +112,7 @@ def test_the_stack_of_an_experiment_is_what_its_name_says(experiment: str):
     assert parse(raw, needs_data=False).augmentation.stack == stack
 
 
-def test_every_cell_has_its_experiment_whose_head_gives_the_printed_value():
+def test_cells_have_experiments_that_state_the_printed_values():
     cells = read_cells()
     assert [cell.experiment for cell in cells] == list(dict.fromkeys(c.experiment for c in cells))
     assert {c.experiment for c in cells} == {e for e in EXPERIMENTS if e.startswith("table")}
@@ -128,12 +125,12 @@ def test_every_cell_has_its_experiment_whose_head_gives_the_printed_value():
 
 
 def test_cells_of_one_configuration_share_a_run():
-    """Of 29 cells 22 are different runs: tables repeat each other."""
+    """The 29 cells are 22 different runs, as tables repeat each other."""
     hashes: dict[str, list[str]] = {}
     for cell in read_cells():
         overrides = [f"experiment={cell.experiment}"]
         if cell.table == 2:
-            overrides.append("dataset=digits")  # the real one is not here
+            overrides.append("dataset=digits")  # ImageNet is not available
         hashes.setdefault(run_hash(config_of(*overrides)), []).append(cell.experiment)
     assert len(hashes) == 22
     assert ["table3/random", "table4/without_tokens"] in hashes.values()
@@ -154,7 +151,7 @@ def test_cells_of_one_configuration_share_a_run():
         "augmentation.htm.layer=[1]",
     ],
 )
-def test_what_changes_no_result_changes_no_identity(override: str):
+def test_identity_ignores_options_that_do_not_change_results(override: str):
     assert run_hash(config_of(override)) == run_hash(config_of())
 
 
@@ -174,19 +171,19 @@ def test_what_changes_no_result_changes_no_identity(override: str):
         "model.depth=3",
     ],
 )
-def test_what_changes_a_result_changes_the_identity(override: str):
+def test_identity_depends_on_options_that_change_results(override: str):
     assert run_hash(config_of(override)) != run_hash(config_of())
 
 
-def test_identity_does_not_depend_on_how_a_value_is_written():
+def test_identity_does_not_depend_on_notation():
     assert run_hash(config_of("recipe.lr=1")) == run_hash(config_of("recipe.lr=1.0"))
-    whole, broken = (config_of(f"augmentation.htm.tau={tau}") for tau in ("1", "1.0"))
-    assert run_hash(whole) == run_hash(broken) != run_hash(config_of())
+    integer, decimal = (config_of(f"augmentation.htm.tau={tau}") for tau in ("1", "1.0"))
+    assert run_hash(integer) == run_hash(decimal) != run_hash(config_of())
     swapped = config_of("augmentation=[vtm,htm]")
     assert run_hash(swapped) == run_hash(config_of("augmentation=[htm,vtm]"))
 
 
-def test_data_that_their_name_tells_may_be_moved(tmp_path: Path):
+def test_identity_depends_on_the_root_only_of_image_folders(tmp_path: Path):
     for folder in ("train/a", "val/a", "moved/train/a", "moved/val/a"):
         (tmp_path / folder).mkdir(parents=True)
     for name, is_same in (("cifar10", True), ("image_folder", False)):
@@ -203,7 +200,7 @@ def test_sweeps_may_glob_options():
     assert [point[0] for point in points] == ["model=cct_2_3x2"] * 2 + ["model=cct_7_3x1"] * 2
 
 
-def test_default_name_tells_model_data_stack_and_seed():
+def test_default_name_states_model_data_stack_and_seed():
     name = default_name(config_of("seed=3", "augmentation=[cutmix,mixup]"), None)
     assert name.startswith("cct_2_3x2-digits-mixup+cutmix-s3-")
     assert len(name.rpartition("-")[2]) == 8
@@ -214,7 +211,7 @@ def test_default_name_tells_model_data_stack_and_seed():
 @pytest.mark.parametrize(
     ("cores", "devices", "workers"), [(64, 1, 16), (12, 2, 6), (2, 4, 1), (3, 1, 3)]
 )
-def test_workers_are_the_cores_of_a_rank(monkeypatch, cores: int, devices: int, workers: int):
+def test_default_workers_equal_cores_per_rank(monkeypatch, cores: int, devices: int, workers: int):
     monkeypatch.setattr("reproduction.runs.compose.usable_cores", lambda: cores)
     config = config_of("dataset=cifar10", f"devices={devices}", "recipe.batch_size=8")
     assert config.dataset.workers == workers

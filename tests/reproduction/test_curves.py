@@ -1,4 +1,4 @@
-"""metrics.jsonl as a stream: epochs, the last one alone, damaged files; regimes of Figure 4."""
+"""Epochs of metrics.jsonl, also of damaged files, and the regimes of Figure 4."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.reproduction.tables import write_metrics
 RNG = np.random.default_rng(0)
 
 
-def test_an_epoch_is_the_mean_of_its_batches_and_tokens_count_by_mixed_sample(tmp_path: Path):
+def test_read_epochs_averages_batches_and_weights_tokens_by_mixed_samples(tmp_path: Path):
     path = write_metrics(tmp_path / "m", [[(0, 0.0, 4.0), (0, 0.0, 3.0)], [(1, 10, 2), (3, 2, 1)]])
     first, second = read_epochs(path)
     assert first == (1, 0.0, None, 3.5)
@@ -25,14 +25,14 @@ def test_an_epoch_is_the_mean_of_its_batches_and_tokens_count_by_mixed_sample(tm
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 2**16])
-def test_the_last_epoch_is_that_of_the_whole_file_whatever_the_blocks(tmp_path, block, monkeypatch):
+def test_last_epoch_does_not_depend_on_the_block_size(tmp_path, block, monkeypatch):
     monkeypatch.setattr(curves, "BLOCK", block)
     path = write_metrics(tmp_path / "m", [[(i, 2.0, 1.0)] * 5 for i in range(4)])
     assert last_epoch(path) == read_epochs(path)[-1]
     assert b"\n".join(reversed(list(lines_backwards(path)))) == path.read_bytes()
 
 
-def test_the_last_epoch_does_not_read_the_others(tmp_path: Path, monkeypatch):
+def test_last_epoch_does_not_read_earlier_epochs(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(curves, "BLOCK", 100)
     path = write_metrics(tmp_path / "m", [[(1, 1.0, 1.0)] * 50, [(2, 1.0, 1.0)]])
     path.write_bytes(b"garbage" + path.read_bytes())
@@ -41,7 +41,7 @@ def test_the_last_epoch_does_not_read_the_others(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", '{"epoch": 1, "top1": 2.0}\n', '{"step": 1, "ep', "[1]\n7\n"])
 @pytest.mark.parametrize("read", [read_epochs, last_epoch])
-def test_a_file_without_whole_batches_is_refused(tmp_path: Path, text: str, read):
+def test_files_without_complete_batches_are_refused(tmp_path: Path, text: str, read):
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(UserError, match=r"metrics.jsonl: (holds no batches|not readable)"):
         read(tmp_path / "metrics.jsonl")
@@ -50,14 +50,14 @@ def test_a_file_without_whole_batches_is_refused(tmp_path: Path, text: str, read
 
 
 @given(st.lists(st.floats(-9, 9), min_size=1, max_size=20), st.integers(1, 25))
-def test_running_mean_is_that_of_the_values_around(values: list[float], window: int):
+def test_running_mean_averages_a_centred_window(values: list[float], window: int):
     starts = range(-(window // 2), len(values) - window // 2)
     expected = [np.mean(values[max(0, start) : start + window]) for start in starts]
     assert running_mean(values, window) == pytest.approx(expected)
 
 
 def curve(epochs: int, rise: int, slow: float, noise: float = 0.0) -> list[float]:
-    """Few until `rise`, then abruptly 60 of 128, then 40 more with a time constant of `slow`."""
+    """Few samples until `rise`, then abruptly 60 of 128, then 40 more with time constant `slow`."""
     after = np.maximum(np.arange(epochs) - rise, 0)
     values = np.where(np.arange(epochs) < rise, 4.0, 60 + 40 * (1 - np.exp(-after / slow)))
     return (values + noise * RNG.standard_normal(epochs)).tolist()
@@ -65,15 +65,15 @@ def curve(epochs: int, rise: int, slow: float, noise: float = 0.0) -> list[float
 
 @pytest.mark.parametrize(("epochs", "rise"), [(1510, 12), (300, 6), (36, 3)])
 @pytest.mark.parametrize("noise", [0.0, 0.8])
-def test_the_boundaries_are_those_that_the_curve_was_made_with(epochs, rise, noise):
+def test_find_regimes_recovers_known_boundaries(epochs, rise, noise):
     slow = epochs / 8
-    found = find_regimes(curve(epochs, rise, slow, noise))
-    assert found.rise == rise
+    regimes = find_regimes(curve(epochs, rise, slow, noise))
+    assert regimes.rise == rise
     settled = rise + slow * np.log(40 / (0.05 * 100))  # 40 exp(-x / slow) = 5 % of the level
-    assert found.convergence == pytest.approx(settled, abs=0.08 * epochs)
+    assert regimes.convergence == pytest.approx(settled, abs=0.08 * epochs)
 
 
-def test_a_rise_that_takes_some_epochs_begins_at_a_fifth_of_its_way():
+def test_find_regimes_dates_a_gradual_rise_at_a_fifth_of_its_height():
     ramp = [0.0] * 10 + [15.0, 40.0, 60.0, 80.0] + [100.0] * 186
     assert find_regimes(ramp).rise == 11
     assert 11 < (find_regimes(ramp).convergence or 0) < 25
@@ -92,22 +92,22 @@ def test_a_rise_that_takes_some_epochs_begins_at_a_fifth_of_its_way():
     ],
     ids=["empty", "two", "short", "none", "all", "ramp", "falls"],
 )
-def test_a_curve_without_regimes_has_none(values: list[float]):
+def test_find_regimes_returns_none_without_regimes(values: list[float]):
     assert find_regimes(values) == Regimes(None, None)
 
 
-def test_a_rise_without_convergence_is_found_alone():
+def test_find_regimes_finds_a_rise_without_convergence():
     growing = [2.0] * 5 + np.linspace(50, 100, 195).tolist()
     assert find_regimes(growing) == Regimes(5, None)
 
 
-def test_a_slow_rise_that_settles_converges_without_an_abrupt_rise():
+def test_find_regimes_finds_convergence_without_a_rise():
     slow = (100 * (1 - np.exp(-np.arange(400) / 80))).tolist()
-    found = find_regimes(slow)
-    assert found.rise is None and found.convergence == pytest.approx(240, abs=25)
+    regimes = find_regimes(slow)
+    assert regimes.rise is None and regimes.convergence == pytest.approx(240, abs=25)
 
 
-def test_one_odd_epoch_moves_no_boundary():
+def test_find_regimes_ignores_single_outliers():
     values = curve(300, 6, 30.0)
     odd = [*values]
     odd[2] = 90.0

@@ -1,4 +1,4 @@
-"""The measured effects of the published rules, on saliency made so that they are known."""
+"""The measured effects of the published rules, on saliency with known effects."""
 
 import sys
 from pathlib import Path
@@ -12,40 +12,40 @@ from scripts import measure_differences
 from tests.reproduction.conftest import SMALL, Command
 
 
-def test_effects_of_a_batch_whose_answer_is_known():
-    """Two easy samples exchange their one salient token; the third is hard and stays."""
+def test_measure_of_a_batch_with_known_effects():
+    """Two easy samples exchange their only salient token; the third is hard and unchanged."""
     saliency = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.1, 0.1, 0.7, 0.1]])
     easy = torch.tensor([False, True, True])
     batch = Batch(saliency, easy, torch.eye(3), [], num_prefix_tokens=1, class_token=True)
-    found = measure([batch], rho=0.0, kappa=1)
-    assert found["easy samples"] == pytest.approx(2 / 3)
-    assert found["order: rows that read another sample's memory"] == 1.0
-    assert found["mask: tokens replaced a sample, paper"] == 1.0
-    # every donor's best token against the first easy sample's: the first agrees with itself
-    assert 0 <= found["mask: tokens decided alike"] <= 1
-    assert found["class token: samples that give it to VTM"] == pytest.approx(1 / 3)
-    assert found["class token: samples whose last patch is lost"] == 0.0
-    assert found["class token: VTM's tokens that change"] == 1.0
+    effects = measure([batch], rho=0.0, kappa=1)
+    assert effects["easy samples"] == pytest.approx(2 / 3)
+    assert effects["order: rows that read another sample's memory"] == 1.0
+    assert effects["mask: tokens replaced a sample, paper"] == 1.0
+    # each donor's best token is compared with the first easy sample's, which agrees with itself
+    assert 0 <= effects["mask: tokens decided alike"] <= 1
+    assert effects["class token: samples that give it to VTM"] == pytest.approx(1 / 3)
+    assert effects["class token: samples whose last patch is lost"] == 0.0
+    assert effects["class token: VTM's tokens that change"] == 1.0
 
 
-def test_nothing_changes_where_the_rules_agree():
-    """All samples easy and alike: nothing to gain, nothing to move."""
+def test_measure_finds_no_effects_where_the_rules_agree():
+    """All samples are easy and equal: nothing to gain, nothing to move."""
     saliency = torch.full((4, 6), 1 / 6)
     targets = F.one_hot(torch.arange(4), 4).float()
     batch = Batch(saliency, torch.ones(4, dtype=torch.bool), targets, [], 0, False)
-    found = measure([batch], rho=0.01, kappa=2)
-    assert found["mask: tokens decided alike"] == 1.0
-    assert found["mask: label mass that moves"] == 0.0
-    assert found["order: rows that read another sample's memory"] == 0.0
+    effects = measure([batch], rho=0.01, kappa=2)
+    assert effects["mask: tokens decided alike"] == 1.0
+    assert effects["mask: label mass that moves"] == 0.0
+    assert effects["order: rows that read another sample's memory"] == 0.0
 
 
-def test_random_batches_repeat():
+def test_random_batches_are_reproducible():
     one, other = (measure(random_batches(3, b=16, t=9, prefix=1), 0.005, 2) for _ in range(2))
     assert one == other
     assert one != measure(random_batches(4, b=16, t=9, prefix=1), 0.005, 2)
 
 
-def test_the_script_measures_a_run_and_refuses_others(
+def test_script_measures_a_run_and_refuses_others(
     command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Two ranks on a CPU: the same losses as one process, one run folder, every image once."""
+"""Two ranks on a CPU: the losses of one process, one run folder, every image evaluated once."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from tests.reproduction.conftest import Command, at_step, run_here
 pytestmark = pytest.mark.all_digits
 ROOT = Path(__file__).parents[2]
 
-# Nothing random but the order of the images, so that one and two ranks see the same.
+# Only the order of the images is random, so that one and two ranks see the same inputs.
 PLAIN = [
     "augmentation=[]",
     "model.embed_dim=16",
@@ -62,7 +62,7 @@ def lines_of(tmp_path: Path, name: str) -> tuple[list[dict[str, Any]], list[dict
     return folder.read_metrics()
 
 
-def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_of_one(
+def test_two_ranks_equal_one_process_also_with_micro_batches_and_a_restart(
     tmp_path: Path,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
@@ -72,8 +72,8 @@ def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_o
         assert command("train", f"name={name}", *PLAIN, *more).status == 0
     at_step(monkeypatch, 15, partial(kill_once, "0"))
     torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--run-path", "--start-method=fork"]
-    in_parts = "recipe.grad_accum_steps=3"  # of shares of 4 and 5 images
-    with endings.handling(endings.stop_at_once):  # torchrun's own stay
+    in_parts = "recipe.grad_accum_steps=3"  # micro-batches of 4 and 5 images per rank
+    with endings.handling(endings.stop_at_once):  # torchrun does not restore the handlers
         distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
     assert "restart 1 of 1: all ranks go on after step 10" in capfd.readouterr().err
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
@@ -95,7 +95,7 @@ def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_o
 
 @pytest.fixture(scope="module")
 def mixing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two ranks in one sweep, by seed."""
+    """A sweep over two seeds, each a run of two ranks."""
     root = tmp_path_factory.mktemp("mixing")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -103,7 +103,7 @@ def mixing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_two_ranks_mix_within_their_shares_and_count_together(mixing_runs: Path):
+def test_ranks_mix_within_their_shares_and_sum_their_counts(mixing_runs: Path):
     names = [path.name for path in (mixing_runs / "outputs").iterdir() if path.name != ".sweeps"]
     assert len(names) == 2
     for name in names:
@@ -113,18 +113,18 @@ def test_two_ranks_mix_within_their_shares_and_count_together(mixing_runs: Path)
         assert all(line["gain_max"] > line["gain_mean"] > 0 for line in steps[:30])
 
 
-def test_a_failing_rank_ends_the_run_with_its_reason(tmp_path: Path, command: Command):
+def test_failing_rank_ends_the_run_with_its_error(tmp_path: Path, command: Command):
     diverge = ["recipe.optimizer=sgd", "recipe.lr=1e30", "recipe.warmup_lr=1e30"]
     more = ["recipe.clip_grad_norm=null", "devices=2", "name=mine"]
-    ended = command("train", *PLAIN, *diverge, *more)
-    assert ended.status == 1
-    (last,) = ended.lines
+    result = command("train", *PLAIN, *diverge, *more)
+    assert result.status == 1
+    (last,) = result.lines
     assert last.startswith("train.py: rank ")
     assert "the loss is nan" in last and "resume=auto" in last
     assert RunFolder(tmp_path / "outputs/mine").read_summary()["status"] == "failed"
 
 
-BATCH_NORM = [  # narrow, with steps large enough that the statistics of the ranks differ
+BATCH_NORM = [  # a narrow model, with a learning rate that lets the ranks' statistics differ
     *(x for x in PLAIN if not x.startswith(("model", "recipe.epochs"))),
     *("model=wrn_40_4", "model.options.layers=[1,1,1]", "model.options.channels=[8,8,8]"),
     *("recipe.lr=0.05", "recipe.epochs=1", "devices=2", "name=mine"),
@@ -133,7 +133,7 @@ BATCH_NORM = [  # narrow, with steps large enough that the statistics of the ran
 
 @pytest.fixture(scope="module")
 def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of a model whose batch normalisation sees other images on each rank."""
+    """A finished run whose batch norm sees different images on each rank."""
     root = tmp_path_factory.mktemp("two_ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -142,7 +142,7 @@ def run_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_evaluate_what_the_first_one_saves(
+def test_ranks_evaluate_the_saved_weights(
     run_of_two_ranks: Path,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,28 +160,28 @@ def test_ranks_evaluate_what_the_first_one_saves(
     assert saved["eval_loss"] == pytest.approx(epoch["eval_loss"], rel=1e-5)
 
 
-def test_ranks_divide_the_cores_whatever_ran_before(monkeypatch: pytest.MonkeyPatch):
+def test_sharing_cores_divides_them_among_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(distributed, "usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = []
+    threads = []
     for ranks in (4, 2):
         with distributed._sharing_cores(ranks):
-            found.append(os.environ["OMP_NUM_THREADS"])
-    assert found == ["2", "4"] and "OMP_NUM_THREADS" not in os.environ
+            threads.append(os.environ["OMP_NUM_THREADS"])
+    assert threads == ["2", "4"] and "OMP_NUM_THREADS" not in os.environ
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with distributed._sharing_cores(4):
         assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
-def test_what_only_ranks_find_out_is_refused_in_one_line_too(
+def test_user_errors_within_ranks_end_in_one_line(
     tmp_path: Path, run_of_two_ranks: Path, command: Command
 ):
     folder = RunFolder(shutil.copytree(run_of_two_ranks, tmp_path / "outputs" / "mine"))
     folder.write_summary(status="interrupted")
     folder.last_path.write_bytes(b"broken")
-    ended = command("train", *BATCH_NORM, "resume=auto")
-    assert ended.status == 2
-    (line,) = ended.lines
+    result = command("train", *BATCH_NORM, "resume=auto")
+    assert result.status == 2
+    (line,) = result.lines
     assert "last.pt: not readable" in line
 
 
@@ -193,7 +193,7 @@ def test_what_only_ranks_find_out_is_refused_in_one_line_too(
         (["restarts=2"], "--max-restarts=2"),
     ],
 )
-def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, args, message):
+def test_options_that_contradict_torchrun_are_refused(tmp_path, monkeypatch, capsys, args, message):
     import train
     from reproduction.commands.cli import run as run_cli
 
@@ -208,25 +208,25 @@ def test_torchrun_refuses_what_contradicts_it(tmp_path, monkeypatch, capsys, arg
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_stop_after_the_same_step_and_go_on_there_whatever_becomes_of_one(
+def test_ranks_stop_after_the_same_step_and_resume_also_after_a_kill(
     tmp_path: Path, mixing_runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
-    often = "checkpoint.every_minutes=0.001"  # by the first rank's clock
+    often = "checkpoint.every_minutes=0.001"  # by the clock of rank 0
     with monkeypatch.context() as patch:
         at_step(patch, 20, stop_the_launcher)
-        ended = command("train", "name=mine", often, *MIXING)
-    assert ended.status == 130
-    assert len(ended.lines) == 1
+        result = command("train", "name=mine", often, *MIXING)
+    assert result.status == 130
+    assert len(result.lines) == 1
     mine = RunFolder(tmp_path / "outputs/mine")
     assert torch.load(mine.last_path, weights_only=True)["step"] < 35
-    goes_on = ("name=mine", "resume=auto", "restarts=1", often)
+    resumed = ("name=mine", "resume=auto", "restarts=1", often)
     at_step(monkeypatch, 35, partial(kill_once, "1"))
-    ended = command("train", *goes_on, *MIXING)
-    assert ended.status == 0, ended.err
-    (line,) = ended.lines
+    result = command("train", *resumed, *MIXING)
+    assert result.status == 0, result.err
+    (line,) = result.lines
     assert line.startswith("restart 1 of 1: all ranks go on after step 3")
-    (whole,) = (mixing_runs / "outputs").glob("*-s0-*")
-    assert differences(mine, RunFolder(whole)) == []
+    (undisturbed,) = (mixing_runs / "outputs").glob("*-s0-*")
+    assert differences(mine, RunFolder(undisturbed)) == []
 
 
 def stop_the_launcher() -> None:
@@ -239,10 +239,10 @@ def kill_once(rank: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_waits_for_a_dead_one_in_vain_is_ended(
+def test_rank_that_waits_for_a_dead_one_is_ended(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
-    """As in NCCL's sums, which do not notice."""
+    """NCCL's collectives do not notice a dead rank."""
 
     def die_or_wait() -> None:
         if os.environ["RANK"] == "1":
@@ -252,26 +252,26 @@ def test_a_rank_that_waits_for_a_dead_one_in_vain_is_ended(
 
     monkeypatch.setattr(endings, "SECONDS_AFTER_A_DEATH", 1)
     at_step(monkeypatch, 3, die_or_wait)
-    ended = command("train", "name=mine", *MIXING)
-    assert ended.status == 1 and "rank 1: killed by SIGKILL" in ended.err
+    result = command("train", "name=mine", *MIXING)
+    assert result.status == 1 and "rank 1: killed by SIGKILL" in result.err
     assert not (tmp_path / "waited").exists()
 
 
-def test_only_the_first_rank_writes(tmp_path: Path):
+def test_only_rank_0_writes(tmp_path: Path):
     config = resolve(compose("train", ["name=mine", f"output_root={tmp_path}", *PLAIN]))
     run_training(config)
     folder = RunFolder.of(config)
-    folder.last_path.unlink()  # back to the first epoch
+    folder.last_path.unlink()  # resumes after the first epoch
     trainer = build_trainer(config, World(0, 1, torch.device("cpu")), build_source(config.dataset))
     trainer.world = World(1, 1, torch.device("cpu"))
-    trainer.history[0]["top1"] = -1.0  # so that the second one is the best
+    trainer.history[0]["top1"] = -1.0  # the second epoch becomes the best
     before = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
     trainer.fit(Logs())
     after = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
     assert after == before
 
 
-def test_a_killed_rank_is_named():
+def test_killed_ranks_are_described_by_their_signal():
     killed = ProcessFailure(local_rank=1, pid=7, exitcode=-9, error_file="none")
     assert _how(killed) == "killed by SIGKILL"
 
@@ -284,7 +284,7 @@ def test_a_killed_rank_is_named():
     ],
     ids=["SIGINT, one process", "SIGTERM, two ranks"],
 )
-def test_a_signal_to_all_its_processes_leaves_a_run_that_can_go_on(
+def test_signal_to_the_process_group_leaves_a_resumable_run(
     tmp_path: Path, sign: signal.Signals, more: list[str]
 ):
     args = [x for x in PLAIN if not x.startswith("recipe.epochs")]
@@ -301,7 +301,7 @@ def test_a_signal_to_all_its_processes_leaves_a_run_that_can_go_on(
 
 
 @pytest.mark.parametrize(("held_out", "ranks"), [(101, 1), (101, 2), (101, 3), (2, 3)])
-def test_every_image_is_evaluated_once_whatever_the_ranks(held_out: int, ranks: int):
+def test_every_image_is_evaluated_once_for_any_number_of_ranks(held_out: int, ranks: int):
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(held_out, 3, 8, 8, generator=generator)
     targets = torch.randint(0, 3, (held_out,), generator=generator)
@@ -319,7 +319,7 @@ def test_every_image_is_evaluated_once_whatever_the_ranks(held_out: int, ranks: 
 
 
 class Counted(World):
-    """A rank that adds its sums to `totals`, which ranks share."""
+    """A rank that adds its sums to `totals`, shared by all ranks."""
 
     def __init__(self, rank: int = 0, size: int = 1, totals: torch.Tensor | None = None):
         super().__init__(rank, size, torch.device("cpu"))
@@ -334,7 +334,7 @@ class Counted(World):
 
 
 def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
-    """train.py at work, in a session of its own."""
+    """Starts train.py in its own session."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *args],
         cwd=tmp_path,
@@ -342,7 +342,7 @@ def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # heard even where the tests run in the background of a shell, which ignores it
+        # a shell ignores SIGINT in its background jobs
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
 
@@ -350,11 +350,11 @@ def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 300  # machines are shared
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path} does not come"
+        assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.1)
 
 
-def test_the_fifth_of_five_counts_and_the_sixth_does_not():
-    ranked = torch.arange(10.0).repeat(2, 1)  # class 9 comes first
+def test_count_includes_the_fifth_class_and_not_the_sixth():
+    ranked = torch.arange(10.0).repeat(2, 1)  # class 9 is ranked first
     first, among_five, _ = _count(ranked, torch.tensor([5, 4])).tolist()
     assert (first, among_five) == (0, 1)

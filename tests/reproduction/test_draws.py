@@ -1,4 +1,4 @@
-"""What the trainer draws over steps, ranks and seeds: always anew, and always the same again."""
+"""Random draws of the trainer differ between steps, ranks and seeds, and are reproducible."""
 
 from itertools import combinations
 from pathlib import Path
@@ -22,7 +22,7 @@ IMAGES = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
 
 
 class Drawn(NamedTuple):
-    """What one step hands to the model, and what that would draw."""
+    """The inputs of the model in one step, and the numbers that the model would draw."""
 
     images: Tensor
     targets: Tensor
@@ -45,43 +45,40 @@ def drawn(stack: list[str], *, seed: int = 0, rank: int = 0, steps: int = STEPS)
 
     trainer.update.parallel = spy
     for _ in range(steps):
-        torch.rand(5)  # as whatever comes between two steps
+        torch.rand(5)  # anything may draw between two steps
         trainer.train_step(IMAGES, torch.arange(8), 8)
         trainer.step += 1
     return seen
 
 
 def boxes(images: Tensor, erased: Tensor) -> Tensor:
+    """Returns the mask of erased pixels, `b h w`."""
     return (images != erased).any(dim=1)
 
 
 @pytest.mark.parametrize("stack", [["mixup"], ["cutmix"]], ids=str)
-def test_every_step_rank_and_seed_mixes_erases_and_drops_otherwise(stack: list[str]):
-    found = [
-        *drawn(stack),
-        *drawn(stack, rank=1),
-        *drawn(stack, seed=1),
-    ]
-    for one, other in combinations(found, 2):
+def test_mixing_erasing_and_dropout_depend_on_step_rank_and_seed(stack: list[str]):
+    draws = [*drawn(stack), *drawn(stack, rank=1), *drawn(stack, seed=1)]
+    for one, other in combinations(draws, 2):
         assert not torch.equal(one.images, other.images)
         assert not torch.equal(one.targets, other.targets)
         assert not torch.equal(one.dropout, other.dropout)
         assert one.manifold.keep_ratio != other.manifold.keep_ratio
 
 
-def test_every_step_rank_and_seed_erases_other_boxes_with_other_noise():
-    """Without mixing, so that erasing alone tells them apart."""
-    found = [*drawn([]), *drawn([], rank=1), *drawn([], seed=1)]
+def test_erased_boxes_and_noise_depend_on_step_rank_and_seed():
+    """Without mixing, inputs differ only by erasing."""
+    draws = [*drawn([]), *drawn([], rank=1), *drawn([], seed=1)]
     trainer = small_trainer([], "model.embed_dim=16")
     plain = trainer.update.inputs.normalize(IMAGES)
-    masks = [boxes(plain, one.images) for one in found]
-    for (one, mask), (other, its) in combinations(zip(found, masks, strict=True), 2):
+    masks = [boxes(plain, one.images) for one in draws]
+    for (one, mask), (other, its) in combinations(zip(draws, masks, strict=True), 2):
         assert not torch.equal(mask, its)
         both = (mask & its)[:, None].expand_as(plain)
         assert both.any() and (one.images != other.images)[both].all()
 
 
-def test_a_step_draws_the_same_again():
+def test_draws_are_reproducible():
     for one, other in zip(drawn(["mixup", "cutmix"]), drawn(["mixup", "cutmix"]), strict=True):
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.targets, other.targets)
@@ -89,29 +86,29 @@ def test_a_step_draws_the_same_again():
         assert one.manifold.layer == other.manifold.layer
 
 
-def test_over_many_steps_all_that_can_be_drawn_is_drawn():
-    """Both kinds of mixing, every layer of manifold mixup, ratios over their whole range."""
-    found = drawn(["mixup", "cutmix"], steps=60)
-    assert {one.manifold.layer for one in found} == {0, 1, 2}
-    kept = [one.manifold.keep_ratio for one in found]
-    assert min(kept) < 0.25 and max(kept) > 0.75
-    own = [float(one.targets[0].amax()) for one in found]
+def test_draws_cover_their_whole_range():
+    """Both kinds of mixing, every layer of manifold mixup, and the full range of ratios occur."""
+    draws = drawn(["mixup", "cutmix"], steps=60)
+    assert {one.manifold.layer for one in draws} == {0, 1, 2}
+    ratios = [one.manifold.keep_ratio for one in draws]
+    assert min(ratios) < 0.25 and max(ratios) > 0.75
+    own = [float(one.targets[0].amax()) for one in draws]
     assert min(own) < 0.6 and max(own) > 0.8
     mixed = drawn(["mixup"], steps=1)[0].images, drawn(["cutmix"], steps=1)[0].images
     assert not torch.equal(*mixed)
 
 
-def test_what_is_drawn_for_dropout_is_not_what_mixing_drew():
-    """Purposes keep apart: with and without mixing, dropout is the same."""
+def test_dropout_does_not_depend_on_mixing():
+    """Each purpose has its own random stream."""
     for one, other in zip(drawn(["mixup"]), drawn([]), strict=True):
         assert torch.equal(one.dropout, other.dropout)
 
 
-def test_weights_and_the_order_of_images_follow_the_seed(tmp_path: Path):
+def test_initial_weights_and_image_order_depend_on_the_seed(tmp_path: Path):
     built = []
     for seed in (0, 1, 0):
-        told = [*SMALL, f"seed={seed}", "name=mine", f"output_root={tmp_path}"]
-        config = resolve(compose("train", told))
+        args = [*SMALL, f"seed={seed}", "name=mine", f"output_root={tmp_path}"]
+        config = resolve(compose("train", args))
         built.append(build_trainer(config, World(0, 1, CPU), build_source(config.dataset)))
     first, other, again = [next(x.module.model.parameters()) for x in built]
     assert torch.equal(first, again) and not torch.equal(first, other)

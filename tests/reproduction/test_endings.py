@@ -1,4 +1,4 @@
-"""Runs that a disk, a memory or a number stops: one line, a folder that goes on, no traceback."""
+"""Failures of disk and memory end a run in one line, without traceback, and it can resume."""
 
 import errno
 import os
@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.commands.jobs import resolve
 from reproduction.reporting import report
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.training import loop, train
 from reproduction.training.step import TrainingStep
-from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command, Ended, at_step
+from tests.reproduction.conftest import SMALL, Command, CommandResult, at_step, trained_run
 from tests.reproduction.test_training import assert_same_result, folder
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
@@ -31,28 +28,27 @@ MINE = ["name=mine", *TINY]
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, unevaluated: None) -> RunFolder:
     root = tmp_path_factory.mktemp("undisturbed")
-    run_training(resolve(compose("train", ["name=whole", f"output_root={root}", *TINY])))
-    return RunFolder(root / "whole")
+    return trained_run(root, *TINY)
 
 
-def assert_plain(ended: Ended, *parts: str) -> None:
-    """Ended by a failure of the run, in one line."""
-    assert (ended.status, len(ended.lines)) == (1, 1), ended.err
-    assert ended.err.startswith("train.py: ")
+def assert_plain(result: CommandResult, *parts: str) -> None:
+    """Asserts that a run failed with one line."""
+    assert (result.status, len(result.lines)) == (1, 1), result.err
+    assert result.err.startswith("train.py: ")
     for part in parts:
-        assert part in ended.err
+        assert part in result.err
 
 
-def failing(whole: Callable[..., Any], error: BaseException, call: int) -> Callable[..., Any]:
-    """A function that works but for one call, counted from 1."""
+def failing(function: Callable[..., Any], error: BaseException, call: int) -> Callable[..., Any]:
+    """Wraps a function so that its `call`-th call, counted from 1, raises `error`."""
     calls = iter(range(1, 10**6))
 
-    def sometimes(*args: Any, **given: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == call:
             raise error
-        return whole(*args, **given)
+        return function(*args, **kwargs)
 
-    return sometimes
+    return wrapper
 
 
 def file_error(number: int, path: Path | None = None) -> OSError:
@@ -62,7 +58,8 @@ def file_error(number: int, path: Path | None = None) -> OSError:
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 HOST = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to")
 LOWER = ["recipe.batch_size=20", "recipe.grad_accum_steps=1", "recipe.precision"]
-FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [  # in which call of what, and its line
+# owner, function, call, error, parts of the line
+FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [
     (RunFolder, "append_metrics", 2, file_error(errno.ENOSPC), ["No space left on device"]),
     (loop, "save_plain", 1, file_error(errno.EROFS), ["Read-only file system"]),
     (loop, "save_last", 1, file_error(errno.EIO), ["Input/output error"]),
@@ -73,23 +70,23 @@ FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [  # in which call of
 ]
 
 
-def test_what_stops_a_run_is_told_in_one_line_and_it_goes_on_exactly(
+def test_faults_end_a_run_in_one_line_and_it_resumes_exactly(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder
 ):
-    for place, name, call, error, parts in FAULTS:
+    for owner, name, call, error, parts in FAULTS:
         with monkeypatch.context() as patch:
-            patch.setattr(place, name, failing(getattr(place, name), error, call))
-            ended = command("train", *MINE, "resume=auto")
-        assert_plain(ended, "outputs/mine", *parts, "is kept as failed", "resume=auto")
+            patch.setattr(owner, name, failing(getattr(owner, name), error, call))
+            result = command("train", *MINE, "resume=auto")
+        assert_plain(result, "outputs/mine", *parts, "is kept as failed", "resume=auto")
         assert folder(tmp_path).read_summary()["status"] == "failed"
     assert command("train", *MINE, "resume=auto").status == 0
     assert_same_result(folder(tmp_path), undisturbed)
 
 
-def test_a_run_that_cannot_say_how_it_ended_ends_in_one_line(
+def test_run_that_cannot_write_its_status_ends_in_one_line(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def full(*args: Any, **given: Any) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
         raise file_error(errno.ENOSPC)
 
     def fill() -> None:
@@ -103,17 +100,17 @@ def test_a_run_that_cannot_say_how_it_ended_ends_in_one_line(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MiB at outputs/."""
-    place = tmp_path / "outputs"
-    place.mkdir()
-    told = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(told, check=False, capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    """Mounts a disk of 2 MiB at outputs/."""
+    path = tmp_path / "outputs"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs permission to mount")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-def test_on_a_full_disk_the_last_checkpoint_is_whole_and_freed_space_is_enough(
+def test_run_on_a_full_disk_keeps_its_checkpoint_and_resumes(
     command: Command, small_disk: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder
 ):
     def fill() -> None:
@@ -123,8 +120,8 @@ def test_on_a_full_disk_the_last_checkpoint_is_whole_and_freed_space_is_enough(
 
     with monkeypatch.context() as patch:
         at_step(patch, 4, fill)
-        ended = command("train", *MINE)
-    assert_plain(ended, "outputs/mine", "No space left on device", "resume=auto")
+        result = command("train", *MINE)
+    assert_plain(result, "outputs/mine", "No space left on device", "resume=auto")
     mine = RunFolder(small_disk / "mine")
     assert torch.load(mine.last_path, weights_only=True)["step"] == 3
     (small_disk / "ballast").unlink()
@@ -132,26 +129,26 @@ def test_on_a_full_disk_the_last_checkpoint_is_whole_and_freed_space_is_enough(
     assert_same_result(mine, undisturbed)
 
 
-def test_a_folder_that_cannot_be_locked_is_refused(
+def test_folder_that_cannot_be_locked_is_refused(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     lock = folder(tmp_path).path / ".lock"
     monkeypatch.setattr(train, "hold", failing(train.hold, file_error(errno.EROFS, lock), 1))
-    ended = command("train", *MINE)
-    assert (ended.status, ended.lines) == (2, [f"train.py: {lock}: Read-only file system"])
+    result = command("train", *MINE)
+    assert (result.status, result.lines) == (2, [f"train.py: {lock}: Read-only file system"])
     assert not lock.exists()
 
 
-def test_a_folder_that_vanishes_while_it_trains_is_named(
+def test_run_whose_folder_vanishes_names_it(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     at_step(monkeypatch, 4, lambda: shutil.rmtree(folder(tmp_path).path))
-    ended = command("train", *MINE)
-    assert_plain(ended, "outputs/mine/metrics.jsonl: No such file or directory")
+    result = command("train", *MINE)
+    assert_plain(result, "outputs/mine/metrics.jsonl: No such file or directory")
     assert not folder(tmp_path).path.exists()
 
 
-def test_a_run_whose_report_finds_no_space_is_finished(
+def test_failing_report_does_not_fail_the_run(
     monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder, capsys: pytest.CaptureFixture[str]
 ):
     def full(folder: RunFolder) -> list[str]:
@@ -160,6 +157,6 @@ def test_a_run_whose_report_finds_no_space_is_finished(
     monkeypatch.setattr(report, "_draw", full)
     report.write_report(undisturbed, undisturbed.read_summary())
     out, err = capsys.readouterr()
-    assert "whole: top-1" in out and "report and pictures" not in out
+    assert "undisturbed: top-1" in out and "report and pictures" not in out
     assert err.startswith("warning: no report (") and err.count("\n") == 1
     assert "No space left on device" in err and not undisturbed.report_path.exists()

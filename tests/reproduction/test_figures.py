@@ -1,4 +1,4 @@
-"""The one style of all pictures, and the files that they are written to."""
+"""Figure files: PNG and PDF, marks, failures and sizes."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ def steps(number: int) -> list[dict[str, float]]:
     ]
 
 
-def test_a_picture_is_a_png_and_a_pdf_of_the_same_bytes_each_time(tmp_path: Path):
+def test_figures_are_reproducible_png_and_pdf_files(tmp_path: Path):
     digests = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
@@ -27,7 +27,7 @@ def test_a_picture_is_a_png_and_a_pdf_of_the_same_bytes_each_time(tmp_path: Path
     assert digests[0] == digests[1]
 
 
-def test_the_mark_is_written_into_the_picture(tmp_path: Path, drawn_texts):
+def test_figure_shows_its_mark(tmp_path: Path, drawn_texts):
     for name, mark in (("plain", None), ("marked", "smoke scale")):
         with figure(tmp_path / f"{name}.png", mark=mark) as axes:
             axes.plot([0, 1], [0, 1])
@@ -36,13 +36,13 @@ def test_the_mark_is_written_into_the_picture(tmp_path: Path, drawn_texts):
     assert plain.size == marked.size and plain.tobytes() != marked.tobytes()
 
 
-def test_a_picture_that_fails_leaves_no_file(tmp_path: Path):
+def test_failing_figure_leaves_no_file(tmp_path: Path):
     with pytest.raises(ZeroDivisionError), figure(tmp_path / "bad.png"):
         1 / 0  # noqa: B018
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pdf_of_very_many_batches_stays_small(tmp_path: Path):
+def test_pdf_of_many_batches_stays_small(tmp_path: Path):
     epochs = [{"epoch": 1, "top1": 1.0, "eval_loss": 1.0}]
     draw_accuracy(tmp_path / "many.png", steps(50_000), epochs)
     assert (tmp_path / "many.pdf").stat().st_size < 500_000

@@ -1,4 +1,4 @@
-"""NaN and infinity wherever they come from: an error that names the step, or a step left out."""
+"""NaN and infinity end a run with an error that names the step, or skip the update."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +26,13 @@ SKIP = "recipe.non_finite=skip"
 Poison = Callable[[pytest.MonkeyPatch, Trainer], None]
 
 
-def trainer_of(*told: str) -> Trainer:
+def trainer_of(*overrides: str) -> Trainer:
     small = ("model.embed_dim=16", "recipe.warmup_epochs=0")
-    return small_trainer(["htm", "vtm"], *small, *told)
+    return small_trainer(["htm", "vtm"], *small, *overrides)
 
 
 def step(trainer: Trainer, images: Tensor | None = None) -> None:
-    """A step and what is told of it."""
+    """Trains one step and records its metrics."""
     if images is None:
         generator = torch.Generator().manual_seed(1)
         images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
@@ -41,7 +41,7 @@ def step(trainer: Trainer, images: Tensor | None = None) -> None:
 
 
 def outputs(module: nn.Module, value: float) -> Callable[[], None]:
-    """Lets a module return `value` until the function is called that is returned."""
+    """Lets a module return `value`; call the returned function to undo."""
     return module.register_forward_hook(lambda m, args, out: torch.full_like(out, value)).remove
 
 
@@ -58,16 +58,16 @@ def of_gains(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("poison", [of_attention(torch.nan), of_attention(torch.inf), of_gains])
-def test_gains_that_are_not_finite_never_reach_the_assignment(
+def test_non_finite_gains_never_reach_the_assignment(
     monkeypatch: pytest.MonkeyPatch, poison: Poison
 ):
-    """Skipping, HTM mixes nothing; the update is made, since loss and gradient are finite."""
+    """With non_finite=skip, HTM mixes nothing, and the finite loss and gradient still update."""
 
-    whole = assignment.linear_sum_assignment
+    original = assignment.linear_sum_assignment
 
-    def solve(gain: Any, **given: Any) -> Any:
-        assert np.isfinite(gain).all(), "it sees them"
-        return whole(gain, **given)
+    def solve(gain: Any, **kwargs: Any) -> Any:
+        assert np.isfinite(gain).all(), "gains are not finite"
+        return original(gain, **kwargs)
 
     strict, lenient = trainer_of(), trainer_of(SKIP)
     poison(monkeypatch, strict)
@@ -79,45 +79,45 @@ def test_gains_that_are_not_finite_never_reach_the_assignment(
     assert (line["mixed_samples"], line["mixed_tokens"], line["skipped"]) == (0, 0, 0)
 
 
-def broken(what: str, trainer: Trainer) -> Callable[[], None]:
-    """Breaks a part of the model until the function is called that is returned."""
+def broken(part: str, trainer: Trainer) -> Callable[[], None]:
+    """Breaks a part of the model; call the returned function to undo."""
     module: Any = trainer.module
-    if what == "difficulty":
+    if part == "difficulty":
         return outputs(module.scorenet.head, torch.nan)
-    if what == "logits":
+    if part == "logits":
         return outputs(module.model.head, torch.inf)
     gradient = module.model.head.weight.register_hook(lambda grad: grad * torch.inf)
     return gradient.remove
 
 
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-@pytest.mark.parametrize("what", ["difficulty", "logits", "gradient"])
-def test_what_is_not_finite_is_named_with_its_step(what: str, clip: str):
+@pytest.mark.parametrize("part", ["difficulty", "logits", "gradient"])
+def test_non_finite_values_are_named_with_their_step(part: str, clip: str):
     trainer = trainer_of(f"recipe.clip_grad_norm={clip}")
     step(trainer)
-    broken(what, trainer)
+    broken(part, trainer)
     trainer.step += 1
     step(trainer)
     lines = trainer.metrics.fetch()
     assert [line["step"] for line in trainer.non_finite.writable(lines)] == [1]
-    named = "the gradient is not finite" if what == "gradient" else "the loss is nan"
+    named = "the gradient is not finite" if part == "gradient" else "the loss is nan"
     with pytest.raises(PlainError, match=f"step 2: {named}; try .* recipe.non_finite=skip"):
         trainer.non_finite.check(lines)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("what", ["difficulty", "logits", "gradient", "images"])
-def test_a_skipped_update_leaves_nothing_behind(what: str, optimizer: str):
-    """Also as the first step, when the optimiser has no state."""
-    told = (SKIP, f"recipe.optimizer={optimizer}", "recipe.clip_grad_norm=1.0")
-    trainer, undisturbed = trainer_of(*told), trainer_of(*told)
+@pytest.mark.parametrize("part", ["difficulty", "logits", "gradient", "images"])
+def test_skipped_update_changes_nothing(part: str, optimizer: str):
+    """Even in the first step, when the optimiser has no state."""
+    overrides = (SKIP, f"recipe.optimizer={optimizer}", "recipe.clip_grad_norm=1.0")
+    trainer, undisturbed = trainer_of(*overrides), trainer_of(*overrides)
     for _ in range(2):
-        if what == "images":
+        if part == "images":
             step(trainer, torch.full((6, 3, 32, 32), torch.nan))
         else:
-            mend = broken(what, trainer)
+            undo = broken(part, trainer)
             step(trainer)
-            mend()
+            undo()
         step(trainer)
         step(undisturbed)
     for ours, theirs in zip(
@@ -127,7 +127,7 @@ def test_a_skipped_update_leaves_nothing_behind(what: str, optimizer: str):
     assert [line["skipped"] for line in trainer.metrics.fetch()] == [1, 0, 1, 0]
 
 
-def test_what_is_not_finite_on_another_rank_is_left_out_here_too(monkeypatch: pytest.MonkeyPatch):
+def test_non_finite_values_on_another_rank_skip_the_update(monkeypatch: pytest.MonkeyPatch):
     trainer = trainer_of(SKIP)
     before = [parameter.clone() for parameter in trainer.module.parameters()]
     monkeypatch.setattr(World, "sum", lambda self, flag: flag.add_(1))
@@ -137,10 +137,10 @@ def test_what_is_not_finite_on_another_rank_is_left_out_here_too(monkeypatch: py
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_a_skipped_update_leaves_average_and_running_statistics(precision: str):
-    told = [SKIP, "recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
+def test_skipped_update_keeps_average_and_running_statistics(precision: str):
+    overrides = [SKIP, "recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
     module = small_model()
-    update = step_of(module, *told)
+    update = step_of(module, *overrides)
     held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
     before = {name: value.clone() for name, value in held.items()}
     for value, skipped in ((torch.nan, 1), (1.0, 0)):
@@ -152,14 +152,14 @@ def test_a_skipped_update_leaves_average_and_running_statistics(precision: str):
 
 @pytest.mark.parametrize("rule", ["skip", "fail"])
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-def test_a_step_that_the_scaler_leaves_out_is_counted_and_changes_nothing(clip: str, rule: str):
-    """Its loss is finite, the scaled gradient is not, and averages and statistics stay."""
-    told = ["recipe.precision=float16", "recipe.ema_decay=0.75", "recipe.lr=0.1"]
-    told += [f"recipe.clip_grad_norm={clip}", f"recipe.non_finite={rule}"]
+def test_step_skipped_by_the_scaler_is_counted_and_changes_nothing(clip: str, rule: str):
+    """The loss is finite, the scaled gradient is not; averages and statistics are unchanged."""
+    overrides = ["recipe.precision=float16", "recipe.ema_decay=0.75", "recipe.lr=0.1"]
+    overrides += [f"recipe.clip_grad_norm={clip}", f"recipe.non_finite={rule}"]
     module = small_model()
-    update = step_of(module, *told)
+    update = step_of(module, *overrides)
     held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
-    metrics, followed = BatchMetrics(World(0, 1, CPU)), NonFinite(update.skips, update.uses_scaler)
+    metrics, counter = BatchMetrics(World(0, 1, CPU)), NonFinite(update.skips, update.uses_scaler)
     before = {name: value.clone() for name, value in held.items()}
     for step, scale in enumerate((1e38, 1024.0)):
         update.scaler.load_state_dict({**update.scaler.state_dict(), "scale": scale})
@@ -170,51 +170,51 @@ def test_a_step_that_the_scaler_leaves_out_is_counted_and_changes_nothing(clip: 
         assert all(same) if step == 0 else not any(same)
         metrics.add(step + 1, 1, 0.1, parts, update.not_finite)
     lines = metrics.fetch()
-    followed.check(lines)
-    assert [line["skipped"] for line in followed.writable(lines)] == [1, 0]
-    assert followed.state_dict() == {"skipped": 1, "in_a_row": 0}
+    counter.check(lines)
+    assert [line["skipped"] for line in counter.writable(lines)] == [1, 0]
+    assert counter.state_dict() == {"skipped": 1, "in_a_row": 0}
 
 
-def test_a_hundred_steps_left_out_by_the_scaler_end_a_run_that_does_not_skip():
-    left_out, lost = ({"step": 9, "loss": x, "skipped": 1} for x in (1.0, torch.nan))
-    followed = NonFinite(skips=False, scales=True)
-    followed.check([left_out] * 99)
+def test_hundred_steps_skipped_by_the_scaler_end_the_run():
+    skipped, lost = ({"step": 9, "loss": x, "skipped": 1} for x in (1.0, torch.nan))
+    counter = NonFinite(skips=False, scales=True)
+    counter.check([skipped] * 99)
     with pytest.raises(PlainError, match=r"step 9: 100 updates in a row .* gradient is not finite"):
-        followed.check([left_out])
+        counter.check([skipped])
     with pytest.raises(PlainError, match=r"step 9: the loss is nan; .*non_finite=skip"):
         NonFinite(skips=False, scales=True).check([lost])
     with pytest.raises(PlainError, match="step 9: the gradient is not finite"):
-        NonFinite(skips=False).check([left_out])
+        NonFinite(skips=False).check([skipped])
 
 
-def test_skipped_steps_are_counted_and_a_run_goes_on_exactly(
+def test_run_with_skipped_steps_resumes_exactly_and_counts_them(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     args = (SKIP, *MIXED, *SMALL)
-    whole = Trainer.train_step
+    original = Trainer.train_step
 
     def sometimes_broken(self: Trainer, images: Tensor, *args: Any) -> Any:
-        return whole(self, images * torch.nan if self.step in (1, 4) else images, *args)
+        return original(self, images * torch.nan if self.step in (1, 4) else images, *args)
 
     monkeypatch.setattr(Trainer, "train_step", sometimes_broken)
-    assert command("train", "name=whole", *args).status == 0
+    assert command("train", "name=undisturbed", *args).status == 0
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5, KeyboardInterrupt())
         assert command("train", "name=mine", *args).status == 130
     assert command("train", "name=mine", *args, "resume=auto").status == 0
-    assert_same_result(folder(tmp_path), folder(tmp_path, "whole"))
+    assert_same_result(folder(tmp_path), folder(tmp_path, "undisturbed"))
     steps, _ = folder(tmp_path).read_metrics()
     assert [line["skipped"] for line in steps] == [0, 1, 0, 0, 1, 0]
     assert [line["loss"] is None for line in steps] == [False, True, False, False, True, False]
     assert folder(tmp_path).read_summary()["skipped_steps"] == 2
 
 
-def test_too_many_skipped_updates_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatch):
+def test_too_many_consecutive_skips_end_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metrics, "MOST_IN_A_ROW", 3)
     bad, good = {"step": 7, "loss": torch.nan, "skipped": 1}, {"loss": 1.0, "skipped": 0}
-    followed = NonFinite(skips=True)
-    followed.check([bad, bad, good, bad])
-    followed.load_state_dict(followed.state_dict())
-    followed.check([bad])
+    counter = NonFinite(skips=True)
+    counter.check([bad, bad, good, bad])
+    counter.load_state_dict(counter.state_dict())
+    counter.check([bad])
     with pytest.raises(PlainError, match="step 7: 3 updates in a row were left out"):
-        followed.check([bad])
+        counter.check([bad])

@@ -1,7 +1,7 @@
-"""What runs compute, as recorded once: a change of structure must leave all of it as it is.
+"""Frozen losses of runs and composed configurations, which refactoring must not change.
 
-`python -m tests.reproduction.test_frozen losses configurations`, or one of them, records it anew,
-after a change that is meant.
+After an intended change, `python -m tests.reproduction.test_frozen losses configurations`, or one
+of the two, records them again.
 """
 
 import dataclasses
@@ -17,24 +17,22 @@ import torch
 import yaml
 
 from reproduction.config import CONF_DIR
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import flatten
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import Command
+from tests.reproduction.conftest import Command, config_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."
-MACHINES = ("name", "dataset.workers")  # the run's hash, and the machine's cores
+MACHINES = ("name", "dataset.workers")  # depend on the machine: the run's hash, the cores
 LOSSES, COMPOSED = FIXTURES / "frozen_losses.yaml", FIXTURES / "frozen_configurations.yaml"
 
-# Ten batches of eight of the digits, with sharp enough weights for tokens to be replaced.
+# Ten batches of eight digits; weights become sharp enough for tokens to be replaced.
 TEN = [
     *("dataset.limit=40", "recipe.batch_size=8", "recipe.epochs=2", "recipe.log_every=5"),
     *("recipe.lr=0.01", "recipe.warmup_epochs=0", "device=cpu", "dataset.workers=0"),
 ]
 SMALL = ["model.embed_dim=32"]
 BOTH = ["augmentation=[htm,vtm]", "augmentation.htm.tau=2.35", "augmentation.htm.rho=0.0002"]
-# Batches of eight make batch normalisation double the rounding of a CPU with each larger step.
+# With batches of eight and larger steps, batch norm doubles the CPU's rounding errors each step.
 CALM = ["recipe.optimizer=sgd", "recipe.lr=0.0003"]
 TINY_VIT = ["model=vit_tiny_patch16_224", "model.image_size=64", *BOTH, "augmentation.htm.layer=1"]
 RUNS: dict[str, list[str]] = {
@@ -66,7 +64,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "cvt": ["model=cvt_6_4", "model.depth=3", "model.embed_dim=32", *BOTH],
     "cct_7_3x1": ["model=cct_7_3x1", "model.depth=4", "model.embed_dim=32", *BOTH],
-    "vit of timm's": [*TINY_VIT, "augmentation.vtm.layer=2", "recipe.lr=0.001"],
+    "timm vit": [*TINY_VIT, "augmentation.vtm.layer=2", "recipe.lr=0.001"],
     "library": ["model=resnet18", "augmentation=[mixup,cutmix]", *CALM],
     "bf16": [*SMALL, *BOTH, "recipe.precision=bf16"],
     "two ranks": [*SMALL, *BOTH, "devices=2"],
@@ -75,12 +73,12 @@ RUNS: dict[str, list[str]] = {
 Line = dict[str, float]
 
 
-def told_of(name: str, folder: Path) -> list[str]:
+def overrides_of(name: str, folder: Path) -> list[str]:
     return ["name=run", f"output_root={folder}", *TEN, *RUNS[name]]
 
 
 def lines_of(folder: Path) -> list[Line]:
-    """Loss and replaced tokens of each batch of a run."""
+    """Returns the loss and the replaced tokens of each batch of a run."""
     metrics = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [
         {"loss": round(line["loss"], 7), "tokens": round(line["mixed_tokens"], 4)}
@@ -91,71 +89,69 @@ def lines_of(folder: Path) -> list[Line]:
 
 @pytest.mark.skipif(
     not torch.__version__.startswith(RECORDED_BY),
-    reason=f"recorded by torch {RECORDED_BY}: others draw other weights",
+    reason=f"recorded by torch {RECORDED_BY}: other versions draw other weights",
 )
 @pytest.mark.usefixtures("unevaluated")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_has_the_losses_that_were_recorded(command: Command, tmp_path: Path, name: str):
+def test_runs_have_the_recorded_losses(command: Command, tmp_path: Path, name: str):
     expected = yaml.safe_load(LOSSES.read_text())[name]
-    ended = command("train", *told_of(name, tmp_path))
-    assert ended.status == 0, ended.err
-    found = lines_of(tmp_path)
-    assert len(found) == len(expected) == 10
-    if name == "bf16":  # whose sums differ from machine to machine
-        found, expected = found[:1], expected[:1]
-    for ours, recorded in zip(found, expected, strict=True):
+    result = command("train", *overrides_of(name, tmp_path))
+    assert result.status == 0, result.err
+    lines = lines_of(tmp_path)
+    assert len(lines) == len(expected) == 10
+    if name == "bf16":  # sums differ between machines
+        lines, expected = lines[:1], expected[:1]
+    for ours, recorded in zip(lines, expected, strict=True):
         assert ours["loss"] == pytest.approx(recorded["loss"], abs=1e-2 if name == "bf16" else 1e-5)
         assert ours["tokens"] == pytest.approx(recorded["tokens"], abs=1e-3)
 
 
-def test_tokens_are_replaced_in_the_recorded_runs():
+def test_recorded_runs_with_htm_replace_tokens():
     recorded = yaml.safe_load(LOSSES.read_text())
     assert set(recorded) == set(RUNS)
-    for name, told in RUNS.items():
-        mixes = any("htm" in text for text in told)
+    for name, overrides in RUNS.items():
+        mixes = any("htm" in text for text in overrides)
         assert any(line["tokens"] > 0 for line in recorded[name]) == mixes, name
 
 
 def configurations() -> dict[str, list[list[Any]]]:
-    """key -> [[value, the experiments that have it], ...], of all experiments."""
+    """Maps each key to [[value, experiments with this value], ...] over all experiments."""
     paths = sorted((CONF_DIR / "experiment").rglob("*.yaml"))
     names = [str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in paths]
-    found: dict[str, dict[str, list[str]]] = {}
+    by_key: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        config = parse(compose("train", [f"experiment={name}"]).raw, needs_data=False)
+        config = config_of(f"experiment={name}", needs_data=False)
         for key, value in flatten(dataclasses.asdict(config)):
             if key in MACHINES:
                 continue
-            found.setdefault(key, {}).setdefault(json.dumps(value), []).append(name)
+            by_key.setdefault(key, {}).setdefault(json.dumps(value), []).append(name)
     return {
-        key: [
-            [json.loads(value), having if having != names else "all"] for value, having in x.items()
-        ]
-        for key, x in found.items()
+        key: [[json.loads(value), users if users != names else "all"] for value, users in x.items()]
+        for key, x in by_key.items()
     }
 
 
-def test_experiments_compose_to_what_was_recorded():
-    anew = f"python -m {__name__} configurations writes them anew"
-    assert configurations() == yaml.safe_load(COMPOSED.read_text()), anew
+def test_experiments_have_the_recorded_configurations():
+    hint = f"python -m {__name__} configurations records them again"
+    assert configurations() == yaml.safe_load(COMPOSED.read_text()), hint
 
 
 def record_losses() -> dict[str, list[Line]]:
     losses = {}
     for name in RUNS:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "train.py", *told_of(name, Path(folder))]
+            command = [sys.executable, "train.py", *overrides_of(name, Path(folder))]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             losses[name] = lines_of(Path(folder))
     return losses
 
 
 if __name__ == "__main__":  # losses, configurations, or both
-    for what in sys.argv[1:]:
-        path, found = {
+    for part in sys.argv[1:]:
+        path, compute = {
             "losses": (LOSSES, record_losses),
             "configurations": (COMPOSED, configurations),
-        }[what]
-        text = yaml.safe_dump(found(), sort_keys=False, default_flow_style=None, width=100)
+        }[part]
+        text = yaml.safe_dump(compute(), sort_keys=False, default_flow_style=None, width=100)
         path.write_text(text)
         print(f"written to {path}")

@@ -1,8 +1,8 @@
-"""The report of a few stored runs, byte for byte: what a reader of it sees changes on purpose only.
+"""The text files of the report of a few stored runs are frozen.
 
-tests/fixtures/runs holds what runs leave, but for config.yaml: that is composed here, since a run
-is told by its configuration and the values of those may change. report-SCALE.sha256 beside it holds
-the digest of each text file; where a change is meant, what the failing test tells goes there.
+tests/fixtures/runs holds these runs without config.yaml, which is composed here: runs are matched
+by their configuration, and its values may change. report-SCALE.sha256 beside it holds the digest of
+each text file. After an intended change, replace it by the digests that the failing test shows.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tests.reproduction.tables import COUNTS, Configs
 
 EPOCHS = 310  # of every stored run
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-RUNS = {  # folder, a dash, its seed -> its cell or value of a sweep; the later ones are newer
+RUNS = {  # folder without "-SEED" -> cell or value of a sweep; later runs are newer
     "htm-0-again": "table1/cifar100_htm",
     "htm": "table1/cifar100_htm",
     "baseline": "table1/cifar100_baseline",
@@ -38,7 +38,7 @@ RUNS = {  # folder, a dash, its seed -> its cell or value of a sweep; the later 
     "tau-0": "tau=0",
     "tau-1": "tau=1",
     "kappa-3": "kappa=3",
-    "short": "table1/cifar10_htm",  # of other epochs: of no cell
+    "short": "table1/cifar10_htm",  # has other epochs and belongs to no cell
     "broken": "table1/cifar100_htm",  # a summary that contradicts itself
 }
 
@@ -54,7 +54,7 @@ def for_epochs(config: Config, epochs: int) -> Config:
 
 @pytest.fixture
 def outputs(tmp_path: Path, trained: Configs) -> Path:
-    """The stored runs with their configurations and pictures."""
+    """The stored runs with their configurations and figures."""
     outputs = tmp_path / "outputs"
     shutil.copytree(FIXTURES / "runs", outputs)
     order = list(RUNS)
@@ -72,7 +72,7 @@ def outputs(tmp_path: Path, trained: Configs) -> Path:
 
 
 @pytest.mark.parametrize("scale", ["full", "smoke"])
-def test_the_report_of_stored_runs_is_what_it_was(
+def test_report_of_stored_runs_has_the_recorded_texts(
     scale: str, outputs: Path, trained: Configs, monkeypatch: pytest.MonkeyPatch
 ):
     if scale == "smoke":
@@ -83,12 +83,12 @@ def test_the_report_of_stored_runs_is_what_it_was(
     report.main()
     (folder,) = outputs.glob("**/report")
     texts = [path for path in sorted(folder.iterdir()) if path.suffix not in (".png", ".pdf")]
-    found = "".join(f"{digest(path)}  {path.name}\n" for path in texts)
-    assert found == (FIXTURES / f"report-{scale}.sha256").read_text()
+    digests = "".join(f"{digest(path)}  {path.name}\n" for path in texts)
+    assert digests == (FIXTURES / f"report-{scale}.sha256").read_text()
 
 
 def digest(path: Path) -> str:
-    """Of the text without pictures, which are matplotlib's, and the last digits of scipy's."""
+    """Digests a text without embedded figures and the last digits of numbers."""
     shown = re.sub(r'"data:image/png;base64,[^"]*"', '""', path.read_text())
     shown = re.sub(r"\d+\.\d{9,}(e-?\d+)?", lambda number: f"{float(number[0]):.8g}", shown)
     return hashlib.sha256(shown.encode()).hexdigest()

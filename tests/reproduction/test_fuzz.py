@@ -1,4 +1,4 @@
-"""Random command lines and damaged run folders; `--hypothesis-profile=long` tries many more."""
+"""Random command lines and damaged run folders; `--hypothesis-profile=long` runs many more."""
 
 import json
 import shutil
@@ -12,19 +12,19 @@ from reproduction.reporting.collect import collect
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.states import read_state
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import SMALL, Command
-from tests.reproduction.fuzz import SCRIPTS, check, command_lines
+from tests.reproduction.conftest import SCRIPTS, SMALL, Command
+from tests.reproduction.fuzz import check, command_lines
 from tests.reproduction.mutations import FILES, KINDS, TRAP, difficulty, mutate, snapshot
 from tests.reproduction.tables import Configs, rising, write_metrics, write_run
 
 HTM = "table1/cifar100_htm"
-EXAMPLES = settings.default.max_examples  # 100, or those of the chosen profile
+EXAMPLES = settings.default.max_examples  # 100, or more by the chosen profile
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @settings(max_examples=EXAMPLES // 2, suppress_health_check=FIXTURES)
 @given(script=st.sampled_from(list(SCRIPTS)), arguments=command_lines())
-def test_a_command_line_builds_or_is_refused_in_one_line(
+def test_command_lines_build_or_are_refused_in_one_line(
     script: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -32,9 +32,9 @@ def test_a_command_line_builds_or_is_refused_in_one_line(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
     """Two finished runs of one cell."""
-    outputs = tmp_path_factory.mktemp("whole") / "outputs"
+    outputs = tmp_path_factory.mktemp("intact") / "outputs"
     outputs.mkdir()
     for seed in (0, 1):
         run = write_run(outputs, configs[HTM], seed, name=f"run{seed}")
@@ -45,15 +45,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
 
 
 @pytest.mark.parametrize("start", range(0, EXAMPLES * 3 // 10, len(KINDS)))
-def test_a_damaged_run_is_counted_as_it_was_or_named_with_the_reason(
-    start: int, whole: Path, tmp_path: Path, configs: Configs, monkeypatch: pytest.MonkeyPatch
+def test_damaged_run_is_collected_unchanged_or_listed_with_the_reason(
+    start: int, intact: Path, tmp_path: Path, configs: Configs, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    undamaged = collect(whole, configs).cells[HTM].finished[1].result
+    undamaged = collect(intact, configs).cells[HTM].finished[1].result
     assert undamaged is not None
     for seed in range(start, start + len(KINDS)):
         outputs = tmp_path / str(seed)
-        shutil.copytree(whole, outputs)
+        shutil.copytree(intact, outputs)
         damage = seed, *mutate(outputs / "run1", seed)
         before = snapshot(outputs)
         collection = collect(outputs, configs)
@@ -62,10 +62,10 @@ def test_a_damaged_run_is_counted_as_it_was_or_named_with_the_reason(
             result = cell.finished[1].result
             assert result is not None and result.accuracy == undamaged.accuracy, damage
         else:
-            told = {entry.folder: entry.reason for entry in collection.unused}
+            reasons = {entry.folder: entry.reason for entry in collection.unused}
             others = {run.folder for run in cell.others}
-            assert "run1" in told.keys() | others, damage
-            assert all(reason.isprintable() for reason in told.values()), damage
+            assert "run1" in reasons.keys() | others, damage
+            assert all(reason.isprintable() for reason in reasons.values()), damage
         try:
             read_state(RunFolder(outputs / "run1"))
         except UserError as error:
@@ -74,23 +74,21 @@ def test_a_damaged_run_is_counted_as_it_was_or_named_with_the_reason(
     assert not (tmp_path / TRAP).exists()
 
 
-def test_a_damaged_run_goes_on_rightly_or_is_refused_and_left_alone(
-    command: Command, tmp_path: Path
-):
-    told = [*SMALL, "name=mine", "augmentation=[]", "recipe.epochs=1"]
-    assert command("train", *told).status == 0
+def test_damaged_run_resumes_correctly_or_is_refused_unchanged(command: Command, tmp_path: Path):
+    args = [*SMALL, "name=mine", "augmentation=[]", "recipe.epochs=1"]
+    assert command("train", *args).status == 0
     run = RunFolder(tmp_path / "outputs" / "mine")
     expected = run.read_summary()["top1_last"]
     run.write_summary(status="interrupted")
-    shutil.move(run.path, tmp_path / "whole")
+    shutil.move(run.path, tmp_path / "intact")
     for seed in range(EXAMPLES // 6):
-        shutil.copytree(tmp_path / "whole", run.path)
+        shutil.copytree(tmp_path / "intact", run.path)
         damage = seed, *mutate(run.path, seed, FILES[:3])
         before = snapshot(run.path)
-        ended = command("train", *told, "resume=auto")
-        if ended.status == 0:
+        result = command("train", *args, "resume=auto")
+        if result.status == 0:
             assert run.read_summary()["top1_last"] == expected, damage
         else:
-            assert (ended.status, len(ended.lines)) == (2, 1), (damage, ended.err)
+            assert (result.status, len(result.lines)) == (2, 1), (damage, result.err)
             assert snapshot(run.path) == before, damage
         shutil.rmtree(run.path)

@@ -1,4 +1,4 @@
-"""The names of what computes, and what a summary says of it."""
+"""Names of CPUs and GPUs, also in the summary of a run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command
 
 
-def test_a_processor_is_named_with_its_usable_cores(tmp_path: Path, monkeypatch):
+def test_hardware_name_of_a_cpu_states_its_usable_cores(tmp_path: Path, monkeypatch):
     facts = tmp_path / "cpuinfo"
     facts.write_text("processor\t: 0\nmodel name\t: Some  Xeon @ 2 GHz\nmodel name\t: other\n")
     monkeypatch.setattr(hardware, "CPU_FACTS", facts)
@@ -26,7 +26,7 @@ def test_a_processor_is_named_with_its_usable_cores(tmp_path: Path, monkeypatch)
     assert hardware_name("cpu").strip() != "(1 core)"
 
 
-def test_usable_cores_are_those_of_this_process():
+def test_usable_cores_respect_the_affinity():
     if hasattr(os, "sched_setaffinity"):
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(before)})
@@ -37,7 +37,7 @@ def test_usable_cores_are_those_of_this_process():
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
 
 
-def test_a_gpu_is_named_where_one_is_used(monkeypatch: pytest.MonkeyPatch):
+def test_hardware_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Something")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert hardware_name("cuda") == hardware_name("auto") == "NVIDIA Something"
@@ -46,21 +46,19 @@ def test_a_gpu_is_named_where_one_is_used(monkeypatch: pytest.MonkeyPatch):
     assert hardware_name("auto") == hardware_name("cpu")
 
 
-def test_hardware_of_a_run_that_moved_is_listed_in_order():
+def test_joined_lists_hardware_in_order():
     assert joined(None, "A") == joined("A", "A") == "A"
     assert joined("A", "B") == "A, then B"
     assert joined("A, then B", "A") == "A, then B"
 
 
-def test_a_summary_names_the_hardware_of_every_part_of_its_run(
-    command: Command, tmp_path: Path, monkeypatch
-):
-    whole = Trainer.train_step
+def test_summary_lists_the_hardware_of_a_moved_run(command: Command, tmp_path: Path, monkeypatch):
+    original = Trainer.train_step
 
     def step(self: Trainer, *args: Any) -> Any:
         if self.step == 4 and hardware.usable_cores() == 3:
             raise KeyboardInterrupt
-        return whole(self, *args)
+        return original(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", step)
     monkeypatch.setattr(hardware, "_processor", lambda: "CPU")

@@ -1,4 +1,4 @@
-"""What a process keeps of the memory that it frees."""
+"""A process keeps freed memory for the next step, until it gives it back."""
 
 import platform
 import subprocess
@@ -25,11 +25,11 @@ print(pages_taken())
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library cannot be told")
-def test_freed_memory_serves_the_next_step():
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_keep_freed_memory_avoids_page_faults():
     child = [sys.executable, "-c", FILL_TWICE]
-    told = subprocess.run(child, capture_output=True, text=True, check=True).stdout
-    before, kept, given_back = map(int, told.split())
-    least = 50 // 2  # of huge pages
-    assert before >= least and given_back >= least
+    out = subprocess.run(child, capture_output=True, text=True, check=True).stdout
+    before, kept, given_back = map(int, out.split())
+    minimum = 50 // 2  # huge pages
+    assert before >= minimum and given_back >= minimum
     assert kept < before / 10

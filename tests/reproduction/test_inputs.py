@@ -1,4 +1,4 @@
-"""What happens to a batch on the device: normalised, mixed, erased, by seed, step and rank."""
+"""Inputs on the device: normalisation, mixing and erasing, drawn by seed, step and rank."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from reproduction.config import Augmentation, Config, InputMix
+from reproduction.config import Augmentation, InputMix
 from reproduction.data.build import build_training_images, build_training_inputs
 from reproduction.data.inputs import (
     Erasing,
@@ -20,15 +20,10 @@ from reproduction.data.inputs import (
 )
 from reproduction.data.seeding import Purpose, seed_device, seeded
 from reproduction.data.sources import load_source
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
+from tests.reproduction.conftest import config_of
 
 CPU = torch.device("cpu")
 MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), InputMix(alpha=1.0, prob=1.0)
-
-
-def config_of(*overrides: str) -> Config:
-    return parse(compose("train", list(overrides)).raw)
 
 
 def mixed_by(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> Any:
@@ -40,21 +35,21 @@ def inputs_of(*overrides: str) -> TrainingInputs:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_device_side_normalisation_equals_timms_own_per_image(seed: int):
-    """Value by value, after the recipe's whole augmentation."""
+def test_augmentation_and_normalisation_equal_timm(seed: int):
+    """Compares values after the recipe's complete augmentation."""
     config = config_of("recipe=cifar_cct", "dataset=digits", f"seed={seed}")
     source = load_source("digits", None, 12)
     ours = build_training_images(config, source)
-    whole = config.recipe.transforms
+    transforms = config.recipe.transforms
     timms = create_transform(
         (3, 32, 32),
         is_training=True,
-        scale=tuple(whole.scale),
-        ratio=tuple(whole.ratio),
-        interpolation=whole.interpolation,
-        hflip=whole.hflip,
+        scale=tuple(transforms.scale),
+        ratio=tuple(transforms.ratio),
+        interpolation=transforms.interpolation,
+        hflip=transforms.hflip,
         color_jitter=0.4,
-        auto_augment=whole.auto_augment,
+        auto_augment=transforms.auto_augment,
         re_prob=0.0,
         mean=config.dataset.mean,
         std=config.dataset.std,
@@ -69,7 +64,7 @@ def test_device_side_normalisation_equals_timms_own_per_image(seed: int):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_boxes_are_those_that_timm_erases_image_by_image(count: int):
+def test_erased_boxes_equal_timms_image_by_image(count: int):
     images = torch.randn(64, 3, 32, 32)
     erased = Erasing(0.5, "const", count, CPU)(images, 0, 3, 0)
     timms = RandomErasing(0.5, mode="const", max_count=count, device="cpu")
@@ -80,7 +75,7 @@ def test_boxes_are_those_that_timm_erases_image_by_image(count: int):
 
 
 @pytest.mark.parametrize(("mode", "colours"), [("pixel", None), ("rand", 1)])
-def test_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
+def test_erased_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
     images = torch.full((400, 3, 32, 32), 100.0)
     erased = Erasing(1.0, mode, 1, CPU)(images, 0, 0, 0)
     is_box = (erased != 100).any(dim=1)  # b h w
@@ -92,8 +87,8 @@ def test_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
     assert len(filled.unique(dim=0)) >= 390  # no two images share their noise
 
 
-def test_a_quarter_of_the_images_has_a_box():
-    """Of 2,000, with the recipe's probability; mixing after erasing would touch 44 %."""
+def test_a_quarter_of_the_images_is_erased():
+    """2,000 images with the recipe's probability; mixing after erasing would touch 44 %."""
     inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
     assert inputs.erase is not None
     touched = 0
@@ -104,54 +99,54 @@ def test_a_quarter_of_the_images_has_a_box():
 
 
 @pytest.mark.parametrize("stack", ["mixup", "cutmix"])
-def test_no_erased_box_is_blended_or_pasted(stack: str):
-    """With probability 1 every box holds its own image's noise, unscaled, after any mixing."""
-    told = [f"augmentation=[{stack}]", "recipe.transforms.erasing_mode=pixel"]
+def test_erased_boxes_are_not_mixed(stack: str):
+    """With probability 1, every box holds its own image's noise, unscaled by mixing."""
+    overrides = [f"augmentation=[{stack}]", "recipe.transforms.erasing_mode=pixel"]
     inputs, plain = (
-        inputs_of(*told, f"recipe.transforms.erasing_prob={prob}") for prob in (1.0, 0.0)
+        inputs_of(*overrides, f"recipe.transforms.erasing_prob={prob}") for prob in (1.0, 0.0)
     )
     assert inputs.erase is not None and plain.erase is None
     for step in range(20):
         images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
-        found, targets = inputs(images, torch.arange(8), 0, step, 0)
+        erased, targets = inputs(images, torch.arange(8), 0, step, 0)
         mixed, same_targets = plain(images, torch.arange(8), 0, step, 0)
         noise = inputs.erase(torch.full_like(mixed, torch.inf), 0, step, 0)
         assert (noise != torch.inf).flatten(1).any(dim=1).all()
-        assert torch.equal(found, torch.where(noise == torch.inf, mixed, noise))
+        assert torch.equal(erased, torch.where(noise == torch.inf, mixed, noise))
         assert torch.equal(targets, same_targets)
 
 
-def test_what_is_drawn_is_a_function_of_seed_step_and_rank():
+def test_inputs_are_a_function_of_seed_step_and_rank():
     inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
     images = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8)
 
     def prepared(*key: int) -> tuple[Tensor, Tensor]:
-        torch.rand(3)  # whatever others draw
+        torch.rand(3)  # unrelated draws
         return inputs(images, torch.arange(16) % 10, *key)
 
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    found = [prepared(*key) for key in keys]
-    for key, (mixed, targets) in zip(keys, found, strict=True):
+    results = [prepared(*key) for key in keys]
+    for key, (mixed, targets) in zip(keys, results, strict=True):
         again = prepared(*key)
         assert torch.equal(again[0], mixed) and torch.equal(again[1], targets)
-    assert len({tuple(mixed.flatten().tolist()) for mixed, _ in found}) == len(keys)
-    assert len({tuple(targets.flatten().tolist()) for _, targets in found}) == len(keys)
+    assert len({tuple(mixed.flatten().tolist()) for mixed, _ in results}) == len(keys)
+    assert len({tuple(targets.flatten().tolist()) for _, targets in results}) == len(keys)
     assert inputs.erase is not None
-    flat = torch.zeros_like(found[0][0])
+    flat = torch.zeros_like(results[0][0])
     erased = [inputs.erase(flat, *key) for key in keys]
     boxes = {tuple((x != 0).flatten().tolist()) for x in erased}
     assert len(boxes) == len(keys)
 
 
-def test_noise_is_not_what_dropout_would_draw_in_the_same_step():
+def test_erasing_noise_differs_from_dropout_draws_of_the_same_step():
     blank = torch.full((4, 3, 32, 32), torch.inf)
-    found = Erasing(1.0, "pixel", 1, CPU)(blank, 0, 1, 0)
-    with seeded(Purpose.AUGMENT):  # puts the generator back
+    noise = Erasing(1.0, "pixel", 1, CPU)(blank, 0, 1, 0)
+    with seeded(Purpose.AUGMENT):  # restores the generator
         seed_device(CPU, Purpose.DROPOUT, 0, 1, 0)
-        assert not torch.isclose(found, torch.randn(blank.shape)).any()
+        assert not torch.isclose(noise, torch.randn(blank.shape)).any()
 
 
-def test_inputs_leave_the_images_and_the_global_generators_alone():
+def test_inputs_leave_images_and_global_generators_unchanged():
     inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
     images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
     before, state = images.clone(), torch.get_rng_state()
@@ -166,7 +161,7 @@ def test_inputs_leave_the_images_and_the_global_generators_alone():
     "stack",
     [{"mixup": MIXUP}, {"cutmix": CUTMIX}, {"mixup": MIXUP, "cutmix": CUTMIX}],
 )
-def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack, mode):
+def test_input_mixing_equals_timm_and_accepts_odd_batches(n, stack, mode):
     ours = build_input_mixer(Augmentation(mode=mode, **stack), 0.1, 4)
     theirs = Mixup(
         mixup_alpha=0.8 if "mixup" in stack else 0.0,
@@ -186,7 +181,7 @@ def test_input_mixing_equals_timms_and_takes_odd_batches(n, stack, mode):
             assert torch.equal(soft, expected[1])
 
 
-def test_input_mixing_happens_as_often_as_asked():
+def test_input_mixing_has_the_configured_probabilities():
     mixup, cutmix = InputMix(alpha=1.0, prob=0.2), InputMix(alpha=1.0, prob=0.6)
     mixer = build_input_mixer(Augmentation(mixup=mixup, cutmix=cutmix), 0.0, 2)
     kinds = {"none": 0, "mixup": 0, "cutmix": 0}
@@ -200,35 +195,35 @@ def test_input_mixing_happens_as_often_as_asked():
     assert kinds["cutmix"] / 2000 == pytest.approx(0.3, abs=0.05)  # some boxes are empty
 
 
-def test_without_input_mixing_targets_are_smoothed_as_timm_smooths_them():
+def test_targets_are_smoothed_like_timms_without_input_mixing():
     mixer = build_input_mixer(Augmentation(), 0.1, 4)
     _, soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3]))
     torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_input_mixup_mixes_labels_of_odd_batches_with_the_images(mode: str):
+def test_mixup_of_odd_batches_mixes_labels_like_images(mode: str):
     mixup = InputMix(alpha=1.0, prob=1.0)
     mixer = build_input_mixer(Augmentation(mixup=mixup, mode=mode), 0.0, 5)
     for step in range(5):
         images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
         mixed, soft = mixed_by(mixer, images, torch.arange(5), step)
-        told = soft @ torch.arange(5.0)  # the value that the labels promise
-        torch.testing.assert_close(mixed[:, 0, 0, 0], told)
+        expected = soft @ torch.arange(5.0)  # the pixel value that the labels imply
+        torch.testing.assert_close(mixed[:, 0, 0, 0], expected)
         assert 0 < soft[0, 0] < 1
         kept = soft.diagonal().tolist()
         assert (kept[0] == kept[1]) == (mode == "batch")
         assert (kept[0] == kept[4]) == (mode != "elem")
 
 
-def test_randomness_for_two_purposes_is_never_the_same():
+def test_purposes_have_different_random_streams():
     with seeded(Purpose.AUGMENT, 0, 7, 0):
         first = torch.rand(2)
     with seeded(Purpose.MIX_INPUTS, 0, 7, 0):
         assert not torch.equal(first, torch.rand(2))
 
 
-def test_mixing_stops_but_not_the_smoothing():
+def test_stop_mixing_keeps_label_smoothing():
     mixer = build_input_mixer(Augmentation(mixup=MIXUP), 0.1, 4)
     inputs = TrainingInputs(lambda x: x, mixer)
     images = torch.randn(4, 3, 8, 8)

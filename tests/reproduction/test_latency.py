@@ -1,4 +1,4 @@
-"""Table 3's latency: what is timed is what a training step does."""
+"""The latency of Table 3 times the same operations as a training step."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def narrow() -> dict[str, Config]:
-    """detector -> configuration, of a narrow model."""
+    """Maps each detector to the config of a narrow model."""
     configs = latency.detector_configs(Settings(scale="smoke"))
     return {
         name: dataclasses.replace(
@@ -34,20 +34,20 @@ def narrow() -> dict[str, Config]:
 
 
 @pytest.mark.parametrize("detector", ["gradient", "attention"])
-def test_mix_is_the_mixing_of_a_training_pass(narrow: dict[str, Config], detector: str):
+def test_mix_equals_the_mixing_of_a_training_pass(narrow: dict[str, Config], detector: str):
     config = narrow[detector]
     module = build_module(config.model, config.augmentation, 5)
     module.model.eval()
     images, targets = torch.randn(6, 3, 16, 16), torch.eye(5)[torch.arange(6) % 5]
     (*_, entry) = block_inputs(module.model, images, config.augmentation.htm.layer)
-    found, expected = mix(module, images, targets, entry), module.mixed_pairs(images, targets)
-    assert found.mask.any()
-    for one, other in zip(found, expected, strict=True):
+    result, expected = mix(module, images, targets, entry), module.mixed_pairs(images, targets)
+    assert result.mask.any()
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("detector", latency.DETECTORS)
-def test_every_sample_of_a_timed_step_is_mixed_and_repeats_nothing(narrow, detector, monkeypatch):
+def test_timed_step_mixes_every_sample_and_computes_saliency_once(narrow, detector, monkeypatch):
     calls = []
     of_gradient, of_attention = latency.input_gradient, "tokenmixup.detectors.received"
     own = sys.modules["tokenmixup.detectors"].received
@@ -55,26 +55,26 @@ def test_every_sample_of_a_timed_step_is_mixed_and_repeats_nothing(narrow, detec
     monkeypatch.setattr(of_attention, lambda *a: calls.append(1) or own(*a))
     step = build_step(narrow[detector], 5, CPU, "float32")
     for _ in range(2):
-        found = step()
-        assert found.mask.any(dim=1).all()
-        assert found.tokens.requires_grad
+        result = step()
+        assert result.mask.any(dim=1).all()
+        assert result.tokens.requires_grad
     assert len(calls) == 2
 
 
-def test_the_file_says_what_was_measured_and_on_what(narrow, monkeypatch, tmp_path: Path):
+def test_measure_latency_writes_settings_and_results(narrow, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(latency, "detector_configs", lambda settings: narrow)
     path = measure_latency(Settings(scale="smoke", outputs=str(tmp_path)), "cpu", 4, 2)
     assert path == tmp_path / "smoke" / "latency.json"
-    found = json.loads(path.read_text())
-    assert (found["batch_size"], found["repeats"], found["model"]) == (4, 2, "cct_7_3x1")
-    assert (found["device"], found["precision"]) == ("cpu", "float32")
-    assert found["torch"] == torch.__version__ and "core" in found["hardware"]
-    assert list(found["detectors"]) == ["gradient", "attention", "random"]
-    for ms in found["detectors"].values():
+    content = json.loads(path.read_text())
+    assert (content["batch_size"], content["repeats"], content["model"]) == (4, 2, "cct_7_3x1")
+    assert (content["device"], content["precision"]) == ("cpu", "float32")
+    assert content["torch"] == torch.__version__ and "core" in content["hardware"]
+    assert list(content["detectors"]) == ["gradient", "attention", "random"]
+    for ms in content["detectors"].values():
         assert 0 < ms["low_ms"] <= ms["median_ms"] <= ms["high_ms"]
 
 
-def test_the_experiments_are_those_of_table_3_with_every_sample_mixed():
+def test_detector_configs_are_those_of_table_3_with_every_sample_mixed():
     configs = latency.detector_configs(Settings())
     for name, config in configs.items():
         htm = config.augmentation.htm
@@ -83,7 +83,7 @@ def test_the_experiments_are_those_of_table_3_with_every_sample_mixed():
 
 
 @pytest.mark.parametrize("args", [["--repeats", "0"], ["--batch-size", "-1"]])
-def test_bad_numbers_end_in_one_line(monkeypatch, capsys, tmp_path, args):
+def test_numbers_below_1_are_refused_in_one_line(monkeypatch, capsys, tmp_path, args):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *args, "--outputs", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(SCRIPT, run_name="__main__")
@@ -94,6 +94,6 @@ def test_bad_numbers_end_in_one_line(monkeypatch, capsys, tmp_path, args):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path):
+def test_measure_latency_refuses_a_missing_gpu(tmp_path: Path):
     with pytest.raises(UserError, match="device=cuda"):
         measure_latency(Settings(outputs=str(tmp_path)), "cuda", None, None)

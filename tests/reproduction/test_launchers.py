@@ -1,4 +1,4 @@
-"""Hydra's launchers: points in processes of their own, what fails there, what is started again."""
+"""Hydra's launchers: sweep points in processes, failures, restarts, shares of GPUs and cores."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.studies.runner import shares
 from reproduction.training import distributed
 from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, Command, Ended
+from tests.reproduction.conftest import SMALL, Command, CommandResult
 from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
@@ -36,60 +36,60 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_a_launcher_cannot_start_is_refused_in_one_line(
+def test_invalid_launcher_options_are_refused_in_one_line(
     command: Command, tmp_path: Path, line: str
 ):
-    ended = command("train", *line.split())
-    assert ended.status == 2
-    assert len(ended.lines) == 1, ended.err
-    assert all(part in ended.err for part in REFUSED[line]), ended.err
+    result = command("train", *line.split())
+    assert result.status == 2
+    assert len(result.lines) == 1, result.err
+    assert all(part in result.err for part in REFUSED[line]), result.err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("launcher", ["parallel", "slurm"])
-def test_a_missing_plugin_is_named(command: Command, monkeypatch, launcher: str):
+def test_missing_plugin_is_named(command: Command, monkeypatch, launcher: str):
     monkeypatch.setattr(launchers, "find_spec", lambda name: None)
-    ended = command("train", "-m", f"hydra/launcher={launcher}", "resume=auto", "seed=0,1")
-    assert ended.status == 2
-    (line,) = ended.lines
+    result = command("train", "-m", f"hydra/launcher={launcher}", "resume=auto", "seed=0,1")
+    assert result.status == 2
+    (line,) = result.lines
     assert f"launcher={launcher}" in line and "pip install -r requirements-cluster.txt" in line
 
 
-def test_the_settings_of_a_launcher_are_shown(command: Command):
-    ended = command("train", "hydra/launcher=slurm", "--cfg", "hydra", "-p", "hydra.launcher")
-    assert (ended.status, ended.err) == (0, "")
-    assert "partition: null" in ended.out and "array_parallelism: 256" in ended.out
+def test_launcher_settings_are_shown(command: Command):
+    result = command("train", "hydra/launcher=slurm", "--cfg", "hydra", "-p", "hydra.launcher")
+    assert (result.status, result.err) == (0, "")
+    assert "partition: null" in result.out and "array_parallelism: 256" in result.out
 
 
 @pytest.fixture
-def sweep(monkeypatch, capfd, tmp_path: Path) -> Callable[..., Ended]:
-    """`sweep(*args)`: python train.py -m, without reports, which take longer than such runs."""
+def sweep(monkeypatch, capfd, tmp_path: Path) -> Callable[..., CommandResult]:
+    """`sweep(*args)` runs train.py -m in this process, without reports, which take longest."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*args: str) -> Ended:
+    def call(*args: str) -> CommandResult:
         monkeypatch.setattr("sys.argv", ["train.py", "-m", *SMALL, *args])
         with pytest.raises(SystemExit) as end:
             run("train", resolve, check_all, run_training)
-        return Ended(int(end.value.code or 0), *capfd.readouterr())
+        return CommandResult(int(end.value.code or 0), *capfd.readouterr())
 
     return call
 
 
-def test_parallel_points_are_trained_and_what_fails_is_told_in_the_end(sweep):
-    ended = sweep("hydra/launcher=parallel", "recipe.lr=0.001,1e30")
-    assert ended.status == 1
+def test_parallel_sweep_trains_all_points_and_reports_failures_last(sweep):
+    result = sweep("hydra/launcher=parallel", "recipe.lr=0.001,1e30")
+    assert result.status == 1
     runs = [
         folder.read_summary() | folder.read_config() for folder in find_runs("outputs").values()
     ]
-    ends = {run["recipe"]["lr"]: run["status"] for run in runs}
-    assert ends == {0.001: "finished", 1e30: "failed"}
-    assert ended.lines[-1].startswith("train.py: step ")
-    assert "is kept as failed" in ended.lines[-1]
-    assert sum(line.startswith("train.py: ") for line in ended.lines) == 1
+    statuses = {run["recipe"]["lr"]: run["status"] for run in runs}
+    assert statuses == {0.001: "finished", 1e30: "failed"}
+    assert result.lines[-1].startswith("train.py: step ")
+    assert "is kept as failed" in result.lines[-1]
+    assert sum(line.startswith("train.py: ") for line in result.lines) == 1
 
 
 def interrupt_once(root: Path, after: int) -> threading.Thread:
-    """Sends SIGUSR1 to the first process that has trained so many steps under `root`."""
+    """Sends SIGUSR1 to the first process under `root` that has trained `after` steps."""
 
     def watch() -> None:
         while True:
@@ -109,12 +109,12 @@ def test_a_sweep_by_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(
     sweep, tmp_path: Path, monkeypatch
 ):
     args = ["recipe.epochs=4", "recipe.log_every=1", "augmentation.htm.tau=3"]
-    monkeypatch.setattr(JobEnvironment, "USR_SIG", "USR1")  # here, and by the variable in the jobs
+    monkeypatch.setattr(JobEnvironment, "USR_SIG", "USR1")  # in jobs the variable sets it
     monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
     watcher = interrupt_once(tmp_path / "outputs", after=2)
-    ended = sweep("hydra/launcher=submitit_local", "resume=auto", *args)
+    result = sweep("hydra/launcher=submitit_local", "resume=auto", *args)
     watcher.join()
-    assert (ended.status, ended.err) == (0, "")
+    assert (result.status, result.err) == (0, "")
     printed = [path.read_text() for path in tmp_path.glob("outputs/.sweeps/*/.submitit/*/*.out")]
     assert [text.count("Requeued job") for text in printed] == [1]
     assert sweep("output_root=undisturbed", *args).status == 0
@@ -122,9 +122,9 @@ def test_a_sweep_by_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(
     assert_same_result(RunFolder(Path("outputs", undisturbed.path.name)), undisturbed)
 
 
-def test_parallel_points_have_gpus_of_their_own(sweep, monkeypatch):
+def test_parallel_points_get_their_own_gpus(sweep, monkeypatch):
     seen: list[str] = []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # set by the jobs, set back afterwards
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # restored after the jobs have set it
     monkeypatch.setattr(distributed, "visible_gpus", lambda: ["4", "6"])
     monkeypatch.setattr(
         "tests.reproduction.test_launchers.run_training",
@@ -138,7 +138,7 @@ def test_parallel_points_have_gpus_of_their_own(sweep, monkeypatch):
     ("name", "devices", "expected"),
     [("LokyProcess-1", 1, "4"), ("LokyProcess-2", 1, "6"), ("ForkPoolWorker-3", 2, "4,6")],
 )
-def test_a_process_keeps_its_gpus_whatever_it_trains(monkeypatch, name, devices, expected):
+def test_own_gpus_depend_only_on_the_process(monkeypatch, name, devices, expected):
     monkeypatch.setattr(
         "reproduction.commands.launchers.current_process", lambda: SimpleNamespace(name=name)
     )
@@ -154,12 +154,12 @@ def test_a_process_keeps_its_gpus_whatever_it_trains(monkeypatch, name, devices,
         ("7 9", 2, "7,9 7,9"),
     ],
 )
-def test_gpu_share_goes_round_in_groups(gpus: str, devices: int, expected: str):
+def test_gpu_share_cycles_through_groups(gpus: str, devices: int, expected: str):
     numbers = range(len(expected.split()))
     assert [gpu_share(gpus.split(), n, devices) for n in numbers] == expected.split()
 
 
-def test_visible_gpus_are_those_of_the_environment(monkeypatch):
+def test_visible_gpus_follow_the_environment(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert distributed.visible_gpus() == ["0", "1"]

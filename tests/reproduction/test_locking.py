@@ -1,4 +1,4 @@
-"""Several processes and one run folder."""
+"""A run folder is held by one process at a time."""
 
 import subprocess
 import sys
@@ -25,19 +25,19 @@ with open(sys.argv[1]) as file:
 
 
 def status_of_onlooker(folder: RunFolder) -> int:
-    """Of another process that tries to lock the folder, too: 0 if it can."""
+    """Returns the status of a process that tries to lock the folder: 0 if it succeeds."""
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)"
     command = [sys.executable, "-c", code, str(folder.path / LOCK)]
     return subprocess.run(command, capture_output=True, check=False).returncode
 
 
-def test_of_processes_that_start_at_once_one_has_the_folder(tmp_path: Path):
+def test_concurrent_processes_hold_the_folder_one_at_a_time(tmp_path: Path):
     outcome = contend(tmp_path, processes=2, rounds=12)
     assert outcome.differences == []
     assert outcome.counts["held"] >= 12
 
 
-def test_who_looks_at_a_lock_keeps_nobody_out(tmp_path: Path):
+def test_hold_waits_for_a_reader_of_the_lock(tmp_path: Path):
     folder = RunFolder(tmp_path / "mine")
     folder.path.mkdir()
     (folder.path / LOCK).touch()
@@ -49,7 +49,7 @@ def test_who_looks_at_a_lock_keeps_nobody_out(tmp_path: Path):
             assert onlooker.wait() == 0
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch):
+def test_hold_refuses_an_unwritable_folder(tmp_path: Path, monkeypatch):
     def read_only(path: Path, mode: str) -> None:
         raise OSError(30, "Read-only file system")
 
@@ -62,20 +62,20 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("times", [1, 5, 100])
-def test_a_folder_that_others_take_away_is_made_again_however_little_one_waits(
+def test_hold_recreates_a_folder_that_others_remove(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ):
-    """Between making the folder and opening its lock, as a process does that ends without a run."""
-    mkdir, left = Path.mkdir, [times]
+    """A process that ends without a run may remove the folder before its lock is opened."""
+    mkdir, remaining = Path.mkdir, [times]
 
-    def taken_away(path: Path, *args, **options) -> None:
+    def mkdir_and_remove(path: Path, *args, **options) -> None:
         mkdir(path, *args, **options)
-        if left[0]:
-            left[0] -= 1
+        if remaining[0]:
+            remaining[0] -= 1
             path.rmdir()
 
     monkeypatch.setattr(locking, "PATIENCE", 0.0)
-    monkeypatch.setattr(Path, "mkdir", taken_away)
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_remove)
     folder = RunFolder(tmp_path / "mine")
     if times > locking.ATTEMPTS:
         with pytest.raises(UserError, match="mine: there cannot be a folder"), hold(folder):
@@ -86,7 +86,7 @@ def test_a_folder_that_others_take_away_is_made_again_however_little_one_waits(
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_ranks_that_are_started_again_go_on_with_their_own_run_alone(
+def test_restarted_ranks_resume_only_their_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
 ):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -99,7 +99,7 @@ def test_ranks_that_are_started_again_go_on_with_their_own_run_alone(
         again = RunFolder.of(config)
         again.check(config)
         with hold(again):
-            again.check(config)  # must not open the file that is locked
+            again.check(config)  # closing the file again would release the lock
             assert status_of_onlooker(again) != 0
         return
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "y")
@@ -107,25 +107,25 @@ def test_ranks_that_are_started_again_go_on_with_their_own_run_alone(
         folder.check(config)
 
 
-def test_a_run_that_began_while_this_one_started_is_looked_at_again(
+def test_run_created_by_another_process_meanwhile_is_checked_again(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     other = resolve(compose("train", ["name=mine", "seed=1", *SMALL]))
 
-    def found_by_another(folder: RunFolder) -> bool:
+    def create_other(folder: RunFolder) -> bool:
         folder.create(other)
         return False
 
-    monkeypatch.setattr(RunFolder, "is_finished", found_by_another)
-    ended = command("train", "name=mine", "resume=auto", *SMALL)
-    assert ended.status == 2
-    assert "holds a run with other seed=0 (there 1)" in ended.lines[-1]
+    monkeypatch.setattr(RunFolder, "is_finished", create_other)
+    result = command("train", "name=mine", "resume=auto", *SMALL)
+    assert result.status == 2
+    assert "holds a run with other seed=0 (there 1)" in result.lines[-1]
 
 
-def test_a_run_of_before_an_option_is_another_run(tmp_path: Path):
-    """Though the option is null, as what is not there."""
-    told = ["name=mine", "resume=auto", f"output_root={tmp_path}", *SMALL]
-    config = resolve(compose("train", told))
+def test_run_without_a_newer_option_is_another_run(tmp_path: Path):
+    """Even if the option is null."""
+    args = ["name=mine", "resume=auto", f"output_root={tmp_path}", *SMALL]
+    config = resolve(compose("train", args))
     folder = RunFolder.of(config)
     folder.create(config)
     text = folder.config_path.read_text()
@@ -135,7 +135,7 @@ def test_a_run_of_before_an_option_is_another_run(tmp_path: Path):
         folder.check(config)
 
 
-def test_restarts_need_ranks(command: Command):
-    ended = command("train", "restarts=2", *SMALL)
-    assert ended.status == 2
-    assert "restarts=2: with devices=1" in ended.lines[-1] and "allowed is 0" in ended.lines[-1]
+def test_restarts_need_several_devices(command: Command):
+    result = command("train", "restarts=2", *SMALL)
+    assert result.status == 2
+    assert "restarts=2: with devices=1" in result.lines[-1] and "allowed is 0" in result.lines[-1]

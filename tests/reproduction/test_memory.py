@@ -1,4 +1,4 @@
-"""Small folders held in memory."""
+"""Small image folders are held in memory."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,17 +15,15 @@ from reproduction.data.build import build_evaluation_loader, build_training_load
 from reproduction.data.images import ArrayImages, held
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source, load_source
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import run_hash
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import write_images
+from tests.reproduction.conftest import config_of, write_images
 
-TWO_FIT = 400  # pixels of images of which 1 MiB holds two
+TWO_FIT = 400  # width in pixels of images of which two fit into 1 MiB
 
 
 def write_all_kinds(root: Path) -> Path:
-    """A folder of images of several sizes, modes and formats."""
+    """Writes images of several sizes, modes and formats."""
     rng = np.random.default_rng(0)
     shapes = {"L": (20, 30), "RGB": (32, 40, 3), "RGBA": (25, 24, 4), "LA": (40, 21, 2)}
     for split in ("train", "val"):
@@ -40,28 +38,28 @@ def write_all_kinds(root: Path) -> Path:
     return root
 
 
-def config_of(root: Path, *overrides: str) -> Config:
-    told = ["dataset=image_folder", f"dataset.root={root}", "recipe=cifar_cct", "model=cct_7_3x1"]
-    return parse(compose("train", [*told, *overrides]).raw)
+def folder_config(root: Path, *overrides: str) -> Config:
+    base = ["dataset=image_folder", f"dataset.root={root}", "recipe=cifar_cct", "model=cct_7_3x1"]
+    return config_of(*base, *overrides)
 
 
 def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> list[torch.Tensor]:
-    """Two epochs of training, one of held-out images; `meanwhile` comes before the first batch."""
+    """Loads two training epochs and the held-out images; first calls `meanwhile`."""
     batches = TrainingBatches(len(source.train), 5, config.seed)
     loader = build_training_loader(config, source, batches, False, BrokenImages(0))
     evaluation = build_evaluation_loader(config, source, 0, 1, False, BrokenImages(0))
     meanwhile()
-    found = []
+    tensors = []
     for epoch in range(2):
         batches.start_at(epoch, 0)
-        found += [tensor for batch in loader for tensor in batch]
-    return found + [tensor for batch in evaluation for tensor in batch]
+        tensors += [tensor for batch in loader for tensor in batch]
+    return tensors + [tensor for batch in evaluation for tensor in batch]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_images_in_memory_are_the_images_of_the_files(tmp_path: Path, workers: int):
+def test_images_in_memory_equal_those_of_files(tmp_path: Path, workers: int):
     root = write_all_kinds(tmp_path / "images")
-    config = config_of(root, f"dataset.workers={workers}")
+    config = folder_config(root, f"dataset.workers={workers}")
     source = load_source("image_folder", str(root), None)
     without = dataclasses.replace(config.dataset, memory_mib=0)
     from_files = loaded(dataclasses.replace(config, dataset=without), source, lambda: None)
@@ -71,20 +69,20 @@ def test_images_in_memory_are_the_images_of_the_files(tmp_path: Path, workers: i
         assert torch.equal(ours, expected)
 
 
-def test_a_folder_is_held_when_it_fits_and_no_more_headers_are_read_than_needed(
+def test_held_keeps_folders_that_fit_and_stops_reading_headers_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    looked_at: list[str] = []
+    paths: list[str] = []
     size_of = images.image_size
-    monkeypatch.setattr(images, "image_size", lambda path: looked_at.append(path) or size_of(path))
+    monkeypatch.setattr(images, "image_size", lambda path: paths.append(path) or size_of(path))
     root = write_images(tmp_path / "images", ["cat"], train=5, held_out=2, size=TWO_FIT)
     source = load_source("image_folder", str(root), None)
     assert held(source.train, 1, threads=1) is source.train
-    assert len(looked_at) == 3
+    assert len(paths) == 3
     assert isinstance(held(source.held_out, 1, threads=1), ArrayImages)
 
 
-def test_only_images_in_use_are_decoded(tmp_path: Path):
+def test_held_decodes_only_images_in_use(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=3, held_out=1)
     unused = root / "train" / "dog" / "2.png"
     unused.write_bytes(b"broken")
@@ -94,7 +92,7 @@ def test_only_images_in_use_are_decoded(tmp_path: Path):
         held(load_source("image_folder", str(root), None).train, 1, threads=2)
 
 
-def test_a_transform_cannot_change_what_is_held(tmp_path: Path):
+def test_transforms_cannot_change_held_images(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat"], train=1, held_out=1)
     images = held(load_source("image_folder", str(root), None).train, 1, threads=1)
     before = np.array(images[0][0])
@@ -102,8 +100,8 @@ def test_a_transform_cannot_change_what_is_held(tmp_path: Path):
     assert np.array_equal(images[0][0], before)
 
 
-def test_memory_is_for_folders_alone_and_changes_no_identity(tmp_path: Path):
+def test_memory_option_needs_a_folder_and_keeps_the_identity(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=1, held_out=1)
-    assert run_hash(config_of(root, "dataset.memory_mib=0")) == run_hash(config_of(root))
+    assert run_hash(folder_config(root, "dataset.memory_mib=0")) == run_hash(folder_config(root))
     with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is held in memory anyway"):
-        parse(compose("train", ["dataset.memory_mib=5"]).raw)
+        config_of("dataset.memory_mib=5")

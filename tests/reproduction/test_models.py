@@ -1,3 +1,5 @@
+"""Models: dropout, parameters, MACs, positional embeddings, refusals, attention kernels."""
+
 from typing import Any
 
 import numpy as np
@@ -16,18 +18,17 @@ from reproduction.models.build import (
     without_start,
 )
 from reproduction.models.cct import CCT
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from tests.conftest import small_cct
+from tests.reproduction.conftest import config_of
 from tokenmixup import attach
 
 IMAGENET = [f"table2/imagenet1k_{name}" for name in ("baseline", "htm", "vtm", "htm_vtm")]
 
 
 def dropouts(*overrides: str) -> dict[str, float]:
-    """The rate of every dropout of a model that training would build; of blocks without number."""
-    config = parse(compose("train", list(overrides)).raw, needs_data=False)
+    """Returns the rates of all dropouts of a training model; blocks are equal and unnumbered."""
+    config = config_of(*overrides, needs_data=False)
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, 1000)
     model: Any = module.model
@@ -44,7 +45,7 @@ def _rates(module: nn.Module) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("experiment", [*IMAGENET, "published/imagenet1k_htm_vtm"])
-def test_imagenet_runs_have_the_published_dropout_and_no_other(experiment: str):
+def test_imagenet_runs_have_the_published_dropout(experiment: str):
     assert dropouts(f"experiment={experiment}") == {
         "pos_drop": 0.1,
         "head_drop": 0.0,
@@ -55,7 +56,7 @@ def test_imagenet_runs_have_the_published_dropout_and_no_other(experiment: str):
     }
 
 
-def test_dropout_of_a_vit_is_timms_but_for_the_mlps_own():
+def test_vit_dropout_options_equal_timms_except_mlp_drop_rate():
     model = "model=vit_tiny_patch16_224"
     rates = dropouts(model, "model.pos_drop_rate=0.2", "model.proj_drop_rate=0.3")
     assert rates == {
@@ -72,7 +73,7 @@ def test_dropout_of_a_vit_is_timms_but_for_the_mlps_own():
 
 
 def count(classes: int, *overrides: str) -> int:
-    config = parse(compose("train", list(overrides)).raw)
+    config = config_of(*overrides)
     with torch.device("meta"):
         return count_parameters(build_module(config.model, config.augmentation, classes))
 
@@ -89,20 +90,20 @@ def count(classes: int, *overrides: str) -> int:
         ("vit_tiny_patch16_224", "[vtm]", 1000, 5_717_416),
     ],
 )
-def test_parameters_are_those_of_the_paper(model, stack, classes, parameters):
+def test_parameters_equal_the_papers(model, stack, classes, parameters):
     assert count(classes, f"model={model}", f"augmentation={stack}") == parameters
 
 
-def test_macs_of_cct_7_3x1_count_attention_too():
-    config = parse(compose("train", ["model=cct_7_3x1"]).raw)
+def test_macs_of_cct_7_3x1_include_attention():
+    config = config_of("model=cct_7_3x1")
     macs = count_macs(build_model(config.model, 100), 32)
     assert macs.total == pytest.approx(1.1816e9, rel=1e-4)
     assert macs.with_weights == pytest.approx(0.9467e9, rel=1e-4)
 
 
 @pytest.mark.parametrize("option", ["learnable", "sine"])
-def test_cct_positions_are_what_they_are_called(option):
-    config = parse(compose("train", [f"model.positional_embedding={option}"]).raw)
+def test_cct_positional_embeddings_match_their_option(option):
+    config = config_of(f"model.positional_embedding={option}")
     model = build_model(config.model, 10)
     assert isinstance(model, CCT)
     assert model.pos_embed.requires_grad == (option == "learnable")
@@ -110,8 +111,8 @@ def test_cct_positions_are_what_they_are_called(option):
         position, i = 5, 7
         angle = position / 10000 ** (2 * i / 128)
         assert float(model.pos_embed[0, position, 2 * i]) == pytest.approx(np.sin(angle), abs=1e-5)
-        found = float(model.pos_embed[0, position, 2 * i + 1])
-        assert found == pytest.approx(np.cos(angle), abs=1e-5)
+        cosine = float(model.pos_embed[0, position, 2 * i + 1])
+        assert cosine == pytest.approx(np.cos(angle), abs=1e-5)
 
 
 def test_cct_stochastic_depth_rises_linearly():
@@ -122,7 +123,7 @@ def test_cct_stochastic_depth_rises_linearly():
 
 
 def tiny_vit(*overrides: str):
-    return parse(compose("train", ["model=vit_tiny_patch16_224", *overrides]).raw).model
+    return config_of("model=vit_tiny_patch16_224", *overrides).model
 
 
 @pytest.mark.parametrize(
@@ -133,12 +134,12 @@ def tiny_vit(*overrides: str):
         ("model.depth=5", "model.depth=5: .* has 12 blocks"),
     ],
 )
-def test_vit_refuses_what_timm_does_not_have(override, message):
+def test_vit_refuses_unknown_timm_options(override, message):
     with pytest.raises(UserError, match=message):
         build_model(tiny_vit(override), 10)
 
 
-def test_vit_says_what_to_do_when_the_weights_cannot_be_downloaded(monkeypatch):
+def test_vit_suggests_a_file_when_weights_cannot_be_downloaded(monkeypatch):
     def refuse(*args, **settings):
         raise OSError("no route to host")
 
@@ -157,10 +158,10 @@ def test_vit_says_what_to_do_when_the_weights_cannot_be_downloaded(monkeypatch):
         ("vit_base_r50_s16_224", [], 10),  # a hybrid
     ],
 )
-def test_other_transformers_of_timm_are_built_checked_and_counted(architecture, options, classes):
-    """What preflight and the summary do, without memory."""
+def test_other_timm_transformers_are_built_checked_and_counted(architecture, options, classes):
+    """The same steps as preflight and summary, on the meta device."""
     overrides = [f"model.architecture={architecture}", "augmentation=[htm,vtm]", *options]
-    config = parse(compose("train", ["model=vit_tiny_patch16_224", *overrides]).raw)
+    config = config_of("model=vit_tiny_patch16_224", *overrides)
     with torch.device("meta"):
         module = build_module(config.model, config.augmentation, classes)
     check_tokens(module, config.model)
@@ -168,8 +169,8 @@ def test_other_transformers_of_timm_are_built_checked_and_counted(architecture, 
     assert module.model.training
 
 
-def test_too_few_tokens_for_vtm_are_noticed_by_counting_them():
-    config = parse(compose("train", ["model.image_size=16"]).raw).model
+def test_check_tokens_refuses_kappa_above_the_number_of_tokens():
+    config = config_of("model.image_size=16").model
     module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 16})
     check_tokens(module, config)
     module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 17})
@@ -178,16 +179,16 @@ def test_too_few_tokens_for_vtm_are_noticed_by_counting_them():
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "kernel"),
+    ("name", "overrides", "kernel"),
     [
         ("cct_2_3x2", ["model.attn_drop=0"], "flash"),
-        ("cct_2_3x2", ["model.attn_drop=0.1"], "composed"),  # a CPU's has no dropout
+        ("cct_2_3x2", ["model.attn_drop=0.1"], "composed"),  # the CPU kernel has no dropout
         ("resnet18", [], None),
         ("resnet18", ["model.name=sk", "model.architecture=skresnet18"], None),
     ],
 )
-def test_the_attention_kernel_is_told(name: str, told: list[str], kernel: str | None):
-    config = parse(compose("train", [f"model={name}", "augmentation=[]", *told]).raw)
+def test_attention_kernel_is_detected(name: str, overrides: list[str], kernel: str | None):
+    config = config_of(f"model={name}", "augmentation=[]", *overrides)
     model = build_model(config.model, 10)
     modes = [part.training for part in model.modules()]
     assert attention_kernel(model, config.model.image_size) == kernel

@@ -1,4 +1,4 @@
-"""Learning rates over a run, what decays, and optimisers whose state comes from elsewhere."""
+"""Learning rate schedules, weight decay, and saved, fused and scaled optimisers."""
 
 import math
 from pathlib import Path
@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from reproduction.config import Recipe
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.training.step import build_optimizer, build_schedule
 from tests.conftest import CLASSES, small_vit
-from tests.reproduction.conftest import small_trainer
+from tests.reproduction.conftest import config_of, small_trainer
 from tokenmixup import attach
 
 OPTIMIZERS = ["adamw", "sgd"]
 
 
 def recipe_of(*overrides: str) -> Recipe:
-    return parse(compose("train", list(overrides)).raw).recipe
+    return config_of(*overrides).recipe
 
 
 def rates(recipe: Recipe, batches: int = 2) -> list[list[float]]:
@@ -28,10 +26,10 @@ def rates(recipe: Recipe, batches: int = 2) -> list[list[float]]:
     return [[schedule(e, b) for b in range(batches)] for e in range(recipe.epochs)]
 
 
-def test_the_published_schedule_steps_once_an_epoch_and_cools_down():
-    found = rates(recipe_of("recipe=cifar_cct"))
-    assert all(first == second for first, second in found)
-    lr = [first for first, _ in found]
+def test_published_schedule_steps_per_epoch_and_cools_down():
+    epochs = rates(recipe_of("recipe=cifar_cct"))
+    assert all(first == second for first, second in epochs)
+    lr = [first for first, _ in epochs]
     assert lr[0] == pytest.approx(1e-6)
     assert lr[5] == pytest.approx(1e-6 + 5 / 10 * (6e-4 - 1e-6))
     cosine = 1e-5 + 0.5 * (6e-4 - 1e-5) * (1 + math.cos(math.pi * 750 / 1500))
@@ -39,16 +37,16 @@ def test_the_published_schedule_steps_once_an_epoch_and_cools_down():
     assert lr[1500:] == pytest.approx([1e-5] * 10)
 
 
-def test_a_schedule_by_batch_moves_within_an_epoch():
-    found = rates(recipe_of("recipe.epochs=4", "recipe.warmup_epochs=1"), batches=3)
-    flat = [rate for epoch in found for rate in epoch]
+def test_schedule_by_batch_changes_within_an_epoch():
+    epochs = rates(recipe_of("recipe.epochs=4", "recipe.warmup_epochs=1"), batches=3)
+    flat = [rate for epoch in epochs for rate in epoch]
     assert flat[0] == pytest.approx(1e-5)
     assert flat[0] < flat[1] < flat[2] < flat[3]
     assert flat[3:] == sorted(flat[3:], reverse=True)
     assert len(set(flat[3:])) == len(flat[3:])
 
 
-def test_vectors_and_what_the_model_exempts_do_not_decay():
+def test_vectors_and_embeddings_do_not_decay():
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     optimizer = build_optimizer(module, recipe_of("recipe.weight_decay=0.3"))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
@@ -57,7 +55,7 @@ def test_vectors_and_what_the_model_exempts_do_not_decay():
         assert decay[id(parameter)] == (0.0 if exempt else 0.3), name
 
 
-def test_sgd_is_plain_momentum():
+def test_sgd_uses_plain_momentum():
     optimizer = build_optimizer(torch.nn.Linear(2, 2), recipe_of("recipe=imagenet_vit"))
     assert isinstance(optimizer, torch.optim.SGD)
     group = optimizer.param_groups[0]
@@ -65,8 +63,8 @@ def test_sgd_is_plain_momentum():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_state_of_a_model_with_frozen_parameters_is_saved(optimizer: str):
-    """Sine positions are such a parameter."""
+def test_optimizer_with_frozen_parameters_can_be_saved(optimizer: str):
+    """Sine positional embeddings are such a parameter."""
     recipe, model = recipe_of(f"recipe.optimizer={optimizer}"), torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     saved = build_optimizer(model, recipe).state_dict()
@@ -75,8 +73,8 @@ def test_the_state_of_a_model_with_frozen_parameters_is_saved(optimizer: str):
 
 
 def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
-    told = [f"recipe.optimizer={optimizer}", f"recipe.lr={lr}", "recipe.warmup_epochs=0"]
-    trainer = small_trainer(["htm", "vtm"], "model.embed_dim=16", *told)
+    overrides = [f"recipe.optimizer={optimizer}", f"recipe.lr={lr}", "recipe.warmup_epochs=0"]
+    trainer = small_trainer(["htm", "vtm"], "model.embed_dim=16", *overrides)
     for group in trainer.update.optimizer.param_groups:
         assert group["fused"]
         group["fused"] = fused
@@ -88,10 +86,10 @@ def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 0.003), ("sgd", 0.1)])
-def test_the_fused_optimiser_gives_the_losses_of_the_plain_one(optimizer: str, lr: float):
-    found, expected = (ten_losses(optimizer, lr, fused) for fused in (True, False))
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found[-1] < found[0] - 0.01
+def test_fused_optimiser_equals_the_plain_one(optimizer: str, lr: float):
+    fused, plain = (ten_losses(optimizer, lr, fused) for fused in (True, False))
+    assert fused == pytest.approx(plain, abs=1e-5)
+    assert fused[-1] < fused[0] - 0.01
 
 
 def convolution(optimizer: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -108,7 +106,7 @@ def update(module: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_state_goes_on_exactly_from_its_file(optimizer: str, tmp_path: Path):
+def test_optimizer_state_resumes_exactly_from_a_file(optimizer: str, tmp_path: Path):
     module, before = convolution(optimizer)
     update(module, before, seed=1)
     torch.save([module.state_dict(), before.state_dict()], tmp_path / "state.pt")
@@ -131,11 +129,11 @@ def test_the_scaler_skips_a_step_without_asking_the_device(
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(module(torch.full((1, 3, 8, 8), torch.inf)).mean()).backward()
 
-    def asked(*args: Any) -> None:
-        raise AssertionError("a wait")
+    def fail(*args: Any) -> None:
+        raise AssertionError("waits for the device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "item", asked)
+        patch.setattr(torch.Tensor, "item", fail)
         scaler.step(built)
         scaler.update()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

@@ -1,4 +1,4 @@
-"""A study that a file fixes: its runs, and what is refused."""
+"""Studies defined by a file: their runs, and refused files."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def changed(tmp_path: Path, **values: object) -> Path:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_study_plans_its_runs_round_by_round_over_seeds(path: Path, tmp_path: Path):
+def test_plan_own_orders_runs_by_seed(path: Path, tmp_path: Path):
     study = read_study(path)
     runs = plan_own(path, Settings(outputs=str(tmp_path)))
     assert len({run.name for run in runs}) == len(runs) == study.seeds * len(study.stacks)
@@ -32,7 +32,7 @@ def test_a_study_plans_its_runs_round_by_round_over_seeds(path: Path, tmp_path: 
         assert run.name.startswith(f"{path.stem}-{stack}-s{run.config.seed}-")
 
 
-def test_a_run_that_exists_keeps_its_name(tmp_path: Path):
+def test_plan_own_keeps_the_name_of_an_existing_run(tmp_path: Path):
     settings = Settings(outputs=str(tmp_path))
     first, *_ = plan_own(FIRST, settings, seeds=1)
     first.folder.create(first.config)
@@ -42,7 +42,7 @@ def test_a_run_that_exists_keeps_its_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"contrasts": [{"of": "htm", "against": "nothing"}]}, "nothing is no stack, allowed: "),
         ({"seeds": 0}, "seeds: "),
@@ -52,19 +52,19 @@ def test_a_run_that_exists_keeps_its_name(tmp_path: Path):
         ({"overrides": ["+devices=2"]}, "devices is not the file's to choose"),
     ],
 )
-def test_a_file_that_fixes_no_study_is_refused(values, told: str, tmp_path: Path):
-    with pytest.raises(UserError, match=told):
+def test_invalid_study_files_are_refused(values, message: str, tmp_path: Path):
+    with pytest.raises(UserError, match=message):
         plan_own(changed(tmp_path, **values), Settings(outputs=str(tmp_path)))
 
 
-def test_scale_and_data_set_are_the_files_own(tmp_path: Path):
+def test_study_files_fix_scale_and_data_set(tmp_path: Path):
     with pytest.raises(UserError, match="scale=smoke: allowed is full"):
         plan_own(FIRST, Settings(scale="smoke", outputs=str(tmp_path)))
     with pytest.raises(UserError, match="fixes its data set"):
         plan_own(FIRST, Settings(dataset="digits", outputs=str(tmp_path)))
 
 
-def test_the_openmixup_protocol_at_smoke_scale_mixes_on_stand_ins(tmp_path: Path):
+def test_openmixup_study_at_smoke_scale_uses_stand_ins(tmp_path: Path):
     path, settings = RESULTS / "openmixup_cifar100.yaml", Settings(scale="smoke", outputs="x")
     runs = plan_own(path, settings)
     assert len(runs) == 4 and {run.config.seed for run in runs} == {0}

@@ -1,4 +1,4 @@
-"""The pictures of the report: what is in them, what they say of what is missing, their marks."""
+"""The figures of the report: contents, reasons for missing figures, and marks."""
 
 import dataclasses
 import json
@@ -40,9 +40,9 @@ DIFFICULTY = {"edges": [0, 1, 2, 3], "counts": [5, 10, 5], "tau": 2.0, "images":
 def draw(
     outputs: Path, configs: Configs, scale: str = "full", only: str = ""
 ) -> dict[str, Picture]:
-    """Name -> picture of a report of `outputs`, drawn into outputs/report.
+    """Draws the figures of a report of `outputs`; returns them by name.
 
-    `only`: what the names begin with; all pictures take seconds.
+    `only` is a prefix of their names, as drawing all takes seconds.
     """
     folder = outputs / "report"
     folder.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ def draw(
 
 
 def write_htm(outputs: Path, configs: Configs, seed: int = 0, epochs: int = 40) -> Path:
-    """A finished run with its metrics, distribution and pictures."""
+    """Writes a finished run with metrics, distribution of the difficulty and figures."""
     run = write_run(outputs, configs[HTM], seed, name=f"htm{seed}")
     write_metrics(run / "metrics.jsonl", rising(epochs))
     (run / "difficulty.json").write_text(json.dumps(DIFFICULTY))
@@ -67,9 +67,9 @@ def write_htm(outputs: Path, configs: Configs, seed: int = 0, epochs: int = 40) 
     return run
 
 
-def test_without_runs_every_picture_says_what_makes_it(tmp_path: Path, configs: Configs):
+def test_missing_figures_state_the_command_that_makes_them(tmp_path: Path, configs: Configs):
     (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "figure4.png").write_text("of a former report")
+    (tmp_path / "report" / "figure4.png").write_text("of an earlier report")
     missing = {name: p.missing or "" for name, p in draw(tmp_path, configs, "smoke").items()}
     for name, command in {
         "latency": "python scripts/measure_latency.py --scale smoke",
@@ -85,7 +85,7 @@ def test_without_runs_every_picture_says_what_makes_it(tmp_path: Path, configs: 
     assert "make sweep-tau trains" in str(draw(tmp_path, configs)["sweep-tau"].missing)
 
 
-def test_a_sensitivity_plot_says_what_is_not_run(tmp_path: Path, configs: Configs, drawn_texts):
+def test_sensitivity_plot_marks_values_without_runs(tmp_path: Path, configs: Configs, drawn_texts):
     for name in (HTM, "tau=0", "tau=inf", "table1/cifar100_baseline"):
         for seed in (0, 1):
             write_run(tmp_path, configs[name], seed)
@@ -110,7 +110,7 @@ def test_figure_4_shows_all_seeds_and_the_regimes(tmp_path: Path, configs: Confi
     assert "difficulty.json" not in picture.caption
 
 
-def test_figure_4_of_a_short_run_marks_nothing(tmp_path: Path, configs: Configs, drawn_texts):
+def test_figure_4_of_a_short_run_marks_no_regimes(tmp_path: Path, configs: Configs, drawn_texts):
     write_htm(tmp_path, configs, epochs=2)
     picture = draw(tmp_path, configs, "smoke", only="figure4")["figure4"]
     texts = drawn_texts["figure4"]
@@ -120,7 +120,7 @@ def test_figure_4_of_a_short_run_marks_nothing(tmp_path: Path, configs: Configs,
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         (None, "difficulty.json is missing"),
         ("{", "difficulty.json cannot be read"),
@@ -128,18 +128,18 @@ def test_figure_4_of_a_short_run_marks_nothing(tmp_path: Path, configs: Configs,
         (json.dumps({**DIFFICULTY, "images": 21}), "difficulty.json cannot be read"),
     ],
 )
-def test_figure_4_without_a_distribution_says_so(tmp_path, configs, drawn_texts, text, said):
+def test_figure_4_states_a_missing_distribution(tmp_path, configs, drawn_texts, text, reason):
     run = write_htm(tmp_path, configs)
     (run / "difficulty.json").unlink()
     if text is not None:
         (run / "difficulty.json").write_text(text)
     picture = draw(tmp_path, configs, only="figure4")["figure4"]
-    assert f"seed 0: {said}" in drawn_texts["figure4"]
+    assert f"seed 0: {reason}" in drawn_texts["figure4"]
     again = "without report.md the run writes it again with make reproduce-figure4"
-    assert f"{said}; {again}." in picture.caption
+    assert f"{reason}; {again}." in picture.caption
 
 
-def test_figure_4_leaves_out_a_run_without_metrics_and_names_it(tmp_path: Path, configs: Configs):
+def test_figure_4_omits_and_names_runs_without_metrics(tmp_path: Path, configs: Configs):
     write_htm(tmp_path, configs, 0)
     (write_htm(tmp_path, configs, 1) / "metrics.jsonl").write_text("{\n")
     caption = draw(tmp_path, configs, only="figure4")["figure4"].caption
@@ -148,7 +148,9 @@ def test_figure_4_leaves_out_a_run_without_metrics_and_names_it(tmp_path: Path, 
     assert "Without htm0" in str(draw(tmp_path, configs, only="figure4")["figure4"].missing)
 
 
-def test_figure_4_of_all_samples_mixed_has_no_tau(tmp_path: Path, configs: Configs, drawn_texts):
+def test_figure_4_draws_no_tau_when_all_samples_are_mixed(
+    tmp_path: Path, configs: Configs, drawn_texts
+):
     stack = configs[HTM].augmentation
     assert stack.htm is not None
     open_stack = dataclasses.replace(stack, htm=dataclasses.replace(stack.htm, tau=math.inf))
@@ -158,7 +160,7 @@ def test_figure_4_of_all_samples_mixed_has_no_tau(tmp_path: Path, configs: Confi
     assert drawn_texts["figure4"].count("tau = inf: every sample is easy") == 2
 
 
-def test_figure_3_and_pairs_are_those_of_the_lowest_finished_seed(tmp_path: Path, configs: Configs):
+def test_figure_3_and_pairs_are_of_the_lowest_finished_seed(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs[HTM], 0, status="failed")
     runs = [write_htm(tmp_path, configs, seed) for seed in (2, 1)]
     names = ("figure3", "mixed_pairs")
@@ -175,7 +177,7 @@ def test_figure_3_and_pairs_are_those_of_the_lowest_finished_seed(tmp_path: Path
     assert "figure3_imagenet1k" not in draw(tmp_path, configs, only="figure3")
 
 
-def test_pictures_of_a_run_carry_the_mark_of_the_scale(tmp_path, configs, drawn_texts):
+def test_figures_show_the_mark_of_the_scale(tmp_path, configs, drawn_texts):
     run = write_htm(tmp_path, configs)
     pictures = draw(tmp_path, configs, "smoke")
     for name, picture in pictures.items():
@@ -186,7 +188,7 @@ def test_pictures_of_a_run_carry_the_mark_of_the_scale(tmp_path, configs, drawn_
     assert copied != (run / "saliency.png").read_bytes()
 
 
-def test_pictures_that_a_run_lacks_are_named(tmp_path: Path, configs: Configs):
+def test_figures_that_a_run_lacks_are_named(tmp_path: Path, configs: Configs):
     run = write_htm(tmp_path, configs)
     (run / "mixed_pairs.pdf").unlink()
     (run / "saliency.json").unlink()
@@ -203,7 +205,7 @@ def texts_of(outputs: Path, configs: Configs, row: str) -> dict[str, str]:
     return {column.title: column.text(record) for column in table.columns}
 
 
-def test_latency_is_in_table_3_and_its_picture(tmp_path: Path, configs: Configs, drawn_texts):
+def test_latency_is_shown_in_table_3_and_its_figure(tmp_path: Path, configs: Configs, drawn_texts):
     (tmp_path / "latency.json").write_text(json.dumps(LATENCY))
     picture = draw(tmp_path, configs, only="latency")["latency"]
     gradient = texts_of(tmp_path, configs, "gradient")
@@ -223,7 +225,7 @@ def test_latency_is_in_table_3_and_its_picture(tmp_path: Path, configs: Configs,
     assert "gradient 900 ms, attention 60 ms, random 12 ms" in picture.alt
 
 
-def test_latency_that_is_not_measured_is_said_to_be(tmp_path: Path, configs: Configs):
+def test_missing_latency_is_noted(tmp_path: Path, configs: Configs):
     table = tables_of(tmp_path, configs)[0][3]
     assert texts_of(tmp_path, configs, "random")["latency (ms)"] == "-"
     assert texts_of(tmp_path, configs, "random")["latency paper (ms)"] == "5.0, x0.3"
@@ -235,7 +237,7 @@ def test_latency_that_is_not_measured_is_said_to_be(tmp_path: Path, configs: Con
 @pytest.mark.parametrize(
     "changes", [{"detectors": {"gradient": {"median_ms": -1}}}, {"hardware": 3}, None]
 )
-def test_a_broken_latency_file_is_named(tmp_path: Path, configs: Configs, changes):
+def test_broken_latency_file_is_refused(tmp_path: Path, configs: Configs, changes):
     text = "{" if changes is None else json.dumps({**LATENCY, **changes})
     (tmp_path / "latency.json").write_text(text)
     with pytest.raises(UserError, match=r"latency\.json") as refused:

@@ -1,4 +1,4 @@
-"""Which runs the tables and sweeps need: counts, identity, scales, folders."""
+"""The runs that tables and sweeps need: numbers, identity, scales, folders."""
 
 import math
 import subprocess
@@ -12,11 +12,10 @@ from reproduction.config import Config, ViT
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.reporting.cells import SCALES, read_cells
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs, run_hash
-from reproduction.runs.parse import parse
 from reproduction.studies.plan import PlannedRun, Settings, cells_of, plan, point_configs
 from reproduction.system.errors import UserError
+from tests.reproduction.conftest import config_of
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
 FIGURES = {"figure3": 1, "figure4": 1}
@@ -35,7 +34,7 @@ def labelled(runs: list[PlannedRun], label: str) -> PlannedRun:
 
 @pytest.fixture(scope="module")
 def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PlannedRun]]:
-    """Scale -> every run of every study; composed once, which takes seconds."""
+    """Maps each scale to all runs of all studies; composing them takes seconds."""
     root = tmp_path_factory.mktemp("plans") / "out"
     return {scale: plan("all", Settings(scale=scale, outputs=str(root)), 1) for scale in SCALES}
 
@@ -43,9 +42,9 @@ def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Planned
 @pytest.mark.parametrize(
     ("scale", "cells", "runs_of_cells", "taus", "kappas"),
     [
-        ("full", 29, 22, 8 - 2, 9),  # two of the sweep are cells: 2, and inf, without ScoreNet
+        ("full", 29, 22, 8 - 2, 9),  # two values of the sweep are cells: 2, and inf (no ScoreNet)
         ("short", 29, 22, 8 - 2, 9),
-        ("smoke", 29, 21, 8 - 1, 9),  # mixes every sample anyway
+        ("smoke", 29, 21, 8 - 1, 9),  # always mixes every sample
         ("digits", 21, 14, 8 - 2, 7),
     ],
 )
@@ -54,11 +53,11 @@ def test_plan_shares_runs_of_one_configuration(all_runs, scale, cells, runs_of_c
     of_cells = [run for run in runs if any(label in CELLS for label in run.labels)]
     assert sum(label in CELLS for run in runs for label in run.labels) == cells
     assert len(of_cells) == runs_of_cells
-    assert len(runs) == runs_of_cells + taus + (7 - 1) + (kappas - 1)  # one of each is a cell
+    assert len(runs) == runs_of_cells + taus + (7 - 1) + (kappas - 1)  # one value of each is a cell
     assert len({run.name for run in runs}) == len({run_hash(r.config) for r in runs}) == len(runs)
 
 
-def test_plan_counts_of_every_study_and_seed(tmp_path: Path, all_runs):
+def test_plan_has_the_expected_number_of_runs_per_study_and_seed(tmp_path: Path, all_runs):
     outputs = all_runs["full"][0].config.output_root
     for study, number in {**COUNTS, **FIGURES, **SWEEPS}.items():
         runs = plan(study, Settings(outputs=outputs), 3)
@@ -66,7 +65,7 @@ def test_plan_counts_of_every_study_and_seed(tmp_path: Path, all_runs):
         assert [run.config.seed for run in runs] == [0] * number + [1] * number + [2] * number
 
 
-def test_plan_names_a_run_after_the_first_cell_whatever_the_study(all_runs):
+def test_plan_names_runs_after_their_first_cell_in_every_study(all_runs):
     outputs = all_runs["full"][0].config.output_root
     in_table4 = labelled(plan("table4", Settings(outputs=outputs), 1), "table4/full")
     in_sweep = labelled(plan("sweep-tau", Settings(outputs=outputs), 1), "tau=2")
@@ -76,7 +75,7 @@ def test_plan_names_a_run_after_the_first_cell_whatever_the_study(all_runs):
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-def test_figures_are_drawn_by_a_run_of_the_tables(all_runs, figure):
+def test_figures_use_a_run_of_the_tables(all_runs, figure):
     outputs = all_runs["full"][0].config.output_root
     (run,) = plan(figure, Settings(outputs=outputs), 1)
     assert run.labels == ("table1/cifar100_htm",)
@@ -85,13 +84,13 @@ def test_figures_are_drawn_by_a_run_of_the_tables(all_runs, figure):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("label", ["table1/cifar100_htm_vtm", "tau=inf", "kappa=10"])
-def test_overrides_of_a_run_give_its_configuration(all_runs, scale, label):
+def test_overrides_of_a_run_compose_to_its_config(all_runs, scale, label):
     run = labelled(all_runs[scale], label)
-    composed = parse(compose("train", list(run.overrides)).raw, needs_data=False)
+    composed = config_of(*run.overrides, needs_data=False)
     assert composed == run.config
 
 
-def test_short_scale_trains_a_tenth_of_the_epochs_and_changes_nothing_else(all_runs):
+def test_short_scale_only_shortens_training_to_a_tenth(all_runs):
     for full, short in zip(all_runs["full"], all_runs["short"], strict=True):
         assert full.labels == short.labels
         epochs = full.config.recipe.epochs // 10
@@ -126,13 +125,13 @@ def test_smoke_scale_keeps_models_and_stacks_and_mixes_every_sample(all_runs):
             assert model == full.model
 
 
-def test_digits_scale_changes_what_the_small_model_needs(all_runs):
+def test_digits_scale_only_adapts_to_the_small_model(all_runs):
     fulls = by_label(all_runs["full"])
     configs = by_label(all_runs["digits"])
     assert {label for label in configs if label in CELLS} == {
         cell.experiment for cell in CELLS.values() if cell.column == "CIFAR-100"
     }
-    recipe = parse(compose("train", ["recipe.epochs=24"]).raw).recipe  # the quickstart's
+    recipe = config_of("recipe.epochs=24").recipe  # the quickstart's
     for label, config in configs.items():
         assert (config.model.name, config.dataset.name) == ("cct_2_3x2", "digits")
         assert config.dataset.limit == 150 and config.recipe == recipe
@@ -149,13 +148,13 @@ def test_digits_scale_changes_what_the_small_model_needs(all_runs):
             assert config.augmentation == expected
 
 
-def test_a_scale_without_the_cells_of_a_study_says_so(tmp_path: Path):
+def test_plan_refuses_studies_without_cells_at_the_scale(tmp_path: Path):
     with pytest.raises(UserError, match="study=table2: has no cells at digits scale"):
         plan("table2", settings(tmp_path, scale="digits"), 1)
     assert {cell.table for cell in cells_of("digits")} == {1, 3, 4, 5}
 
 
-def test_scales_lie_in_folders_of_their_own(all_runs):
+def test_scales_have_separate_folders(all_runs):
     roots = {scale: Path(runs[0].config.output_root) for scale, runs in all_runs.items()}
     assert roots["short"] == roots["full"] / "short"
     assert roots["smoke"] == roots["full"] / "smoke"
@@ -171,10 +170,10 @@ def test_sweep_kappa_goes_up_to_all_tokens(all_runs, scale, tokens):
     assert config.augmentation.vtm is not None and config.augmentation.vtm.kappa == tokens
 
 
-def test_a_run_of_plain_hydra_is_recognised_whatever_its_name(tmp_path: Path):
+def test_plan_recognises_runs_of_train_py_by_their_config(tmp_path: Path):
     chosen = settings(tmp_path)
     overrides = ["experiment=table3/attention", "seed=1", "name=mine"]
-    config = parse(compose("train", [*overrides, f"output_root={chosen.root}"]).raw)
+    config = config_of(*overrides, f"output_root={chosen.root}")
     RunFolder.of(config).create(config)
     runs = plan("table1", chosen, 2)
     assert [run.name for run in runs if run.name == "mine"] == ["mine"]
@@ -183,7 +182,7 @@ def test_a_run_of_plain_hydra_is_recognised_whatever_its_name(tmp_path: Path):
     assert find_runs(chosen.root)[run_hash(replace(cell, seed=1))].path.name == "mine"
 
 
-def test_of_two_folders_of_one_run_the_finished_one_counts(tmp_path: Path):
+def test_find_runs_prefers_the_finished_folder_of_a_run(tmp_path: Path):
     chosen = settings(tmp_path)
     config = point_configs("table1", chosen)["table1/cifar100_htm"]
     for name in ("a", "b", "c"):
@@ -192,7 +191,7 @@ def test_of_two_folders_of_one_run_the_finished_one_counts(tmp_path: Path):
     assert find_runs(chosen.root)[run_hash(config)].path.name == "b"
 
 
-def test_find_runs_leaves_out_what_is_no_run(tmp_path: Path):
+def test_find_runs_ignores_other_folders(tmp_path: Path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.yaml").write_text("a: [")
     (tmp_path / "another").mkdir()
@@ -213,13 +212,13 @@ def test_find_runs_leaves_out_what_is_no_run(tmp_path: Path):
         ({"scale": "smoke"}, "table1/cifar100_htm", "outputs/smoke/data/cifar100"),
     ],
 )
-def test_a_cell_takes_another_data_set_and_folder(changes, experiment, root):
+def test_settings_replace_data_set_and_folder(changes, experiment, root):
     config = point_configs(experiment.partition("/")[0], Settings(**changes))[experiment]
     assert config.dataset.root == root
     assert config.dataset.name == changes.get("dataset", config.dataset.name)
 
 
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
+def test_inconsistent_settings_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="scale=huge"):
         Settings(scale="huge")
     with pytest.raises(UserError, match="image_folder"):
@@ -233,13 +232,13 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path):
         point_configs("table1", Settings(devices=3))
 
 
-def test_a_plan_does_not_import_torch():
+def test_plan_does_not_import_torch():
     code = "import sys, scripts.reproduce; print('torch' in sys.modules)"
     root = Path(__file__).parents[2]
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
-    assert ended.stdout.split() == ["False"]
+    assert result.stdout.split() == ["False"]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,9 @@ def test_a_plan_does_not_import_torch():
         ("image_folder", 10, 80, 40),
     ],
 )
-def test_stand_ins_are_read_by_the_data_sets_own_loaders(tmp_path, name, classes, train, held_out):
+def test_stand_ins_are_read_by_the_loaders_of_their_data_sets(
+    tmp_path, name, classes, train, held_out
+):
     make_stand_ins(name, tmp_path / "here" / name)
     make_stand_ins(name, tmp_path / "there" / name)
     source = load_source(name, str(tmp_path / "here" / name), None)

@@ -1,7 +1,7 @@
-"""The published code's whole models, reproduced with the published switches.
+"""Complete models of the published code, reproduced with the published switches.
 
-Arrays agree when max |a - b| <= 1e-4 max |b|, gradient norms to 3e-4; those recorded below 1e-6
-(the gradient of a shift that softmax does not see) are 0 but for rounding.
+Arrays agree when max |a - b| <= 1e-4 max |b|, gradient norms to 3e-4. Norms recorded below 1e-6
+(gradients of a shift, to which softmax is invariant) are 0 up to rounding.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def published_module(recorded: Recorded) -> TokenMixup:
             "layer": settings["horizontal_layer"],
             "tau": 10 * settings["tau"],  # published: cross-entropy times 0.1
             "rho": settings["rho"],
-            # the published ViT always stops it
+            # the published ViT always stops the gradient
             "stop_gradient": settings.get("scorenet_stopgrad", not recorded.is_cct),
             "mask_rule": "published",
             "order": "published",
@@ -55,18 +55,19 @@ def published_module(recorded: Recorded) -> TokenMixup:
 
 
 def scorenet_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
+    """Returns the parameters of ScoreNet under our names."""
+    ours = {}
     for name, value in state.items():
         *_, part, leaf = name.split(".")
         if part in SCORENET:
-            found[f"{SCORENET[part]}.{leaf}"] = value
-    return found
+            ours[f"{SCORENET[part]}.{leaf}"] = value
+    return ours
 
 
 def gradient_norms(module: TokenMixup, names: list[str], state: dict[str, Tensor]) -> list[Tensor]:
-    """Norms of the gradients of the published parameters, also of those that are one of ours.
+    """Returns the gradient norms by published parameter, several of which may form one of ours.
 
-    Numbers in place of the published values tell what became of each.
+    To trace them, the values of each published parameter are replaced by its index.
     """
     numbered = {name: torch.full_like(state[name], i) for i, name in enumerate(names)}
     ours = {f"model.{key}": value for key, value in in_our_names(numbered).items()}
@@ -108,8 +109,8 @@ def test_the_published_model_is_reproduced(name: str):
     loss.backward()
     norms = recorded.under("grad_norm")
     assert norms.keys() == recorded.under("state").keys()
-    found = gradient_norms(module, list(norms), recorded.under("state"))
-    for key, ours, theirs in zip(norms, found, norms.values(), strict=True):
+    our_norms = gradient_norms(module, list(norms), recorded.under("state"))
+    for key, ours, theirs in zip(norms, our_norms, norms.values(), strict=True):
         if theirs < 1e-6:
             assert ours < 1e-6, key
         else:
@@ -126,13 +127,13 @@ def test_the_published_model_is_reproduced(name: str):
         ("vit_htm_then_vtm", "class_token_offset"),
     ],
 )
-def test_every_switch_is_needed(name: str, switch: str):
+def test_every_published_switch_is_needed(name: str, switch: str):
     recorded = Recorded(name)
     module = published_module(recorded)
     assert module.htm is not None and module.vtm is not None
-    papers = {"mask_rule": "paper", "order": "in_place", "class_token_offset": "paper"}[switch]
+    paper_rule = {"mask_rule": "paper", "order": "in_place", "class_token_offset": "paper"}[switch]
     settings = {"htm": vars(module.htm).copy(), "vtm": vars(module.vtm).copy()}
-    settings["vtm" if switch == "class_token_offset" else "htm"][switch] = papers
+    settings["vtm" if switch == "class_token_offset" else "htm"][switch] = paper_rule
     other = attach(module.model, 10, **settings)
     assert other.scorenet is not None and module.scorenet is not None
     other.scorenet.load_state_dict(module.scorenet.state_dict())
@@ -144,5 +145,5 @@ def test_every_switch_is_needed(name: str, switch: str):
     assert difference > 1e-3
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -1,4 +1,4 @@
-"""Folders of images in any state: they are read rightly or refused in one line; nothing hangs."""
+"""Image folders in any state are read correctly or refused in one line, and nothing hangs."""
 
 import io
 import os
@@ -22,10 +22,8 @@ from reproduction.data.folders import missing_data
 from reproduction.data.images import load_image
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import load_source
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import write_images
+from tests.reproduction.conftest import config_of, write_images
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 32, 4), dtype=np.uint8)
 RGB = Image.fromarray(NOISE[..., :3])
@@ -34,8 +32,10 @@ PATIENCE = 20  # seconds
 
 @pytest.fixture(autouse=True)
 def _no_hang() -> Iterator[None]:
+    """Fails a test after PATIENCE seconds."""
+
     def give_up(signum: int, frame: FrameType | None) -> None:
-        raise AssertionError("it hangs")
+        raise AssertionError("hangs")
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(PATIENCE)
@@ -51,7 +51,7 @@ def encoded(image: Image.Image, kind: str, **settings: object) -> bytes:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says how large it is, and holds no more."""
+    """Returns a PNG that states its size but holds no pixels."""
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", size), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -65,7 +65,7 @@ ROTATED = Image.Exif()
 ROTATED[0x0112] = 6  # orientation
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
 
-# what lies in train/cat/x.png -> what its one line says, None where it is an image
+# name -> content of train/cat/x.png, part of its error line or None for an image
 CONTENTS: dict[str, tuple[bytes, str | None]] = {
     "1-bit": (encoded(RGB.convert("1"), "PNG"), None),
     "grey and alpha": (encoded(RGB.convert("LA"), "PNG"), None),
@@ -127,7 +127,7 @@ def _broken_name(root: Path) -> None:
 
 
 def _x(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Puts something else into the place of train/cat/x.png."""
+    """Replaces train/cat/x.png by something else."""
 
     def change(root: Path) -> None:
         (root / "train" / "cat" / "x.png").unlink()
@@ -149,7 +149,7 @@ def _one_class(root: Path) -> None:
         (root / split / "dog").rename(root / f"{split}-dog")
 
 
-# what is done to the folder -> what its one line says, None where it is read
+# name -> change of the folder, part of its error line or None if it is read
 FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "nothing": (lambda root: None, None),
     "a class without images": (_emptied("train/cat"), "cat holds no images"),
@@ -204,7 +204,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def tree(root: Path) -> list[tuple[str, object]]:
-    """All paths, with what they hold or lead to."""
+    """Returns all paths with their type, size and modification time."""
     return sorted(
         (str(path), path.lstat().st_mode, path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in [root, *root.rglob("*")]
@@ -213,11 +213,11 @@ def tree(root: Path) -> list[tuple[str, object]]:
 
 @cache
 def base() -> Config:
-    return parse(compose("train", []).raw)
+    return config_of()
 
 
 def read(root: Path, memory: int = 0) -> None:
-    """Loads all images as a run does."""
+    """Loads all images like a run."""
     if problem := missing_data("image_folder", str(root)):
         raise UserError(problem)
     dataset = replace(base().dataset, name="image_folder", root=str(root), memory_mib=memory)
@@ -229,62 +229,62 @@ def read(root: Path, memory: int = 0) -> None:
     assert len(list(build_evaluation_loader(config, source, 0, 1, False, broken))) >= 1
 
 
-def check(root: Path, said: str | None) -> None:
-    """The folder is read, or refused in one line, with images in memory and without."""
+def check(root: Path, message: str | None) -> None:
+    """Asserts that a folder is read, or refused in one line, with and without images in memory."""
     before = tree(root)
     for memory in (0, 64):
-        if said is None:
+        if message is None:
             read(root, memory)
             continue
         with pytest.raises((UserError, RuntimeError)) as refusal:
             read(root, memory)
-        assert said in str(refusal.value) and len(str(refusal.value).splitlines()) == 1
+        assert message in str(refusal.value) and len(str(refusal.value).splitlines()) == 1
     assert tree(root) == before
 
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_files_of_any_content_are_read_or_named(images: Path, kind: str):
-    content, said = CONTENTS[kind]
+def test_load_image_reads_or_names_files_of_any_content(images: Path, kind: str):
+    content, message = CONTENTS[kind]
     path = images / "train" / "cat" / "x.png"
     path.write_bytes(content)
-    if said is None:
+    if message is None:
         image = load_image(str(path))
         assert image.mode == "RGB" and image.size == (32, 40)
         return
-    check(images, said)
+    check(images, message)
     with pytest.raises(RuntimeError, match=f"{path}: no readable image: "):
         load_image(str(path))
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_folders_of_any_shape_are_read_or_refused(images: Path, kind: str):
-    change, said = FOLDERS[kind]
+    change, message = FOLDERS[kind]
     change(images)
-    check(images, said)
+    check(images, message)
 
 
-@pytest.mark.parametrize("what", ["scandir", "open"])
-def test_what_may_not_be_read_is_named(images: Path, monkeypatch: pytest.MonkeyPatch, what: str):
-    """The owner of everything may read anything, so the system's answer is made up."""
-    whole = {"scandir": os.scandir, "open": Image.open}[what]
-    refused = images / "train" / "cat" if what == "scandir" else images / "train" / "cat" / "x.png"
+@pytest.mark.parametrize("call", ["scandir", "open"])
+def test_unreadable_paths_are_named(images: Path, monkeypatch: pytest.MonkeyPatch, call: str):
+    """Root may read everything, so the error is simulated."""
+    original = {"scandir": os.scandir, "open": Image.open}[call]
+    refused = images / "train" / "cat" if call == "scandir" else images / "train" / "cat" / "x.png"
 
     def deny(path: object, **settings: object) -> object:
         if str(path) == str(refused):
             raise PermissionError(13, "Permission denied", str(path))
-        return whole(path, **settings)
+        return original(path, **settings)
 
-    monkeypatch.setattr(os if what == "scandir" else Image, what, deny)
+    monkeypatch.setattr(os if call == "scandir" else Image, call, deny)
     check(images, f"Permission denied: '{refused}'")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_mutated_files_are_images_or_named(tmp_path: Path):
-    """Bytes changed, cut out or cut off: whatever comes of it, a line names the file."""
+def test_load_image_reads_or_names_mutated_files(tmp_path: Path):
+    """Bytes are changed, removed or truncated; an error always names the file in one line."""
     rng = np.random.default_rng(0)
     kinds = {"png": "PNG", "jpg": "JPEG", "tif": "TIFF", "bmp": "BMP", "webp": "WEBP", "ppm": "PPM"}
-    ended: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     for number in range(300):
         suffix = list(kinds)[number % len(kinds)]
         content = bytearray(encoded(RGB, kinds[suffix]))
@@ -296,9 +296,9 @@ def test_mutated_files_are_images_or_named(tmp_path: Path):
         path.write_bytes(content[: rng.choice([len(content), len(content), len(content) // 2])])
         try:
             assert load_image(str(path)).mode == "RGB"
-            ended[f"{suffix} read"] += 1
+            results[f"{suffix} read"] += 1
         except RuntimeError as error:
             assert str(error).startswith(f"{path}: no readable image: ")
             assert len(str(error).splitlines()) == 1
-            ended[f"{suffix} refused"] += 1
-    assert len(ended) >= 2 * len(kinds) - 2, ended
+            results[f"{suffix} refused"] += 1
+    assert len(results) >= 2 * len(kinds) - 2, results

@@ -1,4 +1,4 @@
-"""No recipe differs silently from the published one, and no reason is given for what is equal."""
+"""Recipes differ from the published ones only for stated reasons, and pages are up to date."""
 
 import copy
 from typing import Any
@@ -16,23 +16,23 @@ from scripts.write_docs import (
     experiments,
 )
 
-TOLD = read_recipes()
+RECIPES = read_recipes()
 
 
 @pytest.fixture(scope="module")
 def settings() -> list[Setting]:
-    return compare_recipes(TOLD, experiments())
+    return compare_recipes(RECIPES, experiments())
 
 
 def unexplained(settings: list[Setting]) -> list[Setting]:
     return [x for x in settings if not x.is_equal and not x.why]
 
 
-def idle_reasons(settings: list[Setting], told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Reasons for which no experiment differs."""
+def idle_reasons(settings: list[Setting], recipes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the reasons that apply to no difference."""
     return [
         reason
-        for reason in told["reasons"]
+        for reason in recipes["reasons"]
         if not any(
             x.key == reason["key"] and meant(reason, x.experiment) and not x.is_equal
             for x in settings
@@ -40,35 +40,35 @@ def idle_reasons(settings: list[Setting], told: dict[str, Any]) -> list[dict[str
     ]
 
 
-def test_every_difference_has_its_reason(settings: list[Setting]):
+def test_every_difference_has_a_reason(settings: list[Setting]):
     assert unexplained(settings) == []
     assert any(x.why for x in settings)
 
 
-def test_no_reason_is_given_where_values_are_equal(settings: list[Setting]):
-    assert idle_reasons(settings, TOLD) == []
+def test_every_reason_explains_a_difference(settings: list[Setting]):
+    assert idle_reasons(settings, RECIPES) == []
     assert [x for x in settings if x.why and x.is_equal] == []
 
 
-def test_every_published_value_belongs_to_a_setting(settings: list[Setting]):
-    for entry in TOLD["published"]:
+def test_published_values_belong_to_existing_settings(settings: list[Setting]):
+    for entry in RECIPES["published"]:
         known = {x.key for x in settings if meant(entry, x.experiment)}
         assert set(entry["values"]) <= known, entry["in"]
-    assert set(TOLD["ours_alone"]) <= {x.key for x in settings if x.published == "not told"}
+    assert set(RECIPES["ours_alone"]) <= {x.key for x in settings if x.published == "not told"}
 
 
-def test_a_changed_value_is_noticed():
+def test_changed_values_and_superfluous_reasons_are_noticed():
     configs = experiments()
-    changed, superfluous = copy.deepcopy(TOLD), copy.deepcopy(TOLD)
+    changed, superfluous = copy.deepcopy(RECIPES), copy.deepcopy(RECIPES)
     changed["published"][0]["values"]["recipe.batch_size"] = 256
     assert {x.key for x in unexplained(compare_recipes(changed, configs))} == {"recipe.batch_size"}
     superfluous["reasons"].append({"key": "recipe.lr", "in": ["table1/*"], "why": "-"})
-    found = compare_recipes(superfluous, configs)
-    assert [x["key"] for x in idle_reasons(found, superfluous)] == ["recipe.lr"]
+    compared = compare_recipes(superfluous, configs)
+    assert [x["key"] for x in idle_reasons(compared, superfluous)] == ["recipe.lr"]
 
 
 def test_written_pages_are_current():
-    anew = "python scripts/write_docs.py writes it anew"
-    assert CONFIGURATION.read_text() == configuration_page(), anew
-    assert DIFFERENCES.read_text() == differences_page(), anew
-    assert RESULTS.read_text() == results_page(), anew
+    hint = "python scripts/write_docs.py updates it"
+    assert CONFIGURATION.read_text() == configuration_page(), hint
+    assert DIFFERENCES.read_text() == differences_page(), hint
+    assert RESULTS.read_text() == results_page(), hint

@@ -1,4 +1,4 @@
-"""The files of the report, parsed back, and the command that writes them."""
+"""The files of the report, parsed back, and the report command."""
 
 import base64
 import csv
@@ -49,7 +49,7 @@ Files = dict[str, Path]  # of a report, by name
 
 
 def write_runs(folder: Path, configs: Configs) -> Path:
-    """Two seeds of HTM, one of tau=0, a failed run with a hostile error, a hostile folder."""
+    """Writes two seeds of HTM, one of tau=0, a failed run with hostile texts, a hostile folder."""
     folder.mkdir()
     for seed in (0, 1):
         run = write_run(folder, configs[HTM], seed, name=f"htm & {seed}", hardware=HOSTILE)
@@ -67,19 +67,19 @@ def outputs(tmp_path: Path, configs: Configs) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Files:
-    """The report of such runs, which takes seconds to draw."""
+    """The report of these runs; drawing it takes seconds."""
     outputs = write_runs(tmp_path_factory.mktemp("shared") / "outputs", configs)
     return write_report(outputs, configs)
 
 
 class Tags(HTMLParser):
-    """Collects tags with attributes and text, and checks that what opens is closed."""
+    """Collects tags, attributes and text, and checks that tags are closed."""
 
     VOID = ("meta", "img")
 
     def __init__(self, page: str):
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self.rows: list[list[str]] = []
         self.open: list[str] = []
@@ -87,7 +87,7 @@ class Tags(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self.open.append(tag)
         if tag == "tr":
@@ -114,7 +114,7 @@ def write_report(outputs: Path, configs: Configs, scale: str = "full") -> Files:
 
 
 def shown(table: Table, is_printed: bool = False) -> list[list[str]]:
-    """The texts of each line."""
+    """Returns the texts of each row."""
     columns = [column for column in table.columns if column.is_printed or not is_printed]
     lines = [record for _, records in table.sections() for record in records]
     return [[column.text(record) for column in columns] for record in lines]
@@ -130,7 +130,7 @@ def in_numbers(rows: list[list[str]]) -> list[list[list[str]]]:
     return [[numbers(text) for text in row] for row in rows]
 
 
-def test_every_format_shows_the_same_numbers(outputs: Path, configs: Configs, files: Files):
+def test_formats_show_the_same_numbers(outputs: Path, configs: Configs, files: Files):
     page = Tags(files["index.html"].read_text()).rows
     for table in all_tables(outputs, configs):
         lines = as_markdown(table).splitlines()
@@ -145,8 +145,8 @@ def test_every_format_shows_the_same_numbers(outputs: Path, configs: Configs, fi
             assert [text.replace("+/-", "\xb1") for text in row] in page
 
 
-def test_the_texts_are_the_rounded_numbers_of_the_json(outputs: Path, configs: Configs):
-    some = 0
+def test_texts_are_the_rounded_numbers_of_the_json(outputs: Path, configs: Configs):
+    values = 0
     for table in all_tables(outputs, configs):
         titles = [column.title for column in table.columns]
         for entry, row in zip(json.loads(as_json(table))["records"], shown(table), strict=True):
@@ -156,10 +156,10 @@ def test_the_texts_are_the_rounded_numbers_of_the_json(outputs: Path, configs: C
                 spread = "-" if mean is None else f"{mean:.2f}"
                 spread += "" if std is None else f" +/- {std:.2f}"
                 assert text[f"top-1 {kind.removesuffix('10')}"] == spread
-                some += mean is not None
+                values += mean is not None
             printed = entry["paper_top1"]
             assert text["top-1 paper"] == ("-" if printed is None else f"{printed:.2f}")
-    assert some == 3 * 7  # four cells, tau=2 and rho=0.005 of HTM's runs, and tau=0
+    assert values == 3 * 7  # four cells, tau=2 and rho=0.005 share HTM's runs; and tau=0
 
 
 def test_json_and_csv_hold_the_same_numbers(outputs: Path, configs: Configs):
@@ -186,7 +186,7 @@ def test_json_holds_unrounded_results(outputs: Path, configs: Configs):
     assert full["git_revisions"] == ["ab" * 20] and full["seconds_mean"] == 7200
 
 
-def test_latex_is_a_booktabs_table_of_equal_rows(outputs: Path, configs: Configs):
+def test_latex_is_a_booktabs_table_with_equal_rows(outputs: Path, configs: Configs):
     for table in all_tables(outputs, configs):
         text = as_latex(table)
         (layout,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", text)
@@ -198,7 +198,7 @@ def test_latex_is_a_booktabs_table_of_equal_rows(outputs: Path, configs: Configs
         assert bare.count("{") == bare.count("}")
 
 
-def test_latex_escapes_what_tex_would_read(outputs: Path, configs: Configs):
+def test_latex_escapes_special_characters(outputs: Path, configs: Configs):
     text = as_latex(tables_of(outputs, configs)[0][3])
     (note,) = [line for line in text.splitlines() if line.startswith("Not counted")]
     assert r"a\textbar{}b \& 100\% \$x\_1\textasciicircum{}2\textasciitilde{} \{y\}" in note
@@ -206,7 +206,7 @@ def test_latex_escapes_what_tex_would_read(outputs: Path, configs: Configs):
     assert r"80.50 $\pm$ 0.71" in text and r"$-$3.06" in text
 
 
-def test_markdown_rows_are_of_equal_width_and_escaped(outputs: Path, configs: Configs):
+def test_markdown_rows_have_equal_widths_and_are_escaped(outputs: Path, configs: Configs):
     for number, table in tables_of(outputs, configs)[0].items():
         text = as_markdown(table)
         rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -215,7 +215,7 @@ def test_markdown_rows_are_of_equal_width_and_escaped(outputs: Path, configs: Co
         assert (r"&lt;script&gt;alert(1)&lt;/script&gt; a\|b &amp; 100%" in text) == (number == 3)
 
 
-def test_every_file_of_a_small_scale_warns(outputs: Path, configs: Configs):
+def test_all_files_of_a_small_scale_have_a_warning(outputs: Path, configs: Configs):
     short = shortened(configs)
     write_run(outputs, short[HTM], name="short")
     tables = all_tables(outputs, short, "smoke")
@@ -230,7 +230,7 @@ def test_every_file_of_a_small_scale_warns(outputs: Path, configs: Configs):
     assert page.count("WARNING. SMOKE SCALE") == 1 + len(tables)  # at the top and at each table
 
 
-def test_only_the_papers_experiments_are_compared_with_it(outputs: Path, configs: Configs):
+def test_only_full_scale_is_compared_with_the_paper(outputs: Path, configs: Configs):
     short = shortened(configs)
     write_run(outputs, short[HTM], name="short")
     for scale, chosen, compared in (("full", configs, True), ("short", short, False)):
@@ -241,77 +241,75 @@ def test_only_the_papers_experiments_are_compared_with_it(outputs: Path, configs
         assert (full["top1_last_minus_paper"] is not None) == compared
 
 
-def test_tables_without_a_cell_at_the_scale_are_left_out(outputs: Path, configs: Configs):
+def test_tables_without_cells_at_the_scale_are_omitted(outputs: Path, configs: Configs):
     own = {name: config for name, config in configs.items() if "imagenet1k" not in name}
     names = [table.name for table in all_tables(outputs, own)]
     assert names[:4] == ["table1", "table3", "table4", "table5"]
 
 
-def test_a_page_of_full_scale_warns_of_nothing(files: Files):
+def test_page_of_full_scale_has_no_warning(files: Files):
     assert "WARNING" not in files["index.html"].read_text()
 
 
-def test_the_page_holds_everything_and_loads_nothing(outputs: Path, configs: Configs, files: Files):
+def test_page_is_complete_and_self_contained(outputs: Path, configs: Configs, files: Files):
     page = files["index.html"].read_text()
     tags = Tags(page)
     tables = all_tables(outputs, configs)
     assert len(tables) == 8
     for table in tables:
-        assert ("section", {"id": table.name}) in tags.found
+        assert ("section", {"id": table.name}) in tags.tags
         assert table.title in tags.text
     for name in ("figure3", "mixed_pairs", "figure4"):
-        assert ("section", {"id": name}) in tags.found
+        assert ("section", {"id": name}) in tags.tags
     for cell in read_cells():
         assert cell.row in tags.text
-    names = {tag for tag, _ in tags.found}
+    names = {tag for tag, _ in tags.tags}
     assert not names & {"script", "link", "iframe", "object", "i", "b"}
     outside = re.sub(r'src="data:image/png;base64,[\w+/=]+"', "", page)
     assert not re.search(r"https?:|url\(|@import|//[a-z]|src=", outside)
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
-    wrapped = [attributes for tag, attributes in tags.found if attributes.get("class") == "scroll"]
-    assert len(wrapped) == sum(tag == "table" for tag, _ in tags.found) == 10
-    assert not any(key.startswith("on") for _, found in tags.found for key in found)
+    wrapped = [attributes for tag, attributes in tags.tags if attributes.get("class") == "scroll"]
+    assert len(wrapped) == sum(tag == "table" for tag, _ in tags.tags) == 10
+    assert not any(key.startswith("on") for _, attrs in tags.tags for key in attrs)
 
 
-def test_pictures_of_the_page_are_the_files_beside_it(files: Files):
-    images = [found for tag, found in Tags(files["index.html"].read_text()).found if tag == "img"]
+def test_page_embeds_the_figure_files(files: Files):
+    images = [attrs for tag, attrs in Tags(files["index.html"].read_text()).tags if tag == "img"]
     drawn = {name for name in files if name.endswith(".png")}
     assert drawn == {"sweep-tau.png", "sweep-rho.png", "figure4.png"}
     contents = {base64.b64decode(str(image["src"]).partition(",")[2]) for image in images}
     assert contents == {files[name].read_bytes() for name in drawn}
     for image in images:
         assert len(str(image["alt"])) > 40
-        with Image.open(io.BytesIO(base64.b64decode(str(image["src"]).partition(",")[2]))) as found:
-            assert (str(found.width), str(found.height)) == (image["width"], image["height"])
+        with Image.open(io.BytesIO(base64.b64decode(str(image["src"]).partition(",")[2]))) as file:
+            assert (str(file.width), str(file.height)) == (image["width"], image["height"])
 
 
-def test_two_reports_of_the_same_runs_are_equal_byte_for_byte(
-    outputs: Path, configs: Configs, files: Files
-):
+def test_reports_are_reproducible(outputs: Path, configs: Configs, files: Files):
     again = write_report(outputs, configs)
     assert list(again) == list(files)
     assert [name for name in files if files[name].read_bytes() != again[name].read_bytes()] == []
 
 
-def test_the_page_shows_hostile_text_as_text(files: Files):
+def test_page_escapes_hostile_text(files: Files):
     tags = Tags(files["index.html"].read_text())
     assert HOSTILE in tags.text and "<b>foreign" in tags.text and "<i>'\"?#" in tags.text
-    links = [found["href"] for tag, found in tags.found if tag == "a"]
+    links = [attrs["href"] for tag, attrs in tags.tags if tag == "a"]
     assert "../htm%20%26%200/" in links and "../%3Ci%3E%27%22%3F%23/" in links
-    anchors = {f"#{found['id']}" for _, found in tags.found if "id" in found}
+    anchors = {f"#{attrs['id']}" for _, attrs in tags.tags if "id" in attrs}
     assert {link for link in links if link and link.startswith("#")} == anchors
 
 
-def test_links_of_the_page_lead_to_files(files: Files, configs: Configs):
+def test_links_of_the_page_resolve(files: Files, configs: Configs):
     page = files["index.html"].read_text()
-    links = {found["href"] for tag, found in Tags(page).found if tag == "a"}
+    links = {attrs["href"] for tag, attrs in Tags(page).tags if tag == "a"}
     assert len(files) == 8 * 4 + 3 * 2 + 1 and all(file.is_file() for file in files.values())
     assert set(files) - {"index.html"} == {x for x in links if x and x[0] not in "#."}
     collection = sources_of(files["index.html"].parents[1], configs).collection
     assert "report" not in {entry.folder for entry in collection.unused}
 
 
-def test_a_run_named_report_is_not_written_into(outputs: Path, configs: Configs):
+def test_report_refuses_a_run_named_report(outputs: Path, configs: Configs):
     write_run(outputs, configs[HTM], 7, name="report")
     assert "report" in [run.folder for run in sources_of(outputs, configs).collection.runs()]
     with pytest.raises(UserError, match="is the folder of a run"):
@@ -319,7 +317,7 @@ def test_a_run_named_report_is_not_written_into(outputs: Path, configs: Configs)
     assert not (outputs / "report" / "index.html").exists()
 
 
-def test_the_command_writes_what_it_prints(outputs, configs, monkeypatch, capsys):
+def test_command_prints_the_files_that_it_writes(outputs, configs, monkeypatch, capsys):
     monkeypatch.setattr(overview, "point_configs", lambda *args: configs)
     monkeypatch.setattr(overview, "count", lambda papers: COUNTS)
     monkeypatch.setattr(sys, "argv", ["report.py", "--outputs", str(outputs)])
@@ -328,25 +326,7 @@ def test_the_command_writes_what_it_prints(outputs, configs, monkeypatch, capsys
     assert {str(path) for path in (outputs / "report").iterdir()} == set(printed)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [["--tables", "2"], ["--scale", "huge"], ["--outputs", "nowhere"], ["--devices", "x"], ["odd"]],
-)
-def test_bad_arguments_end_in_one_line(args, configs, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(overview, "point_configs", lambda *args: configs)
-    monkeypatch.setattr(overview, "count", lambda papers: COUNTS)
-    monkeypatch.setattr(sys, "argv", ["report.py", *args])
-    with pytest.raises(SystemExit) as end:
-        report.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and args[-1] in line
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_smoke_report_reads_smoke_runs_and_stays_beside_them(
-    tmp_path, configs, monkeypatch, capsys
-):
+def test_smoke_report_reads_smoke_runs_and_lies_beside_them(tmp_path, configs, monkeypatch, capsys):
     smoke = point_configs("table1", Settings(scale="smoke", outputs=str(tmp_path)))
     monkeypatch.setattr(overview, "point_configs", lambda *args: {**configs, **smoke})
     (tmp_path / "smoke").mkdir()
@@ -362,7 +342,9 @@ def test_a_smoke_report_reads_smoke_runs_and_stays_beside_them(
     assert "SMOKE SCALE" in text and "1 finished" in text
 
 
-def test_the_report_needs_no_torch():
+def test_report_does_not_import_torch():
     code = "import sys, reproduction.studies.overview; print({'torch', 'timm'} & set(sys.modules))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "set()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "set()"

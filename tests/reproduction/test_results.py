@@ -1,4 +1,4 @@
-"""Results of runs as files: what is kept, the folder that evaluates, the page made of them."""
+"""Published results: result files, weight folders and the results page."""
 
 import hashlib
 import json
@@ -30,8 +30,8 @@ from tests.reproduction.conftest import SMALL, Command
 FIRST = RESULTS / "cifar10_5k.yaml"
 
 
-def test_a_published_run_evaluates_without_another_argument(command: Command, tmp_path: Path):
-    """Also elsewhere; its result tells what the run's files tell."""
+def test_published_folder_evaluates_without_other_arguments(command: Command, tmp_path: Path):
+    """Also after it is moved; its result equals the run's files."""
     assert command("train", "name=mine", "augmentation.htm.tau=inf", *SMALL).status == 0
     run = RunFolder(tmp_path / "outputs/mine")
     path = publish(run.path, tmp_path / "results", tmp_path / "hub")
@@ -46,12 +46,15 @@ def test_a_published_run_evaluates_without_another_argument(command: Command, tm
     assert str(tmp_path) not in "".join(x.read_text() for x in [path, *Path(moved).glob("[!m]*")])
     shutil.rmtree(run.path)
     assert command("eval", f"checkpoint={moved}").status == 0
-    found = json.loads(Path(moved, "evaluation-model.json").read_text())
-    assert {found[key] for key in ("top1", "top5")} == {summary["top1_last"], summary["top5_last"]}
+    evaluation = json.loads(Path(moved, "evaluation-model.json").read_text())
+    assert {evaluation[key] for key in ("top1", "top5")} == {
+        summary["top1_last"],
+        summary["top5_last"],
+    }
     assert "does not belong here" in command("eval", f"checkpoint={moved}", "model=resnet18").err
 
 
-def test_what_cannot_be_published_is_refused(command: Command, tmp_path: Path):
+def test_publish_refuses_existing_folders_and_unfinished_runs(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
     run = RunFolder(tmp_path / "outputs/mine")
     with pytest.raises(UserError, match="exists already"):
@@ -65,7 +68,7 @@ def test_what_cannot_be_published_is_refused(command: Command, tmp_path: Path):
         read_results(tmp_path)
 
 
-def test_a_finished_run_without_a_figure_is_left_out_of_the_report(tmp_path: Path):
+def test_study_report_omits_runs_with_incomplete_results(tmp_path: Path):
     settings = Settings(outputs=str(tmp_path))
     first, *_ = planned = plan_own(FIRST, settings)
     first.folder.create(first.config)
@@ -75,24 +78,24 @@ def test_a_finished_run_without_a_figure_is_left_out_of_the_report(tmp_path: Pat
     assert "0 of 25 runs are there" in report
 
 
-def told(name: str, config: Any, top1: float) -> dict[str, Any]:
+def result_of(name: str, config: Any, top1: float) -> dict[str, Any]:
     values = {**dict.fromkeys(METRICS, 90.0), "top1_last": top1, "hours": 0.5, "mixed_share": 0.25}
     values |= {"epochs": 50, "log": [{"epoch": 40, "top1": 99.0}, {"epoch": 50, "top1": top1}]}
     return {"name": name, "seed": config.seed, "config": identity_of(config), **values}
 
 
-def test_the_page_compares_the_runs_of_a_study_over_its_seeds(tmp_path: Path):
+def test_results_page_compares_the_runs_of_a_study_over_seeds(tmp_path: Path):
     shutil.copy(FIRST, tmp_path)
     rows = {"none": [50, 51, 53, 52], "htm": [54, 55, 58, 56], "vtm": [50, 52, 53, 51]}
     for run in plan_own(FIRST, Settings(outputs=str(tmp_path))):
         (stack,) = run.labels
         top1 = rows.get(stack, [60, 61, 62, 63])
         if run.config.seed < 4:
-            result = told(run.name, run.config, top1[run.config.seed])
+            result = result_of(run.name, run.config, top1[run.config.seed])
             (tmp_path / f"{run.name}.json").write_text(json.dumps(result))
-        else:  # of another recipe: not counted
+        else:  # another recipe is not counted
             other = replace(run.config, recipe=replace(run.config.recipe, lr=1.0))
-            (tmp_path / f"{run.name}.json").write_text(json.dumps(told(run.name, other, 99.0)))
+            (tmp_path / f"{run.name}.json").write_text(json.dumps(result_of(run.name, other, 99.0)))
     page = results_page(tmp_path)
     assert "20 of 25 runs are there, 4 of 5 rounds are whole." in page
     assert "| htm | 4 | 55.75 +/- 1.71 | 55.75 +/- 1.71 | 90.00 +/- 0.00 | 25 % | 2.0 |" in page
@@ -108,10 +111,10 @@ def test_the_page_compares_the_runs_of_a_study_over_its_seeds(tmp_path: Path):
     assert " p " not in page.partition("## HTM and VTM")[2]
 
 
-def test_a_cell_of_the_paper_counts_its_own_runs_alone(tmp_path: Path):
+def test_results_page_counts_only_runs_of_a_cell(tmp_path: Path):
     cell = point_configs("table1", Settings(data="elsewhere"))["table1/cifar10_htm"]
     for seed, top1 in enumerate((97.0, 98.0)):
-        result = told(f"some-{seed}", replace(cell, seed=seed), top1)
+        result = result_of(f"some-{seed}", replace(cell, seed=seed), top1)
         (tmp_path / f"some-{seed}.json").write_text(json.dumps(result))
     lines = [line for line in results_page(tmp_path).splitlines() if line.startswith("| 1 |")]
     ours = [line for line in lines if "not run" not in line]
@@ -120,7 +123,7 @@ def test_a_cell_of_the_paper_counts_its_own_runs_alone(tmp_path: Path):
     assert "| 97.57 | 97.50 +/- 0.71 | 2 | 1.0 | `python train.py" in line
 
 
-def test_the_results_that_are_there_belong_to_their_study_and_name_no_machine():
+def test_stored_results_belong_to_their_study_and_name_no_machine():
     runs = [run for path in sorted(RESULTS.glob("*.yaml")) for run in plan_own(path, Settings())]
     planned = {run.name.rpartition("-")[0]: run for run in runs}
     for result in read_results():

@@ -1,8 +1,7 @@
-"""The runner: none twice, interrupted ones go on, failed ones again, one process to a run."""
+"""The runner: skips finished runs, resumes, retries once, one process per run."""
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -33,13 +32,12 @@ from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
-ROOT = Path(__file__).parents[2]
 TABLE3 = ["table3/gradient", "table3/attention", "table3/random"]
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[None]:
-    """Smoke scale with narrow models; composed once for all tests, which takes seconds."""
+    """Smoke scale with narrow models, shared by all tests, as composing takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
         smoke = SCALES["smoke"]
@@ -65,8 +63,8 @@ def table3() -> list[PlannedRun]:
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, times: int, error: BaseException, at: int) -> list:
-    """The run with random saliency meets `error` at step `at`, so often; returns all steps."""
-    whole, steps, failures = Trainer.train_step, [], []
+    """Raises `error` up to `times` at step `at` of the random detector's run; returns all steps."""
+    original, steps, failures = Trainer.train_step, [], []
 
     def step(self: Trainer, *args: Any) -> Any:
         htm = self.config.augmentation.htm
@@ -75,13 +73,13 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, times: int, error: BaseException, a
             failures.append(self.step)
             raise error
         steps.append((htm.detector, self.step))
-        return whole(self, *args)
+        return original(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", step)
     return steps
 
 
-def test_a_table_runs_from_nothing_and_no_run_twice(small, monkeypatch, capsys):
+def test_reproduce_trains_each_run_of_a_table_once(small, monkeypatch, capsys):
     steps = fail_on(monkeypatch, 0, ValueError(), 0)
     assert call("table3") == 0
     runs = table3()
@@ -93,13 +91,13 @@ def test_a_table_runs_from_nothing_and_no_run_twice(small, monkeypatch, capsys):
     assert len(steps) == 12
     runs[1].folder.report_path.unlink()
     assert not runs[1].is_done()
-    assert call("table3") == 0  # written again, not trained again
+    assert call("table3") == 0  # writes the report again, without training
     assert runs[1].is_done() and len(steps) == 12
-    assert call("table4") == 0  # shares two runs with table 3, and one within: all is mixed
+    assert call("table4") == 0  # two runs are table 3's, and one is shared: all samples are mixed
     assert len(steps) == 12 + 2 * 4
 
 
-def test_an_interrupted_run_goes_on_from_its_last_epoch(small, monkeypatch):
+def test_interrupted_run_resumes_from_its_last_epoch(small, monkeypatch):
     uninterrupted = replace(table3()[2].config, output_root="other", name="random")
     make_stand_ins("cifar100", Path("outputs/smoke/data/cifar100"))
     run_training(uninterrupted)
@@ -115,7 +113,7 @@ def test_an_interrupted_run_goes_on_from_its_last_epoch(small, monkeypatch):
     assert_same_result(table3()[2].folder, RunFolder("other/random"))
 
 
-def test_a_failed_run_is_tried_once_more_after_the_others(small, monkeypatch, capsys):
+def test_failed_run_is_retried_after_the_others(small, monkeypatch, capsys):
     steps = fail_on(monkeypatch, 1, ZeroDivisionError("what"), 3)
     assert call("table4") == 0
     assert [s for s in steps if s[0] == "random"] == [("random", step) for step in (0, 1, 2, 2, 3)]
@@ -123,17 +121,17 @@ def test_a_failed_run_is_tried_once_more_after_the_others(small, monkeypatch, ca
     assert "failed twice" not in capsys.readouterr().err
 
 
-def test_a_run_that_fails_twice_is_listed_with_its_error(small, monkeypatch, capsys):
+def test_run_that_fails_twice_is_listed_with_its_error(small, monkeypatch, capsys):
     fail_on(monkeypatch, 9, ZeroDivisionError("what\never"), 1)
     assert call("table3") == 1
-    ended = capsys.readouterr()
-    last = ended.err.splitlines()[-1]
+    result = capsys.readouterr()
+    last = result.err.splitlines()[-1]
     assert last.startswith("reproduce.py: table3-random-s0-") and "failed twice" in last
     assert "ZeroDivisionError: what ever" in last
     states = [read_state(run.folder) for run in table3()]
     assert [state.status for state in states] == ["finished", "finished", "failed"]
-    assert "failed: ZeroDivisionError: what ever" in ended.out
-    assert ended.out.count("table3-random") == 2  # starts
+    assert "failed: ZeroDivisionError: what ever" in result.out
+    assert result.out.count("table3-random") == 2  # starts
 
 
 HOLDER = """
@@ -177,24 +175,24 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
     held.close()
 
 
-def test_a_second_process_on_a_run_ends_in_one_line(command: Command, tmp_path: Path, holder):
+def test_second_process_on_a_run_is_refused_in_one_line(command: Command, tmp_path: Path, holder):
     folder = RunFolder(tmp_path / "outputs" / "mine")
     assert is_held(folder)
-    ended = command("train", "name=mine", "resume=auto", *SMALL)
-    assert ended.status == 2
-    assert len(ended.lines) == 1
-    assert f"process {holder.process.pid} on " in ended.lines[0]
-    assert "is training outputs/mine" in ended.lines[0]
+    result = command("train", "name=mine", "resume=auto", *SMALL)
+    assert result.status == 2
+    assert len(result.lines) == 1
+    assert f"process {holder.process.pid} on " in result.lines[0]
+    assert "is training outputs/mine" in result.lines[0]
     assert read_state(folder).status == "running"
     assert not folder.config_path.exists()
-    holder.kill()  # its worker lives on and has no share in the lock
+    holder.kill()  # its worker survives, but does not hold the lock
     os.kill(holder.worker, 0)
     assert not is_held(folder)
     assert command("train", "name=mine", "resume=auto", *SMALL).status == 0
     assert not is_held(folder)
 
 
-def test_hold_leaves_nothing_where_no_run_begins(tmp_path: Path):
+def test_hold_removes_a_folder_without_a_run(tmp_path: Path):
     folder = RunFolder(tmp_path / "outputs" / "mine")
     with hold(folder):
         assert folder.path.is_dir()
@@ -206,7 +204,7 @@ def test_hold_leaves_nothing_where_no_run_begins(tmp_path: Path):
     assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
 
 
-def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch):
+def test_hold_refuses_file_systems_without_locks(tmp_path: Path, monkeypatch):
     def no_locks(file: Any, kind: int) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -219,7 +217,7 @@ def fake(name: str) -> Any:
     return SimpleNamespace(name=name, done=False, is_done=lambda: False)
 
 
-def test_train_all_leaves_locked_runs_to_the_end_and_waits_for_them(capsys):
+def test_train_all_waits_for_locked_runs_last(capsys):
     order: list[str] = []
 
     def start(run: Any) -> str | None:
@@ -233,7 +231,7 @@ def test_train_all_leaves_locked_runs_to_the_end_and_waits_for_them(capsys):
     assert capsys.readouterr().out.count("waited for") == 1
 
 
-def test_train_all_finds_a_run_that_another_process_has_finished():
+def test_train_all_accepts_a_run_finished_by_another_process():
     looks = iter([False, True])
     run = SimpleNamespace(name="a", is_done=lambda: next(looks))
 
@@ -241,11 +239,11 @@ def test_train_all_finds_a_run_that_another_process_has_finished():
         raise RunLocked("a is being trained")
 
     assert runner.train_all([run], start, poll=0.001) == {}  # type: ignore[list-item]
-    assert next(looks, "asked twice") == "asked twice"
+    assert next(looks, "exhausted") == "exhausted"
 
 
 def stand_in_for_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> PlannedRun:
-    """Puts a script in the place of train.py; returns a run for it."""
+    """Replaces train.py by a script; returns a run for it."""
     script = tmp_path / "train.py"
     script.write_text(f"import os, pathlib, signal, sys, time\nhere = {str(tmp_path)!r}\n{code}")
     monkeypatch.setattr(runner, "TRAIN", script)
@@ -254,7 +252,7 @@ def stand_in_for_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: st
 
 
 def signal_when(path: Path, times: int) -> threading.Thread:
-    """Sends SIGTERM to this process once the path exists, and again when it is gone."""
+    """Sends SIGTERM to this process whenever `path` appears, and removes it, `times` times."""
 
     def watch() -> None:
         for _ in range(times):
@@ -299,13 +297,13 @@ while True:
         ("sys.exit(0)", "train.py ended with status 0 and left no finished run"),
     ],
 )
-def test_what_ends_a_run_is_told(small, monkeypatch, tmp_path, code, error):
+def test_train_apart_returns_the_error_of_a_run(small, monkeypatch, tmp_path, code, error):
     run = stand_in_for_train(monkeypatch, tmp_path, code)
     with Children([{}]) as children:
         assert runner.train_apart(run, children) == error
 
 
-def test_a_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_path):
+def test_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_path):
     run = stand_in_for_train(monkeypatch, tmp_path, "import time; time.sleep(60)")
     start, started = subprocess.Popen, []
 
@@ -320,7 +318,7 @@ def test_a_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_pa
     assert started[0].returncode == -signal.SIGTERM
 
 
-def test_a_damaged_folder_fails_alone(small, monkeypatch, capsys):
+def test_damaged_folder_fails_only_its_own_run(small, monkeypatch, capsys):
     damaged, *_ = runs = table3()
     damaged.folder.create(damaged.config)
     damaged.folder.summary_path.write_text("x")
@@ -331,7 +329,7 @@ def test_a_damaged_folder_fails_alone(small, monkeypatch, capsys):
     assert f"{damaged.name} failed twice: " in capsys.readouterr().err
 
 
-def test_a_run_in_a_process_of_its_own_is_trained_by_train_py(small, monkeypatch, capfd):
+def test_train_all_apart_runs_train_py(small, monkeypatch, capfd):
     settings = Settings(scale="smoke", dataset="digits")
     (run,) = (r for r in plan("table1", settings, 1) if "table1/cifar100_baseline" in r.labels)
     runner.prepare([run], settings)
@@ -350,7 +348,7 @@ while len(list(pathlib.Path(here).glob("in-*"))) < 2:
 """
 
 
-def test_runs_at_the_same_time_have_shares_and_logs_of_their_own(small, monkeypatch, tmp_path):
+def test_parallel_runs_have_their_own_shares_and_logs(small, monkeypatch, tmp_path):
     stand_in_for_train(monkeypatch, tmp_path, f"{MEET}sys.exit('failed with ' + share)")
     logs = tmp_path / "logs"
     failed = runner.train_all_apart(table3(), [{"SHARE": "a"}, {"SHARE": "b"}], logs)
@@ -358,13 +356,11 @@ def test_runs_at_the_same_time_have_shares_and_logs_of_their_own(small, monkeypa
     assert set(failed) == {run.name for run in table3()}
     for run in table3():
         lines = (logs / f"{run.name}.log").read_text().splitlines()
-        assert len(lines) == 4  # of two attempts, stdout and stderr
+        assert len(lines) == 4  # stdout and stderr of two attempts
         assert failed[run.name] == lines[3] == lines[2].replace("with share", "failed with")
 
 
-def test_a_signal_reaches_all_processes_and_no_more_are_started(
-    small, monkeypatch, tmp_path, capsys
-):
+def test_signal_reaches_all_processes_and_prevents_new_ones(small, monkeypatch, tmp_path, capsys):
     code = f"""
 def end(*_):
     pathlib.Path(here, "left-" + share).touch()
@@ -384,7 +380,7 @@ while True:
     assert capsys.readouterr().out.count("starting") == 2
 
 
-def test_a_signal_while_nothing_runs_ends_the_wait(small, monkeypatch):
+def test_signal_ends_the_wait_for_locked_runs(small, monkeypatch):
     def locked(run: PlannedRun) -> str | None:
         raise RunLocked("is being trained")
 
@@ -398,7 +394,7 @@ def listing(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--status"])
-def test_looking_writes_nothing(small, tmp_path, capsys, option):
+def test_dry_run_and_status_write_nothing(small, tmp_path, capsys, option):
     assert call("table3", option) == 0
     assert listing(tmp_path) == []
     out = capsys.readouterr().out
@@ -407,7 +403,7 @@ def test_looking_writes_nothing(small, tmp_path, capsys, option):
     assert "~" not in out
 
 
-def test_hours_are_measured_ones(small, capsys):
+def test_dry_run_shows_measured_hours(small, capsys):
     run = table3()[0]
     run.folder.create(run.config)
     done = {"status": "finished", "top1_last": 12.5, "epochs": 2, "seconds": 7308}
@@ -416,11 +412,11 @@ def test_hours_are_measured_ones(small, capsys):
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "table3/" in line]
     hours = [(row[1].strip(), row[2].strip(), row[6].strip()) for row in rows]
     expected = {("table3/gradient", "0"): "2.03", ("table3/gradient", "1"): "~2.03"}
-    assert {(label, seed): told for label, seed, told in hours if told} == expected
+    assert {(label, seed): text for label, seed, text in hours if text} == expected
     assert len(hours) == 6
 
 
-def test_a_killed_run_is_shown_as_interrupted_and_a_torn_line_is_no_epoch(small):
+def test_read_state_of_a_killed_run_ignores_a_torn_line(small):
     run = table3()[0]
     run.folder.create(run.config)
     run.folder.write_summary(status="running", error=None)
@@ -430,36 +426,3 @@ def test_a_killed_run_is_shown_as_interrupted_and_a_torn_line_is_no_epoch(small)
         file.write(json.dumps({"epoch": 2, "top1": 4.0})[:-3])
     state = read_state(run.folder)
     assert (state.status, state.epochs, state.top1) == ("interrupted", 1, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        ([], "study"),
-        (["table6"], "table6"),
-        (["table1", "--seeds", "0"], "--seeds"),
-        (["table1", "--seeds", "three"], "three"),
-        (["table1", "--scale", "huge"], "huge"),
-        (["table1", "--dataset", "mnist"], "mnist"),
-        (["table1", "--dataset", "image_folder"], "image_folder"),
-        (["table1", "--devices", "3"], "devices=3"),
-        (["table1", "--dry-run", "--status"], "--dry-run"),
-        (["table1", "--typo"], "--typo"),
-        (["table1", "--launcher", "ray"], "ray"),
-        (["table1", "--jobs", "2"], "jobs=2"),
-        (["table1", "--launcher", "joblib", "--nodes", "2"], "nodes=2"),
-        (["table2", "--data", "nowhere"], "dataset.root=nowhere/imagenet"),
-        (["table1", "--dataset", "digits", "--data", "x"], "dataset.root=x"),
-    ],
-)
-def test_bad_arguments_end_in_one_line_and_write_nothing(
-    monkeypatch, tmp_path, capsys, args, named
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", *args])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "scripts" / "reproduce.py"), run_name="__main__")
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("reproduce.py: ") and named in line
-    assert listing(tmp_path) == []

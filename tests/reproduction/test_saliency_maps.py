@@ -1,4 +1,4 @@
-"""Figure 3: the three saliencies of a run, against the library's own."""
+"""Figure 3: the three saliency maps of a run equal those of the library."""
 
 import json
 import math
@@ -17,15 +17,15 @@ from tokenmixup import attach
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "draw_saliency.py")
 
 
-def test_entropy_is_zero_for_one_token_and_greatest_for_all():
+def test_entropy_ranges_from_one_token_to_all():
     assert entropy(torch.tensor([[0.0, 3.0, 0.0, 0.0]])) == 0.0
     assert entropy(torch.full((2, 8), 0.5)) == pytest.approx(math.log(8))
 
 
-def test_maps_are_what_htm_would_use(build, batch):
-    """Each detector's own saliency, as it reaches the mixing of a training pass."""
+def test_saliency_maps_equal_the_saliency_that_htm_uses(build, batch):
+    """Compares with each detector's saliency in the mixing of a training pass."""
     images, targets = batch
-    found = saliency_maps(attach(build(), CLASSES, htm={"layer": 1}), images, targets)
+    maps = saliency_maps(attach(build(), CLASSES, htm={"layer": 1}), images, targets)
     settings = {
         "one_step": {},
         "full_rollout": {"rollout_steps": 2},
@@ -40,35 +40,35 @@ def test_maps_are_what_htm_would_use(build, batch):
         )
         module.model.eval()
         module.mixed_pairs(images, targets)
-        torch.testing.assert_close(found[name], used[0])
+        torch.testing.assert_close(maps[name], used[0])
 
 
-def test_a_rollout_that_is_not_possible_is_refused():
+def test_saliency_maps_refuse_an_impossible_rollout():
     model = small_vit()
     module = attach(model, CLASSES, htm={"layer": 1})
-    model.rope_mixed = True  # each block has positions of its own
+    model.rope_mixed = True  # each block has its own positions
     with pytest.raises(ValueError, match="rotary"):
         saliency_maps(module, torch.zeros(2, 3, 32, 32), torch.eye(CLASSES)[:2])
 
 
-def test_maps_do_not_depend_on_how_many_are_taken_at_once(monkeypatch):
+def test_saliency_maps_do_not_depend_on_the_batch_size(monkeypatch):
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     images, targets = torch.randn(5, 3, 32, 32), torch.eye(CLASSES)
-    whole = saliency_maps(module, images, targets)
+    expected = saliency_maps(module, images, targets)
     monkeypatch.setattr("reproduction.reporting.gallery.GRADIENTS_AT_ONCE", 2)
-    torch.testing.assert_close(saliency_maps(module, images, targets), whole)
+    torch.testing.assert_close(saliency_maps(module, images, targets), expected)
 
 
-def test_before_the_last_block_the_rollout_is_not_told_twice():
+def test_saliency_maps_of_the_last_block_have_no_second_rollout():
     images, targets = torch.randn(2, 3, 32, 32), torch.eye(CLASSES)[:2]
     last = len(small_vit().blocks) - 1
-    found = saliency_maps(attach(small_vit(), CLASSES, htm={"layer": last}), images, targets)
-    assert list(found) == ["gradient", "one_step"]
+    maps = saliency_maps(attach(small_vit(), CLASSES, htm={"layer": last}), images, targets)
+    assert list(maps) == ["gradient", "one_step"]
 
 
 @pytest.fixture
 def draw(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """`draw(*args)` as typed: status, stdout and stderr."""
+    """`draw(*args)` runs draw_saliency.py; returns status, stdout and stderr."""
 
     def call(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [SCRIPT, *args])
@@ -82,7 +82,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     return call
 
 
-def test_the_script_draws_a_run(command: Command, draw, tmp_path: Path):
+def test_script_draws_a_run(command: Command, draw, tmp_path: Path):
     assert command("train", "name=small", *SMALL, "recipe.max_steps=2").status == 0
     picture = tmp_path / "picture.png"
     status, out, err = draw(str(tmp_path / "outputs" / "small"), str(picture), "--images", "3")
@@ -90,12 +90,12 @@ def test_the_script_draws_a_run(command: Command, draw, tmp_path: Path):
     assert "one step: entropy" in out and "picture.pdf" in out
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert picture.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
-    found = json.loads(picture.with_suffix(".json").read_text())
-    assert list(found) == ["gradient", "one_step", "uniform"]  # HTM acts in the last block
-    assert all(0 < nats <= found["uniform"] for nats in found.values())
+    entropies = json.loads(picture.with_suffix(".json").read_text())
+    assert list(entropies) == ["gradient", "one_step", "uniform"]  # HTM is at the last block
+    assert all(0 < nats <= entropies["uniform"] for nats in entropies.values())
 
 
-def test_the_script_refuses_in_one_line(command: Command, draw, tmp_path: Path):
+def test_script_refuses_invalid_arguments_in_one_line(command: Command, draw, tmp_path: Path):
     line = ["train", "name=plain", "augmentation=[]", "recipe.max_steps=1", *SMALL]
     assert command(*line).status == 0
     for args, part in (

@@ -1,4 +1,4 @@
-"""SLURM's job arrays, by the script that sbatch would run, with stand-ins for SLURM's commands."""
+"""SLURM job arrays: the batch script runs with stand-ins for SLURM's commands."""
 
 import json
 import os
@@ -41,7 +41,7 @@ Trainer.train_step = slow
 runpy.run_path({train!r}, run_name="__main__")
 """
 
-# Of a run on two nodes: it notes what it was told, once it is stopped.
+# A rank of a run on two nodes: it writes down its arguments when it is stopped.
 RANK = """import os, pathlib, signal, sys, time
 here, rank = pathlib.Path({here!r}), os.environ["RANK"] + "-of-" + os.environ["WORLD_SIZE"]
 def end(*_):
@@ -52,7 +52,7 @@ signal.signal(signal.SIGTERM, end)
 time.sleep(300)
 """
 
-# srun starts the step on every node, scancel signals it.
+# srun starts the step on every node; scancel signals it.
 COMMANDS = {
     "srun": """
 while [[ $1 == --* ]]; do shift; done
@@ -73,7 +73,7 @@ exit "${status:-0}"
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which stand-ins for SLURM's commands write down how they are called."""
+    """Installs stand-ins for SLURM's commands; returns the file that records their calls."""
     commands, calls = tmp_path / "commands", tmp_path / "calls"
     commands.mkdir()
     for name, code in COMMANDS.items():
@@ -88,7 +88,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def small_run(**changes: str) -> PlannedRun:
-    """A run with everything in its overrides that a shell could misread."""
+    """Returns a run whose overrides contain everything that a shell could misread."""
     typed = {"output_root": "'it\\'s $HOME'", "name": "'a \"run\"'", "resume": "auto", **changes}
     overrides = [*SMALL, "recipe.log_every=1", *(f"{key}={text}" for key, text in typed.items())]
     return PlannedRun(
@@ -97,7 +97,7 @@ def small_run(**changes: str) -> PlannedRun:
 
 
 def execute(script: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """As SLURM would, for the first task."""
+    """Executes the script as the first task of a job array."""
     task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "71"}
     nodes = {"SLURM_JOB_NODELIST": "n[1-2]"}
     return subprocess.Popen(["bash", str(script)], env=os.environ | task | nodes | environment)
@@ -133,7 +133,7 @@ def test_a_task_is_queued_again_near_its_time_limit_and_goes_on(
     assert_same_result(folder, RunFolder.of(undisturbed))
 
 
-def test_near_the_time_limit_the_ranks_of_all_nodes_are_stopped(
+def test_ranks_of_all_nodes_are_stopped_near_the_time_limit(
     calls: Path, tmp_path: Path, monkeypatch
 ):
     (tmp_path / "train.py").write_text(RANK.format(here=str(tmp_path)))
@@ -149,16 +149,16 @@ def test_near_the_time_limit_the_ranks_of_all_nodes_are_stopped(
     task.send_signal(signal.SIGUSR1)
     assert task.wait() == 1
     assert "scontrol requeue 70_0" in calls.read_text().splitlines()
-    told = {path.name: path.read_text().splitlines() for path in tmp_path.glob("stopped-*")}
-    assert set(told) == {"stopped-0-of-2", "stopped-1-of-2"}
-    assert all(args == [*run.overrides, "device=cpu"] for args in told.values())
+    arguments = {path.name: path.read_text().splitlines() for path in tmp_path.glob("stopped-*")}
+    assert set(arguments) == {"stopped-0-of-2", "stopped-1-of-2"}
+    assert all(args == [*run.overrides, "device=cpu"] for args in arguments.values())
 
 
 def test_sigterm_is_left_to_slurm(calls: Path, tmp_path: Path, monkeypatch):
-    """It ends the run, here with status 7, and does not queue the task again.
+    """SIGTERM ends the run, here with status 7, and does not requeue the task.
 
-    The run takes a moment to end, as every run does that saves: bash loses the status of a step
-    that ends in the millisecond in which the signal reaches the shell.
+    The run takes a moment to end, like runs that save: bash loses the status of a step that ends in
+    the same millisecond as the signal reaches the shell.
     """
     code = "import pathlib, signal, sys, time\n"
     code += "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7)))\n"
@@ -177,21 +177,21 @@ def test_sigterm_is_left_to_slurm(calls: Path, tmp_path: Path, monkeypatch):
     assert "requeue" not in calls.read_text()
 
 
-def test_the_script_reads_back_as_it_was_meant(tmp_path: Path, monkeypatch):
+def test_script_passes_the_overrides_unchanged(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [small_run(), small_run(name="'b'", seed="1")]
     (tmp_path / "train.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     monkeypatch.setattr(slurm, "TRAIN", tmp_path / "train.py")
     text = render("small", runs, Resources(no_gpu=True), tmp_path)
     for number, run in enumerate(runs):
-        ended = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", text.replace("srun --kill-on-bad-exit=1 --cpus-per-task=8", "")],
             env=os.environ | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": str(number)},
             capture_output=True,
             text=True,
             check=True,
         )
-        assert json.loads(ended.stdout) == [*run.overrides, "device=cpu"]
+        assert json.loads(result.stdout) == [*run.overrides, "device=cpu"]
 
 
 RESOURCES = {
@@ -256,21 +256,19 @@ def call(*args: str) -> int:
     return reproduce(parser().parse_args(line))
 
 
-def test_unfinished_runs_are_submitted_and_the_command_returns(
-    calls: Path, tmp_path: Path, monkeypatch, capsys
-):
+def test_reproduce_submits_unfinished_runs(calls: Path, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert call("--partition", "gpu") == 0
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     (script,) = (tmp_path / "outputs/digits/.slurm").iterdir()
-    assert f"submitted {script.relative_to(tmp_path)} as job 70" in said and "make status" in said
+    assert f"submitted {script.relative_to(tmp_path)} as job 70" in out and "make status" in out
     assert calls.read_text() == f"sbatch --parsable {script.relative_to(tmp_path)}\n"
     assert (tmp_path / "submitted").read_text() == script.read_text()
     assert "#SBATCH --array=0-2\n" in script.read_text()
     assert "#SBATCH --partition=gpu\n" in script.read_text()
 
 
-def test_runs_that_are_finished_or_in_work_are_not_submitted(tmp_path: Path, monkeypatch):
+def test_array_script_omits_finished_and_running_runs(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = Settings(scale="digits")
     done, held, left = plan("table3", settings, 1)
@@ -285,7 +283,7 @@ def test_runs_that_are_finished_or_in_work_are_not_submitted(tmp_path: Path, mon
     holder.close()
 
 
-def test_the_script_is_printed_alone(tmp_path: Path, monkeypatch, capsys):
+def test_script_option_only_prints_the_script(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = "table3 --scale digits --seeds 1 --devices 2 --nodes 2 --sbatch=--qos=x --script"
     assert reproduce(parser().parse_args([*line.split(), "--launcher", "slurm"])) == 0
@@ -305,13 +303,13 @@ def test_the_script_is_printed_alone(tmp_path: Path, monkeypatch, capsys):
         (["--launcher", "local", "--memory", "1G"], "memory=1G: goes with launcher=slurm only"),
     ],
 )
-def test_what_cannot_be_submitted_is_refused(calls, tmp_path, monkeypatch, args, named):
+def test_invalid_submissions_are_refused(calls, tmp_path, monkeypatch, args, named):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=re.escape(named)):
         call(*args)
 
 
-def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch):
+def test_missing_slurm_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="no sbatch on this machine"):
@@ -321,9 +319,9 @@ def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch):
 
 def test_hydras_launcher_submits_one_array(calls: Path, tmp_path: Path, command: Command):
     args = ["hydra/launcher=slurm", "hydra.launcher.partition=refused", "resume=auto"]
-    ended = command("train", "-m", *args, "devices=2", "seed=0,1,2")
-    assert ended.status == 1
-    assert ended.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
+    result = command("train", "-m", *args, "devices=2", "seed=0,1,2")
+    assert result.status == 1
+    assert result.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
     text = (tmp_path / "submitted").read_text()
     assert {"--array=0-2%3", "--partition=refused", "--signal=USR2@120", "--gpus-per-node=2"} <= {
         line.removeprefix("#SBATCH ") for line in text.splitlines()

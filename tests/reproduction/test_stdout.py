@@ -1,4 +1,4 @@
-"""What is printed while work is done."""
+"""Progress output."""
 
 import os
 
@@ -7,11 +7,11 @@ import pytest
 from reproduction.system.terminal import say
 
 
-def test_say_goes_on_when_nobody_reads(monkeypatch: pytest.MonkeyPatch):
+def test_say_ignores_a_closed_pipe(monkeypatch: pytest.MonkeyPatch):
     read, write = os.pipe()
     with os.fdopen(write, "w") as pipe:
         monkeypatch.setattr("sys.stdout", pipe)
         os.close(read)
-        say("the first line finds it out")
-        say("the next ones go nowhere")
+        say("the first line detects it")
+        say("later lines are dropped")
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Updates in micro-batches: the same as whole ones, but for what pairs see of each other."""
+"""Updates in micro-batches equal those of full batches, except that HTM pairs within each."""
 
 import time
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe
 SGD = [*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1"]  # Adam's steps take the sign of noise
 
 
-def trainer_of(stack: list[str], count: int, *told: str) -> Trainer:
-    return small_trainer(stack, f"recipe.grad_accum_steps={count}", *told)
+def trainer_of(stack: list[str], count: int, *overrides: str) -> Trainer:
+    return small_trainer(stack, f"recipe.grad_accum_steps={count}", *overrides)
 
 
 def images_of(count: int) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def images_of(count: int) -> tuple[Tensor, Tensor]:
 
 
 class Twice(World):
-    """Two ranks that see the same."""
+    """Two ranks with equal inputs."""
 
     def sum(self, values: Tensor) -> Tensor:
         return 2 * values
@@ -46,21 +46,21 @@ def line_of(parts: list[MicroBatch], world: World = ALONE) -> dict[str, float]:
 
 @pytest.mark.parametrize("count", [2, 3, 7])
 @pytest.mark.parametrize("stack", [[], ["vtm"]], ids=str)
-def test_updates_in_micro_batches_equal_whole_ones(stack: list[str], count: int):
-    """Of 7 images, so that sizes differ."""
-    whole, cut = trainer_of(stack, 1, *SGD), trainer_of(stack, count, *SGD)
+def test_updates_in_micro_batches_equal_full_batches(stack: list[str], count: int):
+    """7 images, so that sizes differ."""
+    full, cut = trainer_of(stack, 1, *SGD), trainer_of(stack, count, *SGD)
     for _ in range(3):
-        ours, theirs = (line_of(x.train_step(*images_of(7), 7)) for x in (cut, whole))
+        ours, theirs = (line_of(x.train_step(*images_of(7), 7)) for x in (cut, full))
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-    for ours, theirs in zip(cut.module.parameters(), whole.module.parameters(), strict=True):
+    for ours, theirs in zip(cut.module.parameters(), full.module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_clipping_is_by_the_true_norm_whatever_the_scale(precision: str):
-    """A plain step of SGD is as long as the rate times the greatest norm."""
-    told = [*SGD, "recipe.momentum=0", "recipe.weight_decay=0", "recipe.clip_grad_norm=0.01"]
-    trainer = trainer_of([], 1, *told, f"recipe.precision={precision}")
+def test_clipping_uses_the_unscaled_norm(precision: str):
+    """The length of a plain SGD step is the learning rate times the maximum norm."""
+    plain = [*SGD, "recipe.momentum=0", "recipe.weight_decay=0", "recipe.clip_grad_norm=0.01"]
+    trainer = trainer_of([], 1, *plain, f"recipe.precision={precision}")
     before = [p.detach().clone() for p in trainer.module.parameters()]
     trainer.train_step(*images_of(6), 6)
     moved = [now - was for now, was in zip(trainer.module.parameters(), before, strict=True)]
@@ -75,10 +75,10 @@ def test_pairs_are_matched_within_a_micro_batch():
     ]
     assert [line["mixed_samples"] for line in mixed] == [6, 6, 6]
     assert mixed[0]["mixed_tokens"] > 1 and mixed[1]["mixed_tokens"] > 1
-    assert mixed[2]["mixed_tokens"] == 0  # nobody else is there
+    assert mixed[2]["mixed_tokens"] == 0  # a micro-batch of one sample
 
 
-def test_metrics_of_an_update_are_those_of_all_its_images():
+def test_metrics_of_an_update_average_over_all_images():
     parts = trainer_of(["htm"], 2, *PLAIN).train_step(*images_of(5), 5)
     assert [len(part.output.logits) for part in parts] == [3, 2]
     line = line_of(parts)
@@ -103,7 +103,7 @@ def test_metrics_of_an_update_are_those_of_all_its_images():
     assert line["gain_mean"] == pytest.approx(float(gains.mean()))
 
 
-def test_images_a_second_are_those_of_all_batches_since_the_last_fetch(
+def test_images_per_second_cover_all_batches_since_the_last_fetch(
     monkeypatch: pytest.MonkeyPatch,
 ):
     now = [10.0]
@@ -119,13 +119,13 @@ def test_images_a_second_are_those_of_all_batches_since_the_last_fetch(
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A group of one process."""
+    """Initialises a process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def test_ranks_sum_their_gradients_once_an_update(alone: None):
+def test_gradients_are_reduced_once_per_update(alone: None):
     trainer = trainer_of([], 3, *PLAIN)
     step = TrainingStep(trainer.module, trainer.update.inputs, trainer.recipe, World(0, 2, CPU), 0)
     sums = []
@@ -143,6 +143,6 @@ def test_ranks_sum_their_gradients_once_an_update(alone: None):
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_tf32_is_the_recipes_choice(allowed: bool):
+def test_tf32_follows_the_recipe(allowed: bool):
     trainer_of([], 1, f"recipe.tf32={str(allowed).lower()}")
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed

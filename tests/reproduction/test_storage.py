@@ -1,4 +1,4 @@
-"""Files that are whole, and the digests that tell."""
+"""Atomic file replacement, kept versions, and digests that detect damage."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ WRITERS = pytest.mark.parametrize("write", [write_state, write_plain])
 
 @contextmanager
 def full_disk(free: int) -> Iterator[None]:
-    """No file can grow beyond so many bytes."""
+    """Limits the size of files to `free` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free, before[1]))
     try:
@@ -47,7 +47,7 @@ def full_disk(free: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path):
+def test_replacing_keeps_the_old_file_after_an_error(tmp_path: Path):
     path = tmp_path / "file"
     write_text(path, "old")
     with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
@@ -57,15 +57,15 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch):
+def test_files_are_synced_before_they_replace_others(tmp_path: Path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append((tmp_path / "file").exists()))
     write_text(tmp_path / "file", "new")
-    assert synced == [False, True]  # its bytes, then its name
+    assert synced == [False, True]  # the file, then its folder
 
 
 @WRITERS
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, write):
+def test_full_disk_keeps_the_old_file(tmp_path: Path, write):
     path = tmp_path / "file"
     write(path)
     before = path.read_bytes()
@@ -75,7 +75,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, write)
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_only_when_bytes_are_synced_leaves_the_versions(tmp_path, monkeypatch):
+def test_failing_sync_keeps_the_versions(tmp_path, monkeypatch):
     path = tmp_path / "last.pt"
     for text in ("first", "second"):
         with replacing(path, keep=2) as temporary:
@@ -87,7 +87,7 @@ def test_a_disk_that_is_full_only_when_bytes_are_synced_leaves_the_versions(tmp_
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_newest_versions_stay(tmp_path: Path):
+def test_replacing_keeps_the_newest_versions(tmp_path: Path):
     path = tmp_path / "last.pt"
     assert versions(path) == []
     write_text(tmp_path / "last-x.pt", "the user's")
@@ -99,14 +99,14 @@ def test_the_newest_versions_stay(tmp_path: Path):
     assert {entry.name for entry in tmp_path.iterdir()} == {"last.pt", "last-x.pt"}
 
 
-def test_files_of_similar_names_stay(tmp_path: Path):
+def test_replacing_keeps_files_of_similar_names(tmp_path: Path):
     for name in ("weights-1.txt", "weights.txt"):
         write_text(tmp_path / name, name)
     write_text(tmp_path / "weights.txt", "new")
     assert (tmp_path / "weights-1.txt").read_text() == "weights-1.txt"
 
 
-def test_versions_are_ordered_by_number_and_begin_with_the_newest(tmp_path: Path):
+def test_versions_are_ordered_from_newest_to_oldest(tmp_path: Path):
     path = tmp_path / "last.pt"
     for number in (10, 9, 2):
         write_text(tmp_path / f"last-{number}.pt", "")
@@ -114,7 +114,7 @@ def test_versions_are_ordered_by_number_and_begin_with_the_newest(tmp_path: Path
     assert [version.name for version in versions(path)] == names
 
 
-def test_leftovers_are_temporaries_alone(tmp_path: Path):
+def test_clear_leftovers_removes_only_temporary_files(tmp_path: Path):
     for name in (".last.pt.1234abcd.tmp", ".lock", "last.pt", "x.tmp"):
         write_text(tmp_path / name, "")
     clear_leftovers(tmp_path)
@@ -129,7 +129,7 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-def test_the_usual_programs_read_what_has_a_digest(tmp_path: Path):
+def test_files_with_digest_are_readable_by_other_programs(tmp_path: Path):
     write_state(tmp_path / "last.pt")
     write_plain(tmp_path / "best.safetensors")
     assert verify(tmp_path / "last.pt") and verify(tmp_path / "best.safetensors")
@@ -138,7 +138,7 @@ def test_the_usual_programs_read_what_has_a_digest(tmp_path: Path):
 
 
 @WRITERS
-def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, write: Callable):
+def test_flipped_bits_are_detected_or_harmless(tmp_path: Path, write: Callable):
     path = tmp_path / "file"
     write(path)
     original, content = path.read_bytes(), read_file("checkpoint", path)
@@ -151,18 +151,18 @@ def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path, write: Callab
             assert not verify(path)
         except ValueError:
             continue
-        unnoticed += 1  # in the mark of the digest itself, which is not known as one any more
+        unnoticed += 1  # the flipped bit is in the marker of the digest itself
         try:
-            found = read_file("checkpoint", path)
+            read = read_file("checkpoint", path)
         except UserError as error:
             assert "\n" not in str(error)
         else:
-            assert same({**found, KEY: True}, {**content, KEY: True})
+            assert same({**read, KEY: True}, {**content, KEY: True})
     assert unnoticed < 100
 
 
 @WRITERS
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path, write: Callable):
+def test_files_truncated_anywhere_are_refused(tmp_path: Path, write: Callable):
     path = tmp_path / "file"
     write(path)
     original = path.read_bytes()
@@ -172,7 +172,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, write: Callable):
             read_file("checkpoint", path)
 
 
-def test_a_digest_belongs_to_its_bytes(tmp_path: Path):
+def test_read_file_refuses_bytes_that_differ_from_the_digest(tmp_path: Path):
     write_state(tmp_path / "last.pt")
     data = (tmp_path / "last.pt").read_bytes()
     for harmed in (data + b"x", data[:-1] + b"x", data.replace(b"step", b"stop", 1)):

@@ -1,4 +1,4 @@
-"""What each tau and rho would mix, held against what a run with these values does mix."""
+"""Suggested shares of mixed samples and tokens equal those of a run with these tau and rho."""
 
 import io
 from contextlib import redirect_stdout
@@ -17,11 +17,13 @@ from tests.reproduction.conftest import SMALL, Command
 STILL = ["model.drop_path=0", "recipe.lr=1e-20", "recipe.min_lr=0", "recipe.warmup_lr=0"]
 
 
-def test_shares_are_those_that_a_step_mixes(command: Command, tmp_path: Path, monkeypatch):
-    """Of a run that does not learn and drops nothing: its first epoch sees the same weights."""
-    told = ["name=mine", *SMALL, *STILL, "dataset.limit=20", "recipe.epochs=1"]
+def test_suggestions_equal_the_mixing_of_a_training_step(
+    command: Command, tmp_path: Path, monkeypatch
+):
+    """The run neither learns nor drops out, so its epoch and the suggestions use equal weights."""
+    args = ["name=mine", *SMALL, *STILL, "dataset.limit=20", "recipe.epochs=1"]
     stack = ["augmentation=[mixup,htm]", "augmentation.htm.layer=[0,1]"]
-    assert command("train", *told, *stack, "augmentation.htm.tau=[2.3,inf]").status == 0
+    assert command("train", *args, *stack, "augmentation.htm.tau=[2.3,inf]").status == 0
     run = RunFolder(tmp_path / "outputs/mine")
     first, second = suggestions(run, parse_saved(run.read_config()), batches=1)
     (step,), _ = run.read_metrics()
@@ -40,7 +42,7 @@ def test_shares_are_those_that_a_step_mixes(command: Command, tmp_path: Path, mo
     assert "layer 0: tau = 2.3" in shown and "layer 1: tau = inf" in shown and "inf *" in shown
 
 
-def test_a_run_without_htm_is_refused(command: Command, tmp_path: Path):
+def test_suggestions_refuse_a_run_without_htm(command: Command, tmp_path: Path):
     assert command("train", "name=mine", "augmentation=[vtm]", *SMALL).status == 0
     run = RunFolder(tmp_path / "outputs/mine")
     with pytest.raises(UserError, match="without htm"):

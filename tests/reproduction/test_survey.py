@@ -1,4 +1,4 @@
-"""Verdicts over timm's models: one of each kind; all of them are tried by `make check-models`."""
+"""Verdicts on timm's models, one of each kind; `make check-models` tries all of them."""
 
 import sys
 
@@ -28,16 +28,16 @@ SERVED = [
 ]
 
 
-def test_verdicts_name_the_reason():
-    found = {verdict.name: verdict for verdict in survey([*REFUSED, *SERVED])}
-    assert {name for name in found if found[name].reason is None} == set(SERVED)
-    for name, reason in REFUSED.items():
-        said = found[name].reason
-        assert said is not None and reason in said and "\n" not in said
-    assert found["vit_tiny_patch16_224"].parameters == 5_526_346  # with 10 classes
+def test_survey_gives_the_reason_of_refusals():
+    verdicts = {verdict.name: verdict for verdict in survey([*REFUSED, *SERVED])}
+    assert {name for name in verdicts if verdicts[name].reason is None} == set(SERVED)
+    for name, part in REFUSED.items():
+        reason = verdicts[name].reason
+        assert reason is not None and part in reason and "\n" not in reason
+    assert verdicts["vit_tiny_patch16_224"].parameters == 5_526_346  # with 10 classes
 
 
-def test_the_smallest_of_a_family_stands_for_it():
+def test_smallest_of_families_chooses_the_smallest_served_models():
     verdicts = [
         Verdict("vit_base_patch16_siglip_224", "vision_transformer", 90, None),
         Verdict("vit_small_patch16_siglip_256", "vision_transformer", 20, None),
@@ -56,11 +56,11 @@ def test_the_smallest_of_a_family_stands_for_it():
 @pytest.mark.parametrize(
     "name", ["test_vit", "naflexvit_base_patch16_gap", "vit_tiny_r_s16_p8_224"]
 )
-def test_trying_out_a_model_trains_and_evaluates_it(name: str):
+def test_try_out_trains_and_evaluates_a_model(name: str):
     try_out(name, depth=None if name == "test_vit" else 3)
 
 
-def test_trying_out_notices_a_model_that_is_left_changed(monkeypatch: pytest.MonkeyPatch):
+def test_try_out_notices_a_changed_evaluation(monkeypatch: pytest.MonkeyPatch):
     from tokenmixup import TokenMixup
 
     def forward(self, images, targets=None):

@@ -1,4 +1,4 @@
-"""Sweeps as tables: which runs, the comparison with the cell's own value, how much is mixed."""
+"""Tables of sweeps: runs, comparison with the cell's value, mixed samples and tokens."""
 
 import json
 from pathlib import Path
@@ -25,15 +25,15 @@ BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
 
 
 def record(table: Table, value: str | None) -> SweepRecord:
-    (found,) = (r for r in table.records if isinstance(r, SweepRecord) and r.value == value)
-    return found
+    (match,) = (r for r in table.records if isinstance(r, SweepRecord) and r.value == value)
+    return match
 
 
 def texts(table: Table, value: str | None) -> dict[str, str]:
     return {column.title: column.text(record(table, value)) for column in table.columns}
 
 
-def test_a_sweep_has_the_values_of_the_plan_after_the_baseline(tmp_path: Path, configs: Configs):
+def test_sweep_table_has_the_baseline_and_the_planned_values(tmp_path: Path, configs: Configs):
     for sweep in sweeps_of(configs):
         table = sweep_of(tmp_path, configs, sweep.name)
         values = [r.value for r in table.records if isinstance(r, SweepRecord)]
@@ -43,7 +43,7 @@ def test_a_sweep_has_the_values_of_the_plan_after_the_baseline(tmp_path: Path, c
         assert {r.status for r in table.records} == {"not run"}
 
 
-def test_the_value_of_the_cell_is_the_cells_own_run(tmp_path: Path, configs: Configs):
+def test_sweep_value_of_the_cell_uses_the_cells_run(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs[HTM], name="htm")
     for sweep, value in (("sweep-tau", "2"), ("sweep-rho", "0.005")):
         table = sweep_of(tmp_path, configs, sweep)
@@ -54,16 +54,14 @@ def test_the_value_of_the_cell_is_the_cells_own_run(tmp_path: Path, configs: Con
     assert f"{HTM}, table3/attention, table4/full, table5/mixup_cutmix_htm, tau=2, rho" in cells
 
 
-def test_only_the_papers_experiment_stands_beside_the_papers_value(
-    tmp_path: Path, configs: Configs
-):
+def test_only_full_scale_sweeps_show_the_papers_value(tmp_path: Path, configs: Configs):
     for scale, papers in (("full", {82.87, 83.56, 83.54}), ("short", set[float]())):
         sweeps = [t for t in all_tables(tmp_path, configs, scale) if "sweep" in t.name]
         records = [r for t in sweeps for r in t.records if isinstance(r, SweepRecord)]
         assert {r.paper for r in records} - {None} == papers
 
 
-def test_values_are_tested_against_the_cells_own_value(tmp_path: Path, configs: Configs):
+def test_sweep_values_are_tested_against_the_cells_value(tmp_path: Path, configs: Configs):
     own, other = [83.0, 83.5, 83.2], [82.0, 83.1, 82.9]
     for seed in range(3):
         write_run(tmp_path, configs[HTM], seed, top1=own[seed])
@@ -71,11 +69,11 @@ def test_values_are_tested_against_the_cells_own_value(tmp_path: Path, configs: 
         write_run(tmp_path, configs[BASELINE], seed, top1=82.0 + seed)
     table = sweep_of(tmp_path, configs, "sweep-tau")
     assert record(table, "2").comparison is None
-    for value, found in (("0.5", other), (None, [82.0, 83.0, 84.0])):
+    for value, top1 in (("0.5", other), (None, [82.0, 83.0, 84.0])):
         test = record(table, value).comparison
         assert test is not None and test.seeds == (0, 1, 2)
-        assert test.p == pytest.approx(ttest_rel(found, own).pvalue)
-        assert test.difference == pytest.approx((sum(found) - sum(own)) / 3)
+        assert test.p == pytest.approx(ttest_rel(top1, own).pvalue)
+        assert test.difference == pytest.approx((sum(top1) - sum(own)) / 3)
     assert texts(table, "4")["p"] == "-"
     (note,) = (note for note in table.notes if note.startswith("Significant"))
     assert "against the tau of Table 1: none." in note and "2 tests" in note
@@ -88,7 +86,7 @@ def record_of_table1(outputs: Path, configs: Configs):
     return next(record for record in records if record.experiment == BASELINE)
 
 
-def test_mixing_is_that_of_the_last_epoch_over_seeds(tmp_path: Path, configs: Configs):
+def test_mixing_is_averaged_over_the_last_epochs_of_all_seeds(tmp_path: Path, configs: Configs):
     for seed, mixed in ((0, 10), (1, 14)):
         run = write_run(tmp_path, configs["tau=1"], seed)
         first, last = [(100, 100.0, 1.0)], [(mixed, 4.0, 1.0), (mixed, 6.0, 1.0)]
@@ -105,7 +103,7 @@ def test_mixing_is_that_of_the_last_epoch_over_seeds(tmp_path: Path, configs: Co
     }
 
 
-def test_a_run_whose_metrics_are_lost_is_named(tmp_path: Path, configs: Configs):
+def test_run_without_metrics_is_named(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs["tau=1"], 0, name="lost")
     kept = write_run(tmp_path, configs["tau=1"], 1)
     write_metrics(kept / "metrics.jsonl", [[(8, 4.0, 1.0)]])
@@ -115,7 +113,7 @@ def test_a_run_whose_metrics_are_lost_is_named(tmp_path: Path, configs: Configs)
     assert note.startswith("Mixed samples and tokens are without lost: metrics.jsonl: not readable")
 
 
-def test_points_that_belong_to_no_cell_are_runs_of_the_report(tmp_path: Path, configs: Configs):
+def test_sweep_runs_without_cell_belong_to_the_report(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs["kappa=256"], name="all tokens")
     collection = sources_of(tmp_path, configs).collection
     assert [run.folder for run in collection.runs()] == ["all tokens"]

@@ -1,8 +1,8 @@
-"""How often a training step waits for the device.
+"""Counts how often a training step synchronises with the device.
 
-On a CPU nothing waits, so the step runs on torch's meta device: what lies there has no values, as
-little as the host has those of a GPU before it asks for them. Every question is counted, and
-answered with numbers of its own. `make check-gpu` counts on a GPU itself.
+Nothing synchronises on a CPU, so the step runs on torch's meta device, whose tensors have no
+values. Every operation that needs values on the host is counted and gets made-up numbers.
+`make check-gpu` counts on a real GPU.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ from tokenmixup import HTM, attach
 
 aten = torch.ops.aten
 DATA_DEPENDENT = (aten.nonzero, aten.masked_select, aten.repeat_interleave, aten._unique2)
-COPIES = 2  # gains and flags of easy samples, for which one wait is enough
+COPIES = 2  # gains and flags of easy samples, with a single wait
 STACKS = {"plain": [], "HTM": ["htm"], "VTM": ["vtm"], "HTM and VTM": ["htm", "vtm"]}
 
 
-class Questions(TorchDispatchMode):
-    """Counts what the host asks of tensors without values, and answers."""
+class Synchronisations(TorchDispatchMode):
+    """Counts operations on meta tensors that need values on the host, and makes values up."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -41,36 +41,36 @@ class Questions(TorchDispatchMode):
         if isinstance(first, Tensor) and first.is_meta:
             name = func.overloadpacket.__name__
             if func.overloadpacket is aten._local_scalar_dense:
-                self.asked[name] += 1
+                self.counts[name] += 1
                 return 1.0
             if func.overloadpacket is aten._to_copy and str(kwargs.get("device")) == "cpu":
-                self.asked["copy"] += 1
+                self.counts["copy"] += 1
                 return torch.ones(first.shape, dtype=kwargs.get("dtype") or first.dtype)
             if func.overloadpacket in DATA_DEPENDENT or _by_mask(func, args):
-                self.asked[name] += 1
+                self.counts[name] += 1
         return func(*args, **kwargs)
 
 
 def _by_mask(func: Any, args: Any) -> bool:
-    """Whether a mask chooses the elements: their number is asked for."""
+    """Returns whether a boolean mask indexes a tensor, which needs its number of elements."""
     by_index = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_)
     return by_index and any(x is not None and x.dtype == torch.bool for x in args[1])
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """What is asked for while the context lasts. Autocast knows no meta device: it stays off."""
-    with pytest.MonkeyPatch.context() as patch, Questions() as questions:
+    """Counts synchronisations; disables autocast, which does not support the meta device."""
+    with pytest.MonkeyPatch.context() as patch, Synchronisations() as mode:
         patch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
         patch.setattr(torch, "is_autocast_enabled", lambda device: False)
         patch.setattr(torch, "get_autocast_dtype", lambda device: torch.bfloat16)
-        yield questions.asked
+        yield mode.counts
 
 
-def trainer_on(device: str, stack: list[str], *told: str) -> Trainer:
-    trainer = small_trainer(stack, *told, device=device)
+def trainer_on(device: str, stack: list[str], *overrides: str) -> Trainer:
+    trainer = small_trainer(stack, *overrides, device=device)
     for group in trainer.update.optimizer.param_groups:
-        group["fused"] = device != "meta"  # which no fused kernel knows
+        group["fused"] = device != "meta"  # which fused kernels do not support
     return trainer
 
 
@@ -85,30 +85,31 @@ def step(trainer: Trainer, batch_size: int = 6) -> None:
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 def test_htm_waits_once_a_step_for_two_copies_to_the_host_and_nothing_else(stack: list[str]):
     trainer = trainer_on("meta", stack)
-    with counted() as asked:
+    with counted() as counts:
         for _ in range(2):
             step(trainer)
-    assert asked == ({"copy": 2 * COPIES} if "htm" in stack else {})
+    assert counts == ({"copy": 2 * COPIES} if "htm" in stack else {})
 
 
-def test_accumulating_waits_once_for_each_micro_batch_and_averaging_never():
-    told = ("recipe.grad_accum_steps=3", "recipe.ema_decay=0.9")
-    average = trainer_on("cpu", [], *told).update.average  # timm makes a generator, meta has none
+def test_htm_waits_once_per_micro_batch_and_averaging_never():
+    overrides = ("recipe.grad_accum_steps=3", "recipe.ema_decay=0.9")
+    # timm's average needs a generator, which meta lacks
+    average = trainer_on("cpu", [], *overrides).update.average
     assert average is not None
     average.module.to("meta")
-    trainer = trainer_on("meta", ["htm", "vtm"], told[0])
+    trainer = trainer_on("meta", ["htm", "vtm"], overrides[0])
     trainer.update.average = average
-    with counted() as asked:
+    with counted() as counts:
         step(trainer)
-    assert asked == {"copy": 3 * COPIES}
+    assert counts == {"copy": 3 * COPIES}
 
 
-def test_leaving_out_what_is_not_finite_asks_no_more():
+def test_skipping_non_finite_updates_adds_no_wait():
     trainer = trainer_on("meta", ["htm"], "recipe.non_finite=skip")
-    trainer.update.optimizer.step = lambda: None  # only fused kernels are told what to leave out
-    with counted() as asked:
+    trainer.update.optimizer.step = lambda: None  # only fused kernels can skip on the device
+    with counted() as counts:
         step(trainer)
-    assert asked == {"copy": COPIES}
+    assert counts == {"copy": COPIES}
 
 
 @pytest.mark.parametrize(
@@ -121,29 +122,29 @@ def test_leaving_out_what_is_not_finite_asks_no_more():
     ],
     ids=str,
 )
-def test_no_rule_of_htm_asks_more_often(settings: dict[str, str]):
+def test_rules_of_htm_add_no_wait(settings: dict[str, str]):
     trainer = trainer_on("meta", ["htm", "vtm"])
     htm = HTM(layer=1, **settings)  # type: ignore[arg-type]
     module = attach(trainer.module.model, 10, htm=htm).to("meta").train()
-    with counted() as asked:
+    with counted() as counts:
         module(torch.zeros(6, 3, 32, 32, device="meta"), torch.zeros(6, 10, device="meta"))
-    assert asked == {"copy": COPIES}
+    assert counts == {"copy": COPIES}
 
 
-def test_questions_are_counted():
+def test_synchronisations_are_counted():
     x = torch.zeros(4, device="meta")
-    with counted() as asked:
+    with counted() as counts:
         assert float(x.sum()) == 1
         assert x.cpu().tolist() == [1, 1, 1, 1]
         with pytest.raises((RuntimeError, NotImplementedError)):
             x[x > 0]
-    assert asked == {"_local_scalar_dense": 1, "copy": 1, "index": 1}
+    assert counts == {"_local_scalar_dense": 1, "copy": 1, "index": 1}
 
 
-def test_an_evaluation_asks_once_whatever_its_batches():
+def test_evaluation_waits_once_for_all_batches():
     trainer = trainer_on("meta", [])
     normalize = trainer.update.inputs.normalize
     batch = [torch.zeros(6, 3, 32, 32, dtype=torch.uint8), torch.zeros(6, dtype=torch.int64)]
-    with counted() as asked:
+    with counted() as counts:
         evaluate(trainer.module.model, normalize, [batch] * 3, trainer.world, "float32")
-    assert asked == {"copy": 1}
+    assert counts == {"copy": 1}

@@ -1,4 +1,4 @@
-"""The paper's tables from run folders alone: which run counts for which cell, and what is said."""
+"""The paper's tables from run folders: the runs of each cell, their statistics and notes."""
 
 import dataclasses
 import json
@@ -11,29 +11,27 @@ from reproduction.reporting.cells import read_cells
 from reproduction.reporting.collect import METRICS, Collection, collect
 from reproduction.reporting.records import Record
 from reproduction.reporting.tables import Table
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of
 from tests.reproduction.tables import Configs, set_time, shortened, tables_of, write_run
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
 
 
 def record(table: Table, experiment: str) -> Record:
-    (found,) = [record for record in table.records if record.experiment == experiment]
-    return found
+    (match,) = [record for record in table.records if record.experiment == experiment]
+    return match
 
 
 def texts(table: Table, experiment: str) -> dict[str, str]:
-    found = record(table, experiment)
-    return {column.title: column.text(found) for column in table.columns}
+    row = record(table, experiment)
+    return {column.title: column.text(row) for column in table.columns}
 
 
 def reasons(collection: Collection) -> dict[str, str]:
     return {entry.folder: entry.reason for entry in collection.unused}
 
 
-def test_a_cell_has_mean_deviation_and_both_differences(tmp_path: Path, configs: Configs):
+def test_cell_shows_mean_deviation_and_differences(tmp_path: Path, configs: Configs):
     for seed in (0, 1, 2):  # 80, 81, 82
         write_run(tmp_path, configs[HTM], seed)
     table = tables_of(tmp_path, configs)[0][1]
@@ -47,7 +45,7 @@ def test_a_cell_has_mean_deviation_and_both_differences(tmp_path: Path, configs:
     assert table.notes[-1] == "3 finished runs, 6.00 hours in all, git ababababab."
 
 
-def test_the_test_pairs_the_seeds_of_cell_and_baseline(tmp_path: Path, configs: Configs):
+def test_t_test_pairs_the_seeds_of_cell_and_baseline(tmp_path: Path, configs: Configs):
     for seed, (ours, baseline) in enumerate([(82.0, 81.0), (83.0, 81.5), (82.5, 82.0)]):
         write_run(tmp_path, configs[HTM], seed, top1=ours, top1_best=90.0 + seed**2)
         write_run(tmp_path, configs[BASELINE], seed, top1=baseline)
@@ -58,16 +56,14 @@ def test_the_test_pairs_the_seeds_of_cell_and_baseline(tmp_path: Path, configs: 
     assert test.difference == pytest.approx(1.0)
 
 
-def test_without_two_common_seeds_there_is_no_p_and_it_says_so(tmp_path: Path, configs: Configs):
+def test_cell_without_two_common_seeds_has_no_p(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs[HTM], 0)
     row = texts(tables_of(tmp_path, configs)[0][1], HTM)
     assert (row["difference"], row["p"]) == ("-", "none: needs 2 common seeds, has 0")
     assert row["top-1 last"] == "80.00"  # one value, no deviation
 
 
-def test_cells_of_one_configuration_share_runs_whatever_their_name(
-    tmp_path: Path, configs: Configs
-):
+def test_cells_with_equal_configs_share_runs_of_any_name(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs[HTM], name="anything")
     tables, _ = tables_of(tmp_path, configs)
     same = [HTM, "table3/attention", "table4/full", "table5/mixup_cutmix_htm"]
@@ -77,7 +73,9 @@ def test_cells_of_one_configuration_share_runs_whatever_their_name(
     assert any(", ".join(same) in note for note in tables[4].notes)
 
 
-def test_what_does_not_change_a_result_does_not_matter(tmp_path: Path, configs: Configs):
+def test_runs_match_cells_despite_options_that_do_not_change_results(
+    tmp_path: Path, configs: Configs
+):
     config = configs[HTM]
     other = dataclasses.replace(
         config,
@@ -89,7 +87,7 @@ def test_what_does_not_change_a_result_does_not_matter(tmp_path: Path, configs: 
     assert record(tables_of(tmp_path, configs)[0][1], HTM).runs == ("kept",)
 
 
-def test_a_short_run_never_enters_a_full_table(tmp_path: Path, configs: Configs):
+def test_short_runs_are_not_in_full_tables(tmp_path: Path, configs: Configs):
     write_run(tmp_path, shortened(configs)[HTM], name="short")
     tables, collection = tables_of(tmp_path, configs)
     assert not any(record.runs for table in tables.values() for record in table.records)
@@ -98,7 +96,7 @@ def test_a_short_run_never_enters_a_full_table(tmp_path: Path, configs: Configs)
     assert record(short[1], HTM).runs == ("short",)
 
 
-def test_a_summary_that_contradicts_its_configuration_is_refused(tmp_path: Path, configs: Configs):
+def test_summary_that_contradicts_its_config_is_refused(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs[HTM], name="cut", epochs=3)
     tables, collection = tables_of(tmp_path, configs)
     assert record(tables[1], HTM).runs == ()
@@ -106,15 +104,15 @@ def test_a_summary_that_contradicts_its_configuration_is_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize("top1", [float("nan"), None, "82.0", True, 8250.0])
-def test_a_finished_run_without_a_percentage_is_refused(tmp_path, configs, top1):
+def test_finished_run_without_a_valid_top1_is_refused(tmp_path, configs, top1):
     write_run(tmp_path, configs[HTM], name="odd", top1_last=top1)
     tables, collection = tables_of(tmp_path, configs)
     assert record(tables[1], HTM).runs == ()
-    said = "holds NaN" if str(top1) == "nan" else "top1_last is"  # NaN is no JSON
-    assert said in reasons(collection)["odd"]
+    reason = "holds NaN" if str(top1) == "nan" else "top1_last is"  # NaN is not JSON
+    assert reason in reasons(collection)["odd"]
 
 
-def test_only_a_full_table_of_the_papers_data_has_no_warning(tmp_path: Path, configs: Configs):
+def test_only_full_tables_of_the_papers_data_have_no_warning(tmp_path: Path, configs: Configs):
     digits = configs[HTM].dataset
     swapped = {
         name: dataclasses.replace(c, dataset=dataclasses.replace(digits, name="digits"))
@@ -129,7 +127,7 @@ def test_only_a_full_table_of_the_papers_data_has_no_warning(tmp_path: Path, con
         assert "DIGITS IN PLACE OF" in (table.banner or "")
 
 
-def test_cells_without_runs_say_so(tmp_path: Path, configs: Configs):
+def test_cells_without_runs_state_it(tmp_path: Path, configs: Configs):
     tables, _ = tables_of(tmp_path, configs)
     trained = [r for table in tables.values() for r in table.records if r.experiment]
     assert [r.experiment for r in trained if r.status == "not run"] != []
@@ -143,18 +141,18 @@ def test_cells_without_runs_say_so(tmp_path: Path, configs: Configs):
     assert ours == {"no configuration at this scale"}
 
 
-def test_rows_that_the_paper_quotes_have_our_sizes(tmp_path: Path, configs: Configs):
+def test_quoted_rows_show_our_model_sizes(tmp_path: Path, configs: Configs):
     table = tables_of(tmp_path, configs)[0][1]
     quoted = [r for r in table.records if r.experiment is None]
     assert len(quoted) == 28  # 14 rows, CIFAR-10 and CIFAR-100
     (row,) = [r for r in quoted if r.row == "NesT-B" and r.column == "CIFAR-100"]
     shown = {column.title: column.text(row) for column in table.columns}
     assert (shown["status"], shown["top-1 paper"]) == ("quoted", "82.56")
-    assert shown["params (M) / paper"] == "3.76 / 68.0"  # of the synthetic count
+    assert shown["params (M) / paper"] == "3.76 / 68.0"  # from COUNTS
     assert shown["MACs (G) / paper"] == "1.18 (0.95) / -"
 
 
-def test_table_2_has_top_5_and_the_others_have_not(tmp_path: Path, configs: Configs):
+def test_only_table_2_has_top_5(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs["table2/imagenet1k_htm"])
     tables, _ = tables_of(tmp_path, configs)
     row = texts(tables[2], "table2/imagenet1k_htm")
@@ -164,7 +162,7 @@ def test_table_2_has_top_5_and_the_others_have_not(tmp_path: Path, configs: Conf
         assert not any("top-5" in column.title for column in tables[number].columns)
 
 
-def test_a_run_is_running_while_a_process_holds_it(tmp_path: Path, configs: Configs, monkeypatch):
+def test_run_is_running_while_a_process_holds_it(tmp_path: Path, configs: Configs, monkeypatch):
     write_run(tmp_path, configs[HTM], 1, status="running")
     monkeypatch.setattr("reproduction.reporting.collect.is_held", lambda folder: True)
     tables, _ = tables_of(tmp_path, configs)
@@ -179,18 +177,16 @@ def test_unfinished_and_failed_runs_are_listed_with_their_error(tmp_path: Path, 
     write_run(tmp_path, configs[HTM], 2, name="bad", status="failed", error="Boom: at\nstep 3")
     (write_run(tmp_path, configs[HTM], 3) / "summary.json").unlink()
     tables, _ = tables_of(tmp_path, configs)
-    found = record(tables[1], HTM)
-    assert found.status == (
+    cell = record(tables[1], HTM)
+    assert cell.status == (
         "1 finished; seed 1 interrupted, in epoch 12 of 1510; seed 2 failed; seed 3 not begun"
     )
-    assert found.seeds == (0,)
+    assert cell.seeds == (0,)
     (note,) = [note for note in tables[3].notes if "bad" in note]
     assert note == "Not counted: bad (table3/attention) is failed: Boom: at step 3"
 
 
-def test_of_one_seed_the_finished_run_counts_and_of_those_the_newest(
-    tmp_path: Path, configs: Configs
-):
+def test_newest_finished_run_of_a_seed_counts(tmp_path: Path, configs: Configs):
     for name, seconds in (("a", 100), ("b", 300), ("c", 200), ("d", 400)):
         status = "failed" if name == "d" else "finished"
         set_time(write_run(tmp_path, configs[HTM], name=name, status=status), seconds)
@@ -205,7 +201,7 @@ def test_of_one_seed_the_finished_run_counts_and_of_those_the_newest(
     }
 
 
-def test_no_folder_stops_the_tables(tmp_path: Path, configs: Configs):
+def test_broken_folders_do_not_stop_the_tables(tmp_path: Path, configs: Configs):
     write_run(tmp_path, configs[HTM], name="good")
     contents = {
         "empty": {},
@@ -238,10 +234,10 @@ def test_no_folder_stops_the_tables(tmp_path: Path, configs: Configs):
     assert listed["foreign"] == "is no run folder: config.yaml holds no seed"
 
 
-def test_a_trained_run_is_read(command: Command, tmp_path: Path):
+def test_collect_reads_a_trained_run(command: Command, tmp_path: Path):
     settings = [*SMALL, "recipe.epochs=1", "augmentation=[]"]
     assert command("train", *settings, "seed=3", "name=real").status == 0
-    cell = parse(compose("train", settings).raw)
+    cell = config_of(*settings)
     collection = collect(tmp_path / "outputs", {"cell": cell})
     (run,) = collection.cells["cell"].finished.values()
     summary = json.loads((tmp_path / "outputs/real/summary.json").read_text())

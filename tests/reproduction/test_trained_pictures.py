@@ -1,4 +1,4 @@
-"""What a trained model draws: images, mixed pairs, the distribution of the difficulty."""
+"""Figures of trained models: images, mixed pairs, the distribution of the difficulty."""
 
 import dataclasses
 import json
@@ -26,18 +26,16 @@ from reproduction.reporting.trained import (
     block_inputs,
     some_images,
 )
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of
 
-TOP = 4  # the next whole nat above log(10), and one more
+TOP = 4  # log(10) rounded up to nats, plus one
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 
 
 def trained(*overrides: str) -> Trained:
-    """A run on digits that was left before it learnt anything."""
-    config = parse(compose("train", [*SMALL, *overrides]).raw)
+    """Returns an untrained run on digits."""
+    config = config_of(*SMALL, *overrides)
     source = load_source("digits", None, config.dataset.limit)
     torch.manual_seed(0)
     module = build_module(config.model, config.augmentation, len(source.classes))
@@ -45,7 +43,7 @@ def trained(*overrides: str) -> Trained:
     return Trained(config, module, source, torch.device("cpu"))
 
 
-def test_some_images_of_more_are_the_same_and_labels_are_smoothed():
+def test_some_images_are_a_fixed_order_with_smoothed_labels():
     run = trained()
     many, few = some_images(run, 12), some_images(run, 5)
     for part, first, cut in zip(many, few, many.first(5), strict=True):
@@ -53,43 +51,43 @@ def test_some_images_of_more_are_the_same_and_labels_are_smoothed():
     torch.testing.assert_close(many.targets.sum(dim=1), torch.ones(12))
     torch.testing.assert_close(many.targets.amax(dim=1), torch.full((12,), 0.91))
     assert torch.equal(many.targets.argmax(dim=1), many.classes)
-    assert len(some_images(run, 1000).images) == 60  # all there are
+    assert len(some_images(run, 1000).images) == 60  # all training images
 
 
-def test_a_large_model_sees_fewer_images_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch):
+def test_affordable_limits_images_of_large_models_only_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     run = trained()
     assert affordable(run, 512) == 512
-    assert batch_size(run) == 20  # no more than a batch of the recipe
+    assert batch_size(run) == 20  # at most the recipe's batch size
     monkeypatch.setattr(module_of_trained, "LARGEST_FOR_A_CPU", 1.0)
     assert affordable(run, 512) == 1
     assert affordable(run._replace(device=torch.device("cuda")), 512) == 512
 
 
-def test_block_inputs_end_at_the_last_block_asked_for():
+def test_block_inputs_stop_at_the_requested_block():
     run = trained("model=cct_7_3x1", "model.embed_dim=16", "model.depth=4")
     images = some_images(run, 3).images
-    whole, part = (block_inputs(run.module.model, images, last) for last in (9, 1))
-    assert (len(whole), len(part)) == (4, 2)
-    assert torch.equal(whole[1].tokens, part[1].tokens)
+    full, part = (block_inputs(run.module.model, images, last) for last in (9, 1))
+    assert (len(full), len(part)) == (4, 2)
+    assert torch.equal(full[1].tokens, part[1].tokens)
     assert not any(block._forward_pre_hooks for block in run.module.model.blocks)
 
 
-def test_difficulty_is_what_a_training_pass_finds():
+def test_image_difficulty_equals_that_of_a_training_pass():
     run = trained()
     sample = some_images(run, 20)
     run.module.train().model.eval()
-    found = run.module(sample.images, sample.targets).stats["difficulty"]
-    assert image_difficulty(run.module, sample).mean() == pytest.approx(float(found))
+    expected = run.module(sample.images, sample.targets).stats["difficulty"]
+    assert image_difficulty(run.module, sample).mean() == pytest.approx(float(expected))
 
 
-def test_the_distribution_of_the_difficulty_is_open_above(tmp_path: Path):
+def test_last_bin_of_the_difficulty_includes_larger_values(tmp_path: Path):
     run = trained()
     sample = some_images(run, 20)
     draw_difficulty(tmp_path / "a.png", run, sample)
-    told = json.loads((tmp_path / "a.json").read_text())
-    assert told["edges"] == [step / 10 for step in range(10 * TOP + 1)]
-    assert sum(told["counts"][20:26]) == 20  # log(10) = 2.3 and about
-    assert (told["tau"], told["images"]) == (2.0, 20)
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["edges"] == [step / 10 for step in range(10 * TOP + 1)]
+    assert sum(content["counts"][20:26]) == 20  # around log(10) = 2.3
+    assert (content["tau"], content["images"]) == (2.0, 20)
     with torch.no_grad():
         run.module.scorenet.head.bias[0] = 1000
     draw_difficulty(tmp_path / "a.png", run, sample)
@@ -97,13 +95,13 @@ def test_the_distribution_of_the_difficulty_is_open_above(tmp_path: Path):
     assert counts[-1] == sum(counts) == 20
 
 
-def test_the_distribution_says_where_every_image_is_mixed(tmp_path: Path):
+def test_draw_difficulty_writes_an_infinite_tau(tmp_path: Path):
     run = trained("augmentation.htm.tau=inf")
     draw_difficulty(tmp_path / "a.png", run, some_images(run, 4))
     assert json.loads((tmp_path / "a.json").read_text())["tau"] == "inf"
 
 
-def test_pairs_are_drawn_alike_each_time_whatever_the_classes_are_called(tmp_path: Path):
+def test_draw_pairs_is_reproducible_with_any_class_names(tmp_path: Path):
     run = trained(*MIXING, "augmentation.htm.detector=random")
     names = [f"a_$long$_name_{{of}}_class_{i}" for i in range(10)]
     run = run._replace(source=dataclasses.replace(run.source, classes=names))
@@ -116,26 +114,26 @@ def test_pairs_are_drawn_alike_each_time_whatever_the_classes_are_called(tmp_pat
     assert _named(names[0]) == '"a_$long$_name..."'
 
 
-def test_no_pairs_are_drawn_where_none_are_mixed(tmp_path: Path):
+def test_draw_pairs_refuses_a_run_without_mixed_images(tmp_path: Path):
     run = trained("augmentation.htm.tau=0")
     with pytest.raises(ValueError, match="none of 20 images"):
         draw_pairs(tmp_path / "pairs.png", run, some_images(run, 20))
     assert not list(tmp_path.iterdir())
 
 
-def test_frames_are_the_borders_of_replaced_tokens():
+def test_frames_outline_replaced_tokens():
     grid = np.zeros((3, 3), dtype=bool)
-    grid[0, 1:] = True  # two tokens: six sides, none between them
+    grid[0, 1:] = True  # two adjacent tokens: six sides, none between them
     lines = {tuple(map(tuple, line)) for line in _frames(grid, 6).get_segments()}
     assert len(lines) == 6
-    assert ((1.5, -0.5), (1.5, 1.5)) in lines  # left of both
+    assert ((1.5, -0.5), (1.5, 1.5)) in lines  # left side
     assert ((3.5, -0.5), (3.5, 1.5)) not in lines
     over = _over_image(grid, 6)
     assert over[:2, 2:].all() and over.sum() == 8
 
 
 @pytest.mark.draws
-def test_a_picture_that_is_not_to_be_had_is_a_line_of_the_report(command: Command, tmp_path: Path):
+def test_report_states_why_figures_are_missing(command: Command, tmp_path: Path):
     line = ["train", "name=mine", "augmentation.htm.tau=0", "recipe.max_steps=2", *SMALL]
     assert command(*line).status == 0
     run = RunFolder(tmp_path / "outputs" / "mine")

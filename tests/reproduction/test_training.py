@@ -1,4 +1,4 @@
-"""Runs of seconds: the run folder, resuming, interruptions, precision, sweeps, evaluation."""
+"""Small runs: run folders, resuming, interruptions, precision, sweeps, evaluation."""
 
 import gc
 import json
@@ -17,7 +17,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from reproduction.commands.jobs import resolve, resolve_evaluation
+from reproduction.commands.jobs import resolve_evaluation
 from reproduction.data.sources import _open
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs
@@ -25,8 +25,15 @@ from reproduction.studies.results import publish
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
-from reproduction.training.train import run_training
-from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, small_trainer, write_images
+from tests.reproduction.conftest import (
+    SMALL,
+    SMALL_VIT,
+    Command,
+    at_step,
+    small_trainer,
+    trained_run,
+    write_images,
+)
 
 STEP_KEYS = {
     "step",
@@ -86,19 +93,17 @@ def assert_same_result(one: RunFolder, other: RunFolder) -> None:
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
-    whole = Trainer.train_step
+    """Raises `error` when `step` steps are completed."""
 
-    def partial_step(self: Trainer, *args: Any) -> Any:
-        if self.step == step:
-            raise error
-        return whole(self, *args)
+    def fail() -> None:
+        raise error
 
-    monkeypatch.setattr(Trainer, "train_step", partial_step)
+    at_step(monkeypatch, step, fail)
 
 
-def test_a_run_writes_the_folder_that_reports_read(command: Command, tmp_path: Path):
-    ended = command("train", "name=mine", *MIXED, *SMALL)
-    assert ended.status == 0, ended.err
+def test_run_folder_has_metrics_summary_and_config(command: Command, tmp_path: Path):
+    result = command("train", "name=mine", *MIXED, *SMALL)
+    assert result.status == 0, result.err
     run = folder(tmp_path)
     steps, epochs = run.read_metrics()
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -117,12 +122,12 @@ def test_a_run_writes_the_folder_that_reports_read(command: Command, tmp_path: P
     config = yaml.safe_load(run.config_path.read_text())
     assert config["augmentation"]["htm"]["layer"] == 1
     assert config["recipe"]["epochs"] == 2
-    assert "mine: top-1" in ended.out
-    assert "epoch 2/2" in ended.out
+    assert "mine: top-1" in result.out
+    assert "epoch 2/2" in result.out
 
 
 @pytest.mark.draws
-def test_a_run_without_htm_mixes_nothing(command: Command, tmp_path: Path):
+def test_run_without_htm_mixes_nothing(command: Command, tmp_path: Path):
     assert command("train", "name=mine", "augmentation=[]", *SMALL).status == 0
     steps, _ = folder(tmp_path).read_metrics()
     for line in steps:
@@ -132,7 +137,7 @@ def test_a_run_without_htm_mixes_nothing(command: Command, tmp_path: Path):
 
 
 @pytest.mark.draws
-def test_the_report_shows_its_pictures(command: Command, tmp_path: Path):
+def test_report_shows_its_figures(command: Command, tmp_path: Path):
     mixing = ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
     assert command("train", "name=mine", *mixing, *SMALL).status == 0
     path = folder(tmp_path).path
@@ -147,69 +152,67 @@ def test_the_report_shows_its_pictures(command: Command, tmp_path: Path):
     assert json.loads((path / "difficulty.json").read_text())["tau"] == "inf"
 
 
-def test_the_same_seed_gives_the_same_run_whatever_the_workers(command: Command, tmp_path: Path):
-    for name, more in {"a": [], "b": [], "c": ["dataset.workers=2"], "d": ["seed=1"]}.items():
+def test_results_depend_on_the_seed_but_not_on_workers(
+    command: Command, tmp_path: Path, uninterrupted: RunFolder
+):
+    for name, more in {"same": [], "workers": ["dataset.workers=2"], "seed": ["seed=1"]}.items():
         assert command("train", f"name={name}", *MIXED, *SMALL, *more).status == 0
-    assert_same_result(folder(tmp_path, "a"), folder(tmp_path, "b"))
-    assert_same_result(folder(tmp_path, "a"), folder(tmp_path, "c"))
-    assert (
-        weights(folder(tmp_path, "a"))["model.head.weight"]
-        .ne(weights(folder(tmp_path, "d"))["model.head.weight"])
-        .any()
-    )
+    assert_same_result(folder(tmp_path, "same"), uninterrupted)
+    assert_same_result(folder(tmp_path, "workers"), uninterrupted)
+    key = "model.head.weight"
+    assert weights(folder(tmp_path, "seed"))[key].ne(weights(uninterrupted)[key]).any()
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_run_that_ended_within_a_step_goes_on_from_its_last_epoch(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+def test_run_interrupted_within_a_step_resumes_from_its_last_epoch(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted, step: int
 ):
-    assert command("train", "name=whole", *MIXED, *SMALL).status == 0
     with monkeypatch.context() as patch:
         interrupt_at(patch, step, KeyboardInterrupt())
-        ended = command("train", "name=mine", *MIXED, *SMALL)
-    assert ended.status == 130
-    assert ended.lines[-1].startswith("train.py: interrupted;")
-    assert "outputs/mine is kept as interrupted" in ended.lines[-1]
-    assert "resume=auto" in ended.lines[-1]
+        result = command("train", "name=mine", *MIXED, *SMALL)
+    assert result.status == 130
+    assert result.lines[-1].startswith("train.py: interrupted;")
+    assert "outputs/mine is kept as interrupted" in result.lines[-1]
+    assert "resume=auto" in result.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "interrupted"
     assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
     assert folder(tmp_path).read_summary()["status"] == "finished"
-    assert_same_result(folder(tmp_path), folder(tmp_path, "whole"))
+    assert_same_result(folder(tmp_path), uninterrupted)
 
 
 @pytest.fixture(autouse=True)
 def hear_ctrl_c() -> Iterator[None]:
-    """Also where the tests run in the background of a shell, which ignores it."""
+    """Restores SIGINT, which shells ignore in background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def signal_in(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals) -> list[int]:
-    """Signals come while the step after `step` others is computed; returns the steps computed."""
-    whole, computed = Trainer.train_step, []
+    """Raises signals in the step that follows `step` completed ones; returns the steps computed."""
+    original, computed = Trainer.train_step, []
 
     def signalled_step(self: Trainer, *args: Any) -> Any:
         if self.step == step:
             for signum in signals:
                 signal.raise_signal(signum)
         computed.append(self.step)
-        return whole(self, *args)
+        return original(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", signalled_step)
     return computed
 
 
-# of 2 epochs of 3 steps: within them, and at their ends
+# in 2 epochs of 3 steps: within and at the end of epochs
 @pytest.mark.parametrize(("step", "signum"), list(zip((0, 2, 4, 5), STOP_SIGNALS, strict=True)))
-def test_a_signal_ends_a_run_after_its_step_and_it_goes_on_there(
+def test_signal_ends_a_run_after_its_step_and_it_resumes_there(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted, step, signum
 ):
     with monkeypatch.context() as patch:
         first = signal_in(patch, step, signum)
-        ended = command("train", "name=mine", *MIXED, *SMALL)
-    assert ended.status == 130
-    assert ended.lines[-1].startswith("train.py: interrupted; outputs/mine is kept as interrupted")
+        result = command("train", "name=mine", *MIXED, *SMALL)
+    assert result.status == 130
+    assert result.lines[-1].startswith("train.py: interrupted; outputs/mine is kept as interrupted")
     assert folder(tmp_path).read_summary()["status"] == "interrupted"
     with monkeypatch.context() as patch:
         second = signal_in(patch, -1)
@@ -220,13 +223,10 @@ def test_a_signal_ends_a_run_after_its_step_and_it_goes_on_there(
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    root = tmp_path_factory.mktemp("uninterrupted")
-    where = ("name=whole", f"output_root={root}")
-    run_training(resolve(compose("train", [*where, *MIXED, *SMALL])))
-    return RunFolder(root / "whole")
+    return trained_run(tmp_path_factory.mktemp("uninterrupted"), *MIXED, *SMALL)
 
 
-def test_a_run_stopped_in_its_last_step_is_only_evaluated_then(
+def test_run_stopped_in_its_last_step_only_evaluates_when_resumed(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     args = ("name=mine", "recipe.max_steps=2", *SMALL)
@@ -237,19 +237,19 @@ def test_a_run_stopped_in_its_last_step_is_only_evaluated_then(
     assert [len(lines) for lines in folder(tmp_path).read_metrics()] == [2, 1]
 
 
-def test_a_signal_during_evaluation_ends_the_run_after_its_epoch(
+def test_signal_during_evaluation_ends_the_run_after_its_epoch(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def evaluate_and_be_asked(*args: Any) -> Any:
+    def evaluate_and_signal(*args: Any) -> Any:
         signal.raise_signal(signal.SIGTERM)
         return evaluate(*args)
 
-    monkeypatch.setattr("reproduction.training.loop.evaluate", evaluate_and_be_asked)
+    monkeypatch.setattr("reproduction.training.loop.evaluate", evaluate_and_signal)
     assert command("train", "name=mine", *SMALL).status == 130
     assert [len(lines) for lines in folder(tmp_path).read_metrics()] == [3, 1]
 
 
-def test_a_second_ctrl_c_does_not_wait(command: Command, tmp_path: Path, monkeypatch):
+def test_second_ctrl_c_ends_the_run_at_once(command: Command, tmp_path: Path, monkeypatch):
     computed = signal_in(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
     assert command("train", "name=mine", *SMALL).status == 130
     assert computed == [0, 1, 2, 3]
@@ -257,8 +257,8 @@ def test_a_second_ctrl_c_does_not_wait(command: Command, tmp_path: Path, monkeyp
     assert saved["step"] == 3
 
 
-def test_a_signal_goes_on_to_who_had_it_before(command: Command, tmp_path: Path, monkeypatch):
-    """As a cluster's launcher does, which has the job started again."""
+def test_signal_is_passed_to_the_previous_handler(command: Command, tmp_path: Path, monkeypatch):
+    """A cluster's launcher handles signals to requeue its job."""
     seen = []
 
     def requeue(signum: int, frame: Any) -> None:
@@ -274,14 +274,14 @@ def test_a_signal_goes_on_to_who_had_it_before(command: Command, tmp_path: Path,
     assert seen == [(signal.SIGUSR1, "interrupted")]
 
 
-def test_a_crash_leaves_its_status_and_a_clear_last_line(
+def test_crash_is_recorded_and_named_in_the_last_line(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     interrupt_at(monkeypatch, 4, ZeroDivisionError("what\never"))
-    ended = command("train", "name=mine", *SMALL)
-    assert ended.status == 1
-    assert "Traceback" in ended.err
-    assert ended.lines[-1].startswith("train.py: ZeroDivisionError: what ever; outputs/mine")
+    result = command("train", "name=mine", *SMALL)
+    assert result.status == 1
+    assert "Traceback" in result.err
+    assert result.lines[-1].startswith("train.py: ZeroDivisionError: what ever; outputs/mine")
     summary = folder(tmp_path).read_summary()
     assert summary["status"] == "failed"
     assert "ZeroDivisionError" in summary["error"]
@@ -290,26 +290,26 @@ def test_a_crash_leaves_its_status_and_a_clear_last_line(
     monkeypatch.undo()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(command: Command, tmp_path: Path):
+def test_non_finite_loss_ends_the_run_and_names_the_step(command: Command, tmp_path: Path):
     diverge = ["recipe.lr=1e30", "recipe.warmup_lr=1e30", "recipe.clip_grad_norm=null"]
-    ended = command("train", "name=mine", "recipe.optimizer=sgd", *SMALL, *diverge)
-    assert ended.status == 1
-    assert "train.py: step 2: the loss is nan" in ended.lines[-1]
+    result = command("train", "name=mine", "recipe.optimizer=sgd", *SMALL, *diverge)
+    assert result.status == 1
+    assert "train.py: step 2: the loss is nan" in result.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "failed"
     steps, _ = folder(tmp_path).read_metrics()
     assert [line["step"] for line in steps] == [1]
 
 
-def test_weights_that_diverge_in_the_last_step_are_no_result(command: Command, tmp_path: Path):
+def test_divergence_in_the_last_step_fails_the_run(command: Command, tmp_path: Path):
     diverge = ["recipe.lr=1e37", "recipe.optimizer=sgd", "recipe.max_steps=1", "augmentation=[]"]
-    ended = command("train", "name=mine", *SMALL, *diverge)
-    assert ended.status == 1
-    assert "the held-out loss is" in ended.lines[-1]
+    result = command("train", "name=mine", *SMALL, *diverge)
+    assert result.status == 1
+    assert "the held-out loss is" in result.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "failed"
     assert not folder(tmp_path).best_path.exists()
 
 
-def test_scorenet_learns_from_its_weighted_loss(command: Command, tmp_path: Path):
+def test_scorenet_learns_from_its_loss(command: Command, tmp_path: Path):
     for name, weight in (("learns", 0.001), ("idle", 0.0)):
         key = f"augmentation.htm.score_loss_weight={weight}"
         assert command("train", f"name={name}", key, "recipe.lr=0.01", *SMALL).status == 0
@@ -319,19 +319,19 @@ def test_scorenet_learns_from_its_weighted_loss(command: Command, tmp_path: Path
 
 
 @pytest.mark.parametrize(("tau", "is_warned"), [(2.2, False), (2.4, True), (float("inf"), False)])
-def test_a_tau_above_what_guessing_scores_is_warned_of(
+def test_tau_above_the_loss_of_guessing_causes_a_warning(
     command: Command, tmp_path: Path, tau: float, is_warned: bool
 ):
-    ended = command("train", "name=mine", f"augmentation.htm.tau={tau}", *SMALL)
-    assert ended.status == 0, ended.err
-    assert ("guessing scores 2.30 nats" in ended.err) == is_warned
+    result = command("train", "name=mine", f"augmentation.htm.tau={tau}", *SMALL)
+    assert result.status == 0, result.err
+    assert ("guessing scores 2.30 nats" in result.err) == is_warned
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float16"])
 def test_low_precision_trains(command: Command, tmp_path: Path, precision: str):
-    ended = command("train", "name=mine", *MIXED, *SMALL, f"recipe.precision={precision}")
-    assert ended.status == 0, ended.err
-    assert ("float16 is slow" in ended.err) == (precision == "float16")
+    result = command("train", "name=mine", *MIXED, *SMALL, f"recipe.precision={precision}")
+    assert result.status == 0, result.err
+    assert ("float16 is slow" in result.err) == (precision == "float16")
     steps, _ = folder(tmp_path).read_metrics()
     assert steps[-1]["loss"] < 5
 
@@ -350,19 +350,19 @@ def test_max_steps_ends_a_run_within_an_epoch(command: Command, tmp_path: Path):
     assert (len(steps), len(epochs)) == (4, 2)
 
 
-def test_the_line_of_an_epoch_tells_the_means_of_its_batches(command: Command, tmp_path: Path):
-    ended = command("train", "name=mine", *MIXED, *SMALL, "recipe.log_every=2")
+def test_epoch_line_shows_the_means_of_its_batches(command: Command, tmp_path: Path):
+    result = command("train", "name=mine", *MIXED, *SMALL, "recipe.log_every=2")
     steps, _ = RunFolder(tmp_path / "outputs" / "mine").read_metrics()
     for epoch in (1, 2):
         lines = [line for line in steps if line["epoch"] == epoch]
         samples = sum(line["mixed_samples"] for line in lines)
         tokens = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines) / samples
         loss = sum(line["loss"] for line in lines) / len(lines)
-        told = f"epoch {epoch}/2  loss {loss:.3f}  mixed {samples / len(lines):.1f} samples a batch"
-        assert f"{told} ({tokens:.1f} tokens each)" in ended.out
+        line = f"epoch {epoch}/2  loss {loss:.3f}  mixed {samples / len(lines):.1f} samples a batch"
+        assert f"{line} ({tokens:.1f} tokens each)" in result.out
 
 
-def test_a_result_is_the_last_epoch_the_best_one_and_the_median_of_ten():
+def test_result_has_last_best_and_median_of_ten_epochs():
     trainer = small_trainer([])
     top1 = [90.0, 80.0, 60.0, 20.0, 30.0, 40.0, 70.0, 5.0, 15.0, 25.0, 35.0, 45.0]
     trainer.history = [{"epoch": 8 + i, "top1": x, "top5": x + 1} for i, x in enumerate(top1)]
@@ -371,33 +371,33 @@ def test_a_result_is_the_last_epoch_the_best_one_and_the_median_of_ten():
     assert (result["top1_last"], result["top1_best"], result["top1_median10"]) == (45, 90, 32.5)
     assert (result["top5_last"], result["top5_best"]) == (46, 91)
     assert not trainer._is_best()
-    for last, is_best in ((90.0, False), (91.0, True)):  # of two as good the first stays
+    for last, is_best in ((90.0, False), (91.0, True)):  # the first of equal epochs stays the best
         trainer.history[-1]["top1"] = last
         assert trainer._is_best() == is_best
-    trainer.epoch = 20  # it is not evaluated
+    trainer.epoch = 20  # is not evaluated
     assert not trainer._is_best()
     trainer.history = [{"epoch": i, "top1": i, "top5": i} for i in (4, 8, 12, 16, 20)]
     assert trainer._result()["top1_median10"] == 16
 
 
-def test_evaluation_every_few_epochs_and_after_the_last(command: Command, tmp_path: Path):
+def test_evaluate_every_evaluates_also_after_the_last_epoch(command: Command, tmp_path: Path):
     few = ["recipe.epochs=5", "recipe.evaluate_every=2"]
-    ended = command("train", "name=mine", *SMALL, *few)
+    result = command("train", "name=mine", *SMALL, *few)
     steps, epochs = folder(tmp_path).read_metrics()
     assert [line["epoch"] for line in epochs] == [2, 4, 5]
     assert {line["epoch"] for line in steps} == {1, 2, 3, 4, 5}
-    told = [line for line in ended.out.splitlines() if line.startswith("epoch")]
-    assert ["top-1" in line for line in told] == [False, True, False, True, True]
+    lines = [line for line in result.out.splitlines() if line.startswith("epoch")]
+    assert ["top-1" in line for line in lines] == [False, True, False, True, True]
     assert folder(tmp_path).read_summary()["top1_best"] == max(line["top1"] for line in epochs)
     assert command("eval", f"run={folder(tmp_path).path}").status == 0
 
 
-def test_from_an_epoch_on_nothing_is_mixed(command: Command, tmp_path: Path):
-    """In the last epoch ScoreNet rests, as its weights show, and a resumed run knows it."""
+def test_off_epoch_stops_mixing_also_of_a_resumed_run(command: Command, tmp_path: Path):
+    """In the last epoch the weights of ScoreNet do not change."""
     stack = "augmentation=[mixup,htm,vtm,manifold_mixup]"
-    told = [stack, "augmentation.manifold_mixup.layers=[0]", "augmentation.htm.tau=inf", *SMALL]
-    told += ["name=mine", "recipe.epochs=3", "checkpoint.keep=9"]
-    assert command("train", *told, "augmentation.off_epoch=2").status == 0
+    args = [stack, "augmentation.manifold_mixup.layers=[0]", "augmentation.htm.tau=inf", *SMALL]
+    args += ["name=mine", "recipe.epochs=3", "checkpoint.keep=9"]
+    assert command("train", *args, "augmentation.off_epoch=2").status == 0
     run = folder(tmp_path)
     steps, epochs = run.read_metrics()
     assert [line["mixed_samples"] > 0 for line in steps] == [True] * 6 + [False] * 3
@@ -405,15 +405,15 @@ def test_from_an_epoch_on_nothing_is_mixed(command: Command, tmp_path: Path):
     assert len(epochs) == 3 and run.read_summary()["status"] == "finished"
     last, before, _ = (torch.load(path, weights_only=True) for path in run.checkpoints())
     for name, value in last["module"].items():
-        is_rested = torch.equal(value, before["module"][name])
-        assert is_rested == name.startswith("scorenets"), name
-    run.last_path.unlink()  # back to the end of the second epoch
+        is_unchanged = torch.equal(value, before["module"][name])
+        assert is_unchanged == name.startswith("scorenets"), name
+    run.last_path.unlink()  # falls back to the end of the second epoch
     run.summary_path.unlink()
-    assert command("train", *told, "augmentation.off_epoch=2", "resume=auto").status == 0
+    assert command("train", *args, "augmentation.off_epoch=2", "resume=auto").status == 0
     assert without_times(run.read_metrics()[0]) == without_times(steps)
 
 
-def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):
+def test_eval_gives_the_results_of_the_run(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
     summary = folder(tmp_path).read_summary()
     last = command("eval", "run=outputs/mine")
@@ -433,36 +433,36 @@ def test_eval_gives_the_figures_of_the_run(command: Command, tmp_path: Path):
     assert len(list((tmp_path / "outputs/evaluations").glob("best-cct_2_3x2-digits-*.json"))) == 2
 
 
-def test_other_images_are_evaluated_as_the_model_has_seen_its_own(command: Command, tmp_path: Path):
-    """Into a file of their own, on one device."""
+def test_eval_of_other_images_keeps_the_runs_statistics(command: Command, tmp_path: Path):
+    """Evaluates on one device by default, into separate files."""
     assert command("train", "name=mine", "dataset.mean=[0.4,0.4,0.4]", *SMALL).status == 0
     root = write_images(tmp_path / "images", ["dark", "light"], train=1, held_out=1)
-    told = ["run=outputs/mine", "dataset=image_folder", f"dataset.root={root}"]
-    found = [
-        resolve_evaluation(compose("eval", [*told, *more]))
+    args = ["run=outputs/mine", "dataset=image_folder", f"dataset.root={root}"]
+    evaluations = [
+        resolve_evaluation(compose("eval", [*args, *more]))
         for more in ([], ["dataset.mean=[0.1,0.1,0.1]"], ["devices=2"])
     ]
-    assert [x.config.dataset.mean[0] for x in found] == [0.4, 0.1, 0.4]
-    assert [x.config.devices for x in found] == [1, 1, 2]
-    assert len({x.result for x in found}) == 2
-    assert found[0].result.name.startswith("evaluation-last-image_folder-")
+    assert [x.config.dataset.mean[0] for x in evaluations] == [0.4, 0.1, 0.4]
+    assert [x.config.devices for x in evaluations] == [1, 1, 2]
+    assert len({x.result for x in evaluations}) == 2
+    assert evaluations[0].result.name.startswith("evaluation-last-image_folder-")
 
 
-def test_best_weights_are_the_plain_models_under_its_own_names(command: Command, tmp_path: Path):
+def test_best_weights_hold_the_plain_model(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
     run = folder(tmp_path)
     best = load_file(run.best_path)
     plain = {k.removeprefix("model.") for k in weights(run) if k.startswith("model.")}
     assert set(best) == plain
     assert not any("scorenet" in name for name in best)
-    assert run.best_path.stat().st_mode == run.last_path.stat().st_mode  # as the umask has it
+    assert run.best_path.stat().st_mode == run.last_path.stat().st_mode  # both respect the umask
 
 
-def test_a_folder_of_images_needs_its_root_alone(command: Command, tmp_path: Path):
+def test_image_folder_trains_and_evaluates_by_its_root(command: Command, tmp_path: Path):
     root = write_images(tmp_path / "images", ["dark", "grey", "light"], train=8, held_out=4)
     small = [x for x in SMALL if "limit" not in x]
-    ended = command("train", "name=mine", "dataset=image_folder", f"dataset.root={root}", *small)
-    assert ended.status == 0, ended.err
+    result = command("train", "name=mine", "dataset=image_folder", f"dataset.root={root}", *small)
+    assert result.status == 0, result.err
     evaluated = command("eval", "run=outputs/mine", "dataset.workers=0")
     assert "on 12 images of image_folder" in evaluated.out
     assert (folder(tmp_path).path / "evaluation-last.json").exists()
@@ -473,37 +473,39 @@ def test_a_folder_of_images_needs_its_root_alone(command: Command, tmp_path: Pat
     assert publish(folder(tmp_path).path, tmp_path / "results", tmp_path / "hub").exists()
 
 
-def test_images_that_have_changed_are_not_trained_on(
+def test_resume_refuses_changed_images(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     root = write_images(tmp_path / "images", ["dark", "light"], train=12, held_out=4)
-    told = ["name=mine", "dataset=image_folder", f"dataset.root={root}", *SMALL[:1], *SMALL[2:]]
+    args = ["name=mine", "dataset=image_folder", f"dataset.root={root}", *SMALL[:1], *SMALL[2:]]
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3, KeyboardInterrupt())
-        assert command("train", *told).status == 130
+        assert command("train", *args).status == 130
     kept = (root / "train/dark/0.png").rename(tmp_path / "kept.png")
     _open.cache_clear()
-    ended = command("train", *told, "resume=auto")
-    assert ended.status == 2 and "was trained on 24 images, the data set has 23" in ended.lines[-1]
+    result = command("train", *args, "resume=auto")
+    assert (
+        result.status == 2 and "was trained on 24 images, the data set has 23" in result.lines[-1]
+    )
     kept.rename(root / "train/dark/0.png")
     for split in ("train", "val"):
         (root / split / "dark").rename(root / split / "night")
     _open.cache_clear()
-    ended = command("train", *told, "resume=auto")
-    assert ended.status == 2 and "was trained on the classes dark, light" in ended.lines[-1]
+    result = command("train", *args, "resume=auto")
+    assert result.status == 2 and "was trained on the classes dark, light" in result.lines[-1]
 
 
 def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
     vit = ["model=vit_tiny_patch16_224", *SMALL_VIT, "recipe.max_steps=2"]
     small = ["dataset.limit=8", "recipe.batch_size=4", "recipe.epochs=2", "device=cpu"]
-    ended = command("train", "name=mine", "model.image_size=32", *vit, *small)
-    assert ended.status == 0, ended.err
+    result = command("train", "name=mine", "model.image_size=32", *vit, *small)
+    assert result.status == 0, result.err
     assert command("eval", "run=outputs/mine").status == 0
     steps, _ = folder(tmp_path).read_metrics()
     assert all(math.isfinite(line["loss"]) for line in steps)
 
 
-def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twice(
+def test_sweep_writes_a_run_and_a_wandb_run_per_point_and_trains_each_once(
     command: Command, tmp_path: Path
 ):
     sweep = [
@@ -513,8 +515,8 @@ def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twi
         "logger.wandb.mode=offline",
         *SMALL,
     ]
-    ended = command("train", *sweep)
-    assert ended.status == 0, ended.err
+    result = command("train", *sweep)
+    assert result.status == 0, result.err
     runs = sorted(path for path in (tmp_path / "outputs").iterdir() if path.name != ".sweeps")
     assert len(runs) == 3
     before = [(run / "metrics.jsonl").read_bytes() for run in runs]
@@ -529,39 +531,41 @@ def test_a_sweep_writes_a_run_and_a_wandb_run_for_each_point_and_trains_none_twi
     assert len(list((tmp_path / "outputs").glob("*/wandb/offline-run-*"))) == 3
 
 
-def test_one_failing_point_does_not_stop_a_sweep(
+def test_failing_point_does_not_stop_a_sweep(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole, failed = Trainer.train_step, []
+    original, failed = Trainer.train_step, []
 
     def step(self: Trainer, *args: Any) -> Any:
         if self.config.seed == 1:
             failed.append(weakref.ref(self))
             raise RuntimeError("unlucky")
         if failed:
-            gc.collect()  # its memory is free again, for the others
+            gc.collect()  # the failed trainer's memory must be free
         assert all(trainer() is None for trainer in failed)
-        return whole(self, *args)
+        return original(self, *args)
 
     monkeypatch.setattr(Trainer, "train_step", step)
-    ended = command("train", "-m", "seed=0,1,2", *SMALL)
-    assert ended.status == 1
-    assert "RuntimeError: unlucky" in ended.lines[-1]
+    result = command("train", "-m", "seed=0,1,2", *SMALL)
+    assert result.status == 1
+    assert "RuntimeError: unlucky" in result.lines[-1]
     summaries = [RunFolder(p).read_summary() for p in (tmp_path / "outputs").glob("cct*")]
     assert sorted(s["status"] for s in summaries) == ["failed", "finished", "finished"]
 
 
-def test_sweeps_over_stacks_name_their_runs(command: Command, tmp_path: Path):
-    ended = command("train", "-m", "augmentation=[mixup],[mixup,cutmix,htm]", *SMALL)
-    assert ended.status == 0, ended.err
+def test_sweep_over_stacks_names_runs_after_them(command: Command, tmp_path: Path):
+    result = command("train", "-m", "augmentation=[mixup],[mixup,cutmix,htm]", *SMALL)
+    assert result.status == 0, result.err
     names = {path.name.rpartition("-s0-")[0] for path in (tmp_path / "outputs").glob("cct*")}
     assert names == {"cct_2_3x2-digits-mixup", "cct_2_3x2-digits-mixup+cutmix+htm"}
 
 
-def test_several_layers_are_counted_apart_and_swept_over(command: Command, tmp_path: Path):
-    told = ["augmentation.htm.tau=[2.35,inf]", "augmentation.htm.rho=0", "augmentation.vtm.layer=1"]
-    ended = command("train", "-m", "augmentation.htm.layer=[0,1]", "seed=0,1", *told, *SMALL)
-    assert ended.status == 0, ended.err
+def test_several_htm_layers_have_their_own_metrics_and_can_be_swept(
+    command: Command, tmp_path: Path
+):
+    args = ["augmentation.htm.tau=[2.35,inf]", "augmentation.htm.rho=0", "augmentation.vtm.layer=1"]
+    result = command("train", "-m", "augmentation.htm.layer=[0,1]", "seed=0,1", *args, *SMALL)
+    assert result.status == 0, result.err
     first, second = find_runs(tmp_path / "outputs").values()
     assert first.read_config()["augmentation"]["htm"]["layer"] == [0, 1]
     for run in (first, second):
@@ -572,6 +576,6 @@ def test_several_layers_are_counted_apart_and_swept_over(command: Command, tmp_p
             each = [line["difficulty/0"], line["difficulty/1"]]
             assert line["difficulty"] == pytest.approx(sum(each) / 2)
             assert line["score_loss"] == pytest.approx(sum(each))
-    ended = command("train", "-m", "augmentation.htm.layer=[0],0,[0,1]", *SMALL)
-    assert ended.status == 2 and "2 points of the sweep are this one run" in ended.err
+    result = command("train", "-m", "augmentation.htm.layer=[0],0,[0,1]", *SMALL)
+    assert result.status == 2 and "2 points of the sweep are this one run" in result.err
     assert command("train", "-m", "augmentation.htm.layer=[0],[0,1]", *SMALL).status == 0

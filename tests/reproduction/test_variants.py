@@ -1,4 +1,4 @@
-"""Every detector, ablation and combination of the paper trains the digits for a few steps."""
+"""Every detector, ablation and combination of the paper trains for a few steps on digits."""
 
 import math
 from itertools import islice
@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from reproduction.data.sources import load_source
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.training.distributed import join_world
 from reproduction.training.train import build_trainer
-from tests.reproduction.conftest import SMALL_VIT
+from tests.reproduction.conftest import SMALL_VIT, config_of
 from tokenmixup.detectors import DETECTORS
 from tokenmixup.rules import LABELS, MASK_RULES, MATCHINGS, ORDERS
 
@@ -70,7 +68,7 @@ def overrides(model: str, stack: list[str], switch: str) -> list[str]:
 @pytest.mark.parametrize(("stack", "switch"), VARIANTS, ids=str)
 def test_every_variant_trains(tmp_path, model: str, stack: list[str], switch: str, precision: str):
     line = [*overrides(model, stack, switch), f"recipe.precision={precision}", "name=run"]
-    config = parse(compose("train", [*line, f"output_root={tmp_path}"]).raw)
+    config = config_of(*line, f"output_root={tmp_path}")
     with join_world(torch.device("cpu")) as world:
         source = load_source("digits", None, config.dataset.limit)
         trainer = build_trainer(config, world, source)

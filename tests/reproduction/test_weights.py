@@ -1,4 +1,4 @@
-"""Files of weights that other programs wrote: what they hold, and what is refused."""
+"""Weight files of other programs are read, fitted to models, exported, or refused."""
 
 import argparse
 import os
@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from reproduction.models.build import build_model
 from reproduction.models.names import in_our_names
 from reproduction.models.weights import fitting, read_weights
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import save_last
 from tests.conftest import small_cct, small_vit
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, config_of
 from tests.reproduction.recorded import FIXTURES, Recorded, recorded_cct, recorded_vit
 from tokenmixup import attach
 
@@ -34,7 +32,7 @@ State = dict[str, Tensor]
 
 
 def configured(*overrides: str, classes: int) -> nn.Module:
-    return build_model(parse(compose("train", list(overrides)).raw).model, classes)
+    return build_model(config_of(*overrides).model, classes)
 
 
 def same(one: State, other: State) -> bool:
@@ -42,7 +40,7 @@ def same(one: State, other: State) -> bool:
 
 
 def as_published_cct(state: State) -> dict[str, Any]:
-    """What the published CCT training script saves."""
+    """Wraps a state like the published CCT training script."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0]["params"][0].sum().backward()
     optimizer.step()
@@ -59,6 +57,7 @@ def as_published_cct(state: State) -> dict[str, Any]:
 
 
 def published_shapes(kind: str, file: str) -> dict[str, list[int]]:
+    """Returns the names and shapes of the parameters of a published file."""
     facts = PUBLISHED[kind]
     settings = facts["files"][file]
     shapes = dict(facts["once"])
@@ -72,19 +71,19 @@ def published_shapes(kind: str, file: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "file"), PUBLISHED_FILES)
-def test_published_names_and_shapes_are_the_models(tmp_path, kind, file):
+def test_published_names_and_shapes_fit_the_models(tmp_path, kind, file):
     classes = PUBLISHED[kind]["files"][file]["classes"]
     shapes = published_shapes(kind, file)
     with torch.device("meta"):
         model = configured(f"model={'cct_7_3x1' if kind == 'cct' else VIT_BASE}", classes=classes)
         state = in_our_names({name: torch.empty(shape) for name, shape in shapes.items()})
-    wanted = model.state_dict()
-    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in wanted.items()}
+    expected = model.state_dict()
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected.items()}
     if kind == "cct":
         zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
         torch.save(as_published_cct(zeros), tmp_path / "file")
         weights = read_weights("checkpoint", tmp_path / "file")
-        assert fitting(weights, model).keys() == wanted.keys()
+        assert fitting(weights, model).keys() == expected.keys()
 
 
 def with_module_prefix(state: State) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def with_module_prefix(state: State) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("recorded", "written"),
     [
-        ("cct_base", dict),  # as Compact-Transformers' files
+        ("cct_base", dict),  # like the files of Compact-Transformers
         ("cct_base", with_module_prefix),
         ("cct_vtm", as_published_cct),
         ("cct_htm_then_vtm", as_published_cct),
@@ -102,23 +101,23 @@ def with_module_prefix(state: State) -> dict[str, Any]:
     ],
 )
 def test_published_weights_give_the_published_logits(tmp_path, recorded, written):
-    found = Recorded(recorded)
-    torch.save(written(found.under("state")), tmp_path / "file.any")
-    model = found.build().eval()
+    arrays = Recorded(recorded)
+    torch.save(written(arrays.under("state")), tmp_path / "file.any")
+    model = arrays.build().eval()
     model.load_state_dict(fitting(read_weights("checkpoint", tmp_path / "file.any"), model))
     with torch.no_grad():
-        logits = model(found.tensor("images"))
-    expected = found.tensor("eval_logits")
+        logits = model(arrays.tensor("images"))
+    expected = arrays.tensor("eval_logits")
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_the_class_token_of_compact_transformers_is_ours():
+def test_in_our_names_maps_the_class_token_of_compact_transformers():
     state = {"classifier.class_emb": torch.ones(1, 1, 4), "classifier.fc.bias": torch.zeros(2)}
     assert list(in_our_names(state)) == ["cls_token", "head.bias"]
 
 
 def jax_arrays(classes: int = 10, pre_logits: bool = False) -> dict[str, np.ndarray]:
-    """The original ViT's names and layouts, of the size of `recorded_vit`."""
+    """Returns arrays in the original ViT's names and layouts, of the size of `recorded_vit`."""
     d, heads, mlp, depth = 48, 3, 96, 5
     block = "Transformer/encoderblock_{}/"
     shapes: dict[str, tuple[int, ...]] = {
@@ -152,7 +151,7 @@ def jax_arrays(classes: int = 10, pre_logits: bool = False) -> dict[str, np.ndar
     return {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
 
 
-def test_jax_arrays_become_what_timm_makes_of_them(tmp_path):
+def test_jax_arrays_are_converted_like_timms(tmp_path):
     path = tmp_path / "ViT.npz"
     np.savez(path, **jax_arrays())
     theirs = recorded_vit()
@@ -161,7 +160,7 @@ def test_jax_arrays_become_what_timm_makes_of_them(tmp_path):
     assert same(ours, theirs.state_dict())
 
 
-def test_a_head_on_a_representation_layer_is_not_ours(tmp_path):
+def test_head_on_a_representation_layer_is_not_used(tmp_path):
     path = tmp_path / "ViT.npz"
     np.savez(path, **jax_arrays(pre_logits=True))
     weights = read_weights("checkpoint", path)
@@ -191,23 +190,23 @@ def doubled(state: State) -> State:
     ids=["bare", "model", "state_dict", "ema", "ddp", "compiled", "parameters"],
 )
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_timm_state_dicts_are_found_wherever_they_are_kept(tmp_path, written, legacy):
+def test_state_dicts_are_found_in_all_common_containers(tmp_path, written, legacy):
     donor = small_vit()
-    path = tmp_path / "weights.safetensors"  # a name tells nothing
+    path = tmp_path / "weights.safetensors"  # the suffix does not matter
     torch.save(written(donor.state_dict()), path, _use_new_zipfile_serialization=not legacy)
     weights = read_weights("checkpoint", path)
     assert same(fitting(weights, donor), donor.state_dict())
     assert weights.classes is None
 
 
-def test_safetensors_are_known_by_their_content(tmp_path):
+def test_safetensors_are_recognised_by_content(tmp_path):
     donor = small_vit()
     save_file(donor.state_dict(), tmp_path / "weights.bin", metadata={"format": "pt"})
     weights = read_weights("checkpoint", tmp_path / "weights.bin")
     assert same(fitting(weights, donor), donor.state_dict())
 
 
-def test_a_training_state_gives_the_plain_model_and_its_classes(tmp_path):
+def test_read_weights_of_a_training_state_gives_plain_model_and_classes(tmp_path):
     model = small_cct()
     module = attach(model, 5, htm={"layer": 1, "tau": 2.0, "rho": 0.1})
     assert any(name.startswith("scorenets.") for name in module.state_dict())
@@ -243,7 +242,7 @@ def test_training_starts_from_a_file_and_keeps_a_new_head(tmp_path, model, head)
 
 
 def cct_state(**changes: Tensor | None) -> State:
-    """A small CCT's parameters with some replaced, or left out; `__` stands for a dot."""
+    """Returns a small CCT's state with parameters replaced, or removed if None; `__` is a dot."""
     state = small_cct().state_dict()
     for name, value in changes.items():
         state.pop(name.replace("__", "."), None)
@@ -253,7 +252,7 @@ def cct_state(**changes: Tensor | None) -> State:
 
 
 def recorded_state(**changes: Tensor | None) -> State:
-    """The published names of a small CCT."""
+    """Returns a small CCT's state in published names, changed like `cct_state`."""
     arrays = np.load(FIXTURES / "cct_base.npz")
     state = {k.removeprefix("state/"): torch.from_numpy(arrays[k]) for k in arrays if "state" in k}
     for name, value in changes.items():
@@ -323,7 +322,7 @@ REFUSED: list[Any] = [
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")
 @pytest.mark.parametrize(("build", "content", "message"), REFUSED)
-def test_what_does_not_fit_is_refused_by_name(tmp_path, build, content, message):
+def test_weights_that_do_not_fit_are_refused(tmp_path, build, content, message):
     path = tmp_path / "x.pth"
     torch.save(content(), path)
     with pytest.raises(UserError, match=message) as refused:
@@ -351,7 +350,7 @@ def scrambled(path: Path) -> None:
     ],
     ids=["torch", "safetensors", "npz"],
 )
-def test_broken_files_are_not_readable(tmp_path, write, harm):
+def test_broken_files_are_refused(tmp_path, write, harm):
     path = tmp_path / "broken"
     write(path)
     harm(path)
@@ -360,17 +359,17 @@ def test_broken_files_are_not_readable(tmp_path, write, harm):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"accuracy: 98", "neither safetensors, nor of torch.save, nor an .npz"),
         (b"", "neither safetensors"),
         (b"PK\x03\x04 and no end", "damaged, the end of the archive is missing"),
     ],
 )
-def test_what_is_no_file_of_weights_is_told(tmp_path: Path, content: bytes, told: str):
+def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "notes.pt"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_weights("checkpoint", path)
 
 
@@ -379,7 +378,7 @@ def npz_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
         read_weights("checkpoint", tmp_path)
 
@@ -396,7 +395,7 @@ def test_a_folder_is_no_file(tmp_path):
         ({"images": np.ones(3)}, r"lacks .* has others: 1 \(images\)$"),
     ],
 )
-def test_arrays_of_another_kind_are_refused(tmp_path, arrays, message):
+def test_unsuitable_npz_arrays_are_refused(tmp_path, arrays, message):
     path = tmp_path / "x.npz"
     np.savez(path, **arrays)
     with pytest.raises(UserError, match=message):
@@ -404,7 +403,7 @@ def test_arrays_of_another_kind_are_refused(tmp_path, arrays, message):
 
 
 class Intruder:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -414,18 +413,18 @@ class Intruder:
 
 
 @pytest.mark.parametrize("inside", [lambda x: x, lambda x: argparse.Namespace(lr=x)])
-def test_reading_executes_nothing(tmp_path, inside):
+def test_read_weights_executes_nothing(tmp_path, inside):
     made, path = tmp_path / "made", tmp_path / "x.pth"
     torch.save({"state_dict": cct_state(), "args": inside(Intruder(made))}, path)
     with pytest.raises(UserError, match=r"not readable: it names \w+\.mkdir, which is no weight"):
         read_weights("checkpoint", path)
     assert not made.exists()
     torch.load(path, weights_only=False)
-    assert made.is_dir(), "the file is dangerous to who unpickles it"
+    assert made.is_dir(), "the file is not dangerous"
 
 
 def cct_file(path: Path, classes: int) -> Path:
-    """A file with the published names, of the default model: its qkv split in the last block."""
+    """Writes the default model in published names, with split qkv in the last block."""
     model = configured(classes=classes)
     names = {
         "norm1": "pre_norm",
@@ -447,35 +446,37 @@ def cct_file(path: Path, classes: int) -> Path:
     return path
 
 
-def test_eval_takes_a_published_file_with_the_classes_of_the_data(command: Command, tmp_path: Path):
-    ended = command("eval", f"checkpoint={cct_file(tmp_path / 'ten.pth.tar', 10)}", "device=cpu")
-    assert ended.status == 0, ended.err
-    assert "on 360 images of digits" in ended.out
-    ended = command("eval", f"checkpoint={cct_file(tmp_path / 'hundred.pth.tar', 100)}")
-    assert ended.status == 2
-    assert "head.weight is [100, 128], the model has [10, 128]" in ended.err
-    assert len(ended.lines) == 1
+def test_eval_accepts_published_files_with_the_classes_of_the_data(
+    command: Command, tmp_path: Path
+):
+    result = command("eval", f"checkpoint={cct_file(tmp_path / 'ten.pth.tar', 10)}", "device=cpu")
+    assert result.status == 0, result.err
+    assert "on 360 images of digits" in result.out
+    result = command("eval", f"checkpoint={cct_file(tmp_path / 'hundred.pth.tar', 100)}")
+    assert result.status == 2
+    assert "head.weight is [100, 128], the model has [10, 128]" in result.err
+    assert len(result.lines) == 1
 
 
-def test_weights_to_start_from_are_checked_before_the_first_run(command: Command, tmp_path: Path):
+def test_initial_weights_are_checked_before_the_first_run(command: Command, tmp_path: Path):
     file = cct_file(tmp_path / "x.pth.tar", 100)
-    ended = command("train", "-m", f"model.weights={file}", "model.depth=2,3", *SMALL)
-    assert ended.status == 2
-    assert f"model.weights={file}: does not fit the model" in ended.err
-    assert len(ended.lines) == 1
+    result = command("train", "-m", f"model.weights={file}", "model.depth=2,3", *SMALL)
+    assert result.status == 2
+    assert f"model.weights={file}: does not fit the model" in result.err
+    assert len(result.lines) == 1
     assert not (tmp_path / "outputs").exists()
     small = [x for x in SMALL if "embed_dim" not in x]
     started = command("train", f"model.weights={file}", "name=started", *small)
     assert started.status == 0, started.err
 
 
-def test_an_exported_vit_is_a_file_of_timms(command: Command, tmp_path: Path):
+def test_exported_vit_is_loaded_by_timm(command: Command, tmp_path: Path):
     vit = ["model=vit_tiny_patch16_224", "model.image_size=32"]
     donor = configured(*vit, classes=10).eval()
     module = attach(donor, 10, vtm={"layer": 1, "kappa": 1})
     torch.save({"module": module.state_dict()}, tmp_path / "x.pt")
-    ended = command("export", "checkpoint=x.pt", *vit, "output=files/vit.safetensors")
-    assert ended.status == 0, ended.err
+    result = command("export", "checkpoint=x.pt", *vit, "output=files/vit.safetensors")
+    assert result.status == 0, result.err
     file = tmp_path / "files" / "vit.safetensors"
     settings: dict[str, Any] = {"img_size": 32, "num_classes": 10}
     name = "vit_tiny_patch16_224"
@@ -497,38 +498,38 @@ def test_an_exported_vit_is_a_file_of_timms(command: Command, tmp_path: Path):
     [("timm", "test_resnet"), ("timm", "test_convnext"), ("torchvision", "squeezenet1_1")],
     ids=["fc", "head.fc", "a convolution"],
 )
-def test_any_other_model_is_exported_whatever_its_head_is_called(
+def test_models_with_any_head_name_are_exported(
     command: Command, tmp_path: Path, package: str, architecture: str
 ):
     line = ["model=resnet18", f"model.package={package}", f"model.architecture={architecture}"]
     donor = configured(*line, "augmentation=[]", classes=7)
     torch.save(donor.state_dict(), tmp_path / "x.pt")
-    ended = command("export", "checkpoint=x.pt", *line, "output=x.safetensors")
-    assert ended.status == 0, ended.err
+    result = command("export", "checkpoint=x.pt", *line, "output=x.safetensors")
+    assert result.status == 0, result.err
     assert same(load_file(tmp_path / "x.safetensors"), donor.state_dict())
 
 
-def test_export_of_a_run_needs_no_data_and_overwrites_nothing(command: Command, tmp_path: Path):
+def test_export_of_a_run_needs_no_data_and_does_not_overwrite(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
     config = tmp_path / "outputs/mine/config.yaml"
     saved = yaml.safe_load(config.read_text())
     saved["dataset"] |= {"name": "imagenet1k", "root": "elsewhere"}
     config.write_text(yaml.safe_dump(saved))
     for which, output in (("last", "a.safetensors"), ("best", "b.safetensors")):
-        ended = command("export", "run=outputs/mine", f"weights={which}", f"output={output}")
-        assert ended.status == 0, ended.err
+        result = command("export", "run=outputs/mine", f"weights={which}", f"output={output}")
+        assert result.status == 0, result.err
     best = load_file(tmp_path / "outputs/mine/checkpoints/best.safetensors")
     assert same(load_file(tmp_path / "b.safetensors"), best)
     results = set()
     for name in ("outputs/mine/checkpoints/last.pt", "a.safetensors"):
-        ended = command("eval", f"checkpoint={name}", "model.embed_dim=16", "device=cpu")
-        assert ended.out.startswith(f"{name}: top-1 "), ended.err
-        results.add(ended.out.splitlines()[0].partition(": ")[2])
+        result = command("eval", f"checkpoint={name}", "model.embed_dim=16", "device=cpu")
+        assert result.out.startswith(f"{name}: top-1 "), result.err
+        results.add(result.out.splitlines()[0].partition(": ")[2])
     assert len(results) == 1
     before = (tmp_path / "a.safetensors").read_bytes()
-    ended = command("export", "run=outputs/mine", "weights=best", "output=a.safetensors")
-    assert (ended.status, len(ended.lines)) == (2, 1)
-    assert "output=a.safetensors: exists already" in ended.err
+    result = command("export", "run=outputs/mine", "weights=best", "output=a.safetensors")
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert "output=a.safetensors: exists already" in result.err
     assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
@@ -543,9 +544,11 @@ def test_export_of_a_run_needs_no_data_and_overwrites_nothing(command: Command, 
         ("output=y.safetensors", "give one of them, a run folder or a file"),
     ],
 )
-def test_export_refuses_in_one_line(command: Command, tmp_path: Path, line: str, part: str):
+def test_export_refuses_invalid_arguments_in_one_line(
+    command: Command, tmp_path: Path, line: str, part: str
+):
     torch.save(cct_state(), tmp_path / "x.pth")
-    ended = command("export", *line.split())
-    assert (ended.status, len(ended.lines)) == (2, 1), ended
-    assert part in ended.err
+    result = command("export", *line.split())
+    assert (result.status, len(result.lines)) == (2, 1), result
+    assert part in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["x.pth"]

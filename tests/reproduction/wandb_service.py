@@ -1,4 +1,4 @@
-"""A stand-in for the service of wandb: it says yes to everything, and keeps the lines."""
+"""A stand-in for the wandb service: accepts everything and records the lines of runs."""
 
 import json
 import threading
@@ -16,53 +16,53 @@ BUCKET = {
 
 
 class Service(ThreadingHTTPServer):
-    """Listens on a free port; `status` is what it answers to a run that begins."""
+    """Listens on a free port; answers a new run with `status`."""
 
     def __init__(self, status: int = 200):
         super().__init__(("127.0.0.1", 0), Answer)
         self.status = status
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.said: list[str] = []
-        self.lines: dict[str, list[dict[str, Any]]] = {}  # of each run, by its id
+        self.requests: list[str] = []
+        self.lines: dict[str, list[dict[str, Any]]] = {}  # run id -> lines
 
     def stop(self) -> None:
-        """From now on connections are refused."""
+        """Stops the service; later connections are refused."""
         self.shutdown()
         self.server_close()
 
 
 class Answer(BaseHTTPRequestHandler):
     server: Service
-    protocol_version = "HTTP/1.0"  # no connection outlives its answer
+    protocol_version = "HTTP/1.0"  # closes the connection after each answer
 
     def log_message(self, *args: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.said.append(f"{self.path} {body.decode(errors='replace')}")
+        self.server.requests.append(f"{self.path} {body.decode(errors='replace')}")
         if self.path.endswith("/file_stream"):
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
             lines = self.server.lines.setdefault(self.path.split("/")[-2], [])
             lines += [json.loads(line) for line in sent.get("content", [])]
-        asked = json.loads(body) if self.path == "/graphql" else {}
-        query = asked.get("query", "")
+        request = json.loads(body) if self.path == "/graphql" else {}
+        query = request.get("query", "")
         refuses = self.server.status != 200 and "bucket" in query.lower()
-        self._send(self.server.status if refuses else 200, self._data(query, asked))
+        self._send(self.server.status if refuses else 200, self._data(query, request))
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.said.append(f"{self.path} {body.decode(errors='replace')}")
+        self.server.requests.append(f"{self.path} {body.decode(errors='replace')}")
         self._send(200, {})
 
-    def _data(self, query: str, asked: dict[str, Any]) -> dict[str, Any]:
+    def _data(self, query: str, request: dict[str, Any]) -> dict[str, Any]:
         if "upsertBucket" in query:
-            bucket = {**BUCKET, "name": asked["variables"]["name"]}
+            bucket = {**BUCKET, "name": request["variables"]["name"]}
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if "createRunFiles" in query:
             files = [
                 {"name": name, "uploadUrl": f"{self.server.url}/{name}"}
-                for name in asked["variables"]["files"]
+                for name in request["variables"]["files"]
             ]
             return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
         return {"viewer": {"id": "v", "entity": "somebody", "username": "somebody", "flags": "{}"}}
