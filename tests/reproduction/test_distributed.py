@@ -24,7 +24,7 @@ from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training import distributed, endings
-from reproduction.training.distributed import World, _how
+from reproduction.training.distributed import World, _failure_line
 from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import Logs
 from reproduction.training.train import build_trainer, run_training
@@ -75,7 +75,7 @@ def test_two_ranks_equal_one_process_also_in_micro_batches_and_after_the_death_o
     in_parts = "recipe.grad_accum_steps=3"  # of shares of 4 and 5 images
     with endings.handling(endings.stop_at_once):  # torchrun's own stay
         distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
-    assert "restart 1 of 1: all ranks go on after step 10" in capfd.readouterr().err
+    assert "restart 1 of 1: all ranks resume after step 10" in capfd.readouterr().err
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
     one_steps, one_epochs = lines_of(tmp_path, "one")
     assert len(one_steps) == 20
@@ -224,7 +224,7 @@ def test_two_ranks_stop_after_the_same_step_and_go_on_there_whatever_becomes_of_
     ended = command("train", *goes_on, *MIXING)
     assert ended.status == 0, ended.err
     (line,) = ended.lines
-    assert line.startswith("restart 1 of 1: all ranks go on after step 3")
+    assert line.startswith("restart 1 of 1: all ranks resume after step 3")
     (whole,) = (mixing_runs / "outputs").glob("*-s0-*")
     assert differences(mine, RunFolder(whole)) == []
 
@@ -273,7 +273,7 @@ def test_only_the_first_rank_writes(tmp_path: Path):
 
 def test_a_killed_rank_is_named():
     killed = ProcessFailure(local_rank=1, pid=7, exitcode=-9, error_file="none")
-    assert _how(killed) == "killed by SIGKILL"
+    assert _failure_line(killed) == "killed by SIGKILL"
 
 
 @pytest.mark.parametrize(

@@ -216,5 +216,5 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(monkeypatch: pytest.Monke
     followed.check([bad, bad, good, bad])
     followed.load_state_dict(followed.state_dict())
     followed.check([bad])
-    with pytest.raises(PlainError, match="step 7: 3 updates in a row were left out"):
+    with pytest.raises(PlainError, match="step 7: 3 updates in a row were skipped"):
         followed.check([bad])

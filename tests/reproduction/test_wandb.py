@@ -81,7 +81,7 @@ def test_a_service_out_of_reach_costs_a_warning_and_the_record_is_complete(
         lost = command("train", *ONLINE, "name=lost")
     for ended, warning in (
         (never, "warning: wandb cannot be reached, the run is recorded offline ("),
-        (lost, "warning: wandb took not all within 1 s"),
+        (lost, "warning: wandb upload timed out after 1 s"),
     ):
         assert (ended.status, len(ended.lines)) == (0, 1), ended.err
         assert ended.lines[0].startswith(warning)
