@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmark.pipeline import FEEDS, FILES, PHOTOS, SMALL, appetite
+from scripts.benchmark.pipeline import FEEDS, FILES, PHOTOS, SMALL, workers_needed
 
 
 def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:
 
 def test_a_step_needs_the_workers_that_load_as_much_as_it_consumes():
     steps = {"cct_7_3x1, batch of 128": 1001.0, "vit_base_patch16_224, batch of 128": 900.0}
-    rows = appetite(report_of("cuda", steps))["rows"]
+    rows = workers_needed(report_of("cuda", steps))["rows"]
     workers = {name: row["workers"] for name, row in rows.items()}
     assert workers == {
         f"cct_7_3x1, batch of 128, cuda: {SMALL}": 11,
@@ -32,7 +32,7 @@ def test_a_step_needs_the_workers_that_load_as_much_as_it_consumes():
 
 
 def test_what_a_gpu_consumes_is_never_told_from_a_cpu():
-    rows = appetite(report_of("cpu", {"cct_7_3x1, batch of 16": 90.0}))["rows"]
+    rows = workers_needed(report_of("cpu", {"cct_7_3x1, batch of 16": 90.0}))["rows"]
     assert rows[f"cct_7_3x1, batch of 16, cpu: {SMALL}"] == {
         "images_per_second": 90.0,
         "workers": 1,
@@ -43,6 +43,6 @@ def test_what_a_gpu_consumes_is_never_told_from_a_cpu():
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 6), ("cuda", 3)])
 def test_without_steps_nothing_is_measured(device: str, rows: int):
-    found = appetite(report_of(device, {}))["rows"]
+    found = workers_needed(report_of(device, {}))["rows"]
     assert len(found) == rows
     assert all(row["images_per_second"] is None for row in found.values())

@@ -108,7 +108,9 @@ def test_machines_are_not_compared_with_one_another():
 
 
 def test_runs_without_a_common_figure_are_not_compared():
-    with pytest.raises(UserError, match="compare: the earlier run has none of what was measured"):
+    with pytest.raises(
+        UserError, match="compare: the earlier run has none of the measured figures"
+    ):
         slower({"machine": MACHINE, "sections": {}}, report(1))
 
 
