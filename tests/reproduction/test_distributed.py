@@ -165,11 +165,11 @@ def test_ranks_divide_the_cores_whatever_ran_before(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found = []
     for ranks in (4, 2):
-        with distributed._sharing_cores(ranks):
+        with distributed._dividing_cores(ranks):
             found.append(os.environ["OMP_NUM_THREADS"])
     assert found == ["2", "4"] and "OMP_NUM_THREADS" not in os.environ
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    with distributed._sharing_cores(4):
+    with distributed._dividing_cores(4):
         assert os.environ["OMP_NUM_THREADS"] == "3"
 
 

@@ -114,12 +114,14 @@ class Trainer:
             while self.epoch < self.epochs:
                 self._begin_epoch()
                 self._train_epoch(display)
-                if not self.agreement.to_stop:
-                    self._end_epoch()
-                    display.line(self._describe())
-                    self.totals = dict.fromkeys(TOTALS, 0.0)
+                if self.agreement.to_stop:
+                    self._save()
+                    raise Stopped(self.agreement.to_stop)
+                self._end_epoch()
+                display.line(self._describe())
+                self.totals = dict.fromkeys(TOTALS, 0.0)
                 self._save()
-                if not self.agreement.to_stop and self.world.is_main and self._is_best():
+                if self.world.is_main and self._is_best():
                     assert self.best is not None
                     save_plain(self.folder.best_path, self.best, self.classes)
                 self.agreement.update(self.step)

@@ -6,7 +6,7 @@ Letters: b batch, c classes, h w image.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -102,13 +102,14 @@ class TrainingStep:
         Their sizes differ by at most one. Pairs are matched within each.
         """
         count = self.recipe.grad_accum_steps
+        no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
         micro_batches: list[MicroBatch] = []
         for micro_images, micro_targets in zip(
             images.tensor_split(count), targets.tensor_split(count), strict=True
         ):
             # Only the last backward pass reduces the gradients over the ranks.
             is_last = len(micro_batches) == count - 1
-            with nullcontext() if is_last else self._no_sync():
+            with nullcontext() if is_last else no_sync():
                 with autocast(self.world.device, self.recipe.precision):
                     output: Output = self.parallel(micro_images, micro_targets)
                 loss = training_loss(output, self.score_loss_weight)
@@ -141,11 +142,6 @@ class TrainingStep:
             return self.module
         devices = [self.world.device] if self.world.device.type == "cuda" else None
         return DistributedDataParallel(self.module, device_ids=devices)
-
-    def _no_sync(self) -> AbstractContextManager[None]:
-        if isinstance(self.parallel, DistributedDataParallel):
-            return self.parallel.no_sync()
-        return nullcontext()
 
     def stop_mixing(self) -> None:
         """Stops the mixing of images and tokens for the rest of the run; idempotent."""
