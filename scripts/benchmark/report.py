@@ -22,7 +22,7 @@ Key = tuple[str, str, str]  # title of a group, row, column
 
 
 def read_report(path: Path) -> Report:
-    """Reads benchmark.json; UserError if the file is none."""
+    """Reads benchmark.json; UserError if it cannot be read as such."""
     try:
         report = json.loads(path.read_text())
         _ = {**report["machine"]}, [*spreads(report)]

@@ -98,8 +98,8 @@ def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device)
     rows = compare(steps, pairs, calls_on(device))
     for name, row in rows.items():
         row.update(describe_step(steps.get(name, steps[PLAIN]), batch_size, row, device))
-    how = conditions(config, trainer.module.model, device)
-    about = f"ours: {how}; the oracle: {theirs}, a map of every block"
+    setup = conditions(config, trainer.module.model, device)
+    about = f"ours: {setup}; the oracle: {theirs}, a map of every block"
     return {"title": f"oracle: {model}, batch of {batch_size}", "about": about, "rows": rows}
 
 
@@ -168,13 +168,13 @@ def conditions(config: Config, model: nn.Module, device: torch.device) -> str:
 
 
 def describe_step(step: Step, batch_size: int, row: Row, device: torch.device) -> Row:
-    """The other columns of a timed step."""
-    (part,) = step()
+    """The other columns of a timed step: throughput, peak memory and mixing."""
+    (micro_batch,) = step()
     return {
         "images_per_second": 1000 * batch_size / row["ms"]["median"],
         "peak_mib": peak_mib(step, device),
-        "mixed_samples": float(part.output.stats["mixed_samples"]),
-        "mixed_tokens": float(part.output.stats["mixed_tokens"]),
+        "mixed_samples": float(micro_batch.output.stats["mixed_samples"]),
+        "mixed_tokens": float(micro_batch.output.stats["mixed_tokens"]),
     }
 
 

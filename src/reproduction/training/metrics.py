@@ -91,7 +91,8 @@ class BatchMetrics:
         line: Line = {
             "loss": loss / images,
             "skipped": int(flag > 0 or not math.isfinite(loss)),
-            **{"mixed_samples": 0, "mixed_tokens": 0.0},
+            "mixed_samples": 0,
+            "mixed_tokens": 0.0,
             **dict.fromkeys(("score_loss", "difficulty", "gain_max", "gain_mean")),
         }
         if columns:
