@@ -1,4 +1,4 @@
-"""Evaluates the available ones of the nine published checkpoints next to the printed accuracies."""
+"""Evaluates up to nine published checkpoints and compares them with the printed accuracies."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -34,7 +34,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")
     add_settings(parser)
-    parser.add_argument("--seeds", type=positive, help="seeds per run to count the hours of")
+    parser.add_argument("--seeds", type=positive, help="number of seeds that the hours cover")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--batch-size",

@@ -276,7 +276,7 @@ def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Resu
 
 
 def _exit_with_launcher() -> None:
-    """Kills this rank once the launcher is gone, and with it the lock of the run's folder."""
+    """Kills this rank once the launcher, which holds the lock of the run's folder, is gone."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

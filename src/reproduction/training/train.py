@@ -109,10 +109,11 @@ def train(config: Config) -> dict[str, Any]:
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # downloaded by the first rank in preflight
         trainer = build_trainer(config, world, source)
+        facts: dict[str, Any] = {}
         if world.is_main:
             _report_restart(trainer.step)
             _warn_about_settings(config, trainer)
-        facts = _collect_facts(config, trainer) if world.is_main else {}
+            facts = _collect_facts(config, trainer)
         logger = _open_logger(config, trainer)
         status = "failed"
         try:
