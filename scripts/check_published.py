@@ -55,12 +55,8 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("weights", type=Path, help="a folder with the published files")
-    parser.add_argument(
-        "--data", default="data", help="folder of CIFAR, and of ImageNet as imagenet/"
-    )
-    parser.add_argument(
-        "--outputs", type=Path, default=Path("outputs"), help="parent of evaluations/"
-    )
+    parser.add_argument("--data", default="data", help="folder of CIFAR and of imagenet/")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="for evaluations/")
     args = parser.parse_args()
     cells = {cell.experiment: cell for cell in read_cells()}
     files = weights_in(args.weights)

@@ -14,9 +14,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help="a .png")
-    parser.add_argument(
-        "--images", metavar="N", type=positive, help="number to average the entropies over"
-    )
+    parser.add_argument("--images", metavar="N", type=positive, help="number for the entropies")
     args = parser.parse_args()
     folder = RunFolder(args.run)
     path = args.picture or folder.path / "saliency.png"

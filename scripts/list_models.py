@@ -34,9 +34,7 @@ def main() -> int:
     parser.add_argument("pattern", nargs="?", default="", help="such as 'vit_*' (default: all)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    mode.add_argument(
-        "--try", dest="tries", action="store_true", help="try the smallest of each family"
-    )
+    mode.add_argument("--try", dest="tries", action="store_true", help="one of each family")
     args = parser.parse_args()
     names = timm.list_models("" if args.page or args.tries else args.pattern)
     if not names:

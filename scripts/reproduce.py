@@ -28,7 +28,7 @@ def parser() -> Parser:
     )
     options.add_argument("--jobs", type=positive, help="for joblib: runs at a time")
     mode = options.add_mutually_exclusive_group()
-    mode.add_argument("--dry-run", action="store_true", help="show runs and folders only")
+    mode.add_argument("--dry-run", action="store_true", help="show runs and folders, train nothing")
     mode.add_argument("--status", action="store_true", help="show the progress of the runs")
     mode.add_argument("--script", action="store_true", help="for slurm: print it, submit nothing")
     return options

@@ -50,9 +50,8 @@ def compare(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str,
     """
     baseline = next(iter(works))
     twin = baseline + AGAIN
-    times = time_in_turns(
-        {baseline: works[baseline], twin: works[baseline], **works}, rounds, calls
-    )
+    timed = {baseline: works[baseline], twin: works[baseline], **works}
+    times = time_in_turns(timed, rounds, calls)
     alone = np.array(times[baseline])
     mean = (alone + times[twin]) / 2
     return {

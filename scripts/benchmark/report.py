@@ -93,7 +93,7 @@ GAIN_KEPT = f"{GAIN}, memory kept"
 class Goal(NamedTuple):
     """A bound (`sign` is <= or >=) on `column` of a row or, without row, on a group's exponent."""
 
-    what: str
+    name: str
     sign: str
     bound: float
     title: str
@@ -207,7 +207,7 @@ def _goals(report: Report) -> str:
             value, word = _number(figure.value), verdict(goal, figure)
             interval = " to ".join(_number(end) for end in figure.interval or ())
         lines.append(
-            f"| {goal.what} | {goal.sign} {goal.bound:g} | {value} | {interval} | {word} |"
+            f"| {goal.name} | {goal.sign} {goal.bound:g} | {value} | {interval} | {word} |"
         )
     return "\n".join(lines)
 

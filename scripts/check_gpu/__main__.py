@@ -74,9 +74,7 @@ def parser() -> Parser:
     options.add_argument("--tiny", action="store_true", help="smallest sizes, for a test")
     options.add_argument("--page", metavar="FILE.md", help="put the table on this page as well")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
-    options.add_argument(
-        "--here", metavar="FILE.json", help=argparse.SUPPRESS
-    )  # in the process of a part
+    options.add_argument("--here", metavar="FILE.json", help=argparse.SUPPRESS)  # internal
     return options
 
 

@@ -182,10 +182,8 @@ def one_rank(scope: Scope) -> Iterator[Finding]:
         summed = torch.ones(3, device=world.device)
         dist.all_reduce(summed)
         yield Finding("backend", f"{dist.get_backend()}, sum {summed.tolist()}")
-    difference = distance_of_losses(alone, in_group)
-    yield Finding(
-        "against a process alone", f"losses differ by {difference:.1e}", difference < 1e-4
-    )
+    error = distance_of_losses(alone, in_group)
+    yield Finding("against a process alone", f"losses differ by {error:.1e}", error < 1e-4)
 
 
 def compiling(scope: Scope) -> Iterator[Finding]:
@@ -206,8 +204,8 @@ def compiling(scope: Scope) -> Iterator[Finding]:
         first, again = (after - before for before, after in pairwise(graphs))
         figure = f"{seconds:.0f} s, {first} graphs, {again} more by a second step"
         yield Finding(f"{model}: first step", figure, again == 0)
-        difference = distance_of_losses(lines[:1], eager[:1])
-        yield Finding(f"{model}: loss", f"differs by {difference:.1e}", difference < 1e-3)
+        error = distance_of_losses(lines[:1], eager[:1])
+        yield Finding(f"{model}: loss", f"differs by {error:.1e}", error < 1e-3)
 
 
 def same_seed(scope: Scope) -> Iterator[Finding]:
@@ -215,9 +213,6 @@ def same_seed(scope: Scope) -> Iterator[Finding]:
     one, other = (
         steps_of(small_trainer(scope.device, SMALL, ALL, "bf16", LAYERS), 32, 5) for _ in range(2)
     )
-    difference = max(abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True))
-    yield Finding(
-        "losses of 5 steps",
-        "equal" if difference == 0 else f"differ by {difference:.1e}",
-        difference < 1e-2,
-    )
+    error = max(abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True))
+    figure = "equal" if error == 0 else f"differ by {error:.1e}"
+    yield Finding("losses of 5 steps", figure, error < 1e-2)

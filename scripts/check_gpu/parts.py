@@ -55,9 +55,9 @@ def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
         shape = (batch, 3, size, size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
-        parts = trainer.train_step(images, classes, batch)
+        micro_batches = trainer.train_step(images, classes, batch)
         trainer.step += 1
-        trainer.metrics.add(trainer.step, 1, 0.1, parts, trainer.update.not_finite)
+        trainer.metrics.add(trainer.step, 1, 0.1, micro_batches, trainer.update.not_finite)
     return trainer.metrics.fetch()
 
 

@@ -124,14 +124,14 @@ def test_tables_show_every_row_with_the_noise_beside_and_the_goals():
 
 
 def test_a_missed_goal_is_called_so():
-    (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
+    (goal,) = (goal for goal in GOALS if goal.name == "HTM / plain, CCT-7/3x1")
     found = figure_of(goal, report(1.06))
     assert found is not None and found.value == 1.06
     assert "| <= 1.05 | 1.060 | 1.055 to 1.065 | missed |" in markdown(report(1.06))
 
 
 def test_a_verdict_tells_whether_noise_could_turn_it():
-    (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
+    (goal,) = (goal for goal in GOALS if goal.name == "HTM / plain, CCT-7/3x1")
     assert verdict(goal, Figure(1.05, (1.05, 1.05))) == verdict(goal, Figure(1.05)) == "met"
     assert verdict(goal, Figure(1.04, (1.03, 1.06))) == "met, within noise"
     assert verdict(goal, Figure(1.06, (1.04, 1.07))) == "missed, within noise"

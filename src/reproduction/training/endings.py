@@ -64,7 +64,7 @@ def record_end(folder: RunFolder, status: str, reason: str) -> str:
 
 
 @contextmanager
-def explaining_memory(what: str, recipe: Recipe) -> Iterator[None]:
+def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
     """Turns an out-of-memory error into a PlainError that names the settings to change."""
     try:
         yield
@@ -74,7 +74,7 @@ def explaining_memory(what: str, recipe: Recipe) -> Iterator[None]:
             raise
         place = "the GPU's memory" if is_gpu else "this machine's memory"
         raise PlainError(
-            f"{what} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
+            f"{task} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
             f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
         ) from error
 
@@ -203,18 +203,15 @@ def handling(handler: Handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old_handlers = {
-        signum: old
-        for signum in STOP_SIGNALS
-        if (old := signal.getsignal(signum)) not in (signal.SIG_IGN, None)
-    }
-    for signum in old_handlers:
+    old_handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    handled = [s for s, old in old_handlers.items() if old not in (signal.SIG_IGN, None)]
+    for signum in handled:
         signal.signal(signum, handler)
     try:
         yield
     finally:
-        for signum, old in old_handlers.items():
-            signal.signal(signum, old)
+        for signum in handled:
+            signal.signal(signum, old_handlers[signum])
 
 
 def stop_at_once(signum: int, frame: FrameType | None) -> None:

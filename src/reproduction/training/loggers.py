@@ -148,10 +148,9 @@ class TensorBoardLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self.step = step
+        path = str(folder.path / "tensorboard")
         self.writer: Any = SummaryWriter(
-            str(folder.path / "tensorboard"),
-            purge_step=step + 1,
-            flush_secs=settings.flush_seconds,
+            path, purge_step=step + 1, flush_secs=settings.flush_seconds
         )
 
     def log(self, line: dict[str, Any]) -> None:
