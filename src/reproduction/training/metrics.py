@@ -17,6 +17,7 @@ from reproduction.training.distributed import World
 from reproduction.training.step import MicroBatch
 from tokenmixup import Output
 
+COLUMNS = 5  # of HTM, for all layers or one, see `_columns`; a row starts with flag and loss
 MOST_IN_A_ROW = 100  # skipped updates that end the run
 ADVICE = "try a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
 
@@ -107,9 +108,6 @@ class BatchMetrics:
             line[f"gain_max{suffix}"] = maximum
             line[f"gain_mean{suffix}"] = gain / tokens if tokens else 0.0
         return line
-
-
-COLUMNS = 5  # per group of HTM columns; the flag and the loss come before all groups
 
 
 def _row(loss: Tensor, output: Output) -> list[Tensor]:
