@@ -1,1 +1,1 @@
-"""Commands beside train.py and eval.py."""
+"""Commands besides train.py and eval.py."""

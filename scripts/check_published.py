@@ -1,4 +1,4 @@
-"""Evaluates the nine published checkpoints that are there, beside the printed accuracies."""
+"""Evaluates up to nine published checkpoints and compares them with the printed accuracies."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ DATA = {
     "cct_cifar100": "table1/cifar100",
     "vit_imagenet": "table2/imagenet1k",
 }
-FILES = {  # name without suffix -> the experiment whose row it is
+FILES = {  # file name without suffix -> experiment
     f"{name}_{suffix}": f"{experiment}_{stack}"
     for name, experiment in DATA.items()
     for suffix, stack in STACKS.items()
@@ -23,17 +23,17 @@ FILES = {  # name without suffix -> the experiment whose row it is
 
 
 def weights_in(folder: Path) -> dict[str, Path]:
-    """The files that are there by their names; UserError where none is."""
+    """The published files in a folder by name; UserError if there are none."""
     names = {path: path.name.partition(".")[0] for path in sorted(folder.glob("*"))}
-    found = {name: path for path, name in names.items() if name in FILES and path.is_file()}
-    if not found:
-        wanted = ", ".join(f"{name}.*" for name in FILES)
-        raise UserError(f"weights={folder}: holds none of {wanted}; put the published files there")
-    return found
+    files = {name: path for path, name in names.items() if name in FILES and path.is_file()}
+    if not files:
+        known = ", ".join(f"{name}.*" for name in FILES)
+        raise UserError(f"weights={folder}: holds none of {known}; put the published files there")
+    return files
 
 
 def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
-    """What a line says: the accuracy beside the printed one, or what is missing."""
+    """The accuracy and its difference to the printed one, or the reason why there is none."""
     import torch
 
     from reproduction.training.evaluate import evaluate_checkpoint
@@ -43,7 +43,7 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
     config = point_configs(f"table{cell.table}", Settings(data=data))[cell.experiment]
     if reason := missing_data(config.dataset.name, config.dataset.root):
         return f"not evaluated, {reason}"
-    # as published: CCT under float16's autocast, ViT in float32; a CPU has float32 alone
+    # As published: CCT in float16 autocast, ViT in float32. A CPU always uses float32.
     in_half = cell.table == 1 and torch.cuda.is_available()
     recipe = replace(config.recipe, precision="float16" if in_half else "float32")
     result = outputs / "evaluations" / f"{file.name.partition('.')[0]}.json"
@@ -55,7 +55,7 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("weights", type=Path, help="a folder with the published files")
-    parser.add_argument("--data", default="data", help="that of CIFAR, and ImageNet in imagenet/")
+    parser.add_argument("--data", default="data", help="folder of CIFAR and of imagenet/")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="for evaluations/")
     args = parser.parse_args()
     cells = {cell.experiment: cell for cell in read_cells()}
@@ -63,10 +63,10 @@ def main() -> None:
     for name, experiment in FILES.items():
         cell = cells[experiment]
         try:
-            told = outcome(cell, files.get(name), args.data, args.outputs)
-        except (UserError, PlainError) as error:  # the others may go
-            told = str(error)
-        say(f"{name}: {cell.row} on {cell.column}, printed {cell.top1:.2f} %: {told}")
+            result = outcome(cell, files.get(name), args.data, args.outputs)
+        except (UserError, PlainError) as error:
+            result = str(error)
+        say(f"{name}: {cell.row} on {cell.column}, printed {cell.top1:.2f} %: {result}")
 
 
 if __name__ == "__main__":

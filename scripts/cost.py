@@ -1,4 +1,4 @@
-"""Measures on this machine how long the runs of tables and sweeps take, for their hours."""
+"""Measures training speed on this machine and estimates the hours of tables and sweeps."""
 
 import argparse
 from dataclasses import replace
@@ -13,7 +13,7 @@ from reproduction.system.terminal import Parser, ending_in_a_line, positive, pri
 
 
 def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict[str, Speed]]:
-    """(hardware, speeds of the runs); writes each into cost.json as soon as it is known."""
+    """Returns hardware and speeds of the runs; writes each speed to cost.json at once."""
     from reproduction.studies.speed import measure_speed
     from reproduction.training.distributed import resolve_device
 
@@ -29,20 +29,22 @@ def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict
     return hardware, speeds
 
 
-@ending_in_a_line("cost.py")  # what was measured is kept
+@ending_in_a_line("cost.py")
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")
     add_settings(parser)
-    parser.add_argument("--seeds", type=positive, help="that hours are counted for")
+    parser.add_argument("--seeds", type=positive, help="number of seeds that the hours cover")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--batch-size", type=positive, help="default: the runs', on a CPU of two seconds"
+        "--batch-size",
+        type=positive,
+        help="default: the runs'; on a CPU, one that takes two seconds",
     )
     args = parser.parse_args()
-    settings = replace(settings_of(args), devices=1)  # they share the hours of one
+    settings = replace(settings_of(args), devices=1)  # hours_table divides by args.devices
     if settings.uses_stand_ins:
-        raise UserError(f"scale={args.scale}: runs of seconds on made-up images are not measured")
+        raise UserError(f"scale={args.scale}: runs of seconds on synthetic images are not measured")
     chosen = args.studies or studies_of(args.scale)
     seeds = args.seeds or settings.chosen.seeds
     studies = {study: plan(study, settings, seeds) for study in chosen}

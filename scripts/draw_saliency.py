@@ -1,4 +1,4 @@
-"""Draws Figure 3 of a trained run with HTM: draw_saliency.py RUN [PICTURE] [--images N]."""
+"""Draws Figure 3 for a trained run with HTM: draw_saliency.py RUN [PICTURE] [--images N]."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from reproduction.system.terminal import Parser, ending_in_a_line, positive
 
 @ending_in_a_line("draw_saliency.py")
 def main() -> None:
-    """Writes RUN/saliency.png, or PICTURE, with a .pdf and a .json; prints the entropies."""
+    """Writes RUN/saliency.png or PICTURE, with a .pdf and a .json; prints the entropies."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help="a .png")
-    parser.add_argument("--images", metavar="N", type=positive, help="to take entropies over")
+    parser.add_argument("--images", metavar="N", type=positive, help="number for the entropies")
     args = parser.parse_args()
     folder = RunFolder(args.run)
     path = args.picture or folder.path / "saliency.png"

@@ -1,4 +1,4 @@
-"""Writes the plain model of a run (run=FOLDER) or of a file (checkpoint=FILE model=...)."""
+"""Exports the plain model of a run (run=FOLDER) or a file (checkpoint=FILE model=...)."""
 
 from reproduction.commands.cli import run
 from reproduction.commands.jobs import WeightsTask, resolve_export
@@ -7,7 +7,7 @@ from reproduction.system.terminal import say
 
 
 def main(settings: WeightsTask) -> None:
-    """Writes `output`, whose names are ours for a CCT and timm's for a ViT."""
+    """Writes `output`, with our parameter names for a CCT and timm's for a ViT."""
     from reproduction.training.checkpoint import export
 
     if is_first_rank():

@@ -1,4 +1,4 @@
-"""Tells which of timm's models TokenMixup serves, and why not the others."""
+"""Lists which timm models TokenMixup supports, and why it does not support the others."""
 
 import sys
 import time
@@ -10,11 +10,11 @@ from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, ending_in_a_line
 
-LARGEST = 450e6  # parameters; of a larger one 3 blocks are tried
+LARGEST = 450e6  # parameters; larger models are tried with 3 blocks
 
 
-def tried(verdict: Verdict) -> bool:
-    """Whether one training step, then evaluation against the plain model, went well; says so."""
+def try_model(verdict: Verdict) -> bool:
+    """Tries a training step, and evaluation against the plain model; returns and prints success."""
     start, blocks = time.perf_counter(), 3 if verdict.parameters > LARGEST else None
     try:
         try_out(verdict.name, blocks)
@@ -29,12 +29,12 @@ def tried(verdict: Verdict) -> bool:
 
 @ending_in_a_line("list_models.py")
 def main() -> int:
-    """Status 1 if a model that is tried fails, or if docs/models.md is old."""
+    """Returns 1 if a tried model fails or docs/models.md is outdated."""
     parser = Parser(description=__doc__)
-    parser.add_argument("pattern", nargs="?", default="", help="as in 'vit_*'; all by default")
-    of_all = parser.add_mutually_exclusive_group()
-    of_all.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    of_all.add_argument("--try", dest="tries", action="store_true", help="one of each family")
+    parser.add_argument("pattern", nargs="?", default="", help="such as 'vit_*' (default: all)")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    mode.add_argument("--try", dest="tries", action="store_true", help="one of each family")
     args = parser.parse_args()
     names = timm.list_models("" if args.page or args.tries else args.pattern)
     if not names:
@@ -46,10 +46,11 @@ def main() -> int:
         write_text(PAGE, page_of(verdicts))
         print(f"written to {PAGE}")
     elif args.tries:
-        failed = [one.name for one in smallest_of_families(verdicts) if not tried(one)]
-        is_old = PAGE.read_text() != page_of(verdicts)
-        print(f"{len(failed)} have failed; {PAGE} is {'old, see --page' if is_old else 'current'}")
-        status = int(bool(failed) or is_old)
+        failed = [one.name for one in smallest_of_families(verdicts) if not try_model(one)]
+        is_outdated = PAGE.read_text() != page_of(verdicts)
+        state = "outdated, see --page" if is_outdated else "current"
+        print(f"{len(failed)} failed; {PAGE} is {state}")
+        status = int(bool(failed) or is_outdated)
     else:
         for verdict in verdicts:
             print(f"{verdict.name}: {verdict.reason or 'served'}")

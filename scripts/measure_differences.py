@@ -1,4 +1,4 @@
-"""Measures what the published rules change, on random saliency and on trained runs."""
+"""Measures the effects of the published rules on random saliency and on trained runs."""
 
 from reproduction.reporting.differences import measure, random_batches, run_batches
 from reproduction.runs.folder import RunFolder
@@ -6,12 +6,12 @@ from reproduction.runs.parse import parse_saved
 from reproduction.system.terminal import Parser, ending_in_a_line
 from reproduction.training.endings import explaining_data
 
-RHO, KAPPA = 0.005, 3  # where no run tells others
+RHO, KAPPA = 0.005, 3  # for random saliency, and for runs without VTM
 
 
 def columns(runs: list[str]) -> dict[str, dict[str, float]]:
     """Title -> effect -> value."""
-    found = {
+    table = {
         "random, 64 tokens": measure(random_batches(0), RHO, KAPPA),
         "random, class token and 196": measure(random_batches(0, t=196, prefix=1), RHO, KAPPA),
     }
@@ -21,8 +21,8 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
         batches = run_batches(folder, config)
         htm, vtm = config.augmentation.htm, config.augmentation.vtm
         assert htm is not None
-        found[folder.path.name] = measure(batches, htm.first.rho, vtm.first.kappa if vtm else KAPPA)
-    return found
+        table[folder.path.name] = measure(batches, htm.first.rho, vtm.first.kappa if vtm else KAPPA)
+    return table
 
 
 @ending_in_a_line("measure_differences.py")

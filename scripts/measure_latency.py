@@ -1,4 +1,4 @@
-"""Measures Table 3's latency: what each saliency detector adds to a training step."""
+"""Measures Table 3's latency: the time that each saliency detector adds to a training step."""
 
 import json
 
@@ -8,9 +8,9 @@ from reproduction.system.terminal import Parser, ending_in_a_line, positive
 
 @ending_in_a_line("measure_latency.py")
 def main() -> None:
-    """Writes latency.json beside the runs of the scale and prints it."""
+    """Writes latency.json next to the runs of the scale and prints it."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--batch-size", type=positive, help="default: that of the experiments, 128")
+    parser.add_argument("--batch-size", type=positive, help="default: the experiments', 128")
     parser.add_argument("--repeats", type=positive, help="rounds (default: 20; smoke: 5)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--scale", choices=SCALES, default="full", help="of the experiments")
@@ -20,10 +20,10 @@ def main() -> None:
     from reproduction.studies.latency import measure_latency
 
     path = measure_latency(settings, args.device, args.batch_size, args.repeats)
-    found = json.loads(path.read_text())
-    how = f"{found['model']}, batch of {found['batch_size']}, {found['precision']}"
-    print(f"{how}, on {found['hardware']}")
-    for name, ms in found["detectors"].items():
+    latency = json.loads(path.read_text())
+    conditions = f"{latency['model']}, batch of {latency['batch_size']}, {latency['precision']}"
+    print(f"{conditions}, on {latency['hardware']}")
+    for name, ms in latency["detectors"].items():
         print(f"{name}: {ms['median_ms']:.1f} ms ({ms['low_ms']:.1f} to {ms['high_ms']:.1f})")
     print(f"written to {path}")
 

@@ -1,4 +1,4 @@
-"""Parameters and MACs of every model of Tables 1 and 2: python scripts/model_stats.py."""
+"""Counts parameters and MACs of every model in Tables 1 and 2: python scripts/model_stats.py."""
 
 import sys
 
@@ -9,7 +9,7 @@ from reproduction.system.terminal import Parser, ending_in_a_line, print_tables
 
 
 def main() -> int:
-    """Prints the table; status 1 if a printed figure differs for no known reason."""
+    """Prints the table; returns 1 if a figure of the paper differs for no known reason."""
     Parser(description=__doc__).parse_args()
     stats = [measure(row, parse(compose("train", row.command_line).raw)) for row in read_paper()]
     print_tables(as_table(stats))

@@ -1,4 +1,4 @@
-"""Writes results/<run>.json of a finished run, and a folder with its weights for a model hub."""
+"""Writes results/<run>.json for a finished run, and a folder with its weights for a model hub."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from reproduction.system.terminal import Parser, ending_in_a_line
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--folder", type=Path, help="to write (default: outputs/published/NAME)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the .json goes")
+    parser.add_argument("--folder", type=Path, help="default: outputs/published/NAME")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the .json")
     args = parser.parse_args()
     folder = args.folder or Path("outputs", "published", args.run.resolve().name)
     print(f"written to {publish(args.run, args.results, folder)}")

@@ -1,4 +1,4 @@
-"""Writes the paper's tables, sweeps and figures with our results, from run folders alone."""
+"""Writes the paper's tables, sweeps and figures with our results, from the run folders."""
 
 from reproduction.studies.options import add_settings, settings_of
 from reproduction.studies.overview import write_overview
@@ -7,7 +7,7 @@ from reproduction.system.terminal import Parser, ending_in_a_line
 
 @ending_in_a_line("report.py")
 def main() -> None:
-    """Prints the files that it writes to report/ beside the runs."""
+    """Writes the files to report/ next to the runs and prints their paths."""
     parser = Parser(description=__doc__)
     add_settings(parser)
     print(*write_overview(settings_of(parser.parse_args())), sep="\n")

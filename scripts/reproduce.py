@@ -1,4 +1,4 @@
-"""Trains the runs of a table, figure, sweep or all, and no run twice. See also `make help`."""
+"""Trains the runs of a table, figure, sweep or all, each run once. See also `make help`."""
 
 import argparse
 import sys
@@ -24,18 +24,18 @@ def parser() -> Parser:
         "--launcher",
         choices=("local", "joblib", "slurm"),
         default="local",
-        help="one run after the other, --jobs at the same time, or as a job array",
+        help="one run after another, --jobs at a time, or as a job array",
     )
-    options.add_argument("--jobs", type=positive, help="of joblib: runs at the same time")
-    shown = options.add_mutually_exclusive_group()
-    shown.add_argument("--dry-run", action="store_true", help="show runs and folders, do nothing")
-    shown.add_argument("--status", action="store_true", help="show how far the runs are")
-    shown.add_argument("--script", action="store_true", help="of slurm: print it, submit nothing")
+    options.add_argument("--jobs", type=positive, help="for joblib: runs at a time")
+    mode = options.add_mutually_exclusive_group()
+    mode.add_argument("--dry-run", action="store_true", help="show runs and folders, train nothing")
+    mode.add_argument("--status", action="store_true", help="show the progress of the runs")
+    mode.add_argument("--script", action="store_true", help="for slurm: print it, submit nothing")
     return options
 
 
 def reproduce(args: argparse.Namespace) -> int:
-    """Shows the runs, submits them, or trains them; status 1 if one failed twice."""
+    """Shows, submits or trains the runs; returns 1 if a run failed twice."""
     check_launcher(args)
     settings, runs = settings_of(args), runs_of(args)
     if args.dry_run or args.status:
@@ -59,7 +59,7 @@ def reproduce(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> dict[str, str]:
-    """Returns the errors of those that failed twice."""
+    """Trains the runs; returns the errors of those that failed twice."""
     from reproduction.studies.runner import prepare, shares, train_all, train_all_apart, train_here
 
     prepare(runs, settings)

@@ -1,4 +1,4 @@
-"""Prints what each tau and rho would mix, on real batches of a run with HTM: run=FOLDER."""
+"""Prints how much each tau and rho would mix, on real batches of a run with HTM: run=FOLDER."""
 
 from rich.table import Table
 
@@ -9,22 +9,22 @@ from reproduction.system.terminal import Parser, ending_in_a_line, positive, pri
 from reproduction.training.endings import explaining_data
 
 
-def tables(found: Layer) -> list[Table]:
+def tables(layer: Layer) -> list[Table]:
     """Quantiles, samples by tau, tokens by rho; the run's own values are marked."""
-    title = f"layer {found.layer}: tau = {found.tau:g}, rho = {found.rho:g}"
+    title = f"layer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}"
     quantiles = Table("", *(f"{q:.0%}" for q in QUANTILES), title=title)
-    quantiles.add_row("difficulty in nats", *(f"{x:.3f}" for x in found.difficulty))
-    quantiles.add_row("saliency of donor - own", *(f"{x:+.5f}" for x in found.difference))
+    quantiles.add_row("difficulty in nats", *(f"{x:.3f}" for x in layer.difficulty))
+    quantiles.add_row("saliency of donor - own", *(f"{x:+.5f}" for x in layer.difference))
     return [
         quantiles,
-        _shares("tau", "easy samples", found.samples, found.tau),
-        _shares("rho", "tokens replaced in each", found.tokens, found.rho),
+        _shares("tau", "easy samples", layer.samples, layer.tau),
+        _shares("rho", "tokens replaced in each", layer.tokens, layer.rho),
     ]
 
 
-def _shares(name: str, of: str, shares: dict[float, float], own: float) -> Table:
+def _shares(name: str, label: str, shares: dict[float, float], own: float) -> Table:
     table = Table(name, *(f"{value:g}{' *' * (value == own)}" for value in shares))
-    table.add_row(of, *(f"{share:.1%}" for share in shares.values()))
+    table.add_row(label, *(f"{share:.1%}" for share in shares.values()))
     return table
 
 
@@ -33,13 +33,13 @@ def _shares(name: str, of: str, shares: dict[float, float], own: float) -> Table
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="run=FOLDER", help="a run folder")
-    parser.add_argument("--batches", type=positive, default=8, help="to look at (default: 8)")
+    parser.add_argument("--batches", type=positive, default=8, help="number of them (default: 8)")
     args = parser.parse_args()
     folder = RunFolder(args.run.removeprefix("run="))
     for layer in suggestions(folder, parse_saved(folder.read_config()), args.batches):
         print_tables(*tables(layer))
     print(
-        "*: the run's own. Tokens are counted at its tau, or of all samples if none is easy there; "
+        "*: the run's own. Tokens are counted at its tau, or over all samples if none is easy; "
         "pairs are matched anew for each rho."
     )
 

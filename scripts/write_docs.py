@@ -1,4 +1,4 @@
-"""Writes what is written from code and data: configuration, results, the recipes' table."""
+"""Generates the pages of docs/ that come from code and data."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ TABLES = ("table1", "table2", "published")  # folders of conf/experiment
 
 
 def experiments() -> dict[str, Config]:
-    """Of Tables 1 and 2 and as published, as composed."""
+    """The composed experiments of Tables 1 and 2 and of the published code, by name."""
     folder = CONF_DIR / "experiment"
     paths = [path for name in TABLES for path in sorted((folder / name).glob("*.yaml"))]
     names = [str(path.relative_to(folder).with_suffix("")) for path in paths]
@@ -29,7 +29,7 @@ def experiments() -> dict[str, Config]:
 
 
 def differences_page() -> str:
-    """docs/differences.md with the table of the recipes between its marks."""
+    """docs/differences.md with a new table of recipes between its marks."""
     before, _, rest = DIFFERENCES.read_text().partition(BEGIN)
     table = as_table(compare_recipes(read_recipes(), experiments()))
     return before + BEGIN + table + END + rest.partition(END)[2]

@@ -1,1 +1,1 @@
-"""What training costs on the machine at hand: `python -m scripts.benchmark`."""
+"""Benchmarks training on this machine: `python -m scripts.benchmark`."""

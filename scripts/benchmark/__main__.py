@@ -1,4 +1,4 @@
-"""Measures what training costs here: steps, detectors, parts, gain matrix, pipeline, start-up."""
+"""Benchmarks steps, detectors, parts of HTM, gain matrix, input pipeline and start-up."""
 
 import argparse
 import dataclasses
@@ -19,7 +19,7 @@ from reproduction.system.storage import write_text
 from reproduction.system.terminal import ending_in_a_line
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
-from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, sizes_of
+from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, parse_sizes
 from scripts.benchmark.parts import measure_detectors, measure_gain, measure_parts
 from scripts.benchmark.pipeline import measure_pipeline, measure_startup
 from scripts.benchmark.report import (
@@ -47,7 +47,7 @@ SECTIONS: Mapping[str, Callable[[Scope, torch.device], list[Group]]] = {
     "pipeline": measure_pipeline,
     "startup": measure_startup,
 }
-FEWER = ("pipeline", "startup")  # rounds: what is timed there takes long, or varies little
+FEWER_ROUNDS = ("pipeline", "startup")  # slow, or with little variation
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
         "--sizes", nargs="+", default=(), metavar="MODEL:BATCH", help="of the training steps"
     )
     options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    options.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
-    options.add_argument("--compare", metavar="OLD.json", help="print what got slower since")
+    options.add_argument("--quick", action="store_true", help="tiny sizes, for a test")
+    options.add_argument("--compare", metavar="OLD.json", help="print what got slower")
     options.add_argument("--page", metavar="FILE.md", help="put the tables on this page as well")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
     return options
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 @ending_in_a_line("benchmark")
 def main() -> None:
-    """Checks all that was typed, then measures; each section is written as soon as it is done."""
+    """Checks the arguments, then measures; writes each section as soon as it is done."""
     args = parser().parse_args()
     device = resolve_device(args.device, 1)
     scope = _scope(args, device)
@@ -85,7 +85,7 @@ def main() -> None:
     if args.page is not None:
         check_page(Path(args.page), MARK)
     if device == "cpu":
-        keep_freed_memory()  # as in training; else it would begin with the first model
+        keep_freed_memory()  # as in training, but before the first model
     measured: Report = {"machine": machine, "sections": {}}
     for name in args.sections:
         print(f"measuring {name}", flush=True)
@@ -94,11 +94,11 @@ def main() -> None:
         write_text(page, markdown(report))
     if args.page is not None:
         put_on_page(Path(args.page), page.read_text(), MARK)
-    found = [] if earlier is None else slower(earlier, measured)
+    slowdowns = [] if earlier is None else slower(earlier, measured)
     print(page.read_text())
     print(f"written to {folder}")
     if args.compare:
-        print("\n".join(found) or f"nothing got slower than in {args.compare}")
+        print("\n".join(slowdowns) or f"nothing got slower than in {args.compare}")
 
 
 def _scope(args: argparse.Namespace, device: str) -> Scope:
@@ -108,7 +108,7 @@ def _scope(args: argparse.Namespace, device: str) -> Scope:
             raise UserError(f"pairs={args.pairs}: must be 1 or more")
         scope = dataclasses.replace(scope, pairs=args.pairs)
     if args.sizes:
-        scope = dataclasses.replace(scope, steps=sizes_of(args.sizes))
+        scope = dataclasses.replace(scope, steps=parse_sizes(args.sizes))
     return scope
 
 
@@ -123,16 +123,16 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _section(name: str, scope: Scope, device: str, quick: bool) -> list[Group]:
-    """The groups, and how they were measured; PlainError where a GPU's memory is too small."""
+    """The groups of a section and their conditions; PlainError if a GPU's memory is too small."""
     start, before = time.perf_counter(), os.getloadavg()[0]
     try:
         groups = SECTIONS[name](scope, torch.device(device))
     except torch.OutOfMemoryError as error:
         raise PlainError(
-            f"{name}: does not fit into the GPU's memory; what was before is kept"
+            f"{name}: does not fit into the GPU's memory; earlier results are kept"
         ) from error
     measured = {
-        "rounds": scope.starts if name in FEWER else scope.pairs,
+        "rounds": scope.starts if name in FEWER_ROUNDS else scope.pairs,
         "quick": quick,
         "load_average": [round(load, 2) for load in (before, os.getloadavg()[0])],
         "seconds": round(time.perf_counter() - start, 1),

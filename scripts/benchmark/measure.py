@@ -1,4 +1,4 @@
-"""How much is measured, and times and peak memory that can be compared: the baseline runs twice."""
+"""Sizes of the benchmarks; comparison of times with a repeated baseline; peak memory."""
 
 import json
 import os
@@ -19,53 +19,55 @@ from reproduction.system.timing import Work, spread_of, time_in_turns
 Row = dict[str, Any]
 
 CALLS_ON_GPU = 10  # between two synchronisations, as in training, where the host runs ahead
-AGAIN = ", again"  # the baseline beside itself: the noise of every ratio
+AGAIN = ", again"  # suffix of the repeated baseline, which shows the noise of the ratios
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler complains where there is no GPU
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler warns if there is no GPU
 
 
 def calls_on(device: torch.device) -> int:
-    """How often work for this device is called between two looks at the clock."""
+    """Number of calls on this device per reading of the clock."""
     return CALLS_ON_GPU if device.type == "cuda" else 1
 
 
-def summary(values: list[float]) -> Row:
+def summarize(values: list[float]) -> Row:
     """Median, quartiles, and the 95 % confidence interval of the median.
 
-    The interval is by order statistics; of fewer than 6 values it is their range.
+    The interval is by order statistics; for fewer than 6 values it is their range.
     """
-    found = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
-    ends = [min(values), max(values)] if np.isnan(found).any() else [found.low, found.high]
+    interval = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
+    ends = [interval.low, interval.high]
+    if np.isnan(ends).any():
+        ends = [min(values), max(values)]
     return {**spread_of(values)._asdict(), "interval": [float(f"{x:.5g}") for x in ends]}
 
 
-def compared(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str, Row]:
-    """Times of all works, and their ratios to the first one, taken round by round.
+def compare(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str, Row]:
+    """Times all works and returns name -> `ms` and `ratio`, each a summary over the rounds.
 
-    A work called like the first one with `, again` is its twin; without one the first runs twice.
-    The twin is compared with the first, all others with the mean of both, which is less noisy.
-    Returns name -> `ms` and `ratio`, each a `summary`.
+    The first work is the baseline. Its twin, the work named `<baseline>, again`, defaults to the
+    baseline itself. Ratios are taken within each round: the twin's to the baseline, all others' to
+    the mean of both, which has less noise.
     """
     baseline = next(iter(works))
     twin = baseline + AGAIN
     timed = {baseline: works[baseline], twin: works[baseline], **works}
     times = time_in_turns(timed, rounds, calls)
     alone = np.array(times[baseline])
-    both = (alone + times[twin]) / 2
+    mean = (alone + times[twin]) / 2
     return {
         name: {
-            "ms": summary(ms),
-            "ratio": summary(list(ms / (alone if name in (baseline, twin) else both))),
+            "ms": summarize(ms),
+            "ratio": summarize(list(ms / (alone if name in (baseline, twin) else mean))),
         }
         for name, ms in times.items()
     }
 
 
 def peak_mib(work: Work, device: torch.device) -> float:
-    """The most that torch's tensors hold during `work`, beyond what they held when it began.
+    """Peak memory of torch's tensors during `work`, in addition to that held before.
 
-    On a GPU by the allocator's own count, on a CPU by the profiler's record of every allocation;
-    what other libraries allocate on the host is not seen.
+    A GPU's allocator counts it; on a CPU the profiler records every allocation. Host memory of
+    other libraries is not included.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -77,14 +79,14 @@ def peak_mib(work: Work, device: torch.device) -> float:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     held = peak = 0
-    for change in _changes(record):
+    for change in _memory_changes(record):
         held += change
         peak = max(peak, held)
     return peak / 2**20
 
 
-def _changes(record: profile) -> list[int]:
-    """Bytes taken and given back, in order."""
+def _memory_changes(record: profile) -> list[int]:
+    """Bytes allocated (positive) and freed (negative), in order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         record.export_chrome_trace(str(path))
@@ -105,14 +107,14 @@ TRAINED_AS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Sizes and rounds.
+    """Sizes and numbers of rounds.
 
-    `pairs`: rounds of whatever is compared; `starts`: of processes and batches of the pipeline.
-    `steps`, `oracle`: models and batches of the training steps. `detectors`: batch of the detectors
-    and parts. `gain`: samples and tokens of the gain matrix, whose growth goes through
-    `gain_samples` at `gain[1]` tokens, and `gain_tokens` at `detectors` samples. `matrix`: rows of
-    the product that tells the matrix rate. `images`: of a batch of the pipeline.
-    `compiled`: whether steps are measured compiled as well.
+    `pairs`: rounds of comparisons; `starts`: rounds of processes and of the input pipeline.
+    `steps`, `oracle`: models and batch sizes of the training steps. `detectors`: batch size of the
+    detectors and parts. `gain`: samples and tokens of the gain matrix, whose growth is measured
+    over `gain_samples` at `gain[1]` tokens and over `gain_tokens` at `detectors` samples.
+    `matrix`: rows of the product that measures the matrix rate. `images`: batch size of the
+    pipeline. `compiled`: whether to measure compiled steps as well.
     """
 
     pairs: int = 40
@@ -149,8 +151,8 @@ QUICK = Scope(
 )
 
 
-def sizes_of(texts: Sequence[str]) -> tuple[Size, ...]:
-    """MODEL:BATCH as typed; UserError for another model, and for a batch below 2."""
+def parse_sizes(texts: Sequence[str]) -> tuple[Size, ...]:
+    """Parses MODEL:BATCH; UserError for an unknown model or a batch below 2."""
     sizes = []
     for text in texts:
         model, _, batch = text.partition(":")

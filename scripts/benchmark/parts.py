@@ -1,4 +1,4 @@
-"""What HTM consists of: its detectors (Table 3), its parts, and the gain matrix.
+"""Benchmarks of HTM: its detectors (Table 3), its parts, and the gain matrix.
 
 Letters: b samples, t tokens.
 """
@@ -19,7 +19,7 @@ from reproduction.studies.latency import build_step, detector_configs, mix, mixi
 from reproduction.studies.plan import Settings
 from reproduction.system.timing import Work, spread_of, time_in_turns
 from reproduction.training.evaluate import autocast
-from scripts.benchmark.measure import Scope, calls_on, compared, peak_mib, summary
+from scripts.benchmark.measure import Scope, calls_on, compare, peak_mib, summarize
 from scripts.benchmark.steps import precision_on
 from tests.oracle import gain_by_repetition
 from tokenmixup import Rules, difficulty, gain_matrix, mix_horizontal, optimal_assignment
@@ -28,7 +28,7 @@ RHO = 0.005
 
 
 def measure_detectors(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """The three detectors with all that follows, relative to attention."""
+    """The three detectors, each with assignment and mixing, relative to attention."""
     configs, precision = detector_configs(Settings()), precision_on(device)
     works: dict[str, Work] = {
         name: build_step(configs[name], scope.detectors, device, precision)
@@ -38,34 +38,34 @@ def measure_detectors(scope: Scope, device: torch.device) -> list[dict[str, Any]
         {
             "title": _title("detectors", configs["attention"], scope),
             "about": f"{precision}, gradient in float32; saliency, assignment and mixing",
-            "rows": compared(works, scope.pairs, calls_on(device)),
+            "rows": compare(works, scope.pairs, calls_on(device)),
         }
     ]
 
 
 def measure_parts(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """The parts of HTM by attention, as shares of the three that follow one another."""
+    """The parts of HTM with the attention detector, relative to its three stages together."""
     config, precision = detector_configs(Settings())["attention"], precision_on(device)
     works = htm_parts(config, scope.detectors, device, precision)
     about = f"{precision}; all three: saliency, assignment (gain matrix and host), mixing"
-    rows = compared(works, scope.pairs, calls_on(device))
+    rows = compare(works, scope.pairs, calls_on(device))
     return [{"title": _title("parts of HTM", config, scope), "about": about, "rows": rows}]
 
 
-def _title(what: str, config: Config, scope: Scope) -> str:
-    return f"{what}: {config.model.name}, batch of {scope.detectors}"
+def _title(topic: str, config: Config, scope: Scope) -> str:
+    return f"{topic}: {config.model.name}, batch of {scope.detectors}"
 
 
 def htm_parts(
     config: Config, batch_size: int, device: torch.device, precision: str
 ) -> dict[str, Work]:
-    """Part -> its work on what enters the HTM block for a batch of random images."""
+    """Part -> its work on the input of the HTM block for a batch of random images."""
     module, images, targets, entry = mixing_batch(config, batch_size, device, precision)
     htm: Any = module.htm
     scorenet: Any = module.scorenet
-    known = dataclasses.replace(entry)
+    block_input = dataclasses.replace(entry)
     with autocast(device, precision):
-        saliency = known.own_saliency()
+        saliency = block_input.own_saliency()
     gain = gain_matrix(saliency, htm.rho)
     donor = optimal_assignment(gain).to(device)
     is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
@@ -82,14 +82,14 @@ def htm_parts(
         "gain matrix": lambda: gain_matrix(saliency, htm.rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
-        "mixing of projections": lambda: [exchange(y) for y in known.projected],
+        "mixing of projections": lambda: [exchange(y) for y in block_input.projected],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }
     return {name: partial(autocasting, work) for name, work in parts.items()}
 
 
 def gain_by_broadcast(saliency: Tensor, rho: float) -> Tensor:
-    """Eq. 6 by broadcasting: `b t` -> `b b`, by way of `b b t`."""
+    """Eq. 6 by broadcasting: `b t` -> `b b`, via a `b b t` tensor."""
     return (saliency[None] - saliency[:, None] - rho).clamp(min=0).sum(dim=2)
 
 
@@ -101,17 +101,17 @@ FORMS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def measure_gain(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """The forms beside each other, then the growth with samples and with tokens.
+    """The forms of the gain matrix, then its growth with samples and with tokens.
 
-    The forms are timed twice: by a process of their own, with the C library's heap as anyone has
-    it, and with the heap that a training run keeps, where memory costs them no page faults.
+    The forms are timed twice: in a new process with the C library's default heap, and with the heap
+    of a training run, which keeps freed memory and so avoids page faults.
     """
     b, t = scope.gain
     samples = [(b, t) for b in scope.gain_samples]
     tokens = [(scope.detectors, t) for t in scope.gain_tokens]
     about = "float32; in a process of its own, with the C library's heap as it is"
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own:
-        stock = own.submit(_forms, b, t, scope.pairs, device, about).result()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        stock = pool.submit(_forms, b, t, scope.pairs, device, about).result()
     kept = _forms(b, t, scope.pairs, device, "float32; freed memory is kept, as in training")
     return [
         stock,
@@ -122,9 +122,9 @@ def measure_gain(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _forms(b: int, t: int, pairs: int, device: torch.device, about: str) -> dict[str, Any]:
-    saliency = made_up(b, t, device)
+    saliency = random_saliency(b, t, device)
     works: dict[str, Work] = {name: partial(form, saliency, RHO) for name, form in FORMS.items()}
-    rows = compared(works, pairs, calls_on(device))
+    rows = compare(works, pairs, calls_on(device))
     for name, row in rows.items():
         row["peak_mib"] = peak_mib(works.get(name, works["ours"]), device)
     return {"title": f"gain matrix: {b} samples, {t} tokens", "about": about, "rows": rows}
@@ -133,8 +133,8 @@ def _forms(b: int, t: int, pairs: int, device: torch.device, about: str) -> dict
 def _growth(
     axis: str, sizes: Sequence[tuple[int, int]], pairs: int, device: torch.device
 ) -> dict[str, Any]:
-    """Rows by size, and the exponents of a power law through all of them."""
-    inputs = {f"{b} x {t}": made_up(b, t, device) for b, t in sizes}
+    """A row for each size, and the exponents of power laws fitted to them."""
+    inputs = {f"{b} x {t}": random_saliency(b, t, device) for b, t in sizes}
     gains: dict[str, Work] = {key: partial(gain_matrix, s, RHO) for key, s in inputs.items()}
     matrices = {key: gain_matrix(saliency, RHO) for key, saliency in inputs.items()}
     solves: dict[str, Work] = {key: partial(optimal_assignment, m) for key, m in matrices.items()}
@@ -142,7 +142,7 @@ def _growth(
     solving = time_in_turns(solves, pairs)
     rows: dict[str, Any] = {
         key: {
-            "ms": summary(times[key]),
+            "ms": summarize(times[key]),
             "assignment_ms": spread_of(solving[key]).median,
             "peak_mib": peak_mib(gains[key], device),
         }
@@ -155,21 +155,21 @@ def _growth(
         "time of the assignment": [row["assignment_ms"] for row in rows.values()],
     }
     exponents = {name: exponent(x, y) for name, y in columns.items()}
-    told = ", ".join(f"{name} {value:.2f}" for name, value in exponents.items())
+    fits = ", ".join(f"{name} {value:.2f}" for name, value in exponents.items())
     return {
         "title": f"gain matrix: growth with {axis}",
-        "about": f"samples x tokens; fitted exponents: {told}",
+        "about": f"samples x tokens; fitted exponents: {fits}",
         "exponents": exponents,
         "rows": rows,
     }
 
 
-def made_up(b: int, t: int, device: torch.device) -> Tensor:
+def random_saliency(b: int, t: int, device: torch.device) -> Tensor:
     """Random saliency `b t`, each row a distribution."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(b, t, generator=generator).softmax(dim=1).to(device)
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """k of y = c x^k, by least squares of the logarithms."""
+    """Fits k of y = c x^k by least squares of the logarithms."""
     return round(float(np.polyfit(np.log(x), np.log(y), 1)[0]), 3)

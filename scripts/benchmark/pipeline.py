@@ -1,4 +1,4 @@
-"""What a user waits for besides steps: images that one worker loads in a second, start-up."""
+"""Benchmarks besides steps: images per second of one data-loading worker, and start-up."""
 
 import math
 import subprocess
@@ -19,23 +19,23 @@ from reproduction.data.build import build_training_images
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, held
 from reproduction.data.sources import Source
 from reproduction.system.timing import Work, time_in_turns
-from scripts.benchmark.measure import CCT, VIT, Row, Scope, summary
+from scripts.benchmark.measure import CCT, VIT, Row, Scope, summarize
 from scripts.benchmark.steps import step_config
 
 SMALL = "CIFAR, held in memory, to 32 px"
 FILES = "JPEG of 500 x 375, to 224 px"
 PHOTOS = "500 x 375, held in memory, to 224 px"
-FEEDS = {SMALL: CCT, FILES: VIT, PHOTOS: VIT}  # images -> model that trains on such
-PHOTO = (375, 500)  # rows and columns, usual ones of ImageNet
-MIB_OF_PHOTOS = 8  # enough to hold them all
-GRAIN = 8  # pixels between the colours that a made-up photo is interpolated from
+FEEDS = {SMALL: CCT, FILES: VIT, PHOTOS: VIT}  # images -> model trained on them
+PHOTO = (375, 500)  # rows and columns, typical of ImageNet
+PHOTO_MIB = 8  # enough to hold all photos
+GRAIN = 8  # pixels between the colours from which a synthetic photo is interpolated
 
 
 def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """All kinds of images, in this process, with the one thread that a worker has."""
+    """Loads all kinds of images in this process, with one thread, as a worker does."""
     with tempfile.TemporaryDirectory() as folder:
-        files = photos(Path(folder))
-        images = {SMALL: small_images(), FILES: files, PHOTOS: held(files, MIB_OF_PHOTOS, 1)}
+        files = make_photos(Path(folder))
+        images = {SMALL: small_images(), FILES: files, PHOTOS: held(files, PHOTO_MIB, 1)}
         loads = {name: _load(FEEDS[name], images[name], scope.images) for name in images}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -45,8 +45,8 @@ def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]
             torch.set_num_threads(threads)
     rows: dict[str, Row] = {
         name: {
-            "ms": (spent := summary(ms)),
-            "images_per_second": 1000 * scope.images / spent["median"],
+            "ms": (summary := summarize(ms)),
+            "images_per_second": 1000 * scope.images / summary["median"],
         }
         for name, ms in times.items()
     }
@@ -55,7 +55,7 @@ def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]
 
 
 def _load(model: str, images: ImageSource, number: int) -> Callable[[], object]:
-    """Loads a batch, by the recipe that the model is trained with."""
+    """Returns work that loads a batch with the transforms of the model's recipe."""
     config = step_config(model, [], "float32")
     training = build_training_images(config, Source(images, images, []))
     keys = [(0, index % len(images)) for index in range(number)]
@@ -63,13 +63,13 @@ def _load(model: str, images: ImageSource, number: int) -> Callable[[], object]:
 
 
 def small_images() -> ImageSource:
-    """Noise in the size of CIFAR's images, as these are held in memory."""
+    """Noise of CIFAR's image size, in memory like CIFAR."""
     pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
     return ArrayImages(pixels, [0] * len(pixels))
 
 
-def photos(folder: Path) -> FileImages:
-    """A folder of made-up photos: smooth colours under fine noise, some 100 kB each."""
+def make_photos(folder: Path) -> FileImages:
+    """Writes synthetic photos: smooth colours under fine noise, some 100 kB each."""
     rng = np.random.default_rng(0)
     paths = [str(folder / f"{number}.jpg") for number in range(8)]
     for path in paths:
@@ -82,10 +82,10 @@ def photos(folder: Path) -> FileImages:
     return FileImages([(path, 0) for path in paths])
 
 
-def appetite(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of rows for every kind of images: images/s of a plain step, workers that feed it.
+def workers_needed(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with the images/s of plain steps and the workers needed, for each kind of images.
 
-    None where a step is not measured, as a GPU's in the report of a CPU.
+    None if a step is not measured, such as a GPU's in the report of a CPU.
     """
     (pipeline,) = report["sections"]["pipeline"]
     rows: dict[str, dict[str, float | None]] = {}
@@ -99,37 +99,37 @@ def appetite(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(report: Mapping[str, Any], model: str) -> Iterator[tuple[str, float | None]]:
-    """(what, images/s) of the model's plain steps on this device, and of a GPU if it is none."""
+    """Yields (name, images/s) of the model's plain steps on this device and on a GPU."""
     groups: list[Mapping[str, Any]] = report["sections"].get("steps", [])
     device = report["machine"]["device"]
-    found = [group for group in groups if group["title"].startswith(f"training step: {model},")]
-    for group in found:
-        what = group["title"].removeprefix("training step: ")
-        yield f"{what}, {device}", group["rows"]["plain"]["images_per_second"]
-    if not found:
+    matches = [group for group in groups if group["title"].startswith(f"training step: {model},")]
+    for group in matches:
+        name = group["title"].removeprefix("training step: ")
+        yield f"{name}, {device}", group["rows"]["plain"]["images_per_second"]
+    if not matches:
         yield f"{model}, {device}", None
     if device != "cuda":
         yield f"{model}, cuda", None
 
 
 TRAIN = CONF_DIR.parent / "train.py"
-COMMANDS = {"--help": 0, "recipe.epochs=0": 2}  # argument -> status
+COMMANDS = {"--help": 0, "recipe.epochs=0": 2}  # argument -> exit status
 
 
 def measure_startup(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """Whole processes, warm."""
+    """Times complete processes, warm."""
     works: dict[str, Work] = {
         f"python train.py {argument}": partial(_run, argument, status)
         for argument, status in COMMANDS.items()
     }
     times = time_in_turns(works, scope.starts)
-    rows: dict[str, Row] = {name: {"ms": summary(ms)} for name, ms in times.items()}
+    rows: dict[str, Row] = {name: {"ms": summarize(ms)} for name, ms in times.items()}
     return [{"title": "start-up", "about": "whole processes, warm", "rows": rows}]
 
 
 def _run(argument: str, status: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, str(TRAIN), argument], cwd=folder, capture_output=True, check=False
         )
-    assert ended.returncode == status, ended.stderr.decode()
+    assert process.returncode == status, process.stderr.decode()

@@ -1,8 +1,8 @@
-"""benchmark.json: what was measured, on what, what got slower, what was to be reached; its page.
+"""benchmark.json: results, comparison with earlier ones, goals, and tables in Markdown.
 
-{"machine": {...}, "sections": {name: [{"title", "about", "rows", "measured": {...}}]}}, by groups.
-Rows are keyed by name and hold `ms` and mostly `ratio`, each with median, quartiles (low, high)
-and the interval of the median.
+{"machine": {...}, "sections": {name: [{"title", "about", "rows", "measured": {...}}]}}, a list of
+groups per section. Rows are keyed by name and hold `ms` and mostly `ratio`, each with median,
+quartiles (low, high) and the confidence interval of the median.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.storage import write_text
-from scripts.benchmark.pipeline import appetite
+from scripts.benchmark.pipeline import workers_needed
 
 FILE = "benchmark.json"
 Report = dict[str, Any]
@@ -22,7 +22,7 @@ Key = tuple[str, str, str]  # title of a group, row, column
 
 
 def read_report(path: Path) -> Report:
-    """UserError if it is none."""
+    """Reads benchmark.json; UserError if it cannot be read as such."""
     try:
         report = json.loads(path.read_text())
         _ = {**report["machine"]}, [*spreads(report)]
@@ -32,14 +32,14 @@ def read_report(path: Path) -> Report:
 
 
 def add_groups(path: Path, machine: dict[str, Any], section: str, groups: list[Group]) -> Report:
-    """Puts groups into the file; keeps those of other titles. UserError: of another machine."""
+    """Adds groups to the file, replacing those of the same title; UserError on another machine."""
     report: Report = {"machine": machine, "sections": {}}
     if path.exists():
         report = read_report(path)
         check_machine(report, machine, str(path))
     new = {group["title"]: group for group in groups}
-    kept = {group["title"]: group for group in report["sections"].get(section, [])}
-    report["sections"][section] = [*(kept | new).values()]
+    old = {group["title"]: group for group in report["sections"].get(section, [])}
+    report["sections"][section] = [*(old | new).values()]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(report, indent=2) + "\n")
     return report
@@ -48,15 +48,15 @@ def add_groups(path: Path, machine: dict[str, Any], section: str, groups: list[G
 def check_machine(
     report: Report, machine: dict[str, Any], where: str, except_for: Sequence[str] = ()
 ) -> None:
-    """UserError unless the report is of this machine and of the same library versions."""
-    for what, value in machine.items():
-        before = report["machine"].get(what)
-        if before != value and what not in except_for:
-            raise UserError(f"{where}: measured with {what} {before}, this is {value}")
+    """Raises UserError unless the report is of this machine and the same library versions."""
+    for key, value in machine.items():
+        old = report["machine"].get(key)
+        if old != value and key not in except_for:
+            raise UserError(f"{where}: measured with {key} {old}, this is {value}")
 
 
 def spreads(report: Report) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """Every time and ratio."""
+    """Yields every time and ratio."""
     for groups in report["sections"].values():
         for group in groups:
             for name, row in group["rows"].items():
@@ -66,20 +66,20 @@ def spreads(report: Report) -> Iterator[tuple[Key, dict[str, Any]]]:
 
 
 def slower(old: Report, new: Report) -> list[str]:
-    """What got slower beyond the noise: the medians' intervals do not overlap.
+    """Slowdowns beyond the noise: the confidence intervals of the medians do not overlap.
 
-    UserError if the two have no figure in common.
+    Raises UserError if the reports have no figure in common.
     """
-    before, now = dict(spreads(old)), dict(spreads(new))
-    common = [key for key in now if key in before]
+    old_spreads, new_spreads = dict(spreads(old)), dict(spreads(new))
+    common = [key for key in new_spreads if key in old_spreads]
     if not common:
-        raise UserError("compare: the earlier run has none of what was measured")
+        raise UserError("compare: the earlier run has none of the measured figures")
     lines = []
     for title, row, column in common:
-        then, here = before[title, row, column], now[title, row, column]
-        if here["interval"][0] > then["interval"][1]:
+        before, now = old_spreads[title, row, column], new_spreads[title, row, column]
+        if now["interval"][0] > before["interval"][1]:
             unit = " ms" if column == "ms" else " times the first row"
-            change = f"{then['median']:.4g} -> {here['median']:.4g}{unit}"
+            change = f"{before['median']:.4g} -> {now['median']:.4g}{unit}"
             lines.append(f"slower: {title}: {row}: {change}")
     return lines
 
@@ -91,9 +91,9 @@ GAIN_KEPT = f"{GAIN}, memory kept"
 
 
 class Goal(NamedTuple):
-    """`sign` is <= or >=; the figure stands under `column` of a row, or is a group's exponent."""
+    """A bound (`sign` is <= or >=) on `column` of a row or, without row, on a group's exponent."""
 
-    what: str
+    name: str
     sign: str
     bound: float
     title: str
@@ -127,25 +127,25 @@ GOALS = (
 
 
 class Figure(NamedTuple):
-    """A measured value, and where it was timed the 95 % confidence interval of this median."""
+    """A measured value and, if it is a median of times, its 95 % confidence interval."""
 
     value: float
     interval: tuple[float, float] | None = None
 
 
 def figure_of(goal: Goal, report: Report) -> Figure | None:
-    """None if it is not measured."""
+    """The measured value of a goal; None if it is not measured."""
     for group in chain.from_iterable(report["sections"].values()):
         if group["title"] == goal.title:
             if not goal.row:
                 return Figure(group["exponents"][goal.column])
-            found: Any = group["rows"][goal.row][goal.column]
-            return Figure(found["median"], tuple(found["interval"]))
+            spread: Any = group["rows"][goal.row][goal.column]
+            return Figure(spread["median"], tuple(spread["interval"]))
     return None
 
 
 def verdict(goal: Goal, figure: Figure) -> str:
-    """Whether the value meets the goal, and whether that is beyond its interval."""
+    """`met` or `missed`, with `within noise` if the interval contains the bound."""
     is_met = figure.value <= goal.bound if goal.sign == "<=" else figure.value >= goal.bound
     word = "met" if is_met else "missed"
     low, high = figure.interval or (figure.value,) * 2
@@ -160,7 +160,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
 
 
-# column of a row -> heading, how it is written
+# column of a row -> heading, formatter
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "ms": ("ms", _spread),
     "ratio": ("ratio to the first two rows", _spread),
@@ -175,7 +175,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def markdown(report: Report) -> str:
-    """Goals, then a table for each group."""
+    """The goals, then a table for each group."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     parts = [
@@ -185,29 +185,29 @@ def markdown(report: Report) -> str:
     ]
     for name, groups in report["sections"].items():
         parts += [f"### {name}"]
-        parts += [f"{_group(group)}\n\n{_measured(group['measured'])}" for group in groups]
-        parts += [_group(appetite(report))] if name == "pipeline" else []
+        parts += [f"{_group(group)}\n\n{_conditions(group['measured'])}" for group in groups]
+        parts += [_group(workers_needed(report))] if name == "pipeline" else []
     return "\n\n".join(parts) + "\n"
 
 
-def _measured(how: Mapping[str, Any]) -> str:
-    before, after = how["load_average"]
-    text = f"{how['rounds']} rounds, load average {before:.1f} before and {after:.1f} after"
-    commit, *dirty = str(how["git_revision"]).partition("-")
+def _conditions(measured: Mapping[str, Any]) -> str:
+    before, after = measured["load_average"]
+    text = f"{measured['rounds']} rounds, load average {before:.1f} before and {after:.1f} after"
+    commit, *dirty = str(measured["git_revision"]).partition("-")
     return f"{text}, revision {commit[:12]}{''.join(dirty)}." + (
-        " A quick try, not a measurement." if how["quick"] else ""
+        " A quick try, not a measurement." if measured["quick"] else ""
     )
 
 
 def _goals(report: Report) -> str:
     lines = ["| what | target | measured | 95 % confidence | |", "|---|---:|---:|---:|---|"]
     for goal in GOALS:
-        shown, between, judged = "not measured", "", ""
-        if (found := figure_of(goal, report)) is not None:
-            shown, judged = _number(found.value), verdict(goal, found)
-            between = " to ".join(_number(end) for end in found.interval or ())
+        value, interval, word = "not measured", "", ""
+        if (figure := figure_of(goal, report)) is not None:
+            value, word = _number(figure.value), verdict(goal, figure)
+            interval = " to ".join(_number(end) for end in figure.interval or ())
         lines.append(
-            f"| {goal.what} | {goal.sign} {goal.bound:g} | {shown} | {between} | {judged} |"
+            f"| {goal.name} | {goal.sign} {goal.bound:g} | {value} | {interval} | {word} |"
         )
     return "\n".join(lines)
 
@@ -234,12 +234,12 @@ def _line(cells: list[str]) -> str:
 
 
 def check_page(path: Path, mark: str) -> None:
-    """UserError unless the page has a place for the tables."""
+    """Raises UserError unless the page has the marks between which the tables go."""
     _page_with(path, "", mark)
 
 
 def put_on_page(path: Path, text: str, mark: str) -> None:
-    """Replaces what stands between `<!-- mark: begin -->` and `<!-- mark: end -->` on a page."""
+    """Replaces the text between `<!-- mark: begin -->` and `<!-- mark: end -->` on a page."""
     write_text(path, _page_with(path, text, mark))
 
 

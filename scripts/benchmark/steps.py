@@ -1,7 +1,7 @@
-"""Training steps of plain, HTM, VTM and both, and the oracle's.
+"""Benchmarks of training steps: plain, HTM, VTM, both, and the oracle.
 
 Every sample is easy (tau = inf) and attention is sharp, so that tokens are really replaced. The
-variants train the same weights in turn, each with an optimiser of its own.
+variants train the same weights in turn, each with its own optimiser.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from scripts.benchmark.measure import (
     Row,
     Scope,
     calls_on,
-    compared,
+    compare,
     peak_mib,
 )
 from tests.oracle import Oracle
@@ -42,18 +42,18 @@ VARIANTS: dict[str, list[str]] = {
     "HTM and VTM": ["htm", "vtm"],
 }
 WIDE_KAPPA = {CCT: 80}  # of the paper's CIFAR-100 run with VTM alone
-SHARPNESS = 12  # of new weights, whose attention is nearly even
+SHARPNESS = 12  # factor on the qkv weights of a new model, whose attention is nearly uniform
 
 Step = Callable[[], list[MicroBatch]]
 
 
 def precision_on(device: torch.device) -> str:
-    """What is timed: float32 on a CPU, which has no fast lower precision."""
+    """bf16 on a GPU; float32 on a CPU, which has no fast lower precision."""
     return "bf16" if device.type == "cuda" else "float32"
 
 
 def measure_steps(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """A group for each size: times, ratios to plain, images/s, peak memory, what was mixed."""
+    """A group for each size: times, ratios to plain, images/s, peak memory, mixing."""
     rate = matrix_rate(scope.matrix, device)
     return [_group(model, size, scope, device, rate) for model, size in scope.steps]
 
@@ -67,10 +67,10 @@ def _group(
         name: step_of(sharp_trainer(config, device, shared), batch_size)
         for name, config in configs.items()
     }
-    rows = compared(steps, scope.pairs, calls_on(device))
+    rows = compare(steps, scope.pairs, calls_on(device))
     macs = count_macs(shared, configs[PLAIN].model.image_size).total
     for name, row in rows.items():
-        row.update(facts_of(steps[name], batch_size, row, device))
+        row.update(describe_step(steps[name], batch_size, row, device))
         row["share_of_rate"] = FLOPS_PER_MAC * macs * row["images_per_second"] / rate
     return {
         "title": f"training step: {model}, batch of {batch_size}",
@@ -81,7 +81,7 @@ def _group(
 
 
 def measure_oracle(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """Our steps beside the oracle's, which on a GPU runs in float16 as the published code."""
+    """Our steps and the oracle's, which on a GPU runs in float16 like the published code."""
     return [_oracle_group(model, size, scope.pairs, device) for model, size in scope.oracle]
 
 
@@ -93,18 +93,18 @@ def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device)
         config = step_config(model, VARIANTS[name], ours)
         trainer = sharp_trainer(config, device)
         steps[name] = step_of(trainer, batch_size)
-        its = step_config(model, VARIANTS[name], theirs)
-        steps[f"{name}, oracle"] = step_of(oracle_trainer(its, device), batch_size)
-    rows = compared(steps, pairs, calls_on(device))
+        oracle = oracle_trainer(step_config(model, VARIANTS[name], theirs), device)
+        steps[f"{name}, oracle"] = step_of(oracle, batch_size)
+    rows = compare(steps, pairs, calls_on(device))
     for name, row in rows.items():
-        row.update(facts_of(steps.get(name, steps[PLAIN]), batch_size, row, device))
-    how = conditions(config, trainer.module.model, device)
-    about = f"ours: {how}; the oracle: {theirs}, a map of every block"
+        row.update(describe_step(steps.get(name, steps[PLAIN]), batch_size, row, device))
+    setup = conditions(config, trainer.module.model, device)
+    about = f"ours: {setup}; the oracle: {theirs}, a map of every block"
     return {"title": f"oracle: {model}, batch of {batch_size}", "about": about, "rows": rows}
 
 
 def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[str, Config]:
-    """Variant -> configuration of a run, for the variants that a model is measured with.
+    """Variant -> configuration, for the variants that are measured with a model.
 
     `compiled` adds plain and both with compiled blocks.
     """
@@ -119,13 +119,13 @@ def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[
 
 
 def step_config(model: str, stack: list[str], precision: str, *overrides: str) -> Config:
-    """The model's own recipe without input mixup; HTM mixes every sample, unless told otherwise."""
+    """The model's own recipe without input mixup; HTM mixes every sample unless overridden."""
     dataset, recipe, _ = TRAINED_AS[model]
-    told = [f"model={model}", f"dataset={dataset}", f"recipe={recipe}"]
-    told += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}"]
-    told += ["augmentation.htm.tau=inf"] if "htm" in stack else []
-    told += overrides  # of which the last one counts
-    return parse(compose("train", told).raw, needs_data=False)
+    settings = [f"model={model}", f"dataset={dataset}", f"recipe={recipe}"]
+    settings += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}"]
+    settings += ["augmentation.htm.tau=inf"] if "htm" in stack else []
+    settings += overrides  # the last value of a key counts
+    return parse(compose("train", settings).raw, needs_data=False)
 
 
 def sharp_trainer(
@@ -134,9 +134,9 @@ def sharp_trainer(
     shared: nn.Module | None = None,
     sharpness: float = SHARPNESS,
 ) -> Trainer:
-    """Trains `shared`, or a new model with sharp attention, so that saliency differs.
+    """A trainer of `shared`, or of a new model with sharp attention, so that saliency differs.
 
-    One that compiles trains a copy, since others go on with the blocks of `shared` as they are.
+    With `compile`, it trains a copy, since other trainers use the blocks of `shared` uncompiled.
     """
     classes = TRAINED_AS[config.model.name][2]
     if shared is not None:
@@ -150,7 +150,7 @@ def sharp_trainer(
 
 
 def oracle_trainer(config: Config, device: torch.device) -> Trainer:
-    """The same, but training by the oracle, in the memory format of a new model."""
+    """A `sharp_trainer` that trains with the oracle, in torch's default memory format."""
     trainer = sharp_trainer(config, device)
     trainer.module.to(memory_format=torch.contiguous_format)
     trainer.update.parallel = Oracle(trainer.module)
@@ -162,23 +162,24 @@ def conditions(config: Config, model: nn.Module, device: torch.device) -> str:
     dropout = [f"{name} {value}" for name, value in vars(config.model).items() if "drop" in name]
     with autocast(device, config.recipe.precision):
         kernel = attention_kernel(model, config.model.image_size)
-    told = [config.recipe.precision, *dropout, f"attention {kernel}", config.recipe.optimizer]
-    return ", ".join(told)
+    return ", ".join(
+        [config.recipe.precision, *dropout, f"attention {kernel}", config.recipe.optimizer]
+    )
 
 
-def facts_of(step: Step, batch_size: int, row: Row, device: torch.device) -> Row:
-    """What else is told of a timed step."""
-    (part,) = step()
+def describe_step(step: Step, batch_size: int, row: Row, device: torch.device) -> Row:
+    """The other columns of a timed step: throughput, peak memory and mixing."""
+    (micro_batch,) = step()
     return {
         "images_per_second": 1000 * batch_size / row["ms"]["median"],
         "peak_mib": peak_mib(step, device),
-        "mixed_samples": float(part.output.stats["mixed_samples"]),
-        "mixed_tokens": float(part.output.stats["mixed_tokens"]),
+        "mixed_samples": float(micro_batch.output.stats["mixed_samples"]),
+        "mixed_tokens": float(micro_batch.output.stats["mixed_tokens"]),
     }
 
 
 def matrix_rate(rows: int, device: torch.device) -> float:
-    """FLOP/s of a square product in the precision of the steps: what the machine can do."""
+    """FLOP/s of a product of square matrices in the precision of the steps, as a reference."""
     a = torch.randn(rows, rows, device=device, dtype=DTYPES[precision_on(device)])
     ms = time_in_turns({"product": lambda: a @ a}, 20, calls_on(device))["product"]
     return 2 * rows**3 / (spread_of(ms).median / 1000)

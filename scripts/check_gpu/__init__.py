@@ -1,1 +1,1 @@
-"""What a machine with a GPU has to show, in one command: `python -m scripts.check_gpu`."""
+"""Checks and measures a machine with a GPU: `python -m scripts.check_gpu`."""

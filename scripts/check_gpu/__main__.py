@@ -1,7 +1,7 @@
-"""Checks what a GPU computes, then measures it: two stages, each within 9 minutes.
+"""Checks the results of a GPU, then measures it: two stages, each within 9 minutes.
 
-Every part is a process with a limit of its own, so that one that hangs costs no other. Results so
-far are in check.json and check.md at any time. Ends with status 1 if a part found something wrong.
+Every part is a process with its own time limit, so that one that hangs does not affect the others.
+check.json and check.md always hold the results so far. Exits with status 1 if a check fails.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from scripts.check_gpu.parts import Finding, Part, Scope, losses
 ROOT = CONF_DIR.parent
 FILE, MARKDOWN, MARK = "check.json", "check.md", "check-gpu"
 WORDS = {True: "ok", False: "WRONG", None: ""}
-ENOUGH = 300  # characters of what a part that died has said
+STDERR_CHARACTERS = 300  # shown of a part that fails
 
 
 class Limited(NamedTuple):
-    """A part, and how long it may take, in seconds."""
+    """A part and its time limit in seconds."""
 
     part: Part
     limit: int
@@ -69,12 +69,12 @@ PARTS = {name: limited for parts in STAGES.values() for name, limited in parts.i
 def parser() -> Parser:
     options = Parser(prog="check_gpu", description=__doc__, usage=argparse.SUPPRESS)
     options.add_argument("--stage", choices=STAGES, help="default: both")
-    options.add_argument("--parts", nargs="+", choices=PARTS, help="these alone")
+    options.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--tiny", action="store_true", help="as little as shows that it works")
+    options.add_argument("--tiny", action="store_true", help="smallest sizes, for a test")
     options.add_argument("--page", metavar="FILE.md", help="put the table on this page as well")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
-    options.add_argument("--here", metavar="FILE.json", help=argparse.SUPPRESS)  # one part's own
+    options.add_argument("--here", metavar="FILE.json", help=argparse.SUPPRESS)  # internal
     return options
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     device = resolve_device(args.device, 1)
     scope = Scope(torch.device(device), args.tiny)
     if args.here is not None:
-        find(args.parts[0], scope, Path(args.here))
+        write_findings(args.parts[0], scope, Path(args.here))
         return
     path = Path(args.outputs, "check-gpu", FILE).absolute()
     check_writable(path, f"outputs={args.outputs}")
@@ -93,11 +93,11 @@ def main() -> None:
     chosen = args.parts or (STAGES[args.stage] if args.stage else PARTS)
     report = read(path, _machine(device, args.tiny))
     for name in chosen:
-        found = report["parts"][name] = run_part(name, scope)
+        result = report["parts"][name] = run_part(name, scope)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(report, indent=1) + "\n")
         write_text(path.with_name(MARKDOWN), markdown(report))
-        print(f"{name}: {len(found['findings'])} findings in {found['seconds']} s", flush=True)
+        print(f"{name}: {len(result['findings'])} findings in {result['seconds']} s", flush=True)
     print(markdown(report) + f"\nwritten to {path.parent}")
     if args.page is not None:
         put_on_page(Path(args.page), markdown(report), MARK)
@@ -114,50 +114,50 @@ def _machine(device: str, tiny: bool) -> dict[str, Any]:
         "device": device,
         "torch": torch.__version__,
         "git_revision": git_revision(),
-        "code": code.hexdigest(),  # a copy may have no revision, or a changed one
+        "code": code.hexdigest(),  # a copy may lack a revision or differ from it
         "tiny": tiny,
     }
 
 
 def read(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """What earlier parts have found on this machine by this code; else nothing."""
+    """The report of earlier parts, if on this machine and with this code; else an empty one."""
     if path.exists() and (report := json.loads(path.read_text()))["machine"] == machine:
         return report
     return {"machine": machine, "parts": {}}
 
 
-def find(name: str, scope: Scope, path: Path) -> None:
-    """Writes a part's findings, all again with each, so that a limit leaves those before."""
+def write_findings(name: str, scope: Scope, path: Path) -> None:
+    """Writes a part's findings, all of them after each, so that a timeout loses none."""
     if scope.device.type == "cpu":
         keep_freed_memory()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for finding in PARTS[name].part(scope):
-        found.append(finding)
-        write_text(path, json.dumps(found))
+        findings.append(finding)
+        write_text(path, json.dumps(findings))
 
 
 def run_part(name: str, scope: Scope) -> dict[str, Any]:
-    """The findings of a part in a process, and in an empty folder, of its own; and seconds."""
+    """Runs a part in a new process and an empty folder; returns its findings and seconds."""
     start = time.monotonic()
     with TemporaryDirectory() as folder:
         path = Path(folder, FILE)
         command = [sys.executable, "-m", "scripts.check_gpu", "--parts", name]
         command += ["--device", scope.device.type, "--here", str(path)]
         command += ["--tiny"] if scope.tiny else []
-        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        places = [str(ROOT), str(ROOT / "src"), *map(os.path.abspath, given)]
+        inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        paths = [str(ROOT), str(ROOT / "src"), *map(os.path.abspath, inherited)]
         with subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         ) as process:
             try:
-                _, said = process.communicate(timeout=PARTS[name].limit)
-                end = f"status {process.returncode}: {said.strip()[-ENOUGH:]}"
+                _, stderr = process.communicate(timeout=PARTS[name].limit)
+                end = f"status {process.returncode}: {stderr.strip()[-STDERR_CHARACTERS:]}"
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 end = f"stopped at its limit of {PARTS[name].limit} s"
@@ -168,20 +168,20 @@ def run_part(name: str, scope: Scope) -> dict[str, Any]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Machine, then a table of all findings."""
+    """The machine, then a table of all findings."""
     machine = report["machine"]
     lines = [
         f"{machine['hardware']}, {machine['device']}, torch {machine['torch']}, revision "
         f"{str(machine['git_revision'])[:12]}."
-        + (" Tried with tiny sizes: these are no figures." if machine["tiny"] else ""),
+        + (" A test with tiny sizes, not a measurement." if machine["tiny"] else ""),
         "",
         "| part | what | found | |",
         "|---|---|---|---|",
     ]
     for name, part in report["parts"].items():
         for what, figure, is_right in part["findings"]:
-            told = " ".join(figure.split()).replace("|", "\\|")
-            lines.append(f"| {name} | {what} | {told} | {WORDS[is_right]} |")
+            cell = " ".join(figure.split()).replace("|", "\\|")
+            lines.append(f"| {name} | {what} | {cell} | {WORDS[is_right]} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Stage 2: what training costs on this GPU. Nothing of it is judged but ViT-B's HTM / plain."""
+"""Stage 2: the cost of training on this GPU; only ViT-B's HTM / plain has a bound."""
 
 import dataclasses
 import time
@@ -23,9 +23,9 @@ from reproduction.data.sources import Source
 from reproduction.studies.speed import step_of
 from reproduction.system.errors import PlainError
 from reproduction.system.timing import Work, spread_of, time_calls, time_in_turns
-from scripts.benchmark.measure import CCT, ON_GPU, QUICK, VIT, calls_on, compared
+from scripts.benchmark.measure import CCT, ON_GPU, QUICK, VIT, calls_on, compare
 from scripts.benchmark.parts import measure_detectors
-from scripts.benchmark.pipeline import photos
+from scripts.benchmark.pipeline import make_photos
 from scripts.benchmark.report import Group
 from scripts.benchmark.steps import measure_oracle, measure_steps, precision_on
 from scripts.check_gpu.parts import BOTH, SMALL, Finding, Scope, small_trainer
@@ -43,10 +43,10 @@ HEADS = {CCT: (4, 256, 64), VIT: (12, 197, 64)}  # heads, tokens, width of a hea
 def _by_benchmark(measure: Callable[..., list[Group]], scope: Scope) -> Iterator[Finding]:
     for group in measure(QUICK if scope.tiny else SIZES, scope.device):
         for name, row in group["rows"].items():
-            told = f"{row['ms']['median']:.4g} ms, {_ratio(row)}"
+            figure = f"{row['ms']['median']:.4g} ms, {_ratio(row)}"
             if "images_per_second" in row:
-                told += f", {row['images_per_second']:.0f} images/s, {row['peak_mib']:.0f} MiB"
-            yield Finding(f"{group['title']}: {name}", told)
+                figure += f", {row['images_per_second']:.0f} images/s, {row['peak_mib']:.0f} MiB"
+            yield Finding(f"{group['title']}: {name}", figure)
         if VIT in group["title"] and "HTM" in group["rows"]:
             ratio = group["rows"]["HTM"]["ratio"]["median"]
             word = "met" if ratio <= VIT_BOUND else "missed"
@@ -68,7 +68,7 @@ def _models(scope: Scope) -> list[str]:
 
 
 def busy(scope: Scope) -> Iterator[Finding]:
-    """The share of a step in which the GPU computes, and that in which the host matches."""
+    """The shares of a step during which the GPU computes and the host matches pairs."""
     batch, repeats = (4, 2) if scope.tiny else (128, 10)
     for model in _models(scope):
         for stack in ([], BOTH):
@@ -85,15 +85,15 @@ def busy(scope: Scope) -> Iterator[Finding]:
             with profile(activities=[device]) as record:
                 wall = time_calls(step, repeats)
             kernels = [event for event in record.events() if event.device_type == DeviceType.CUDA]
-            at_work = _covered([(e.time_range.start, e.time_range.end) for e in kernels]) / 1e6
-            share = f"{at_work / wall:.0%}" if kernels else "not measured"
+            busy_seconds = _covered([(e.time_range.start, e.time_range.end) for e in kernels]) / 1e6
+            share = f"{busy_seconds / wall:.0%}" if kernels else "not measured"
             figure = f"GPU busy {share}, host in the matching {sum(spent) / wall:.0%}"
-            told = f"{model}, batch of {batch}, {'+'.join(stack) or 'plain'}"
-            yield Finding(told, f"{figure}, {1000 * wall / repeats:.1f} ms with the profiler")
+            name = f"{model}, batch of {batch}, {'+'.join(stack) or 'plain'}"
+            yield Finding(name, f"{figure}, {1000 * wall / repeats:.1f} ms with the profiler")
 
 
 def _timed(match: Callable[..., Tensor], spent: list[float]) -> Callable[..., Tensor]:
-    """The same, noting seconds: of the wait for the gain matrix, its copy and the solver."""
+    """Wraps `match` to record the seconds of the wait for the gain matrix, its copy and solver."""
 
     def timed(*args: Tensor) -> Tensor:
         start = time.perf_counter()
@@ -105,7 +105,7 @@ def _timed(match: Callable[..., Tensor], spent: list[float]) -> Callable[..., Te
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """The length of the union."""
+    """Total length of the union."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -119,7 +119,7 @@ def _wait(device: torch.device) -> None:
 
 
 def batches(scope: Scope) -> Iterator[Finding]:
-    """Plain, HTM and both at growing batch sizes, up to the ImageNet recipe's own and beyond."""
+    """Plain, HTM and both at growing batch sizes, up to and beyond the ImageNet recipe's."""
     precision = precision_on(scope.device)
     for model in _models(scope):
         for batch in (4,) if scope.tiny else BATCHES:
@@ -130,7 +130,7 @@ def batches(scope: Scope) -> Iterator[Finding]:
                     )
                     for stack in ([], ["htm"], BOTH)
                 }
-                rows = compared(works, 4, calls_on(scope.device) // 3 or 1)
+                rows = compare(works, 4, calls_on(scope.device) // 3 or 1)
             except PlainError as error:
                 yield Finding(f"{model}, batch of {batch}", str(error))
                 continue
@@ -142,12 +142,12 @@ def batches(scope: Scope) -> Iterator[Finding]:
 
 
 def loader(scope: Scope) -> Iterator[Finding]:
-    """Images per second from files or memory to updated parameters, by workers."""
+    """Images per second from files or memory to updated parameters, by number of workers."""
     batch, number = (4, 16) if scope.tiny else (128, 128 * 40)
     with TemporaryDirectory() as folder:
-        few, pixels = photos(Path(folder)).samples, np.zeros((number, 32, 32, 3), dtype=np.uint8)
+        few = make_photos(Path(folder)).samples
         files = FileImages([few[index % len(few)] for index in range(number)])
-        held = ArrayImages(pixels, [0] * number)
+        held = ArrayImages(np.zeros((number, 32, 32, 3), dtype=np.uint8), [0] * number)
         for model, images in ((CCT, held), (VIT, files)):
             for workers in (0,) if scope.tiny else WORKERS:
                 speed = _end_to_end(scope, SMALL if scope.tiny else model, images, batch, workers)
@@ -155,14 +155,14 @@ def loader(scope: Scope) -> Iterator[Finding]:
 
 
 def _end_to_end(scope: Scope, model: str, images: ImageSource, batch: int, workers: int) -> float:
-    told = (f"dataset.workers={workers}", f"recipe.batch_size={batch}")
-    trainer = small_trainer(scope.device, model, BOTH, precision_on(scope.device), *told)
+    overrides = (f"dataset.workers={workers}", f"recipe.batch_size={batch}")
+    trainer = small_trainer(scope.device, model, BOTH, precision_on(scope.device), *overrides)
     order = TrainingBatches(len(images), batch, 0)
     source, pin = Source(images, images, []), scope.device.type == "cuda"
-    fed = build_training_loader(trainer.config, source, order, pin, BrokenImages(0))
+    feed = build_training_loader(trainer.config, source, order, pin, BrokenImages(0))
     seen, start = 0, 0.0
-    for count, (pixels, classes) in enumerate(fed):
-        if count == len(order) // 4:  # workers have started, memory is allocated
+    for count, (pixels, classes) in enumerate(feed):
+        if count == len(order) // 4:  # warm: workers run, memory is allocated
             _wait(scope.device)
             seen, start = 0, time.perf_counter()
         trainer.train_step(pixels, classes % len(trainer.classes), len(pixels))
@@ -173,7 +173,7 @@ def _end_to_end(scope: Scope, model: str, images: ImageSource, batch: int, worke
 
 
 def backends(scope: Scope) -> Iterator[Finding]:
-    """Every kernel of attention that torch has here, forward and backward."""
+    """All attention kernels of torch that are available here, forward and backward."""
     calls = calls_on(scope.device)
     for model, (heads, tokens, width) in HEADS.items():
         shape = (2 if scope.tiny else 128, heads, tokens, width)
@@ -186,7 +186,7 @@ def backends(scope: Scope) -> Iterator[Finding]:
                 ms = spread_of(time_in_turns({name: work}, 5, calls)[name]).median
                 yield Finding(f"{model}, {name.lower()}", f"{ms:.3g} ms, forward and backward")
             except RuntimeError:
-                yield Finding(f"{model}, {name.lower()}", "not to be had here")
+                yield Finding(f"{model}, {name.lower()}", "not available here")
 
 
 def _attend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""What the parts have in common, and the largest: losses and gradients beside the CPU's.
+"""Shared by all parts: scope, findings, small trainers and their steps. Also the largest part.
 
-In common are where they run, what they find, small trainers and their steps.
+It compares losses and gradients with those of the CPU.
 """
 
 import math
@@ -19,19 +19,19 @@ from scripts.benchmark.steps import sharp_trainer, step_config
 SMALL = "cct_2_3x2"
 BOTH, ALL = ["htm", "vtm"], ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"]
 EVERY_STACK: list[list[str]] = [[], ["htm"], ["vtm"], BOTH]
-UNDROPPED = ("model.drop_path=0", "model.attn_drop=0")
+NO_DROPOUT = ("model.drop_path=0", "model.attn_drop=0")
 LAYERS = "augmentation.manifold_mixup.layers=[0,1]"
 
 
 class Scope(NamedTuple):
-    """Where, and how much: `tiny` tries the parts out."""
+    """The device to check; `tiny` selects the smallest sizes, for tests."""
 
     device: torch.device
     tiny: bool = False
 
 
 class Finding(NamedTuple):
-    """What was tried, what came of it, and whether that is right; None where nothing is judged."""
+    """A check or measurement, its result, and whether that is right; None if nothing is judged."""
 
     what: str
     figure: str
@@ -42,46 +42,46 @@ Part = Callable[[Scope], Iterator[Finding]]
 
 
 def small_trainer(
-    device: torch.device, model: str, stack: list[str], precision: str, *told: str
+    device: torch.device, model: str, stack: list[str], precision: str, *overrides: str
 ) -> Trainer:
-    """With new weights of sharp attention, alike on every device."""
-    return sharp_trainer(step_config(model, stack, precision, *told), device)
+    """A trainer of a new model with sharp attention, with equal weights on every device."""
+    return sharp_trainer(step_config(model, stack, precision, *overrides), device)
 
 
 def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
-    """Trains on random images, others in every step, and tells the lines of its log."""
+    """Trains on random images, new ones in every step, and returns the metrics."""
     generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
     for _ in range(steps):
         shape = (batch, 3, size, size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
-        parts = trainer.train_step(images, classes, batch)
+        micro_batches = trainer.train_step(images, classes, batch)
         trainer.step += 1
-        trainer.metrics.add(trainer.step, 1, 0.1, parts, trainer.update.not_finite)
+        trainer.metrics.add(trainer.step, 1, 0.1, micro_batches, trainer.update.not_finite)
     return trainer.metrics.fetch()
 
 
 def distance_of_losses(lines: list[Line], others: list[Line]) -> float:
-    """The largest difference of losses, as a share of them; inf where one is not finite."""
+    """The largest relative difference of losses; inf if one is not finite."""
     shares = [abs(x["loss"] / y["loss"] - 1) for x, y in zip(lines, others, strict=True)]
     return max(shares) if all(map(math.isfinite, shares)) else math.inf
 
 
 class Case(NamedTuple):
-    """Steps that a GPU and a CPU both take."""
+    """A configuration whose steps are compared between GPU and CPU."""
 
     model: str
     batch: int
     stack: list[str]
     precision: str
-    told: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     steps: int = 2
-    sharpness: float = 12  # of attention; in deep models more would make rounding errors large
+    sharpness: float = 12  # of attention; too much enlarges rounding errors in deep models
 
 
-# precision -> share by which losses, and by which gradients, may differ
-FAR = {"float32": (1e-3, 1e-2), "bf16": (4e-2, 0.5), "float16": (1e-2, 0.1)}
-SMALLEST = 0.01  # of the largest gradient: smaller ones are compared with that
+# precision -> tolerated relative differences of losses and of gradients
+TOLERANCES = {"float32": (1e-3, 1e-2), "bf16": (4e-2, 0.5), "float16": (1e-2, 0.1)}
+MIN_NORM = 0.01  # times the largest gradient norm: the least that differences are divided by
 CLIP, AVERAGE = "recipe.clip_grad_norm=1", "recipe.ema_decay=0.9"
 SKIP = "recipe.non_finite=skip"
 SPLIT = "augmentation.htm.tau=2.31"  # easy and hard samples in both batches
@@ -93,7 +93,7 @@ AT_32 = ("model.image_size=32", "augmentation.vtm.kappa=2")
 CASES: dict[str, Case] = {
     **{
         f"{SMALL} {'+'.join(stack) or 'plain'} {precision}": Case(SMALL, 6, stack, precision)
-        for precision in FAR
+        for precision in TOLERANCES
         for stack in EVERY_STACK
     },
     "all five, accumulating, averaging, clipping": Case(
@@ -125,14 +125,14 @@ CASES: dict[str, Case] = {
 
 
 class Trained(NamedTuple):
-    """What the steps of a case have left."""
+    """The results of a case's steps."""
 
     lines: list[Line]
-    gradients: list[Tensor]  # on the host, as the optimiser's first moments keep them
+    gradients: list[Tensor]  # on the host, from the optimiser's first moments
 
 
 class DrawnOnHost(TorchFunctionMode):
-    """Draws on the CPU what a step draws on its device, whose generators give other numbers."""
+    """Draws a step's random numbers on the CPU, since generators differ between devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -145,7 +145,7 @@ class DrawnOnHost(TorchFunctionMode):
 
 
 def losses(scope: Scope) -> Iterator[Finding]:
-    """Losses and gradients of the steps, mixed samples and replaced tokens."""
+    """Losses and gradients of the steps, compared with the CPU's; mixed samples and tokens."""
     for name in [*CASES][: 1 if scope.tiny else None]:
         case = CASES[name]
         try:
@@ -153,36 +153,36 @@ def losses(scope: Scope) -> Iterator[Finding]:
         except Exception as error:
             yield Finding(name, f"{type(error).__name__}: {error}", False)
             continue
-        of_losses = distance_of_losses(there.lines, here.lines)
-        of_gradients = distance_of_gradients(there.gradients, here.gradients)
+        loss_error = distance_of_losses(there.lines, here.lines)
+        gradient_error = distance_of_gradients(there.gradients, here.gradients)
         mixed = [
             f"{line['mixed_samples']} x {line['mixed_tokens']:.2f}"
             for line in (there.lines[-1], here.lines[-1])
         ]
-        figure = f"losses differ by {of_losses:.1e}, gradients by {of_gradients:.1e}; mixed "
-        most = FAR[case.precision]
-        is_right = of_losses <= most[0] and of_gradients <= most[1]
+        figure = f"losses differ by {loss_error:.1e}, gradients by {gradient_error:.1e}; mixed "
+        most_loss, most_gradient = TOLERANCES[case.precision]
+        is_right = loss_error <= most_loss and gradient_error <= most_gradient
         yield Finding(name, figure + ", ".join(mixed), is_right)
 
 
 def train(device: torch.device, case: Case) -> Trained:
-    """The steps of a case on a device."""
-    told = (*UNDROPPED, "recipe.transforms.erasing_mode=const", *case.told)
-    config = step_config(case.model, case.stack, case.precision, *told)
+    """Runs the steps of a case on a device."""
+    overrides = (*NO_DROPOUT, "recipe.transforms.erasing_mode=const", *case.overrides)
+    config = step_config(case.model, case.stack, case.precision, *overrides)
     trainer = sharp_trainer(config, device, sharpness=case.sharpness)
     with DrawnOnHost():
         lines = steps_of(trainer, case.batch, case.steps)
-    kept = [trainer.update.optimizer.state[p] for p in trainer.module.parameters()]
-    moments = [state.get("exp_avg", state.get("momentum_buffer")) for state in kept]
+    states = [trainer.update.optimizer.state[p] for p in trainer.module.parameters()]
+    moments = [state.get("exp_avg", state.get("momentum_buffer")) for state in states]
     return Trained(lines, [moment.float().cpu() for moment in moments])
 
 
-def distance_of_gradients(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference of a tensor, as a share of its norm; inf where one is not finite."""
+def distance_of_gradients(gradients: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of a tensor relative to its norm; inf if one is not finite."""
     norms = [float(y.norm()) for y in expected]
-    least = SMALLEST * max(norms)
+    least = MIN_NORM * max(norms)
     shares = [
         float((x - y).norm()) / max(norm, least)
-        for x, y, norm in zip(found, expected, norms, strict=True)
+        for x, y, norm in zip(gradients, expected, norms, strict=True)
     ]
     return max(shares) if all(map(math.isfinite, shares)) else math.inf

@@ -120,7 +120,7 @@ def test_command_adds_findings_to_those_of_earlier_parts(monkeypatch, capsys, tm
     assert call(monkeypatch, tmp_path, "--parts", "memory") == 1
     assert call(monkeypatch, tmp_path, "--parts", "loader") == 0  # the status is of this call alone
     text = (tmp_path / "check-gpu" / "check.md").read_text()
-    assert "| memory | memory | a\\|b c | WRONG |" in text and "these are no figures" in text
+    assert "| memory | memory | a\\|b c | WRONG |" in text and "not a measurement" in text
     assert text in capsys.readouterr().out
     report = json.loads((tmp_path / "check-gpu" / "check.json").read_text())
     assert [*report["parts"]] == ["waits", "memory", "loader"]

@@ -7,7 +7,7 @@ import torch
 
 from reproduction.system import timing
 from reproduction.system.timing import WARM_UP, spread_of, time_in_turns
-from scripts.benchmark.measure import compared, peak_mib, summary
+from scripts.benchmark.measure import compare, peak_mib, summarize
 
 MEGABYTE = torch.zeros(1000, 250)
 
@@ -45,7 +45,7 @@ def test_time_in_turns_drops_warm_up_rounds(clock):
     assert time_in_turns({"a": work}, 2) == {"a": pytest.approx([2.0, 2.0])}
 
 
-def test_compared_takes_ratios_per_round(clock):
+def test_compare_takes_ratios_per_round(clock):
     """The machine slows down every round, but ratios stay constant."""
     speed = [1.0]
 
@@ -53,31 +53,31 @@ def test_compared_takes_ratios_per_round(clock):
         speed[0] *= 1.5
         clock(speed[0])
 
-    rows = compared({"plain": plain, "both": lambda: clock(3 * speed[0])}, 6)
+    rows = compare({"plain": plain, "both": lambda: clock(3 * speed[0])}, 6)
     assert list(rows) == ["plain", "plain, again", "both"]
     assert rows["plain"]["ratio"] == {"median": 1, "low": 1, "high": 1, "interval": [1, 1]}
     assert rows["plain"]["ms"]["high"] > 3 * rows["plain"]["ms"]["low"]
     assert rows["plain, again"]["ratio"]["median"] != 1
 
 
-def test_compared_takes_ratios_to_the_mean_of_baseline_and_twin(clock):
+def test_compare_takes_ratios_to_the_mean_of_baseline_and_twin(clock):
     works = {"a": lambda: clock(1.0), "a, again": lambda: clock(3.0), "b": lambda: clock(4.0)}
-    rows = compared(works, 3)
+    rows = compare(works, 3)
     assert [row["ratio"]["median"] for row in rows.values()] == [1, 3, 2]
 
 
-def test_compared_adds_no_second_twin():
+def test_compare_adds_no_second_twin():
     calls: list[str] = []
     works = {name: lambda name=name: calls.append(name) for name in ("a", "a, again", "b")}
-    assert list(compared(works, 2)) == ["a", "a, again", "b"]
+    assert list(compare(works, 2)) == ["a", "a, again", "b"]
     assert {name: calls.count(name) for name in works} == dict.fromkeys(works, WARM_UP + 2)
 
 
 def test_summary_interval_holds_the_median_and_narrows_with_rounds():
-    few, many = summary([*range(11)]), summary([*range(11)] * 40)
+    few, many = summarize([*range(11)]), summarize([*range(11)] * 40)
     assert few["interval"][0] < few["low"] <= many["interval"][0] <= many["median"] == 5
     assert many["interval"][1] < few["interval"][1]
-    assert summary([2.0, 1.0])["interval"] == [1, 2]
+    assert summarize([2.0, 1.0])["interval"] == [1, 2]
 
 
 def test_spread_of_gives_median_and_quartiles():

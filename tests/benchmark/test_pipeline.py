@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmark.pipeline import FEEDS, FILES, PHOTOS, SMALL, appetite
+from scripts.benchmark.pipeline import FEEDS, FILES, PHOTOS, SMALL, workers_needed
 
 
 def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:
@@ -20,9 +20,9 @@ def report_of(device: str, steps: dict[str, float]) -> dict[str, Any]:
     return {"machine": {"device": device}, "sections": sections}
 
 
-def test_appetite_counts_workers_to_match_the_step():
+def test_workers_needed_counts_workers_to_match_the_step():
     steps = {"cct_7_3x1, batch of 128": 1001.0, "vit_base_patch16_224, batch of 128": 900.0}
-    rows = appetite(report_of("cuda", steps))["rows"]
+    rows = workers_needed(report_of("cuda", steps))["rows"]
     workers = {name: row["workers"] for name, row in rows.items()}
     assert workers == {
         f"cct_7_3x1, batch of 128, cuda: {SMALL}": 11,
@@ -31,8 +31,8 @@ def test_appetite_counts_workers_to_match_the_step():
     }
 
 
-def test_appetite_leaves_gpu_rows_unmeasured_on_a_cpu():
-    rows = appetite(report_of("cpu", {"cct_7_3x1, batch of 16": 90.0}))["rows"]
+def test_workers_needed_leaves_gpu_rows_unmeasured_on_a_cpu():
+    rows = workers_needed(report_of("cpu", {"cct_7_3x1, batch of 16": 90.0}))["rows"]
     assert rows[f"cct_7_3x1, batch of 16, cpu: {SMALL}"] == {
         "images_per_second": 90.0,
         "workers": 1,
@@ -42,7 +42,7 @@ def test_appetite_leaves_gpu_rows_unmeasured_on_a_cpu():
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 6), ("cuda", 3)])
-def test_appetite_without_steps_measures_nothing(device: str, rows: int):
-    unmeasured = appetite(report_of(device, {}))["rows"]
+def test_workers_needed_without_steps_measures_nothing(device: str, rows: int):
+    unmeasured = workers_needed(report_of(device, {}))["rows"]
     assert len(unmeasured) == rows
     assert all(row["images_per_second"] is None for row in unmeasured.values())

@@ -107,7 +107,9 @@ def test_check_machine_refuses_other_machines():
 
 
 def test_slower_refuses_runs_without_common_figures():
-    with pytest.raises(UserError, match="compare: the earlier run has none of what was measured"):
+    with pytest.raises(
+        UserError, match="compare: the earlier run has none of the measured figures"
+    ):
         slower({"machine": MACHINE, "sections": {}}, report(1))
 
 
@@ -121,14 +123,14 @@ def test_markdown_shows_rows_with_noise_and_goals():
 
 
 def test_markdown_shows_missed_goals():
-    (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
+    (goal,) = (goal for goal in GOALS if goal.name == "HTM / plain, CCT-7/3x1")
     figure = figure_of(goal, report(1.06))
     assert figure is not None and figure.value == 1.06
     assert "| <= 1.05 | 1.060 | 1.055 to 1.065 | missed |" in markdown(report(1.06))
 
 
 def test_verdict_states_whether_noise_could_change_it():
-    (goal,) = (goal for goal in GOALS if goal.what == "HTM / plain, CCT-7/3x1")
+    (goal,) = (goal for goal in GOALS if goal.name == "HTM / plain, CCT-7/3x1")
     assert verdict(goal, Figure(1.05, (1.05, 1.05))) == verdict(goal, Figure(1.05)) == "met"
     assert verdict(goal, Figure(1.04, (1.03, 1.06))) == "met, within noise"
     assert verdict(goal, Figure(1.06, (1.04, 1.07))) == "missed, within noise"

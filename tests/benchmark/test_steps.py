@@ -7,7 +7,7 @@ from reproduction.studies.latency import detector_configs
 from reproduction.studies.plan import Settings
 from reproduction.studies.speed import step_of
 from reproduction.system.errors import UserError
-from scripts.benchmark.measure import ON_CPU, ON_GPU, TRAINED_AS, sizes_of
+from scripts.benchmark.measure import ON_CPU, ON_GPU, TRAINED_AS, parse_sizes
 from scripts.benchmark.parts import exponent, htm_parts
 from scripts.benchmark.steps import (
     VARIANTS,
@@ -92,12 +92,12 @@ def test_exponent_fits_a_power_law():
     assert exponent([32, 64, 1024], [5, 5, 5]) == 0
 
 
-def test_sizes_of_parses_model_and_batch():
-    assert sizes_of(["cct_7_3x1:128"]) == (("cct_7_3x1", 128),)
+def test_parse_sizes_parses_model_and_batch():
+    assert parse_sizes(["cct_7_3x1:128"]) == (("cct_7_3x1", 128),)
     assert {model for model, _ in (*ON_CPU.steps, *ON_GPU.steps)} == set(TRAINED_AS)
 
 
 @pytest.mark.parametrize("size", ["resnet18:4", "cct_7_3x1", "cct_7_3x1:1", "cct_7_3x1:x"])
-def test_sizes_of_refuses_invalid_sizes(size: str):
+def test_parse_sizes_refuses_invalid_sizes(size: str):
     with pytest.raises(UserError, match=f"sizes={size}: "):
-        sizes_of([size])
+        parse_sizes([size])

@@ -227,7 +227,7 @@ def test_ranks_save_after_the_same_steps_by_the_clock_of_rank_0(monkeypatch):
     for step in range(1, 11):
         ranks.now = 21.0 * step
         for rank, agreement in enumerate(both):
-            agreement.renew(step)
+            agreement.update(step)
             if agreement.to_save:
                 saved[rank].append(step)
                 agreement.note_saved()

@@ -24,7 +24,7 @@ from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training import distributed, endings
-from reproduction.training.distributed import World, _how
+from reproduction.training.distributed import World, _failure_line
 from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import Logs
 from reproduction.training.train import build_trainer, run_training
@@ -75,7 +75,7 @@ def test_two_ranks_equal_one_process_also_with_micro_batches_and_a_restart(
     in_parts = "recipe.grad_accum_steps=3"  # micro-batches of 4 and 5 images per rank
     with endings.handling(endings.stop_at_once):  # torchrun does not restore the handlers
         distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
-    assert "restart 1 of 1: all ranks go on after step 10" in capfd.readouterr().err
+    assert "restart 1 of 1: all ranks resume after step 10" in capfd.readouterr().err
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
     one_steps, one_epochs = lines_of(tmp_path, "one")
     assert len(one_steps) == 20
@@ -160,16 +160,16 @@ def test_ranks_evaluate_the_saved_weights(
     assert saved["eval_loss"] == pytest.approx(epoch["eval_loss"], rel=1e-5)
 
 
-def test_sharing_cores_divides_them_among_ranks(monkeypatch: pytest.MonkeyPatch):
+def test_dividing_cores_divides_them_among_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(distributed, "usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = []
     for ranks in (4, 2):
-        with distributed._sharing_cores(ranks):
+        with distributed._dividing_cores(ranks):
             threads.append(os.environ["OMP_NUM_THREADS"])
     assert threads == ["2", "4"] and "OMP_NUM_THREADS" not in os.environ
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    with distributed._sharing_cores(4):
+    with distributed._dividing_cores(4):
         assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
@@ -224,7 +224,7 @@ def test_ranks_stop_after_the_same_step_and_resume_also_after_a_kill(
     result = command("train", *resumed, *MIXING)
     assert result.status == 0, result.err
     (line,) = result.lines
-    assert line.startswith("restart 1 of 1: all ranks go on after step 3")
+    assert line.startswith("restart 1 of 1: all ranks resume after step 3")
     (undisturbed,) = (mixing_runs / "outputs").glob("*-s0-*")
     assert differences(mine, RunFolder(undisturbed)) == []
 
@@ -273,7 +273,7 @@ def test_only_rank_0_writes(tmp_path: Path):
 
 def test_killed_ranks_are_described_by_their_signal():
     killed = ProcessFailure(local_rank=1, pid=7, exitcode=-9, error_file="none")
-    assert _how(killed) == "killed by SIGKILL"
+    assert _failure_line(killed) == "killed by SIGKILL"
 
 
 @pytest.mark.parametrize(

@@ -216,5 +216,5 @@ def test_too_many_consecutive_skips_end_the_run(monkeypatch: pytest.MonkeyPatch)
     counter.check([bad, bad, good, bad])
     counter.load_state_dict(counter.state_dict())
     counter.check([bad])
-    with pytest.raises(PlainError, match="step 7: 3 updates in a row were left out"):
+    with pytest.raises(PlainError, match="step 7: 3 updates in a row were skipped"):
         counter.check([bad])

@@ -163,7 +163,7 @@ def _launch(
         except Exception as error:  # the launcher's own: no SLURM, a job that died without a word
             raise PlainError(f"hydra/launcher={launcher}: {first_line(error)}") from error
         except KeyboardInterrupt:
-            goes_on = "repeat the command with resume=auto to go on"
+            goes_on = "repeat the command with resume=auto to continue"
             if launcher in SUBMITIT:
                 goes_on = "what is submitted goes on"
             raise RunInterrupted(f"interrupted; {goes_on}") from None

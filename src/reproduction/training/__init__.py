@@ -1,1 +1,1 @@
-"""The training loop and what it needs."""
+"""Training, evaluation and checkpoints."""

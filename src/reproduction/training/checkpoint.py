@@ -1,4 +1,4 @@
-"""Checkpoints: last.pt to go on from, best.safetensors for evaluation."""
+"""Checkpoints: last.pt to resume from, best.safetensors for evaluation."""
 
 import json
 from pathlib import Path
@@ -24,17 +24,17 @@ STATE_KEYS = {
 
 
 def save_last(path: Path, state: dict[str, Any], keep: int = 1) -> None:
-    """Writes the whole training state, or nothing; the newest `keep` of them stay."""
+    """Writes the complete training state atomically and keeps the newest `keep` files."""
     with replacing(path, keep) as temporary:
-        with temporary.open("wb") as file:  # of a path torch hides why it could not be written
+        with temporary.open("wb") as file:  # given a path, torch would hide the reason of an error
             torch.save({**state, KEY: True}, file)
         seal_archive(temporary)
 
 
 def load_last(folder: RunFolder, run: str) -> Newest | None:
-    """The newest training state that can be read, of the run with this hash; None before the first.
+    """Reads the newest readable training state of the run with this hash; None if there are none.
 
-    UserError if there are some, but none is of use.
+    Raises UserError if there are some, but none is usable.
     """
 
     def check(path: Path, state: Any) -> None:
@@ -51,19 +51,18 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
-    """Writes a plain model's parameters, with its classes where known, or nothing."""
-    told = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK, **WRITER}
+    """Writes a plain model's parameters and, if known, its classes atomically."""
+    metadata = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK, **WRITER}
     with replacing(path) as temporary:
-        # save_file would hide the file from all but its owner, and errors of the disk in words
-        temporary.write_bytes(save({k: v.contiguous() for k, v in state.items()}, told))
+        # save_file would ignore the umask and turn errors of the disk into text
+        temporary.write_bytes(save({k: v.contiguous() for k, v in state.items()}, metadata))
         fill_in(temporary)
 
 
 def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
-    """Loads a plain model from the first file that is readable, of any known kind, and names it.
+    """Loads a plain model from the first readable file, of any known format; returns its path.
 
-    Raises UserError if none is, if it does not fit the model, or tells other classes than
-    `classes`.
+    Raises UserError if none is readable, or if parameters or classes do not fit.
     """
     path, content = read_newest("checkpoint", paths)
     weights = weights_of(f"checkpoint={path}", content)
@@ -74,7 +73,7 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
 
 
 def check_classes(path: Path, trained: list[str], found: list[str]) -> None:
-    """Raises UserError unless the classes are those that the checkpoint was trained on."""
+    """Raises UserError unless the checkpoint was trained on the classes of the data set."""
     if trained != found:
         raise UserError(
             f"checkpoint={path}: was trained on the classes {_shortened(trained)}, the data set "
@@ -83,16 +82,17 @@ def check_classes(path: Path, trained: list[str], found: list[str]) -> None:
 
 
 def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:
-    """Writes what save_plain writes, of the first file that is readable, of any known kind.
+    """Exports the first readable checkpoint, of any known format, as `save_plain` does.
 
-    Raises UserError if none is, or if it does not fit the model.
+    Raises UserError if none is readable, or if it does not fit the model.
     """
     path, content = read_newest("checkpoint", checkpoints)
     weights = weights_of(f"checkpoint={path}", content)
     with torch.device("meta"):
         model = build_model(without_start(config), count_classes(config, weights.state))
     output.parent.mkdir(parents=True, exist_ok=True)
-    state = {name: value.clone() for name, value in fitting(weights, model).items()}  # of its own
+    # Tensors that share memory cannot be saved.
+    state = {name: value.clone() for name, value in fitting(weights, model).items()}
     save_plain(output, state, weights.classes)
 
 

@@ -1,4 +1,4 @@
-"""One process or many: torchrun's ranks, or ranks that we start ourselves."""
+"""One process or many: ranks started by torchrun or by `launch`."""
 
 import errno
 import logging
@@ -39,24 +39,24 @@ Settings = TypeVar("Settings")
 Result = TypeVar("Result")
 Shared = TypeVar("Shared")
 
-GLOO = "gloo/transport"  # in what gloo says of a peer; NCCL raises a DistError
+GLOO = "gloo/transport"  # in gloo's messages about a lost peer; NCCL raises a DistError
 SECONDS_FOR_PEERS = 2
-START_METHOD = "spawn"  # of ranks; CUDA does not work in a fork
-TOLD_BY_US = (  # loggers of what one line of ours says
+START_METHOD = "spawn"  # of ranks; CUDA does not work after a fork
+QUIET_LOGGERS = (  # `launch` reports the same in one line
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.multiprocessing.spawn",
 )
-SIGNALLED = 128  # what a shell adds to a signal's number
-SIGNALLING: dict[str, Any] = {  # settings of the launcher that older versions of torch lack
+SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
+SIGNAL_SETTINGS: dict[str, Any] = {  # of the launcher; older versions of torch lack them
     "signals_to_handle": ",".join(signum.name for signum in STOP_SIGNALS),
-    "shutdown_timeout": 300,  # seconds that ranks have to end their step, or an evaluation
+    "shutdown_timeout": 300,  # seconds for ranks to end their step or evaluation
 }
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers; `neighbours` are the processes of those on this machine."""
+    """This process among its peers; `neighbours` are the process ids of those on this machine."""
 
     rank: int
     size: int
@@ -67,39 +67,39 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def is_incomplete(self) -> bool:
-        """Whether a neighbour is gone: what waits for it, as NCCL does for minutes, is in vain."""
-        return any(not _is_there(process) for process in self.neighbours)
+    def has_lost_neighbour(self) -> bool:
+        """Whether a neighbour has died; NCCL would wait for it for minutes."""
+        return not all(_is_alive(process) for process in self.neighbours)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, on every rank; changes `values`."""
+        """Sums `values` over all ranks, in place, on every rank."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """The maximum over all ranks, on every rank; changes `values`."""
+        """Takes the maximum of `values` over all ranks, in place, on every rank."""
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def union(self, numbers: set[int], bound: int) -> set[int]:
-        """The numbers below `bound` that any rank has; all have to ask."""
+        """The union of all ranks' numbers, which are below `bound`; all ranks have to call it."""
         if self.size == 1 or not bound:
             return numbers
-        has = torch.zeros(bound, dtype=torch.int32, device=self.device)
-        has[sorted(numbers)] = 1
-        return set(self.sum(has).nonzero().flatten().tolist())
+        counts = torch.zeros(bound, dtype=torch.int32, device=self.device)
+        counts[sorted(numbers)] = 1
+        return set(self.sum(counts).nonzero().flatten().tolist())
 
     def share(self, value: Shared) -> Shared:
-        """The first rank's value, on every rank."""
+        """Returns the first rank's value on every rank."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Takes over the first rank's buffers: batch normalisation sees its own share only."""
+        """Copies the first rank's buffers: batch normalisation sees only its rank's share."""
         if self.size > 1:
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
@@ -110,7 +110,7 @@ class World:
 
 
 def resolve_device(device: str, devices: int) -> str:
-    """`cpu` or `cuda`; UserError for a GPU that is not there."""
+    """Returns `cpu` or `cuda`; UserError if there are not enough GPUs."""
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"
@@ -133,9 +133,9 @@ def visible_gpus() -> list[str]:
 
 
 def allow_tf32(is_allowed: bool) -> None:
-    """Whether this process's float32 products and convolutions on a GPU may be TF32's.
+    """Allows or forbids TF32 for float32 matrix products and convolutions of this process.
 
-    Torch would allow it to convolutions alone.
+    By default torch allows it for convolutions only.
     """
     torch.backends.cuda.matmul.allow_tf32 = is_allowed
     torch.backends.cudnn.allow_tf32 = is_allowed
@@ -143,7 +143,7 @@ def allow_tf32(is_allowed: bool) -> None:
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """Joins the process group that the environment describes, NCCL on CUDA and gloo on a CPU."""
+    """Joins the process group described by the environment: NCCL on CUDA, gloo on a CPU."""
     if launched_ranks() is None:
         yield World(0, 1, torch.device(device))
         return
@@ -151,9 +151,9 @@ def join_world(device: str) -> Iterator[World]:
     place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(place)
-    with _leaving_blame_to_peers():
+    with _reporting_lost_peers():
         store, rank, size = next(iter(dist.rendezvous("env://")))
-        # torchrun keeps its store when it starts ranks again, and with it addresses of dead ones
+        # torchrun keeps its store over restarts, with the addresses of dead ranks
         store = dist.PrefixStore(f"start_{restarts()[0]}", store)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -164,15 +164,15 @@ def join_world(device: str) -> Iterator[World]:
 
 
 def _neighbours(store: dist.Store, rank: int, size: int) -> tuple[int, ...]:
-    """The processes of the other ranks on this machine."""
+    """The process ids of the other ranks on this machine."""
     machine = socket.gethostname()
     store.set(f"place of {rank}", f"{os.getpid()} {machine}")
     places = (store.get(f"place of {peer}").decode() for peer in range(size) if peer != rank)
-    found = (place.split(" ", 1) for place in places)
-    return tuple(int(process) for process, where in found if where == machine)
+    pairs = (place.split(" ", 1) for place in places)
+    return tuple(int(process) for process, host in pairs if host == machine)
 
 
-def _is_there(process: int) -> bool:
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except OSError as error:
@@ -181,8 +181,8 @@ def _is_there(process: int) -> bool:
 
 
 @contextmanager
-def _leaving_blame_to_peers() -> Iterator[None]:
-    """A rank that finds another gone raises RankFailed, once the launcher has seen that one."""
+def _reporting_lost_peers() -> Iterator[None]:
+    """Raises RankFailed if another rank is gone, after the launcher had time to notice that one."""
     try:
         yield
     except RuntimeError as error:
@@ -196,19 +196,19 @@ def _leaving_blame_to_peers() -> Iterator[None]:
 def launch(
     function: Callable[[Settings], Result], settings: Settings, devices: int, max_restarts: int = 0
 ) -> Result:
-    """Runs `function(settings)` on `devices` ranks of torch's elastic launcher.
+    """Runs `function(settings)` on `devices` ranks and returns the first rank's result.
 
-    If one fails or is killed, all are started again, `max_restarts` times at most. Returns rank 0's
-    result. Their UserError and Stopped are raised as such, another error as RankFailed. Its
-    handlers of signals stay set.
+    If a rank fails or is killed, torch's elastic launcher restarts all of them, at most
+    `max_restarts` times. UserError and Stopped are raised as such, any other error as RankFailed.
+    The launcher's signal handlers stay set.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in TOLD_BY_US:
+    for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    logs = TemporaryDirectory()  # of what ranks tell the launcher, which would leave it behind
+    logs = TemporaryDirectory()  # the launcher would leave its own behind
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -219,26 +219,26 @@ def launch(
         max_restarts=max_restarts,
         start_method=START_METHOD,
         logs_specs=DefaultLogsSpecs(logs.name),
-        **{key: value for key, value in SIGNALLING.items() if hasattr(LaunchConfig, key)},
+        **{key: value for key, value in SIGNAL_SETTINGS.items() if hasattr(LaunchConfig, key)},
     )
     try:
-        with logs, _sharing_cores(devices):
+        with logs, _dividing_cores(devices):
             result = elastic_launch(config, _on_rank)(function, settings)[0]
-    except SignalException as error:  # the launcher has passed it on and waited for the ranks
+    except SignalException as error:  # the launcher has forwarded it and waited for the ranks
         raise Stopped(error.sigval) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode - SIGNALLED in STOP_SIGNALS:
-            raise Stopped(failure.exitcode - SIGNALLED) from None
-        raise RankFailed(f"rank {rank}: {_how(failure)}") from None
+        if (signum := failure.exitcode - SIGNAL_STATUS) in STOP_SIGNALS:
+            raise Stopped(signum) from None
+        raise RankFailed(f"rank {rank}: {_failure_line(failure)}") from None
     if isinstance(result, UserError):
         raise result
     return result
 
 
 @contextmanager
-def _sharing_cores(devices: int) -> Iterator[None]:
-    """Ranks divide the cores, unless the environment says otherwise; it does so for them alone."""
+def _dividing_cores(devices: int) -> Iterator[None]:
+    """Divides the cores among the ranks to be started, unless OMP_NUM_THREADS is set."""
     name = "OMP_NUM_THREADS"
     if name in os.environ:
         yield
@@ -250,33 +250,33 @@ def _sharing_cores(devices: int) -> Iterator[None]:
         del os.environ[name]
 
 
-def _how(failure: "ProcessFailure") -> str:
-    """How a rank ended, in one line."""
+def _failure_line(failure: "ProcessFailure") -> str:
+    """Describes in one line how a rank ended."""
     if failure.exitcode < 0:
         return f"killed by {failure.signal_name()}"
-    told = failure.message
-    line = str(told["message"] if isinstance(told, dict) else told).splitlines()[-1]
+    message = failure.message
+    line = str(message["message"] if isinstance(message, dict) else message).splitlines()[-1]
     return line.removeprefix(f"{PlainError.__name__}: ")
 
 
 def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Result | UserError:
-    """Runs in a rank: a UserError, which all ranks share, is handed back; others are printed."""
-    Thread(target=_end_with_launcher, daemon=True).start()
+    """Runs in each rank. Returns a UserError, which all ranks share; prints unexpected errors."""
+    Thread(target=_exit_with_launcher, daemon=True).start()
     try:
         return function(settings)
     except UserError as error:
         return error
-    except Stopped as stopped:  # nobody may be there to take a result
-        sys.exit(SIGNALLED + stopped.signum)
-    except PlainError:  # one line tells it, or another rank has
+    except Stopped as stopped:  # the launcher may not take a result any more
+        sys.exit(SIGNAL_STATUS + stopped.signum)
+    except PlainError:  # needs no traceback
         raise
     except Exception:
         traceback.print_exc()
         raise
 
 
-def _end_with_launcher() -> None:
-    """A launcher that is gone holds the run's folder no longer, so that nothing may write there."""
+def _exit_with_launcher() -> None:
+    """Kills this rank once the launcher, which holds the lock of the run's folder, is gone."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

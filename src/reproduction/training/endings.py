@@ -1,4 +1,4 @@
-"""How a run ends that does not finish: by a failure, in one line, or after a step, by a signal.
+"""How an unfinished run ends: with one line after a failure, or by a signal after a step.
 
 All ranks stop, and save, after the same step.
 """
@@ -26,45 +26,46 @@ from reproduction.system.ranks import is_first_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.distributed import World
 
-OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-OF_PATHS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # plain in the run's folder
-SECONDS_AFTER_A_DEATH = 10  # of a rank, in which the others may still end by themselves
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # only of the run's folder
+SECONDS_AFTER_A_DEATH = 10  # time for the other ranks to end by themselves
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
-def leave_failed(folder: RunFolder, error: Exception) -> str:
-    """Writes that a run has failed and says by what; prints the traceback of what is not plain.
+def record_failure(folder: RunFolder, error: Exception) -> str:
+    """Records that a run has failed and returns the line to print.
 
-    Where torchrun starts the ranks again the run goes on, and nothing is written.
+    Prints the traceback unless it is a PlainError. If torchrun will restart the ranks, records
+    nothing.
     """
     reason = str(error)
     if not isinstance(error, PlainError):
         warn(traceback.format_exc())
-        reason = _reason(error)
+        reason = _error_line(error)
     elif not (is_first_rank() or isinstance(error, RankFailed)):
-        warn(f"rank {os.environ['RANK']}: {reason}")  # which the first rank does not know
+        warn(f"rank {os.environ['RANK']}: {reason}")  # the first rank does not know it
     done, allowed = restarts()
     if done < allowed:
-        return f"{reason}; all ranks start again"
-    return leave(folder, "failed", reason)
+        return f"{reason}; all ranks restart"
+    return record_end(folder, "failed", reason)
 
 
-def leave(folder: RunFolder, status: str, reason: str) -> str:
-    """Writes how a run ended, if it had begun, and says how to go on; raises nothing."""
+def record_end(folder: RunFolder, status: str, reason: str) -> str:
+    """Records the status of a run that has begun and returns the line to print; never raises."""
     if not folder.config_path.exists():
         return reason
-    kept = f"{folder.path} is kept as {status}"
+    outcome = f"{folder.path} is kept as {status}"
     if is_first_rank():
         try:
             folder.write_summary(status=status, error=reason)
-        except (OSError, UserError):  # the disk is full, say: reports know it by its lock
-            kept = f"{folder.path} is kept as it is"
-    return f"{reason}; {kept}, repeat the command with resume=auto to go on"
+        except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
+            outcome = f"{folder.path} is kept as it is"
+    return f"{reason}; {outcome}, repeat the command with resume=auto to continue"
 
 
 @contextmanager
-def explaining_memory(what: str, recipe: Recipe) -> Iterator[None]:
-    """Turns a lack of memory into a PlainError that names what to lower."""
+def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
+    """Turns an out-of-memory error into a PlainError that names the settings to change."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -73,25 +74,25 @@ def explaining_memory(what: str, recipe: Recipe) -> Iterator[None]:
             raise
         place = "the GPU's memory" if is_gpu else "this machine's memory"
         raise PlainError(
-            f"{what} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
+            f"{task} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
             f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
         ) from error
 
 
 @contextmanager
 def explaining_data() -> Iterator[None]:
-    """Turns a broken image, or the death of a loader's worker, into a PlainError."""
+    """Turns a broken image or a dead worker of the loader into a PlainError."""
     try:
         yield
     except RuntimeError as error:
-        last = str(error).strip().rpartition("\n")[2]  # of a worker's traceback
-        if NO_IMAGE in last:
-            told = last.removeprefix("RuntimeError: ")
-            raise PlainError(f"{told}; {SKIPPING}") from error
-        said = " ".join(str(error).split())
-        if "DataLoader worker (pid" in said:
+        text = str(error).strip()
+        last_line = text.rpartition("\n")[2]  # the reason, below a worker's traceback
+        if NO_IMAGE in last_line:
+            raise PlainError(f"{last_line.removeprefix('RuntimeError: ')}; {SKIPPING}") from error
+        reason = " ".join(text.split())
+        if "DataLoader worker (pid" in reason:
             raise PlainError(
-                f"{said.rstrip('. ')}: memory may have run out, try a lower dataset.workers, "
+                f"{reason.rstrip('. ')}: memory may have run out, try a lower dataset.workers, "
                 "dataset.memory_mib or recipe.batch_size"
             ) from error
         raise
@@ -99,33 +100,33 @@ def explaining_data() -> Iterator[None]:
 
 @contextmanager
 def explaining_disk(folder: RunFolder) -> Iterator[None]:
-    """Turns what a disk or a lost run folder causes into a PlainError that names the path."""
+    """Turns errors of a disk or a lost run folder into a PlainError that names the path."""
     try:
         yield
     except (PlainError, UserError):
         raise
     except Exception as error:
-        if reason := _reason_of_disk(folder, error):
+        if reason := _disk_error_line(folder, error):
             raise PlainError(reason) from error
         raise
 
 
-def _reason_of_disk(folder: RunFolder, error: BaseException) -> str | None:
-    """Path and reason, of the error or of one that caused it; None if no disk did."""
+def _disk_error_line(folder: RunFolder, error: BaseException) -> str | None:
+    """`path: reason` of a disk error among the error and its causes; None if there is none."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and (number := cause.errno) is not None:
-            where = Path(cause.filename or folder.path)
-            if number in OF_DISKS or (number in OF_PATHS and folder.path in where.parents):
-                return f"{where}: {os.strerror(number)}"
+            path = Path(cause.filename or folder.path)
+            if number in DISK_ERRORS or (number in PATH_ERRORS and folder.path in path.parents):
+                return f"{path}: {os.strerror(number)}"
         cause = cause.__cause__ or cause.__context__
     return None
 
 
-def _reason(error: Exception) -> str:
-    """What went wrong, in one line; of a loader's worker its own words."""
+def _error_line(error: Exception) -> str:
+    """The kind and message of an error in one line."""
     text = str(error).strip()
-    if "Original Traceback" in text:
+    if "Original Traceback" in text:  # of a loader's worker
         return text.splitlines()[-1]
     return f"{type(error).__name__}: {' '.join(text.split())}"
 
@@ -134,13 +135,14 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Agreement:
-    """What all ranks do after a step: stop for the signal `to_stop` (0: none), write a checkpoint.
+    """The ranks' common decision after a step: to stop, to write a checkpoint, or neither.
 
-    Any rank may ask to stop; the first one's clock tells when to save.
+    `to_stop` is the number of a signal, or 0. Any rank may request a stop; only the clock of the
+    first rank counts for checkpoints.
     """
 
     def __init__(self, world: World, settings: Checkpoint):
-        self.asked = self.to_stop = 0
+        self.requested = self.to_stop = 0
         self.to_save = False
         self.settings = settings
         self.world, self.is_alone = world, world.size == 1
@@ -148,78 +150,79 @@ class Agreement:
         self.group: Any = None if self.is_alone else dist.new_group(backend="gloo")
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
 
-    def ask(self, signum: int, frame: FrameType | None) -> None:
-        """Takes a signal. A second Ctrl-C does not wait for the end of a step.
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        """Signal handler that requests a stop after the current step.
 
-        Nor does a signal by which the launcher ends what is left after the death of a rank.
+        A second Ctrl-C stops a single process at once. After the death of another rank, the
+        launcher signals the remaining ones: they are killed if they do not end in time.
         """
-        if self.is_alone and self.asked and signum == signal.SIGINT:
+        if self.is_alone and self.requested and signum == signal.SIGINT:
             raise Stopped(signum)
-        self.asked = self.asked or signum
-        if self.world.is_incomplete():
+        self.requested = self.requested or signum
+        if self.world.has_lost_neighbour():
             end = threading.Timer(SECONDS_AFTER_A_DEATH, os.kill, (os.getpid(), signal.SIGKILL))
             end.daemon = True
             end.start()
 
-    def renew(self, step: int) -> None:
-        """Every rank calls it after each step, and all come to the same."""
+    def update(self, step: int) -> None:
+        """Decides after a step; all ranks have to call it and reach the same decision."""
         if self.to_stop:
             return
-        self.to_stop, is_late = self._own() if self.is_alone else self._earlier()
+        self.to_stop, is_late = self._own_request() if self.is_alone else self._common_request()
         every = self.settings.every_steps
         self.to_save = bool(is_late) or (every is not None and step % every == 0)
 
     def note_saved(self) -> None:
-        """Begins to count the minutes."""
+        """Restarts the clock of `checkpoint.every_minutes`."""
         self.saved_at = time.monotonic()
 
-    def _own(self) -> list[int]:
-        """This rank's signal, and whether it is time to save."""
+    def _own_request(self) -> list[int]:
+        """The signal that this rank received, and whether a checkpoint is due."""
         minutes = self.settings.every_minutes
         is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return [self.asked, int(is_late and self.world.is_main)]
+        return [self.requested, int(is_late and self.world.is_main)]
 
-    def _earlier(self) -> list[int]:
-        """The same of all ranks, as it was a step ago, so that none has to wait for another."""
-        answer = [0, 0]
+    def _common_request(self) -> list[int]:
+        """The maximum of all ranks' requests one step ago, so that no rank waits for another."""
+        previous = [0, 0]
         if self.pending is not None:
             self.pending[1].wait()
-            answer = self.pending[0].tolist()
-        if answer[1]:
-            self.note_saved()  # else it would be asked for once more
-        told = torch.tensor(self._own())
-        work = dist.all_reduce(told, dist.ReduceOp.MAX, self.group, async_op=True)
+            previous = self.pending[0].tolist()
+        if previous[1]:
+            self.note_saved()  # else the next step would request another checkpoint
+        request = torch.tensor(self._own_request())
+        work = dist.all_reduce(request, dist.ReduceOp.MAX, self.group, async_op=True)
         assert work is not None
-        self.pending = told, work
-        return answer
+        self.pending = request, work
+        return previous
 
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Gives STOP_SIGNALS to `handler`, in the end back to whom they went; ignored ones stay so."""
+    """Sets `handler` for STOP_SIGNALS that are not ignored; restores the old handlers at exit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    ours = [signum for signum, old in before.items() if old not in (signal.SIG_IGN, None)]
-    for signum in ours:
+    old_handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    handled = [s for s, old in old_handlers.items() if old not in (signal.SIG_IGN, None)]
+    for signum in handled:
         signal.signal(signum, handler)
     try:
         yield
     finally:
-        for signum in ours:
-            signal.signal(signum, before[signum])
+        for signum in handled:
+            signal.signal(signum, old_handlers[signum])
 
 
 def stop_at_once(signum: int, frame: FrameType | None) -> None:
-    """The handler where no step is under way."""
+    """Signal handler while no step is running."""
     raise Stopped(signum)
 
 
-def pass_on(signum: int) -> None:
-    """Gives a signal that has stopped a run to a handler of the program around it.
+def forward_signal(signum: int) -> None:
+    """Forwards the signal that stopped a run to the handler of the surrounding program.
 
-    Such as the one of a cluster's launcher, which has the job started again.
+    For example, the handler of a cluster's launcher requeues the job.
     """
     handler = signal.getsignal(signum)
     if callable(handler) and handler is not signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""Accuracy and loss of the plain model on held-out images: in a run, and of saved weights."""
+"""Accuracy and loss of the plain model on held-out images, during a run or of a checkpoint."""
 
 import json
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.flo
 
 
 class Evaluation(TypedDict):
-    """Percentages and nats over all images."""
+    """Accuracies in percent and the loss in nats, over all images."""
 
     top1: float
     top5: float
@@ -46,7 +46,7 @@ class Evaluation(TypedDict):
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """Mixed precision as configured; float32 switches it off."""
+    """Mixed precision as configured; float32 disables it."""
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
 
 
@@ -58,21 +58,21 @@ def evaluate(
     world: World,
     precision: str,
 ) -> Evaluation:
-    """Evaluates on this rank's images and sums over ranks: every image counts exactly once.
+    """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
 
-    `loader` gives images `b 3 h w` uint8 and classes `b`.
+    `loader` yields images `b 3 h w` (uint8) and classes `b`.
     """
     was_training = model.training
     model.eval()
     seen, totals = 0, torch.zeros(3, dtype=torch.float64, device=world.device)
     for batch in loader:
         images, targets = (x.to(world.device, non_blocking=True) for x in batch)
-        if not len(images):  # all of them are broken, and skipped
+        if not len(images):  # all of them are broken
             continue
         with autocast(world.device, precision):
             logits = model(normalize(images))
         seen += len(images)
-        totals += _count(logits.float(), targets)  # no batch waits for the device
+        totals += _count(logits.float(), targets)  # does not wait for the device
     model.train(was_training)
     images_seen, top1, top5, loss = world.sum(
         torch.cat([totals.new_tensor([seen]), totals])
@@ -94,21 +94,21 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -> dict[str, Any]:
-    """Evaluates the first readable one of `checkpoints` on one rank or many, and writes `result`.
+    """Evaluates the first readable checkpoint on one rank or many and writes `result`, a JSON file.
 
-    UserError for a checkpoint that does not fit, PlainError if a rank died or memory is too small.
+    Raises UserError if it does not fit the model, PlainError if a rank dies or memory runs out.
     """
     resolve_device(config.device, config.devices)
-    evaluating = partial(_evaluate_on_rank, checkpoints=checkpoints)
+    evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints)
     with handling(stop_at_once):
         if is_a_rank(config.devices):
-            found = evaluating(config)
+            scores = evaluate_on_rank(config)
         else:
-            found = launch(evaluating, config, config.devices)
+            scores = launch(evaluate_on_rank, config, config.devices)
     if is_first_rank():
         result.parent.mkdir(parents=True, exist_ok=True)
-        write_text(result, json.dumps(found, indent=2) + "\n")
-    return found
+        write_text(result, json.dumps(scores, indent=2) + "\n")
+    return scores
 
 
 def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]:
@@ -122,12 +122,12 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin, broken)
         with explaining_memory("evaluation", config.recipe), explaining_data():
-            found = evaluate(
+            scores = evaluate(
                 place(model, world.device), normalize, loader, world, config.recipe.precision
             )
         broken.agree(world.union)
         return {
-            **found,
+            **scores,
             "images": len(source.held_out) - len(broken.known),
             "dataset": config.dataset.name,
             "root": config.dataset.root,

@@ -1,4 +1,4 @@
-"""What is told of a run while it trains: by a bar or lines here, and by wandb."""
+"""Progress display and loggers."""
 
 import dataclasses
 import os
@@ -20,11 +20,11 @@ from reproduction.system.terminal import say, warn
 
 Mode = Literal["online", "offline", "disabled"]
 
-INIT_SECONDS = 30.0  # that a start waits for the service
-FINISH_SECONDS = 30.0  # that an end waits for what is still to be sent
-REFUSED = re.compile(r"returned error 4\d\d")  # the service's answer: credentials, permission
-# What wandb records of its own accord: the console, the machine, the code, the command line.
-UNASKED: dict[str, Any] = {
+INIT_SECONDS = 30.0  # timeout to reach the service
+FINISH_SECONDS = 30.0  # timeout to upload the remaining data
+REFUSED = re.compile(r"returned error 4\d\d")  # the service rejects credentials or permissions
+# Disables what wandb records by default: the console, the machine, the code, the command line.
+PRIVATE: dict[str, Any] = {
     "console": "off",
     "disable_code": True,
     "disable_git": True,
@@ -37,20 +37,20 @@ UNASKED: dict[str, Any] = {
 
 
 class WandbLog:
-    """One wandb run per job; summary.json keeps its id, so that a resumed run goes on in it.
+    """One wandb run per job; summary.json keeps its id, so that a resumed run continues it.
 
-    A service that cannot be reached costs a warning: the run is then recorded offline.
+    If the service cannot be reached, warns and records the run offline.
     """
 
     name = "wandb"
 
     def __init__(self, config: Config, logger: Wandb, folder: RunFolder):
         self.run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
-        self.place = folder.path / "wandb"
+        self.root = folder.path / "wandb"
         folder.path.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self.run = self._open(config, logger)
-        self.recorded = Path(self.run.dir).parent
+        self.local_path = Path(self.run.dir).parent
         folder.write_summary(wandb_id=self.run_id)
         self.run.define_metric("step")
         self.run.define_metric("epoch")
@@ -60,14 +60,14 @@ class WandbLog:
             self.run.define_metric(name, step_metric="step")
 
     def _open(self, config: Config, logger: Wandb) -> Any:
-        """The run as configured, or offline; UserError where the service refuses it."""
+        """Opens the run as configured, or offline; UserError if the service refuses it."""
         import wandb
 
-        before = {*self.place.glob("*")}
+        earlier = {*self.root.glob("*")}
         try:
             run = self._init(config, logger, logger.mode)
         except Exception as error:
-            self._forget(before)
+            self._remove_files(earlier)
             unreachable = isinstance(error, wandb.errors.CommError) and not (
                 isinstance(error, wandb.errors.AuthenticationError) or REFUSED.search(str(error))
             )
@@ -91,9 +91,9 @@ class WandbLog:
             init_timeout=INIT_SECONDS,
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,
-            **UNASKED,
+            **PRIVATE,
         )
-        wandb.setup(settings=settings)  # what logs in asks these
+        wandb.setup(settings=settings)  # the login uses these
         return wandb.init(
             id=self.run_id,
             resume="allow",
@@ -101,44 +101,44 @@ class WandbLog:
             project=logger.project,
             entity=logger.entity,
             mode=mode,
-            dir=str(self.place.parent),
+            dir=str(self.root.parent),
             config=dataclasses.asdict(config),
             settings=settings,
         )
 
-    def _forget(self, before: set[Path]) -> None:
-        """Removes what a run that did not begin has left, and ends wandb's process."""
+    def _remove_files(self, earlier: set[Path]) -> None:
+        """Ends wandb's process and removes the files of a run that did not start."""
         _teardown()
-        for path in {*self.place.glob("*")} - before:
+        for path in {*self.root.glob("*")} - earlier:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        with suppress(OSError):  # earlier jobs' runs, or none
-            self.place.rmdir()
+        with suppress(OSError):  # it is missing or holds runs of earlier jobs
+            self.root.rmdir()
 
     def log(self, line: dict[str, Any]) -> None:
         self.run.log({key: value for key, value in line.items() if value is not None})
 
     def close(self, status: str) -> None:
-        """A run that is not uploaded yet says how it can be."""
+        """Ends the run; prints how to upload it if that is still to be done."""
         try:
             self.run.finish(exit_code=0 if status == "finished" else 1)
             if self.run.url is None:
-                say(f"wandb: recorded offline, to upload it: wandb sync {self.recorded}")
+                say(f"wandb: recorded offline, to upload it: wandb sync {self.local_path}")
         except TimeoutError:
             _warn(
-                f"wandb took not all within {FINISH_SECONDS:.0f} s, to upload the rest: "
-                f"wandb sync --include-online {self.recorded}"
+                f"wandb upload timed out after {FINISH_SECONDS:.0f} s, to upload the rest: "
+                f"wandb sync --include-online {self.local_path}"
             )
         finally:
             _teardown()
 
 
 class TensorBoardLog:
-    """Event files in the run's folder; the line of an epoch stands at its last step.
+    """Event files in the run's folder; an epoch's metrics are at its last step.
 
-    A resumed run writes a file of its own; TensorBoard hides what others hold from its first step
+    A resumed run writes a new file; TensorBoard hides the steps of older files from its first step
     on.
     """
 
@@ -147,9 +147,11 @@ class TensorBoardLog:
     def __init__(self, settings: TensorBoard, folder: RunFolder, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        place, seconds = folder.path / "tensorboard", settings.flush_seconds
         self.step = step
-        self.writer: Any = SummaryWriter(str(place), purge_step=step + 1, flush_secs=seconds)
+        path = str(folder.path / "tensorboard")
+        self.writer: Any = SummaryWriter(
+            path, purge_step=step + 1, flush_secs=settings.flush_seconds
+        )
 
     def log(self, line: dict[str, Any]) -> None:
         self.step = line.get("step", self.step)
@@ -162,15 +164,15 @@ class TensorBoardLog:
 
 
 class Logs:
-    """No, one or several loggers.
+    """Any number of loggers.
 
-    What breaks in them, as a full disk or the death of wandb's process, ends no training: a warning
-    counts it, and all lines are in metrics.jsonl.
+    Their errors, such as a full disk or the death of wandb's process, do not end the training: a
+    warning counts them, and metrics.jsonl has all lines.
     """
 
     def __init__(self) -> None:
         self.loggers: list[WandbLog | TensorBoardLog] = []
-        self.broken: dict[str, list[str]] = {}
+        self.errors: dict[str, list[str]] = {}
 
     def log(self, line: dict[str, Any]) -> None:
         for logger in self.loggers:
@@ -179,7 +181,7 @@ class Logs:
     def close(self, status: str) -> None:
         for logger in self.loggers:
             self._try(logger.name, logger.close, status)
-        for name, errors in self.broken.items():
+        for name, errors in self.errors.items():
             first, count = errors[0], len(errors)
             _warn(f"{name} failed {count} times ({first}), all lines are in metrics.jsonl")
 
@@ -187,11 +189,11 @@ class Logs:
         try:
             call(value)
         except Exception as error:
-            self.broken.setdefault(name, []).append(first_line(error))
+            self.errors.setdefault(name, []).append(first_line(error))
 
 
 def build_logs(config: Config, folder: RunFolder, step: int) -> Logs:
-    """What the configuration names, for a run that goes on after `step`."""
+    """Opens the configured loggers for a run that continues after `step`."""
     wandb, tensorboard = config.logger.wandb, config.logger.tensorboard
     logs = Logs()
     try:
@@ -206,7 +208,7 @@ def build_logs(config: Config, folder: RunFolder, step: int) -> Logs:
 
 
 def _teardown() -> None:
-    """Ends wandb's process, which may be gone: at exit it would be said in many lines."""
+    """Ends wandb's process, which may be dead: at exit this would print many lines."""
     import wandb
 
     with suppress(Exception):
@@ -218,7 +220,7 @@ def _warn(text: str) -> None:
 
 
 class ProgressDisplay:
-    """Shows batches within the run and one line per epoch; silent on ranks but the first."""
+    """A bar over the steps of the run and one line per epoch; silent unless `active`."""
 
     def __init__(self, total_steps: int, done_steps: int, active: bool):
         self.active = active

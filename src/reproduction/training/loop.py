@@ -1,4 +1,4 @@
-"""The loop over epochs and batches, with checkpoints and evaluation; the update is in step.py."""
+"""The training loop: epochs, batches, checkpoints and evaluation. step.py updates the weights."""
 
 import math
 import time
@@ -27,18 +27,18 @@ from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Logs, ProgressDisplay
-from reproduction.training.metrics import BatchMetrics, NonFinite, not_finite
+from reproduction.training.metrics import BatchMetrics, NonFinite, non_finite_error
 from reproduction.training.step import MicroBatch, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
-# Attributes of Trainer that a checkpoint keeps; metrics_size is in bytes.
+# Attributes of Trainer in a checkpoint; metrics_size is in bytes.
 SAVED = ("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "history")
-TOTALS = ("batches", "loss", "mixed", "tokens")  # of the epoch so far
+TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far
 
 
 class Trainer:
-    """Trains `module` epoch by epoch into a run folder; every rank runs one."""
+    """Trains `module` epoch by epoch and writes the run folder; every rank has one."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class Trainer:
         self.step = self.epoch = self.images = self.metrics_size = 0
         self.eval_seconds = 0.0
         self.totals = dict.fromkeys(TOTALS, 0.0)
-        self.history: list[dict[str, Any]] = []  # the lines of evaluated epochs
+        self.history: list[dict[str, Any]] = []  # metrics of the evaluated epochs
         self.best: State | None = None  # weights of the best epoch
-        self.checkpoint: Path | None = None  # from which it goes on
+        self.checkpoint: Path | None = None  # the one resumed from
         self.agreement = Agreement(world, config.checkpoint)
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Goes to the step after which the checkpoint was written; UserError if it does not fit."""
+        """Resumes from the state of a checkpoint; UserError if it does not fit the run."""
         check_classes(checkpoint, state["classes"], self.classes)
-        if state["num_images"] != (found := self.batches.num_images):
+        if state["num_images"] != self.batches.num_images:
             raise UserError(
                 f"checkpoint={checkpoint}: was trained on {state['num_images']} images, the data "
-                f"set has {found}"
+                f"set has {self.batches.num_images}"
             )
         self.checkpoint, self.best = checkpoint, state["best"]
         self.module.load_state_dict(fitting_module(f"checkpoint={checkpoint}", state, self.module))
@@ -100,49 +100,37 @@ class Trainer:
             raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
 
     def fit(self, logger: Logs) -> dict[str, Any]:
-        """Trains to the end and returns what summary.json tells about it.
+        """Trains to the end and returns the results for summary.json.
 
-        Signals raise Stopped after a step, once the run has been saved: it goes on from there.
+        On a signal, finishes the step, saves a checkpoint to resume from, and raises Stopped.
         """
         self.logger = logger
         if self.world.is_main:
-            self._leave_what_belongs_here()
+            self._rewind_folder()
         with (
             closing(ProgressDisplay(self.total_steps, self.step, self.world.is_main)) as display,
-            handling(self.agreement.ask),
+            handling(self.agreement.request_stop),
         ):
             while self.epoch < self.epochs:
                 self._begin_epoch()
-                with self._keeping_lines():
-                    for images, classes in islice(self.train_loader, self.total_steps - self.step):
-                        batch = self.step % len(self.batches)
-                        size = self._size_of(batch, len(images))
-                        lr = self.schedule(self.epoch, batch)
-                        parts = self.train_step(images, classes, size)
-                        self.step, self.images = self.step + 1, self.images + size
-                        left_out = self.update.not_finite
-                        self.metrics.add(self.step, self.epoch + 1, lr, parts, left_out)
-                        display.advance()
-                        self.agreement.renew(self.step)
-                        if self.agreement.to_stop:
-                            break
-                        self._write_what_is_due()
-                    self._flush()
-                if not self.agreement.to_stop:
-                    self._end_epoch()
-                    display.line(self._describe())
-                    self.totals = dict.fromkeys(TOTALS, 0.0)
+                self._train_epoch(display)
+                if self.agreement.to_stop:
+                    self._save()
+                    raise Stopped(self.agreement.to_stop)
+                self._end_epoch()
+                display.line(self._describe())
+                self.totals = dict.fromkeys(TOTALS, 0.0)
                 self._save()
-                if not self.agreement.to_stop and self.world.is_main and self._is_best():
+                if self.world.is_main and self._is_best():
                     assert self.best is not None
                     save_plain(self.folder.best_path, self.best, self.classes)
-                self.agreement.renew(self.step)
+                self.agreement.update(self.step)
                 if self.agreement.to_stop:
                     raise Stopped(self.agreement.to_stop)
         return self._result()
 
-    def _leave_what_belongs_here(self) -> None:
-        """Takes out of the folder what came after the checkpoint from which it goes on."""
+    def _rewind_folder(self) -> None:
+        """Removes what was written after the checkpoint that the run resumes from."""
         self.folder.trim_metrics(self.metrics_size)
         self.folder.go_on_from(self.checkpoint)
         if self.best is not None:
@@ -151,7 +139,7 @@ class Trainer:
             self.folder.best_path.unlink(missing_ok=True)
 
     def _begin_epoch(self) -> None:
-        """Goes to the batches that are left of the epoch."""
+        """Prepares the model and the loader for the remaining batches of the epoch."""
         off_epoch = self.config.augmentation.off_epoch
         if off_epoch is not None and self.epoch >= off_epoch:
             self.update.stop_mixing()
@@ -159,9 +147,31 @@ class Trainer:
         self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
         self.metrics.restart_clock()
 
+    def _train_epoch(self, display: ProgressDisplay) -> None:
+        """Trains on the remaining batches of the epoch, until its end or a signal."""
+        with self._writing_metrics_on_error():
+            for images, classes in islice(self.train_loader, self.total_steps - self.step):
+                batch = self.step % len(self.batches)
+                size = self._global_size(batch, len(images))
+                lr = self.schedule(self.epoch, batch)
+                micro_batches = self.train_step(images, classes, size)
+                self.step, self.images = self.step + 1, self.images + size
+                not_finite = self.update.not_finite
+                self.metrics.add(self.step, self.epoch + 1, lr, micro_batches, not_finite)
+                display.advance()
+                self.agreement.update(self.step)
+                if self.agreement.to_stop:
+                    break
+                if self.agreement.to_save or self.step % self.recipe.log_every == 0:
+                    self._flush()
+                if self.agreement.to_save:
+                    self._save()
+                    self.metrics.restart_clock()
+            self._flush()
+
     @contextmanager
-    def _keeping_lines(self) -> Iterator[None]:
-        """Writes the lines up to an error, unless other ranks may be gone, and with them sums."""
+    def _writing_metrics_on_error(self) -> Iterator[None]:
+        """Writes pending metrics on an error; not with several ranks, as their sums need all."""
         try:
             yield
         except BaseException:
@@ -169,28 +179,20 @@ class Trainer:
                 self._write(self.metrics.fetch())
             raise
 
-    def _size_of(self, batch: int, own: int) -> int:
-        """Images of a global batch; without the broken ones where these are left out."""
+    def _global_size(self, batch: int, own: int) -> int:
+        """Images in a global batch, of which this rank has `own`; broken images do not count."""
         if not self.broken.num_images:
             return self.batches.global_size(batch)
         own_images = torch.tensor(float(own), device=self.world.device)
         return int(self.world.sum(own_images).item())
 
-    def _write_what_is_due(self) -> None:
-        """Metrics every `recipe.log_every` steps, a checkpoint where all ranks agree on one."""
-        if self.agreement.to_save or self.step % self.recipe.log_every == 0:
-            self._flush()
-        if self.agreement.to_save:
-            self._save()
-            self.metrics.restart_clock()
-
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
-        """One step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
+        """Runs one step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
 
-        PlainError where it lacks images or memory, and where a gain is not finite.
+        Raises PlainError if images or memory run short, or if a gain is not finite.
         """
         least = self.recipe.grad_accum_steps
-        if len(images) < least:  # the others are broken, and skipped
+        if len(images) < least:  # the others are broken
             raise PlainError(
                 f"step {self.step + 1}: {len(images)} of this share's images are readable, "
                 f"recipe.grad_accum_steps={least} needs {least} or more"
@@ -199,10 +201,10 @@ class Trainer:
             with explaining_memory(f"step {self.step + 1}", self.recipe):
                 return self.update(images, classes, self.step, global_size)
         except FloatingPointError as error:
-            raise not_finite(self.step + 1, str(error)) from error
+            raise non_finite_error(self.step + 1, str(error)) from error
 
     def _flush(self) -> None:
-        """Fetches and writes the metrics; PlainError at an update that is not finite."""
+        """Fetches and writes the metrics; PlainError if a non-finite update ends the run."""
         self.broken.agree(self.world.union)
         lines = self.metrics.fetch()
         self._write(lines)
@@ -214,15 +216,15 @@ class Trainer:
         self.totals["tokens"] += sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Writes the lines, up to an update that ends the run."""
+        """Writes the lines before the first update that ends the run."""
         if self.world.is_main:
-            good = self.non_finite.writable(lines)
-            self.folder.append_metrics(good)
-            for line in good:
+            writable = self.non_finite.writable(lines)
+            self.folder.append_metrics(writable)
+            for line in writable:
                 self.logger.log(line)
 
     def _end_epoch(self) -> None:
-        """Every `recipe.evaluate_every` epochs, and after the last, evaluates."""
+        """Counts the epoch; evaluates every `recipe.evaluate_every` epochs and after the last."""
         self.epoch += 1
         if self.epoch % self.recipe.evaluate_every == 0 or self.epoch == self.epochs:
             start = time.perf_counter()
@@ -230,10 +232,10 @@ class Trainer:
             self.eval_seconds += time.perf_counter() - start
 
     def _evaluate(self) -> None:
-        """Writes the epoch's line and keeps the best weights."""
+        """Evaluates, writes the epoch's metrics and keeps the best weights."""
         model = self.update.evaluated
-        self.world.share_buffers(model)  # what is evaluated is what the first rank saves
-        give_back_freed_memory()  # the first time the loader forks its workers
+        self.world.share_buffers(model)  # the first rank saves these weights
+        give_back_freed_memory()  # before the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             result = evaluate(
                 model,
@@ -255,16 +257,16 @@ class Trainer:
 
     @property
     def _is_evaluated(self) -> bool:
-        """Whether the last epoch was."""
+        """Whether the last epoch was evaluated."""
         return bool(self.history) and self.history[-1]["epoch"] == self.epoch
 
     def _is_best(self) -> bool:
-        """Whether the last epoch was evaluated, and no earlier one was as good."""
+        """Whether the last epoch was evaluated and beats all earlier ones."""
         top1 = [line["top1"] for line in self.history]
         return self._is_evaluated and all(top1[-1] > other for other in top1[:-1])
 
     def _save(self) -> None:
-        """Writes everything needed to go on from this step."""
+        """Writes a checkpoint with the complete training state."""
         if self.world.is_main:
             self.metrics_size = self.folder.sync_metrics()
             save_last(self.folder.last_path, self._state(), self.config.checkpoint.keep)
@@ -273,7 +275,7 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Of training and evaluation."""
+        """Duration of training and evaluation."""
         return self.metrics.seconds + self.eval_seconds
 
     def _state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Metrics of every batch, kept on the device and fetched together; which of them end a run.
+"""Metrics of every batch, collected on the device and fetched together.
 
-The first update that is not finite ends it, or such are left out and counted. float16's scaler
-leaves out those whose gradient has overflown, whatever the run does with others.
+A non-finite update ends the run, or is skipped and counted. float16's scaler always skips updates
+whose gradients overflow.
 """
 
 import math
@@ -17,27 +17,28 @@ from reproduction.training.distributed import World
 from reproduction.training.step import MicroBatch
 from tokenmixup import Output
 
-MOST_IN_A_ROW = 100  # so many are no accident
+COLUMNS = 5  # of HTM, for all layers or one, see `_columns`; a row starts with flag and loss
+MOST_IN_A_ROW = 100  # skipped updates that end the run
 ADVICE = "try a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
 
 Line = dict[str, Any]
 
 
 class BatchMetrics:
-    """Collects a row per micro-batch; `fetch` turns them into lines of metrics.jsonl."""
+    """Collects one row per micro-batch; `fetch` turns the rows into lines of metrics.jsonl."""
 
     def __init__(self, world: World):
         self.world = world
         self.zero = torch.zeros((), device=world.device)
-        self.rows: list[Tensor] = []
+        self.rows: list[Tensor] = []  # of each micro-batch
         self.images: list[int] = []  # of each batch
-        self.known: list[dict[str, Any]] = []
+        self.heads: list[Line] = []  # step, epoch and learning rate of each batch
         self.layers: list[int] = []  # of HTM
-        self.seconds = 0.0  # that all fetched batches took
+        self.seconds = 0.0  # spent on all fetched batches
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leaves out of all speeds what was not training."""
+        """Restarts the clock, to keep other work than training out of the throughput."""
         self.start = time.perf_counter()
 
     def add(
@@ -45,76 +46,72 @@ class BatchMetrics:
         step: int,
         epoch: int,
         lr: float,
-        parts: list[MicroBatch],
+        micro_batches: list[MicroBatch],
         not_finite: Tensor | None = None,
     ) -> None:
-        """Keeps a batch, of as many micro-batches as all others; copies nothing to the host."""
-        self.layers = [mix.layer for mix in parts[0].output.layers]
+        """Collects a batch without waiting for the device; all have equally many micro-batches."""
+        self.layers = [mix.layer for mix in micro_batches[0].output.layers]
         flag = self.zero if not_finite is None else not_finite
-        for part in parts:
-            self.rows.append(torch.stack([flag, *_row(*part)]))
+        for micro_batch in micro_batches:
+            self.rows.append(torch.stack([flag, *_row(*micro_batch)]))
             flag = self.zero
-        images = sum(len(part.output.logits) for part in parts)
-        self.images.append(images)
-        self.known.append({"step": step, "epoch": epoch, "lr": lr})
+        self.images.append(sum(len(micro_batch.output.logits) for micro_batch in micro_batches))
+        self.heads.append({"step": step, "epoch": epoch, "lr": lr})
 
-    def fetch(self) -> list[dict[str, Any]]:
-        """One line per kept batch, over all ranks, and starts anew.
+    def fetch(self) -> list[Line]:
+        """Returns one line per collected batch, summed over all ranks, and clears the collection.
 
-        `skipped` is 1 where loss or gradient is not finite.
+        `skipped` is 1 if the loss or a gradient is not finite.
         """
         if not self.rows:
             return []
         rows = torch.stack(self.rows).double()
-        rows = rows.unflatten(0, (len(self.known), -1))  # batch, micro-batch, column
+        rows = rows.unflatten(0, (len(self.heads), -1))  # batch, micro-batch, column
         images = rows.new_tensor(self.images)[:, None]
         sums = self.world.sum(torch.cat([images, rows.sum(dim=1)], dim=1))
-        tops = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1))
-        table = torch.cat([sums, tops], dim=1).tolist()  # the wait for the device
+        maxima = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1))
+        table = torch.cat([sums, maxima], dim=1).tolist()  # waits for the device
         elapsed = time.perf_counter() - self.start
         self.seconds += elapsed
         speed = sum(row[0] for row in table) / elapsed
         lines = [
-            {**known, **self._line(row, sums.shape[1]), "images_per_second": round(speed, 1)}
-            for known, row in zip(self.known, table, strict=True)
+            {**head, **self._line(row, sums.shape[1]), "images_per_second": round(speed, 1)}
+            for head, row in zip(self.heads, table, strict=True)
         ]
-        self.rows, self.images, self.known = [], [], []
+        self.rows, self.images, self.heads = [], [], []
         self.restart_clock()
         return lines
 
-    def _line(self, row: list[float], width: int) -> dict[str, Any]:
-        """What `width` sums, and maxima behind, tell of all of HTM's layers, of several of each."""
+    def _line(self, row: list[float], width: int) -> Line:
+        """Turns `width` sums, followed by the maxima, into named metrics.
+
+        Those of HTM are over all its layers, and if it has several also of each layer.
+        """
         images, flag, loss, *columns = row[:width]
-        tops = row[width:]
+        maxima = row[width:]
         line: Line = {
             "loss": loss / images,
             "skipped": int(flag > 0 or not math.isfinite(loss)),
-            **{"mixed_samples": 0, "mixed_tokens": 0.0},
+            "mixed_samples": 0,
+            "mixed_tokens": 0.0,
             **dict.fromkeys(("score_loss", "difficulty", "gain_max", "gain_mean")),
         }
         if columns:
             line["score_loss"] = columns[3] / images
-        layers = len(self.layers)
-        names = ["", *(f"/{layer}" for layer in self.layers)]
-        for name, place, top in zip(names, range(0, len(columns), COLUMNS), tops, strict=False):
-            mixed, tokens, gain, difficulty = columns[place : place + 4]
-            line[f"mixed_samples{name}"] = round(mixed)
-            line[f"mixed_tokens{name}"] = tokens / mixed if mixed else 0.0
-            line[f"difficulty{name}"] = difficulty / images / (1 if name else layers)
-            line[f"gain_max{name}"] = top
-            line[f"gain_mean{name}"] = gain / tokens if tokens else 0.0
+        suffixes = ["", *(f"/{layer}" for layer in self.layers)]
+        starts = range(0, len(columns), COLUMNS)
+        for suffix, start, maximum in zip(suffixes, starts, maxima, strict=False):
+            mixed, tokens, gain, difficulty = columns[start : start + 4]
+            line[f"mixed_samples{suffix}"] = round(mixed)
+            line[f"mixed_tokens{suffix}"] = tokens / mixed if mixed else 0.0
+            line[f"difficulty{suffix}"] = difficulty / images / (1 if suffix else len(self.layers))
+            line[f"gain_max{suffix}"] = maximum
+            line[f"gain_mean{suffix}"] = gain / tokens if tokens else 0.0
         return line
 
 
-COLUMNS = 5  # of HTM, after flag and loss
-
-
 def _row(loss: Tensor, output: Output) -> list[Tensor]:
-    """The summed loss, and of HTM the same COLUMNS of all layers, and of several of each.
-
-    Mixed samples, replaced tokens, what they gain and the difficulty are sums; the last one is
-    the largest gain.
-    """
+    """The summed loss, then COLUMNS of all HTM layers and, if there are several, of each layer."""
     n = len(output.logits)
     row = [loss * n]
     if output.is_easy is not None:
@@ -127,14 +124,16 @@ def _row(loss: Tensor, output: Output) -> list[Tensor]:
 
 
 def _columns(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> list[Tensor]:
+    """Sums of mixed samples, replaced tokens, gains and difficulty, then the largest gain."""
     sums = (x.sum(dtype=torch.float32) for x in (is_easy, mask, gain))
     return [*sums, difficulty.detach(), gain.amax()]
 
 
 class NonFinite:
-    """Follows the lines of a run, whose `skipped` is 1 where loss or gradient is not finite.
+    """Counts the skipped updates of a run and finds the update that ends it.
 
-    `skips`: such updates are left out; `scales`: those are whose loss is finite, by the scaler.
+    Lines have `skipped` = 1 if the loss or a gradient is not finite. With `skips` all such updates
+    are skipped; with `scales` those with a finite loss are, by the scaler.
     """
 
     def __init__(self, skips: bool, scales: bool = False):
@@ -149,11 +148,11 @@ class NonFinite:
 
     @property
     def counts(self) -> bool:
-        """Whether updates can be left out."""
+        """Whether updates can be skipped."""
         return self.skips or self.scales
 
     def writable(self, lines: list[Line]) -> list[Line]:
-        """What is written of them: up to one that ends the run, and with null for what is lost."""
+        """The lines before the first update that ends the run, with null for non-finite values."""
         good = [_with_null(line) for line in takewhile(lambda line: not self._ends(line), lines)]
         if not self.counts:
             for line in good:
@@ -161,28 +160,28 @@ class NonFinite:
         return good
 
     def check(self, lines: list[Line]) -> None:
-        """Counts; PlainError at what ends the run."""
+        """Counts skipped updates; raises PlainError if one, or too many in a row, end the run."""
         for line in lines:
             if self._ends(line):
-                raise not_finite(line["step"], _what(line))
+                raise non_finite_error(line["step"], _cause(line))
             self.skipped += line["skipped"]
             self.in_a_row = self.in_a_row + 1 if line["skipped"] else 0
             if self.in_a_row >= MOST_IN_A_ROW:
-                often = f"{MOST_IN_A_ROW} updates in a row were left out"
-                raise PlainError(f"step {line['step']}: {often}, {_what(line)}; {ADVICE}")
+                count = f"{MOST_IN_A_ROW} updates in a row were skipped"
+                raise PlainError(f"step {line['step']}: {count}, {_cause(line)}; {ADVICE}")
 
     def _ends(self, line: Line) -> bool:
-        """Whether the run must not go on over this line."""
-        is_left_out = self.skips or (self.scales and math.isfinite(line["loss"]))
-        return bool(line["skipped"]) and not is_left_out
+        """Whether the run ends at this line."""
+        is_skipped = self.skips or (self.scales and math.isfinite(line["loss"]))
+        return bool(line["skipped"]) and not is_skipped
 
 
-def not_finite(step: int, what: str) -> PlainError:
-    """The error of a run that does not skip."""
-    return PlainError(f"step {step}: {what}; {ADVICE}; recipe.non_finite=skip leaves them out")
+def non_finite_error(step: int, cause: str) -> PlainError:
+    """The error of a run that does not skip non-finite updates."""
+    return PlainError(f"step {step}: {cause}; {ADVICE}; recipe.non_finite=skip skips such updates")
 
 
-def _what(line: Line) -> str:
+def _cause(line: Line) -> str:
     if math.isfinite(line["loss"]):
         return "the gradient is not finite"
     return f"the loss is {line['loss']}"

@@ -1,4 +1,4 @@
-"""What keeps a run from starting, found before anything is written."""
+"""Checks of a run before anything is written."""
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ MOST_PARAMETERS = 10**10
 
 
 def preflight(config: Config, here: bool = True) -> None:
-    """Raises UserError for what keeps a run from starting; downloads its data, writes no more.
+    """Raises UserError if the run cannot start; writes nothing but downloaded data.
 
-    Devices are only looked for if the run will be on this machine.
+    Checks the devices only if the run is to start on this machine.
     """
     if not is_first_rank():
         return
@@ -59,7 +59,7 @@ def preflight(config: Config, here: bool = True) -> None:
 
 
 def _check_size(module: nn.Module, config: Config) -> None:
-    """Raises UserError for a model that no machine would hold, before it fills this one."""
+    """Raises UserError if the model is too large for any machine."""
     parameters = count_parameters(module)
     if parameters > MOST_PARAMETERS:
         raise UserError(
@@ -69,7 +69,7 @@ def _check_size(module: nn.Module, config: Config) -> None:
 
 
 def _check_micro_batches(images: int, model: nn.Module, config: Config) -> None:
-    """Raises UserError if a rank cannot cut its smallest share, of so many images."""
+    """Raises UserError if a rank's smallest share, `images`, is too small for the micro-batches."""
     count = config.recipe.grad_accum_steps
     if images < count:
         raise UserError(
@@ -77,11 +77,11 @@ def _check_micro_batches(images: int, model: nn.Module, config: Config) -> None:
             f"allowed is 1..{images}"
         )
     if images // count == 1:
-        _try_single_image(model.train(), config)
+        _check_single_image(model.train(), config)
 
 
-def _try_single_image(model: nn.Module, config: Config) -> None:
-    """Raises UserError where batch normalisation would find one value to normalise."""
+def _check_single_image(model: nn.Module, config: Config) -> None:
+    """Raises UserError if batch normalisation would get a single value."""
     size = config.model.image_size
     try:
         model(torch.zeros(1, 3, size, size, device="meta"))

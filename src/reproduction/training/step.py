@@ -1,12 +1,12 @@
-"""One training step, from the images of the workers to updated parameters, top to bottom.
+"""One training step: from a batch of uint8 images to updated parameters.
 
-Below it the optimiser, torch's, and the schedule, timm's.
+The optimiser is torch's, the schedule timm's.
 
 Letters: b batch, c classes, h w image.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,30 +27,32 @@ from tokenmixup import Output, TokenMixup, training_loss
 
 
 class MicroBatch(NamedTuple):
-    """The mean loss of a micro-batch and what the model returned for it."""
+    """The mean loss of a micro-batch and the model's output for it."""
 
     loss: Tensor
     output: Output
 
 
 class TrainingStep:
-    """One call is one update of the parameters of `module`, together with all ranks.
+    """Updates the parameters of `module` by one batch per call, together with all other ranks.
 
-    Holds the state of optimiser, scaler and averaged weights. `not_finite`, on the device, is 1 if
-    a loss or gradient of the last step was not finite, else 0. `recipe.non_finite=skip`, or
-    float16's scaler, then leaves the step out on all ranks.
+    Holds the optimiser, the gradient scaler and the averaged weights. After a step `not_finite`, on
+    the device, is 1 if a loss or gradient was not finite, else 0. All ranks skip such a step if
+    `recipe.non_finite=skip`, or if float16's scaler finds the overflow.
     """
 
     def __init__(
         self, module: TokenMixup, inputs: TrainingInputs, recipe: Recipe, world: World, seed: int
     ):
         self.module, self.inputs, self.recipe, self.world = module, inputs, recipe, world
-        self.seed, self.parameters = seed, [*module.parameters()]
+        self.seed = seed
+        self.parameters = [*module.parameters()]
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
         self.score_loss_weight = 0.0 if module.htm is None else module.htm.score_loss_weight
-        self.parallel, self.mixes = self._parallel(), True
+        self.mixes = True
+        self.parallel = self._wrap_module()
         self.optimizer = build_optimizer(module, recipe)
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
@@ -60,91 +62,99 @@ class TrainingStep:
     def __call__(
         self, images: Tensor, classes: Tensor, step: int, global_size: int
     ) -> list[MicroBatch]:
-        """Updates by the mean loss of `global_size` images, of which these are this rank's.
+        """Updates the parameters by the mean loss over a global batch of `global_size` images.
 
-        `images`: `b 3 h w` uint8, `classes`: `b`. All that is drawn is a function of seed, `step`
-        and rank. The batch is cut into `grad_accum_steps` consecutive micro-batches, whose sizes
-        differ by one at most; pairs are matched within each. Raises FloatingPointError where HTM
-        finds a gain that is not finite, unless such are skipped.
+        `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
+        draws are a function of seed, `step` and rank. Raises FloatingPointError if HTM finds a gain
+        that is not finite, unless `recipe.non_finite=skip`.
         """
         device, key = self.world.device, (self.seed, step, self.world.rank)
         images = images.to(device, non_blocking=True)
         images, targets = self.inputs(images, classes.to(device, non_blocking=True), *key)
         seed_device(device, Purpose.DROPOUT, *key)
 
-        followers = self._followers() if self.skips or self.uses_scaler else []
-        before = [value.clone() for value in followers]
-        count = self.recipe.grad_accum_steps
-        parts: list[MicroBatch] = []
-        for micro_images, micro_targets in zip(
-            images.tensor_split(count), targets.tensor_split(count), strict=True
-        ):
-            is_last = len(parts) == count - 1  # its backward pass sums over the ranks
-            with nullcontext() if is_last else self._no_sync():
-                with autocast(device, self.recipe.precision):
-                    output: Output = self.parallel(micro_images, micro_targets)
-                loss = training_loss(output, self.score_loss_weight)
-                # DDP takes the mean over the ranks
-                share = len(micro_images) * self.world.size / global_size
-                self.scaler.scale(loss * share).backward()
-            parts.append(MicroBatch(loss.detach(), output))
-        norm = self._clip()
+        # A skipped step also restores the buffers and the averaged weights.
+        restorable = self._buffers_and_average() if self.skips or self.uses_scaler else []
+        backup = [value.clone() for value in restorable]
 
-        losses = [part.loss for part in parts]
+        micro_batches = self._accumulate_gradients(images, targets, global_size)
+        norm = self._clip_gradients()
+
+        losses = [micro_batch.loss for micro_batch in micro_batches]
         self.not_finite = (~torch.stack([norm, *losses]).isfinite()).any().float()
         if self.skips:
             self.world.sum(self.not_finite).clamp_(max=1)
-            setattr(self.optimizer, "found_inf", self.not_finite)  # as a scaler tells the kernels
+            setattr(self.optimizer, "found_inf", self.not_finite)  # read by the fused kernels
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update(self.module.model)
-        for value, old in zip(followers, before, strict=True):
+        for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
-        return parts
+        return micro_batches
 
-    def stop_mixing(self) -> None:
-        """From here on neither images nor tokens are mixed; once more changes nothing."""
-        if not self.mixes:
-            return
-        self.mixes = False
-        self.inputs.stop_mixing()
-        self.module.stop_mixing()
-        self.parallel = self._parallel()  # the other would wait for ScoreNet's gradients
+    def _accumulate_gradients(
+        self, images: Tensor, targets: Tensor, global_size: int
+    ) -> list[MicroBatch]:
+        """Runs forward and backward passes over `grad_accum_steps` consecutive micro-batches.
 
-    def _parallel(self) -> nn.Module:
+        Their sizes differ by at most one. Pairs are matched within each.
+        """
+        count = self.recipe.grad_accum_steps
+        no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
+        micro_batches: list[MicroBatch] = []
+        for micro_images, micro_targets in zip(
+            images.tensor_split(count), targets.tensor_split(count), strict=True
+        ):
+            # Only the last backward pass reduces the gradients over the ranks.
+            is_last = len(micro_batches) == count - 1
+            with nullcontext() if is_last else no_sync():
+                with autocast(self.world.device, self.recipe.precision):
+                    output: Output = self.parallel(micro_images, micro_targets)
+                loss = training_loss(output, self.score_loss_weight)
+                # DDP averages over the ranks: the world size turns that mean into a sum.
+                weight = len(micro_images) * self.world.size / global_size
+                self.scaler.scale(loss * weight).backward()
+            micro_batches.append(MicroBatch(loss.detach(), output))
+        return micro_batches
+
+    def _clip_gradients(self) -> Tensor:
+        """Clips the gradients and returns their norm before clipping.
+
+        With a scaler this is the norm of the scaled gradients: the scaler skips the step if it
+        overflows, and querying the scaler would wait for the device.
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm, max_norm = get_total_norm(gradients), self.recipe.clip_grad_norm
+        if max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            true_norm = get_total_norm(gradients) if self.uses_scaler else norm
+            clip_grads_with_norm_(self.parameters, max_norm, true_norm)
+        return norm
+
+    def _buffers_and_average(self) -> list[Tensor]:
+        average = {} if self.average is None else self.average.module.state_dict()
+        return [*self.module.buffers(), *average.values()]
+
+    def _wrap_module(self) -> nn.Module:
         if self.world.size == 1:
             return self.module
         devices = [self.world.device] if self.world.device.type == "cuda" else None
         return DistributedDataParallel(self.module, device_ids=devices)
 
-    def _no_sync(self) -> AbstractContextManager[None]:
-        if isinstance(self.parallel, DistributedDataParallel):
-            return self.parallel.no_sync()
-        return nullcontext()
-
-    def _followers(self) -> list[Tensor]:
-        """What a step changes besides parameters and the optimiser's state."""
-        average = {} if self.average is None else self.average.module.state_dict()
-        return [*self.module.buffers(), *average.values()]
-
-    def _clip(self) -> Tensor:
-        """Clips the gradients; returns their norm before, with a scaler that of the scaled ones.
-
-        Where that overflows the scaler leaves the step out; asking it would wait for the device.
-        """
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm, most = get_total_norm(gradients), self.recipe.clip_grad_norm
-        if most is not None:
-            self.scaler.unscale_(self.optimizer)
-            true_norm = get_total_norm(gradients) if self.uses_scaler else norm
-            clip_grads_with_norm_(self.parameters, most, true_norm)
-        return norm
+    def stop_mixing(self) -> None:
+        """Stops the mixing of images and tokens for the rest of the run; idempotent."""
+        if not self.mixes:
+            return
+        self.mixes = False
+        self.inputs.stop_mixing()
+        self.module.stop_mixing()
+        self.parallel = self._wrap_module()  # the old wrapper would wait for ScoreNet's gradients
 
     @property
     def evaluated(self) -> nn.Module:
-        """The plain model whose weights are the result: the average, if there is one."""
+        """The plain model to evaluate and save: the averaged one, if weights are averaged."""
         return self.module.model if self.average is None else self.average.module
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,17 +172,17 @@ class TrainingStep:
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
-    """AdamW or SGD with momentum (without Nesterov); vectors, biases and the like do not decay.
+    """Builds AdamW, or SGD with (non-Nesterov) momentum; biases and other vectors do not decay.
 
-    Both are torch's fused ones, which take one pass over each parameter, and with a scaler leave
-    the skipping of a step to the device.
+    The fused kernels take one pass over each parameter and skip a scaler's step on the device.
     """
     settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "fused": True}
     if recipe.optimizer == "adamw":
         return create_optimizer_v2(model, opt="adamw", **settings)
-    # timm's "sgd" is Nesterov's
+    # timm's "sgd" uses Nesterov momentum
     optimizer = create_optimizer_v2(model, opt="momentum", momentum=recipe.momentum, **settings)
-    if recipe.momentum > 0:  # the kernel leaves them uninitialised if a scaler skips the first step
+    if recipe.momentum > 0:
+        # The kernel leaves the buffers uninitialised if a scaler skips the first step.
         for group in optimizer.param_groups:  # frozen parameters are in none
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -182,9 +192,9 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
 def build_schedule(
     optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int
 ) -> Callable[[int, int], float]:
-    """Sets and returns the learning rate of a batch of an epoch, both counted from 0.
+    """Returns `schedule(epoch, batch)`, which sets and returns the learning rate of a batch.
 
-    Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
+    Both count from 0. Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
     """
     every_batch = recipe.schedule_step == "batch"
     unit = batches_per_epoch if every_batch else 1

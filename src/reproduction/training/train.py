@@ -1,4 +1,4 @@
-"""One run from its configuration to its summary."""
+"""Trains one run, from its configuration to its summary."""
 
 import math
 import platform
@@ -48,10 +48,10 @@ from reproduction.training.distributed import (
 from reproduction.training.endings import (
     explaining_data,
     explaining_disk,
+    forward_signal,
     handling,
-    leave,
-    leave_failed,
-    pass_on,
+    record_end,
+    record_failure,
     stop_at_once,
 )
 from reproduction.training.evaluate import autocast
@@ -62,10 +62,10 @@ LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 
 
 def run_training(config: Config) -> dict[str, Any]:
-    """Trains one run, or finds it finished, and returns its summary.
+    """Trains one run, unless it is finished, and returns its summary.
 
-    Raises UserError before anything is written, PlainError or RunInterrupted once the folder holds
-    that status. RunLocked if another process is training it.
+    Raises UserError before anything is written, and PlainError or RunInterrupted after the status
+    is recorded in the folder. Raises RunLocked if another process is training the run.
     """
     folder = RunFolder.of(config)
     folder.check(config)
@@ -74,32 +74,32 @@ def run_training(config: Config) -> dict[str, Any]:
     try:
         with hold(folder):
             if folder.config_path.exists():
-                folder.check(config)  # by another process, just now
+                folder.check(config)  # another process has just created it
             if folder.is_finished():
                 return folder.read_summary()
-            with handling(stop_at_once), _leaving_its_end(folder):
+            with handling(stop_at_once), _recording_end(folder):
                 if is_a_rank(config.devices):
                     return train(config)
                 return launch(train, config, config.devices, config.restarts)
     except RunInterrupted as interrupted:
         if isinstance(interrupted.__cause__, Stopped):
-            pass_on(interrupted.__cause__.signum)
+            forward_signal(interrupted.__cause__.signum)
         raise
-    except OSError as error:  # of the lock: nothing has happened
+    except OSError as error:  # of the lock: nothing is written yet
         raise UserError(f"{error.filename or folder.path}: {error.strerror}") from error
 
 
 @contextmanager
-def _leaving_its_end(folder: RunFolder) -> Iterator[None]:
-    """Writes into the folder how the run has ended, unless well."""
+def _recording_end(folder: RunFolder) -> Iterator[None]:
+    """Records in the folder that the run failed or was interrupted."""
     try:
         yield
     except UserError:
         raise
     except KeyboardInterrupt as interrupt:
-        raise RunInterrupted(leave(folder, "interrupted", "interrupted")) from interrupt
+        raise RunInterrupted(record_end(folder, "interrupted", "interrupted")) from interrupt
     except Exception as error:
-        raise PlainError(leave_failed(folder, error)) from error
+        raise PlainError(record_failure(folder, error)) from error
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -107,12 +107,13 @@ def train(config: Config) -> dict[str, Any]:
     device = resolve_device(config.device, config.devices)
     allow_tf32(config.recipe.tf32)
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
-        source = build_source(config.dataset)  # the first rank has downloaded before it joined
+        source = build_source(config.dataset)  # downloaded by the first rank in preflight
         trainer = build_trainer(config, world, source)
+        facts: dict[str, Any] = {}
         if world.is_main:
-            _tell_restart(trainer.step)
-            _warn_of_mistakes(config, trainer)
-        facts = _facts(config, trainer) if world.is_main else {}
+            _report_restart(trainer.step)
+            _warn_about_settings(config, trainer)
+            facts = _collect_facts(config, trainer)
         logger = _open_logger(config, trainer)
         status = "failed"
         try:
@@ -128,7 +129,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def build_trainer(config: Config, world: World, source: Source) -> Trainer:
-    """Builds everything and goes back to the last checkpoint; writes nothing."""
+    """Builds the trainer and restores the last checkpoint, if any; writes nothing."""
     folder = RunFolder.of(config)
     newest = load_last(folder, run_hash(config))
     model = config.model if newest is None else without_start(config.model)
@@ -154,50 +155,50 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     if newest is not None:
         trainer.restore(*newest)
     if world.share(trainer.step) != trainer.step:
-        raise RuntimeError(f"rank {world.rank} has read another checkpoint than the first rank")
+        raise RuntimeError(f"rank {world.rank} and the first rank have read different checkpoints")
     return trainer
 
 
-def _tell_restart(step: int) -> None:
-    """Says so where a rank has died, and where the others and its successor go on."""
+def _report_restart(step: int) -> None:
+    """Reports that the ranks were restarted, and from which step they resume."""
     done, allowed = restarts()
     if done > 0:
-        warn(f"restart {done} of {allowed}: all ranks go on after step {step}")
+        warn(f"restart {done} of {allowed}: all ranks resume after step {step}")
 
 
 def _open_logger(config: Config, trainer: Trainer) -> Logs:
-    """Opens the loggers on the first rank; if that fails, all ranks raise its UserError."""
+    """Opens the loggers on the first rank; if this fails, all ranks raise its UserError."""
     logger = Logs()
     error = None
     if trainer.world.is_main:
         try:
             logger = build_logs(config, trainer.folder, trainer.step)
-        except UserError as refusal:
-            error = refusal
+        except UserError as user_error:
+            error = user_error
     error = trainer.world.share(error)
     if error is not None:
         raise error
     return logger
 
 
-def _warn_of_mistakes(config: Config, trainer: Trainer) -> None:
-    """Warns of settings that are allowed but probably not meant."""
+def _warn_about_settings(config: Config, trainer: Trainer) -> None:
+    """Warns about settings that are allowed but probably mistakes."""
     module = trainer.module
     if config.recipe.precision == "float16" and trainer.world.device.type == "cpu":
         warn("warning: float16 is slow on a CPU, try recipe.precision=float32")
     guessing = math.log(len(trainer.classes))
     for htm in [] if module.htm is None else module.htm.each.values():
         if guessing <= cast(float, htm.tau) < math.inf:
-            scores = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
-            warn(f"warning: augmentation.htm.tau={htm.tau}: {scores}")
+            reason = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
+            warn(f"warning: augmentation.htm.tau={htm.tau}: {reason}")
     uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
     known = pretrained_statistics(module.model) if uses_pretrained else None
     if warning := statistics_warning(config.dataset, known):
         warn(warning)
 
 
-def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
-    """What the summary tells from the start."""
+def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
+    """The entries of the summary that are known before training."""
     model, device = trainer.module.model, trainer.world.device
     with autocast(device, config.recipe.precision):
         kernel = attention_kernel(model, config.model.image_size)
@@ -216,12 +217,12 @@ def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit of this code, with `-dirty` if files differ from it; None outside of git."""
+    """The commit of this code, with `-dirty` if files have changed; None outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(
+        result = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return result.stdout.strip()
