@@ -39,19 +39,13 @@ TABLE["texts that cannot be read"] |= {  # too long to be written down
     f"train.py 'name={'[' * 400}'": "train.py: name=[[[...: cannot be read as key=value...",
 }
 CLEAR = (  # what is allowed, or what is wrong with it
-    *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with", "go on with"),
-    *("give one", "quote", "expected", "required", "is not 1 or more", "not available", "unknown"),
-    *("does not", "cannot", "there is no", "there are", "no such", "is no ", "no value", "exists"),
+    *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with"),
+    *("resume it with", "set exactly one", "only one", "quote", "expected", "required"),
+    *("is not 1 or more", "not available", "unknown", "does not", "cannot", "there is no"),
+    *("there are", "no such", "is no ", "no value", "exists", "omit name"),
     *("not readable", "not measured", "unrecognized", "more than once", "with other", "holds no"),
-    *(
-        "has 12 blocks",
-        "has no points",
-        "refuses",
-        "name the folder",
-        "Did you mean",
-        "Could not",
-        "invalid",
-    ),
+    *("has 12 blocks", "has no points", "refuses", "name the folder", "Did you mean"),
+    *("Could not", "invalid"),
 )
 BROKEN = {  # config.yaml of a run folder
     "brackets": "a: [1",

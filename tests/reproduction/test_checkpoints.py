@@ -141,7 +141,7 @@ def test_a_run_goes_back_to_the_newest_checkpoint_that_is_whole_and_to_its_best_
     for name, line in zip(("last.pt", "last-1.pt"), ended.lines, strict=False):
         assert line == (
             f"warning: checkpoint=outputs/mine/checkpoints/{name}: not readable: ValueError: "
-            "damaged, these are not the bytes that were written; going back to last-2.pt"
+            "damaged, its bytes do not match its digest; going back to last-2.pt"
         )
     assert left.checkpoints() == [left.last_path]
     best = load_file(left.best_path)  # not those of the second epoch, which had been written

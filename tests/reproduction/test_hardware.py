@@ -17,7 +17,7 @@ from tests.reproduction.conftest import SMALL, Command
 def test_a_processor_is_named_with_its_usable_cores(tmp_path: Path, monkeypatch):
     facts = tmp_path / "cpuinfo"
     facts.write_text("processor\t: 0\nmodel name\t: Some  Xeon @ 2 GHz\nmodel name\t: other\n")
-    monkeypatch.setattr(hardware, "CPU_FACTS", facts)
+    monkeypatch.setattr(hardware, "CPU_INFO", facts)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     assert hardware_name("cpu") == "Some Xeon @ 2 GHz (2 cores)"
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)

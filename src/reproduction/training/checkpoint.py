@@ -14,7 +14,7 @@ from reproduction.models.names import State
 from reproduction.models.weights import Newest, fitting, read_newest, weights_of
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
-from reproduction.system.storage import BLANK, KEY, WRITER, fill_in, replacing, seal_archive
+from reproduction.system.storage import BLANK, KEY, WRITER, replacing, seal_archive, write_digest
 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),
@@ -56,7 +56,7 @@ def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
     with replacing(path) as temporary:
         # save_file would hide the file from all but its owner, and errors of the disk in words
         temporary.write_bytes(save({k: v.contiguous() for k, v in state.items()}, told))
-        fill_in(temporary)
+        write_digest(temporary)
 
 
 def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:

@@ -144,7 +144,7 @@ class Trainer:
     def _leave_what_belongs_here(self) -> None:
         """Takes out of the folder what came after the checkpoint from which it goes on."""
         self.folder.trim_metrics(self.metrics_size)
-        self.folder.go_on_from(self.checkpoint)
+        self.folder.resume_from(self.checkpoint)
         if self.best is not None:
             save_plain(self.folder.best_path, self.best, self.classes)
         else:
