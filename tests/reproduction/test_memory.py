@@ -12,7 +12,7 @@ from PIL import Image
 from reproduction.config import Config
 from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
-from reproduction.data.images import ArrayImages, held
+from reproduction.data.images import ArrayImages, cache_in_memory
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source, load_source
 from reproduction.runs.compose import compose
@@ -79,24 +79,24 @@ def test_a_folder_is_held_when_it_fits_and_no_more_headers_are_read_than_needed(
     monkeypatch.setattr(images, "image_size", lambda path: looked_at.append(path) or size_of(path))
     root = write_images(tmp_path / "images", ["cat"], train=5, held_out=2, size=TWO_FIT)
     source = load_source("image_folder", str(root), None)
-    assert held(source.train, 1, threads=1) is source.train
+    assert cache_in_memory(source.train, 1, threads=1) is source.train
     assert len(looked_at) == 3
-    assert isinstance(held(source.held_out, 1, threads=1), ArrayImages)
+    assert isinstance(cache_in_memory(source.held_out, 1, threads=1), ArrayImages)
 
 
 def test_only_images_in_use_are_decoded(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=3, held_out=1)
     unused = root / "train" / "dog" / "2.png"
     unused.write_bytes(b"broken")
-    few = held(load_source("image_folder", str(root), 4).train, 1, threads=2)
+    few = cache_in_memory(load_source("image_folder", str(root), 4).train, 1, threads=2)
     assert isinstance(few, ArrayImages) and few.targets == [0, 1, 0, 1]
     with pytest.raises(RuntimeError, match=f"{unused}: no readable image"):
-        held(load_source("image_folder", str(root), None).train, 1, threads=2)
+        cache_in_memory(load_source("image_folder", str(root), None).train, 1, threads=2)
 
 
 def test_a_transform_cannot_change_what_is_held(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat"], train=1, held_out=1)
-    images = held(load_source("image_folder", str(root), None).train, 1, threads=1)
+    images = cache_in_memory(load_source("image_folder", str(root), None).train, 1, threads=1)
     before = np.array(images[0][0])
     images[0][0].paste((1, 2, 3), (0, 0, 9, 9))
     assert np.array_equal(images[0][0], before)
@@ -105,5 +105,5 @@ def test_a_transform_cannot_change_what_is_held(tmp_path: Path):
 def test_memory_is_for_folders_alone_and_changes_no_identity(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=1, held_out=1)
     assert run_hash(config_of(root, "dataset.memory_mib=0")) == run_hash(config_of(root))
-    with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is held in memory anyway"):
+    with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is always held in memory"):
         parse(compose("train", ["dataset.memory_mib=5"]).raw)

@@ -48,7 +48,7 @@ def test_a_published_run_evaluates_without_another_argument(command: Command, tm
     assert command("eval", f"checkpoint={moved}").status == 0
     found = json.loads(Path(moved, "evaluation-model.json").read_text())
     assert {found[key] for key in ("top1", "top5")} == {summary["top1_last"], summary["top5_last"]}
-    assert "does not belong here" in command("eval", f"checkpoint={moved}", "model=resnet18").err
+    assert "not allowed here" in command("eval", f"checkpoint={moved}", "model=resnet18").err
 
 
 def test_what_cannot_be_published_is_refused(command: Command, tmp_path: Path):

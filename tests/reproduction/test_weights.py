@@ -528,7 +528,7 @@ def test_export_of_a_run_needs_no_data_and_overwrites_nothing(command: Command, 
     before = (tmp_path / "a.safetensors").read_bytes()
     ended = command("export", "run=outputs/mine", "weights=best", "output=a.safetensors")
     assert (ended.status, len(ended.lines)) == (2, 1)
-    assert "output=a.safetensors: exists already" in ended.err
+    assert "output=a.safetensors: already exists" in ended.err
     assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
@@ -538,9 +538,9 @@ def test_export_of_a_run_needs_no_data_and_overwrites_nothing(command: Command, 
         ("checkpoint=x.pth", "output=None: must be a file ending in .safetensors"),
         ("checkpoint=x.pth output=y.pth", "output=y.pth: must be a file ending in .safetensors"),
         ("checkpoint=x.pth output=/dev/null/y.safetensors", "no writable folder"),
-        ("checkpoint=x.pth output=y.safetensors dataset=digits", "dataset=digits: does not belong"),
+        ("checkpoint=x.pth output=y.safetensors dataset=digits", "dataset=digits: not allowed"),
         ("checkpoint=x.pth output=y.safetensors model=cct_7_3x1", "does not fit the model"),
-        ("output=y.safetensors", "give one of them, a run folder or a file"),
+        ("output=y.safetensors", "set exactly one of them, a run folder or a file"),
     ],
 )
 def test_export_refuses_in_one_line(command: Command, tmp_path: Path, line: str, part: str):

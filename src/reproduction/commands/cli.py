@@ -167,7 +167,7 @@ def _launch(
         except Exception as error:  # from the launcher: no SLURM, or a job that died silently
             raise PlainError(f"hydra/launcher={launcher}: {first_line(error)}") from error
         except KeyboardInterrupt:
-            hint = "repeat the command with resume=auto to continue"
+            hint = "repeat the command with resume=auto to resume"
             if launcher in SUBMITIT:
                 hint = "submitted jobs continue"
             raise RunInterrupted(f"interrupted; {hint}") from None

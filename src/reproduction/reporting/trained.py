@@ -22,7 +22,7 @@ from reproduction.data.build import (
     build_training_images,
 )
 from reproduction.data.inputs import build_normalize
-from reproduction.data.loaders import Broken, collate_readable, loaded
+from reproduction.data.loaders import Broken, collate_readable, load_item
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_start
 from reproduction.models.weights import fitting_module, read_newest
@@ -106,7 +106,7 @@ def some_images(trained: Trained, count: int) -> Sample:
     config, source = trained.config, trained.source
     transform = build_evaluation_transform(config)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
-    items = (loaded(source.train, index, config.dataset.skips) for index in order)
+    items = (load_item(source.train, index, config.dataset.skips) for index in order)
     readable = islice((item for item in items if not isinstance(item, Broken)), count)
     pixels, classes = default_collate([(transform(image), target) for image, target in readable])
     images = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
