@@ -13,7 +13,7 @@ from reproduction.models.build import (
     check_tokens,
     count_macs,
     count_parameters,
-    without_start,
+    without_weights,
 )
 from reproduction.models.cct import CCT
 from reproduction.runs.compose import compose
@@ -29,7 +29,7 @@ def dropouts(*overrides: str) -> dict[str, float]:
     """The rate of every dropout of a model that training would build; of blocks without number."""
     config = parse(compose("train", list(overrides)).raw, needs_data=False)
     with torch.device("meta"):
-        module = build_module(without_start(config.model), config.augmentation, 1000)
+        module = build_module(without_weights(config.model), config.augmentation, 1000)
     model: Any = module.model
     blocks = [_rates(block) for block in model.blocks]
     assert all(rates == blocks[0] for rates in blocks)

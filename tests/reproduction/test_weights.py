@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reproduction.models.build import build_model
-from reproduction.models.names import in_our_names
-from reproduction.models.weights import fitting, read_weights
+from reproduction.models.names import convert_names
+from reproduction.models.weights import matching_state, read_weights
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
@@ -77,14 +77,14 @@ def test_published_names_and_shapes_are_the_models(tmp_path, kind, file):
     shapes = published_shapes(kind, file)
     with torch.device("meta"):
         model = configured(f"model={'cct_7_3x1' if kind == 'cct' else VIT_BASE}", classes=classes)
-        state = in_our_names({name: torch.empty(shape) for name, shape in shapes.items()})
+        state = convert_names({name: torch.empty(shape) for name, shape in shapes.items()})
     wanted = model.state_dict()
     assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in wanted.items()}
     if kind == "cct":
         zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
         torch.save(as_published_cct(zeros), tmp_path / "file")
         weights = read_weights("checkpoint", tmp_path / "file")
-        assert fitting(weights, model).keys() == wanted.keys()
+        assert matching_state(weights, model).keys() == wanted.keys()
 
 
 def with_module_prefix(state: State) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_published_weights_give_the_published_logits(tmp_path, recorded, written
     found = Recorded(recorded)
     torch.save(written(found.under("state")), tmp_path / "file.any")
     model = found.build().eval()
-    model.load_state_dict(fitting(read_weights("checkpoint", tmp_path / "file.any"), model))
+    model.load_state_dict(matching_state(read_weights("checkpoint", tmp_path / "file.any"), model))
     with torch.no_grad():
         logits = model(found.tensor("images"))
     expected = found.tensor("eval_logits")
@@ -114,7 +114,7 @@ def test_published_weights_give_the_published_logits(tmp_path, recorded, written
 
 def test_the_class_token_of_compact_transformers_is_ours():
     state = {"classifier.class_emb": torch.ones(1, 1, 4), "classifier.fc.bias": torch.zeros(2)}
-    assert list(in_our_names(state)) == ["cls_token", "head.bias"]
+    assert list(convert_names(state)) == ["cls_token", "head.bias"]
 
 
 def jax_arrays(classes: int = 10, pre_logits: bool = False) -> dict[str, np.ndarray]:
@@ -157,7 +157,7 @@ def test_jax_arrays_become_what_timm_makes_of_them(tmp_path):
     np.savez(path, **jax_arrays())
     theirs = recorded_vit()
     theirs.load_pretrained(str(path))  # type: ignore[operator]
-    ours = fitting(read_weights("checkpoint", path), recorded_vit())
+    ours = matching_state(read_weights("checkpoint", path), recorded_vit())
     assert same(ours, theirs.state_dict())
 
 
@@ -166,9 +166,9 @@ def test_a_head_on_a_representation_layer_is_not_ours(tmp_path):
     np.savez(path, **jax_arrays(pre_logits=True))
     weights = read_weights("checkpoint", path)
     with pytest.raises(UserError, match=r"lacks parameters: 2 \(head.weight, head.bias\)$"):
-        fitting(weights, recorded_vit())
+        matching_state(weights, recorded_vit())
     model = recorded_vit()
-    state = fitting(weights, model, ["head.weight", "head.bias"])
+    state = matching_state(weights, model, ["head.weight", "head.bias"])
     assert torch.equal(state["head.weight"], model.state_dict()["head.weight"])
     assert torch.equal(state["cls_token"], weights.state["cls_token"])
 
@@ -196,7 +196,7 @@ def test_timm_state_dicts_are_found_wherever_they_are_kept(tmp_path, written, le
     path = tmp_path / "weights.safetensors"  # a name tells nothing
     torch.save(written(donor.state_dict()), path, _use_new_zipfile_serialization=not legacy)
     weights = read_weights("checkpoint", path)
-    assert same(fitting(weights, donor), donor.state_dict())
+    assert same(matching_state(weights, donor), donor.state_dict())
     assert weights.classes is None
 
 
@@ -204,7 +204,7 @@ def test_safetensors_are_known_by_their_content(tmp_path):
     donor = small_vit()
     save_file(donor.state_dict(), tmp_path / "weights.bin", metadata={"format": "pt"})
     weights = read_weights("checkpoint", tmp_path / "weights.bin")
-    assert same(fitting(weights, donor), donor.state_dict())
+    assert same(matching_state(weights, donor), donor.state_dict())
 
 
 def test_a_training_state_gives_the_plain_model_and_its_classes(tmp_path):
@@ -308,7 +308,7 @@ REFUSED_BY_RECORDED_CCT = {
     ),
     "published, one twice": (
         lambda: recorded_state(head__bias=torch.ones(10)),
-        r"two parameters would be head.bias",
+        r"two parameters map to head.bias",
     ),
 }
 REFUSED: list[Any] = [
@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, build, content, message)
     path = tmp_path / "x.pth"
     torch.save(content(), path)
     with pytest.raises(UserError, match=message) as refused:
-        fitting(read_weights("checkpoint", path), build())
+        matching_state(read_weights("checkpoint", path), build())
     assert str(refused.value).startswith(f"checkpoint={path}: ")
     assert "\n" not in str(refused.value)
 
@@ -362,7 +362,7 @@ def test_broken_files_are_not_readable(tmp_path, write, harm):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"accuracy: 98", "neither safetensors, nor of torch.save, nor an .npz"),
+        (b"accuracy: 98", "neither safetensors, nor torch.save, nor .npz"),
         (b"", "neither safetensors"),
         (b"PK\x03\x04 and no end", "damaged, the end of the archive is missing"),
     ],
@@ -400,7 +400,7 @@ def test_arrays_of_another_kind_are_refused(tmp_path, arrays, message):
     path = tmp_path / "x.npz"
     np.savez(path, **arrays)
     with pytest.raises(UserError, match=message):
-        fitting(read_weights("checkpoint", path), small_vit())
+        matching_state(read_weights("checkpoint", path), small_vit())
 
 
 class Intruder:

@@ -24,8 +24,8 @@ from reproduction.data.build import (
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import Broken, collate_readable, load_item
 from reproduction.data.sources import Source
-from reproduction.models.build import build_module, count_macs, without_start
-from reproduction.models.weights import fitting_module, read_newest
+from reproduction.models.build import build_module, count_macs, without_weights
+from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from tokenmixup import TokenMixup
@@ -66,9 +66,9 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
         raise UserError(f"run={folder.path}: was trained without htm")
     source = build_source(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
-    module = build_module(without_start(config.model), stack, len(source.classes))
+    module = build_module(without_weights(config.model), stack, len(source.classes))
     path, state = read_newest("checkpoint", folder.checkpoints() or [folder.last_path])
-    module.load_state_dict(fitting_module(f"checkpoint={path}", state, module))
+    module.load_state_dict(module_state(f"checkpoint={path}", state, module))
     module.model.eval()
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     return Trained(config, module.to(place), source, place)

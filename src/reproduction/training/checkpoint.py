@@ -9,9 +9,9 @@ from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel
-from reproduction.models.build import build_model, count_classes, without_start
+from reproduction.models.build import build_model, count_classes, without_weights
 from reproduction.models.names import State
-from reproduction.models.weights import Newest, fitting, read_newest, weights_of
+from reproduction.models.weights import Newest, extract_weights, matching_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from reproduction.system.storage import BLANK, KEY, WRITER, replacing, seal_archive, write_digest
@@ -66,10 +66,10 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
     `classes`.
     """
     path, content = read_newest("checkpoint", paths)
-    weights = weights_of(f"checkpoint={path}", content)
+    weights = extract_weights(f"checkpoint={path}", content)
     if weights.classes is not None:
         check_classes(path, weights.classes, classes)
-    model.load_state_dict(fitting(weights, model))
+    model.load_state_dict(matching_state(weights, model))
     return path
 
 
@@ -88,11 +88,11 @@ def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:
     Raises UserError if none is, or if it does not fit the model.
     """
     path, content = read_newest("checkpoint", checkpoints)
-    weights = weights_of(f"checkpoint={path}", content)
+    weights = extract_weights(f"checkpoint={path}", content)
     with torch.device("meta"):
-        model = build_model(without_start(config), count_classes(config, weights.state))
+        model = build_model(without_weights(config), count_classes(config, weights.state))
     output.parent.mkdir(parents=True, exist_ok=True)
-    state = {name: value.clone() for name, value in fitting(weights, model).items()}  # of its own
+    state = {k: v.clone() for k, v in matching_state(weights, model).items()}  # own storage
     save_plain(output, state, weights.classes)
 
 

@@ -29,7 +29,7 @@ from reproduction.models.build import (
     count_parameters,
     place,
     pretrained_statistics,
-    without_start,
+    without_weights,
 )
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import hold
@@ -131,7 +131,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     """Builds everything and goes back to the last checkpoint; writes nothing."""
     folder = RunFolder.of(config)
     newest = load_last(folder, run_hash(config))
-    model = config.model if newest is None else without_start(config.model)
+    model = config.model if newest is None else without_weights(config.model)
     torch.manual_seed(config.seed)
     module = build_module(model, config.augmentation, len(source.classes))
     batches = TrainingBatches(
