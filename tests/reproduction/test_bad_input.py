@@ -42,7 +42,7 @@ CLEAR = (  # what is allowed, or what is wrong with it
     *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with"),
     *("resume it with", "set exactly one", "only one", "quote", "expected", "required"),
     *("is not 1 or more", "not available", "unknown", "does not", "cannot", "there is no"),
-    *("there are", "no such", "is no ", "no value", "exists", "omit name"),
+    *("there are", "no such", "is not a ", "is no ", "no value", "exists", "omit name"),
     *("not readable", "not measured", "unrecognized", "more than once", "with other", "holds no"),
     *("has 12 blocks", "has no points", "refuses", "name the folder", "Did you mean"),
     *("Could not", "invalid"),
@@ -289,7 +289,7 @@ def test_a_run_killed_before_its_configuration_was_written_can_begin_again(
     (tmp_path / "outputs/other/thesis.txt").write_text("not ours")
     refused = command("train", "name=other", "resume=auto", *SMALL)
     assert refused.status == 2
-    assert "is no run folder" in refused.err
+    assert "is not a run folder" in refused.err
 
 
 @pytest.mark.parametrize("workers", [0, 1])

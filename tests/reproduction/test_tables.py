@@ -235,7 +235,7 @@ def test_no_folder_stops_the_tables(tmp_path: Path, configs: Configs):
     listed = reasons(collection)
     assert set(listed) == {*contents, "config.yaml", "isfolder"} - {"report", "data", ".sweeps"}
     assert all("\n" not in why and str(tmp_path) not in why for why in listed.values())
-    assert listed["foreign"] == "is no run folder: config.yaml holds no seed"
+    assert listed["foreign"] == "is not a run folder: config.yaml holds no seed"
 
 
 def test_a_trained_run_is_read(command: Command, tmp_path: Path):

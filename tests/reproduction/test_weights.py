@@ -282,15 +282,15 @@ REFUSED_BY_SMALL_CCT = {
     ),
     "nothing": (dict, r"lacks parameters: 52 \(pos_embed, tokenizer\S+, blocks\S+, \.\.\.\)$"),
     "list": (lambda: [1, 2], r"holds no state dict but list$"),
-    "settings": (lambda: {"lr": 1, 2: 3}, r"these are no parameters: 2 \(lr, 2\)$"),
-    "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, r"these are no parameters: 1 \(a\)$"),
+    "settings": (lambda: {"lr": 1, 2: 3}, r"these are not parameters: 2 \(lr, 2\)$"),
+    "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, r"these are not parameters: 1 \(a\)$"),
     "no values": (
         lambda: {"a": torch.ones(2, device="meta")},
-        r"these are no parameters: 1 \(a\)$",
+        r"these are not parameters: 1 \(a\)$",
     ),
     "odd classes": (
         lambda: {"module": cct_state(), "classes": [1, 2]},
-        r"classes that are no list of names$",
+        r"classes that are not a list of names$",
     ),
 }
 REFUSED_BY_RECORDED_CCT = {
@@ -417,7 +417,7 @@ class Intruder:
 def test_reading_executes_nothing(tmp_path, inside):
     made, path = tmp_path / "made", tmp_path / "x.pth"
     torch.save({"state_dict": cct_state(), "args": inside(Intruder(made))}, path)
-    with pytest.raises(UserError, match=r"not readable: it names \w+\.mkdir, which is no weight"):
+    with pytest.raises(UserError, match=r"not readable: it names \w+\.mkdir, which is not"):
         read_weights("checkpoint", path)
     assert not made.exists()
     torch.load(path, weights_only=False)

@@ -141,10 +141,10 @@ def _select_weights(
 
 def _weights_of_run(folder: RunFolder, is_best: bool) -> tuple[list[Path], dict[str, Any]]:
     saved = folder.read_config()
-    newest = folder.best_path if is_best else folder.last_path
-    files = folder.checkpoints() if not is_best else [newest] if newest.is_file() else []
-    if not files:
-        raise UserError(f"run={folder.path}: holds no {newest.name} yet")
+    path = folder.best_path if is_best else folder.last_path
+    files = [path] if is_best else folder.checkpoints()
+    if not files or (is_best and not path.is_file()):
+        raise UserError(f"run={folder.path}: holds no {path.name} yet")
     return files, saved
 
 

@@ -19,6 +19,7 @@ from reproduction.data.inputs import (
 from reproduction.data.loaders import (
     BrokenImages,
     EvaluationImages,
+    ReadableBatches,
     TrainingBatches,
     TrainingImages,
     Transform,
@@ -77,7 +78,7 @@ def build_training_loader(
     in_memory = dataclasses.replace(source, train=_cached(config.dataset, source.train))
     images = build_training_images(config, in_memory)
     loader = data_loader(images, batches, config.dataset.workers, pin)
-    return broken.leave_out(loader, first=0) if config.dataset.skips else loader
+    return ReadableBatches(loader, broken, first=0) if config.dataset.skips else loader
 
 
 def build_evaluation_loader(
@@ -89,7 +90,9 @@ def build_evaluation_loader(
     size = max(1, config.recipe.batch_size // ranks)
     batches = evaluation_batches(len(source.held_out), size, rank, ranks)
     loader = data_loader(images, batches, config.dataset.workers, pin)
-    return broken.leave_out(loader, first=len(source.train)) if config.dataset.skips else loader
+    if not config.dataset.skips:
+        return loader
+    return ReadableBatches(loader, broken, first=len(source.train))
 
 
 def build_broken_images(config: Config, source: Source) -> BrokenImages:

@@ -157,10 +157,6 @@ class BrokenImages:
         self.num_images = num_images
         self.known: set[int] = set()
 
-    def leave_out(self, batches: Iterable[Any], first: int) -> "Readable":
-        """Wraps a loader that uses `collate_readable`; its images are numbered from `first`."""
-        return Readable(batches, self, first)
-
     def note(self, number: int, reason: str) -> None:
         if number not in self.known:
             self.known.add(number)
@@ -171,8 +167,11 @@ class BrokenImages:
         self.known = union(self.known, self.num_images)
 
 
-class Readable:
-    """Yields the batches of a loader and notes their broken images."""
+class ReadableBatches:
+    """Yields the batches of a loader with `collate_readable`, and notes their broken images.
+
+    Its images are numbered from `first`.
+    """
 
     def __init__(self, batches: Iterable[Any], broken: BrokenImages, first: int):
         self.batches, self.broken, self.first = batches, broken, first

@@ -51,7 +51,7 @@ def build_vit(
     except (OSError, RuntimeError, TypeError, AssertionError) as error:  # OSError: from the hub
         if pretrained is None:
             raise UserError(
-                f"model.architecture={architecture}: is no plain ViT with "
+                f"model.architecture={architecture}: is not a plain ViT with "
                 f"model.global_pool={global_pool} ({first_line(error)})"
             ) from error
         raise UserError(
@@ -155,7 +155,8 @@ def _replace_stem(model: Any, architecture: str) -> None:
     first = getattr(model.stem, "conv", None) if is_v2 else getattr(model, "conv1", None)
     if not (is_v2 or isinstance(model, ResNet)) or not isinstance(first, nn.Conv2d):
         raise UserError(
-            f"model.stem=cifar: {architecture} is no ResNet with a plain stem, allowed is imagenet"
+            f"model.stem=cifar: {architecture} is not a ResNet with a plain stem, allowed is "
+            "imagenet"
         )
     stem = nn.Conv2d(3, first.out_channels, kernel_size=3, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as in timm

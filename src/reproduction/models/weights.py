@@ -157,7 +157,7 @@ def _is_transient(cause: BaseException | None) -> bool:
 def _reason(error: Exception) -> str:
     """Returns the message of an error without torch's advice, which is unsafe."""
     if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
-        return f"it names {found[1]}, which is no weight and could execute code"
+        return f"it names {found[1]}, which is not a weight and could execute code"
     return first_line(error).partition(". ")[0]
 
 
@@ -221,11 +221,11 @@ def _parameters(content: Any) -> tuple[State, list[str] | None]:
         raise ValueError(f"holds no state dict but {type(content).__name__}")
     classes = content.get("classes") if "module" in content else None
     if not (classes is None or (isinstance(classes, list) and {type(x) for x in classes} == {str})):
-        raise ValueError("holds classes that are no list of names")
+        raise ValueError("holds classes that are not a list of names")
     inner = [content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), dict)]
     state = dict(inner[0] if inner else content)
     if odd := [str(name) for name, value in state.items() if not _is_parameter(name, value)]:
-        raise ValueError(f"holds no state dict, these are no parameters: {_summary(odd)}")
+        raise ValueError(f"holds no state dict, these are not parameters: {_summary(odd)}")
     return state, classes
 
 

@@ -94,16 +94,16 @@ class RunFolder:
         write_text(self.config_path, text)
 
     def read_config(self) -> dict[str, Any]:
-        """Returns the resolved configuration. Raises UserError if this is no run folder."""
+        """Returns the resolved configuration. Raises UserError if this is not a run folder."""
         try:
             config = parse_yaml(self.config_path.read_text())
         except FileNotFoundError as error:
-            raise UserError(f"{self.path} is no run folder: it has no config.yaml") from error
+            raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from error
         except (OSError, ValueError) as error:
             reason = first_line(error)
-            raise UserError(f"{self.path} is no run folder: config.yaml: {reason}") from error
+            raise UserError(f"{self.path} is not a run folder: config.yaml: {reason}") from error
         if not isinstance(config, dict):
-            raise UserError(f"{self.path} is no run folder: config.yaml holds no configuration")
+            raise UserError(f"{self.path} is not a run folder: config.yaml holds no configuration")
         return config
 
     def read_summary(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class RunFolder:
             text, _, _ = self.metrics_path.read_text().rpartition("\n")  # drops a truncated line
             lines = [parse_json(line) for line in text.splitlines()]
             if not all(isinstance(line, dict) for line in lines):
-                raise ValueError("holds a line that is no mapping")
+                raise ValueError("holds a line that is not a mapping")
         except (OSError, ValueError) as error:
             raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
@@ -223,7 +223,7 @@ def check_writable(path: Path, setting: str) -> None:
     """Raises UserError, naming the setting, if `path` cannot be created."""
     place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"{setting}: {place} is no writable folder")
+        raise UserError(f"{setting}: {place} is not a writable folder")
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -209,8 +209,8 @@ def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
         )
     if dataset.skips and dataset.name not in IMAGE_FOLDERS:
         yield (
-            f"dataset.broken_images=skip: {dataset.name} is no folder of image files, allowed is "
-            "refuse"
+            f"dataset.broken_images=skip: {dataset.name} is not a folder of image files, allowed "
+            "is refuse"
         )
     if needs_data and (problem := missing_data(dataset.name, dataset.root)):
         yield problem
