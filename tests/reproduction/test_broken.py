@@ -173,5 +173,5 @@ def test_skipping_is_for_folders_alone_and_belongs_to_the_identity(tmp_path: Pat
     root = write_broken(tmp_path / "images")
     skips, refuses = config_of(root), config_of(root, "dataset.broken_images=refuse")
     assert run_hash(skips) != run_hash(refuses)
-    with pytest.raises(UserError, match=r"dataset\.broken_images=skip: digits is no folder"):
+    with pytest.raises(UserError, match=r"dataset\.broken_images=skip: digits is not a folder"):
         parse(compose("train", ["dataset.broken_images=skip"]).raw)

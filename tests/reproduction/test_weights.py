@@ -537,7 +537,7 @@ def test_export_of_a_run_needs_no_data_and_overwrites_nothing(command: Command, 
     [
         ("checkpoint=x.pth", "output=None: must be a file ending in .safetensors"),
         ("checkpoint=x.pth output=y.pth", "output=y.pth: must be a file ending in .safetensors"),
-        ("checkpoint=x.pth output=/dev/null/y.safetensors", "no writable folder"),
+        ("checkpoint=x.pth output=/dev/null/y.safetensors", "not a writable folder"),
         ("checkpoint=x.pth output=y.safetensors dataset=digits", "dataset=digits: not allowed"),
         ("checkpoint=x.pth output=y.safetensors model=cct_7_3x1", "does not fit the model"),
         ("output=y.safetensors", "set exactly one of them, a run folder or a file"),

@@ -143,7 +143,7 @@ def build_library_model(
     shape = _output_shape(model, architecture, image_size)
     if shape != (1, num_classes) or getattr(model, "aux_logits", False):
         raise UserError(
-            f"model.architecture={architecture}: with model.options={options} its output is not "
+            f"model.architecture={architecture}: with model.options={options} its output must be "
             "one logit per class"
         )
     return model
