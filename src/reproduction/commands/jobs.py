@@ -167,8 +167,8 @@ def _apply_overrides(
         if head not in ("device", "devices", "dataset"):
             continue
         name = leaf.partition(".")[0]
-        known = head in raw and (not name or name in raw[head])
-        if not known or not isinstance(saved.get("dataset"), dict):
+        is_known = head in raw and (not name or name in raw[head])
+        if not is_known or not isinstance(saved.get("dataset"), dict):
             raise UserError(f"{text}: cannot be applied to this run")
         if name:
             saved[head][name] = raw[head][name]

@@ -41,21 +41,19 @@ NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "che
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     """Builds the plain model, without TokenMixup, with its initial weights."""
-    model = _build_random(config, num_classes)
+    build: Callable[..., nn.Module] = build_library_model
+    if isinstance(config, CCTConfig):
+        build = CCT
+    elif isinstance(config, ViTConfig):
+        build = build_vit
+    settings = dataclasses.asdict(config)
+    model = build(
+        num_classes=num_classes,
+        **{key: value for key, value in settings.items() if key not in NOT_FOR_THE_MODEL},
+    )
     if config.weights is not None:
         model.load_state_dict(initial_weights(config, model))
     return model
-
-
-def _build_random(config: AnyModel, num_classes: int) -> nn.Module:
-    settings = dataclasses.asdict(config)
-    for key in NOT_FOR_THE_MODEL:
-        settings.pop(key, None)
-    if isinstance(config, CCTConfig):
-        return CCT(num_classes=num_classes, **settings)
-    if isinstance(config, ViTConfig):
-        return build_vit(num_classes=num_classes, **settings)
-    return build_library_model(num_classes=num_classes, **settings)
 
 
 def head_names(config: AnyModel) -> list[str]:
@@ -133,10 +131,9 @@ def place(model: AnyModule, device: torch.device) -> AnyModule:
     """
     if device.type == "cpu":
         keep_freed_memory()
-    for module in model.modules():
-        has_dropout = isinstance(module, Attention) and module.attn_drop.p > 0
-        if device.type == "cpu" and has_dropout:
-            setattr(module, "fused_attn", False)  # typed Final, but an instance attribute
+        for module in model.modules():
+            if isinstance(module, Attention) and module.attn_drop.p > 0:
+                setattr(module, "fused_attn", False)  # typed Final, but an instance attribute
     model.to(memory_format=torch.channels_last)
     return model.to(device)
 
@@ -216,7 +213,7 @@ def compile_blocks(module: TokenMixup) -> None:
     parts = [*_unchanged_parts(module)]
     config.recompile_limit = max(config.recompile_limit, BATCH_SIZES * len(parts))
     for part in parts:
-        # bound to the part, so that a copy of the module gets its own
+        # bound to the part, so that copies of the module get their own
         setattr(part, "forward", MethodType(_compiled_in_training(type(part).forward), part))
     if module.htm is not None:
         choose, weigh = COMPILER(module.rules.choose), COMPILER(module.rules.weigh)

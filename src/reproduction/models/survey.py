@@ -66,10 +66,10 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
     modules: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         modules[verdict.module].append(verdict)
-    for module, found in sorted(modules.items()):
-        reasons = Counter(_short_reason(x.reason) for x in found if x.reason is not None)
-        told = "; ".join(reason for reason, _ in reasons.most_common())
-        lines.append(f"| {module} | {len(found) - reasons.total()} | {len(found)} | {told} |")
+    for module, members in sorted(modules.items()):
+        reasons = Counter(_short_reason(x.reason) for x in members if x.reason is not None)
+        text = "; ".join(reason for reason, _ in reasons.most_common())
+        lines.append(f"| {module} | {len(members) - reasons.total()} | {len(members)} | {text} |")
     return "\n".join(lines) + "\n"
 
 

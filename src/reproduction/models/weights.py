@@ -144,20 +144,20 @@ def read_newest(key: str, paths: list[Path], check: Check = lambda path, content
             warn(f"warning: {reason}; going back to {path.name}")
         return path, content
     others = ", ".join(path.name for path in paths[1:])
-    raise UserError(f"{errors[0]}{'; not usable either: ' if others else ''}{others}")
+    raise UserError(f"{errors[0]}; not usable either: {others}" if others else str(errors[0]))
 
 
 def _is_transient(cause: BaseException | None) -> bool:
     """Whether reading may succeed later."""
-    return isinstance(cause, MemoryError) or (
-        isinstance(cause, OSError) and cause.errno in TRANSIENT
-    )
+    if isinstance(cause, OSError):
+        return cause.errno in TRANSIENT
+    return isinstance(cause, MemoryError)
 
 
 def _reason(error: Exception) -> str:
     """Returns the message of an error without torch's advice, which is unsafe."""
-    if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
-        return f"it names {found[1]}, which is not a weight and could execute code"
+    if match := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
+        return f"it names {match[1]}, which is not a weight and could execute code"
     return first_line(error).partition(". ")[0]
 
 
