@@ -6,6 +6,7 @@ Only this module and compose.py import Hydra.
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
 from io import StringIO
@@ -71,7 +72,7 @@ def run(
     try:
         points = _points(config_name, sys.argv[1:])
         if points is None:
-            _leave_to_hydra(config_name)
+            _print_hydra_output(config_name)
         else:
             composed = [compose(config_name, point) for point in points]
             launcher = composed[0].overrides.get("hydra/launcher", HERE).rpartition("=")[2]
@@ -96,11 +97,9 @@ def run(
     sys.exit(max((1 if isinstance(f, PlainError) else 2 for f in failures), default=0))
 
 
-def _leave_to_hydra(config_name: str) -> None:
+def _print_hydra_output(config_name: str) -> None:
     """Prints Hydra's help, or the output of --cfg and --info."""
-    os.environ["HYDRA_FULL_ERROR"] = (
-        "1"  # makes Hydra raise, so that errors are printed in one place
-    )
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
     try:
         with redirect_stderr(StringIO()):  # hides Hydra's own message about --package
@@ -183,17 +182,8 @@ def _task_overrides(hydra_config: HydraConf) -> list[str]:
 
 
 def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
-    """Returns the overrides of every point, or None for help and --cfg, which run nothing."""
-    parser = get_args_parser()
-    setattr(parser, "error", _raise_option_error)  # argparse would also print its usage
-    args = parser.parse_args(argv)
-    for option in UNSUPPORTED_OPTIONS:
-        if getattr(args, option, None):
-            raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
-    if sum(bool(x) for x in (args.run, args.multirun, args.cfg, args.info)) > 1:
-        raise UserError("--multirun, --cfg, --info, --run: only one of them is allowed")
-    if args.package and not args.cfg:
-        raise UserError("--package: needs --cfg")
+    """Returns the overrides of every point, or None for help, --cfg and --info."""
+    args = _parse_arguments(argv)
     if args.help or args.hydra_help or args.cfg or args.info:
         compose(config_name, args.overrides)
         return None
@@ -216,6 +206,21 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
     if not points:
         raise UserError(f"{' '.join(args.overrides)}: the sweep has no points")
     return points
+
+
+def _parse_arguments(argv: list[str]) -> Namespace:
+    """Parses Hydra's options. Raises UserError for unsupported and conflicting ones."""
+    parser = get_args_parser()
+    setattr(parser, "error", _raise_option_error)  # argparse would also print its usage
+    args = parser.parse_args(argv)
+    for option in UNSUPPORTED_OPTIONS:
+        if getattr(args, option, None):
+            raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
+    if sum(bool(x) for x in (args.run, args.multirun, args.cfg, args.info)) > 1:
+        raise UserError("--multirun, --cfg, --info, --run: only one of them is allowed")
+    if args.package and not args.cfg:
+        raise UserError("--package: needs --cfg")
+    return args
 
 
 def _check_hydra_keys(keys: Iterable[str]) -> None:
