@@ -61,7 +61,7 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
 
 
 def build_evaluation_transform(config: Config) -> Transform:
-    """Returns PIL image -> `3 s s` uint8, a centre crop of `eval_crop_pct` of the shorter side."""
+    """Returns PIL image -> `3 s s` uint8, by a centre crop of `eval_crop_pct` of the shorter side."""
     return create_transform(
         (3, config.model.image_size, config.model.image_size),
         is_training=False,
@@ -74,7 +74,7 @@ def build_evaluation_transform(config: Config) -> Transform:
 def build_training_loader(
     config: Config, source: Source, batches: TrainingBatches, pin: bool, broken: BrokenImages
 ) -> Loader:
-    """Returns the loader of this rank's batches. Decodes a folder that fits into memory at once."""
+    """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
     in_memory = dataclasses.replace(source, train=_cached(config.dataset, source.train))
     images = build_training_images(config, in_memory)
     loader = data_loader(images, batches, config.dataset.workers, pin)
@@ -84,7 +84,7 @@ def build_training_loader(
 def build_evaluation_loader(
     config: Config, source: Source, rank: int, ranks: int, pin: bool, broken: BrokenImages
 ) -> Loader:
-    """Returns the loader of this rank's share of the held-out images; memory use as above."""
+    """Returns the loader of this rank's share of the held-out images, cached likewise."""
     held_out = _cached(config.dataset, source.held_out)
     images = EvaluationImages(held_out, build_evaluation_transform(config), config.dataset.skips)
     size = max(1, config.recipe.batch_size // ranks)
@@ -96,7 +96,7 @@ def build_evaluation_loader(
 
 
 def build_broken_images(config: Config, source: Source) -> BrokenImages:
-    """Returns a counter of skipped images over both splits; it is empty unless they are skipped."""
+    """Returns the record of skipped images over both splits; unused if they are not skipped."""
     images = len(source.train) + len(source.held_out)
     return BrokenImages(images if config.dataset.skips else 0)
 

@@ -81,13 +81,13 @@ def cache_in_memory(
     """
     assert isinstance(images, FileImages), "other images are in memory already"
     paths = [path for path, _ in images.samples]
-    if not _fit(paths, mib * MIB, skips):
+    if not _fits(paths, mib * MIB, skips):
         return images
     with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
         return CachedImages(list(pool.map(partial(_decode, skips=skips), paths)), images.targets)
 
 
-def _fit(paths: Iterable[str], room: int, skips: bool) -> bool:
+def _fits(paths: Iterable[str], room: int, skips: bool) -> bool:
     """Whether the decoded images take at most `room` bytes. Stops once they do not."""
     for path in paths:
         try:
@@ -114,18 +114,18 @@ def _decode(path: str, skips: bool) -> Any:
 
 def load_image(path: str) -> Image.Image:
     """Loads as RGB. RuntimeError names a file that is broken or exceeds 8 bits per channel."""
-    with _opened(path) as image:
+    with _open_image(path) as image:
         return image.convert("RGB")
 
 
 def image_size(path: str) -> tuple[int, int]:
     """Returns width and height from the header. RuntimeError as for `load_image`."""
-    with _opened(path) as image:
+    with _open_image(path) as image:
         return image.size
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[Image.Image]:
+def _open_image(path: str) -> Iterator[Image.Image]:
     try:
         if not os.path.isfile(path):
             raise ValueError("there is no such file")  # a pipe would block

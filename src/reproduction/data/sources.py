@@ -40,7 +40,7 @@ def load_source(name: str, root: str | None, limit: int | None) -> Source:
     Raises UserError when the download fails or `limit` exceeds the training images.
     """
     source = _open(name, root)
-    return source if limit is None else replace(source, train=_limited(source.train, limit))
+    return source if limit is None else replace(source, train=_balanced_subset(source.train, limit))
 
 
 @lru_cache(maxsize=1)
@@ -49,7 +49,7 @@ def _open(name: str, root: str | None) -> Source:
     return _LOADERS[name](name, root)
 
 
-def _limited(images: ImageSource, limit: int) -> ImageSource:
+def _balanced_subset(images: ImageSource, limit: int) -> ImageSource:
     """Returns the first `limit` images in round-robin order of classes, so they stay balanced."""
     if limit > len(images):
         raise UserError(f"dataset.limit={limit}: there are {len(images)} training images")

@@ -96,7 +96,7 @@ def timm_name(architecture: str, pretrained: str | None) -> str:
 def _check_sizes(
     model: nn.Module, architecture: str, depth: int, image_size: int, patch_size: int
 ) -> None:
-    """Checks depth and patch size. Uses the token grid, as a hybrid's patches are features."""
+    """Checks depth and patch size, by the token grid: a hybrid patches its feature maps."""
     blocks = getattr(model, "blocks", ())
     embed = getattr(model, "patch_embed", None)
     built_patch = getattr(embed, "patch_size", None)

@@ -202,7 +202,7 @@ def _read_torch(path: Path) -> Any:
     safe = torch.serialization.safe_globals([argparse.Namespace])
     quiet = warnings.catch_warnings(action="ignore")  # about other pickle versions
     with path.open("rb") as file, safe, quiet:
-        return torch.load(file, map_location="cpu", weights_only=True)  # a path's name would matter
+        return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
 
 
 def _mentions_bytearray(path: Path) -> bool:
@@ -230,7 +230,7 @@ def _parameters(content: Any) -> tuple[State, list[str] | None]:
 
 
 def _is_parameter(name: Any, value: Any) -> bool:
-    """Whether it is a name and a plain tensor whose storage matches its size."""
+    """Whether it is a name and a plain tensor whose storage holds all its values."""
     if not (isinstance(name, str) and isinstance(value, Tensor)):
         return False
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
