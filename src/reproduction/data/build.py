@@ -61,7 +61,7 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
 
 
 def build_evaluation_transform(config: Config) -> Transform:
-    """Returns PIL image -> `3 s s` uint8, by a centre crop of `eval_crop_pct` of the shorter side."""
+    """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
     return create_transform(
         (3, config.model.image_size, config.model.image_size),
         is_training=False,
