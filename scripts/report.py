@@ -2,10 +2,10 @@
 
 from reproduction.studies.options import add_settings, settings_of
 from reproduction.studies.overview import write_overview
-from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.system.terminal import Parser, one_line_errors
 
 
-@ending_in_a_line("report.py")
+@one_line_errors("report.py")
 def main() -> None:
     """Prints the files that it writes to report/ beside the runs."""
     parser = Parser(description=__doc__)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reproduction.system import hardware
-from reproduction.system.hardware import hardware_name, joined, usable_cores
+from reproduction.system.hardware import hardware_name, join_hardware, usable_cores
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command
 
@@ -47,9 +47,9 @@ def test_a_gpu_is_named_where_one_is_used(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_hardware_of_a_run_that_moved_is_listed_in_order():
-    assert joined(None, "A") == joined("A", "A") == "A"
-    assert joined("A", "B") == "A, then B"
-    assert joined("A, then B", "A") == "A, then B"
+    assert join_hardware(None, "A") == join_hardware("A", "A") == "A"
+    assert join_hardware("A", "B") == "A, then B"
+    assert join_hardware("A, then B", "A") == "A, then B"
 
 
 def test_a_summary_names_the_hardware_of_every_part_of_its_run(

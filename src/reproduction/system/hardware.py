@@ -32,7 +32,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def joined(earlier: str | None, now: str) -> str:
+def join_hardware(earlier: str | None, now: str) -> str:
     """Joins the hardware names of a resumed run, each once, in order."""
     names = [] if earlier is None else earlier.split(", then ")
     return ", then ".join(dict.fromkeys([*names, now]))

@@ -27,7 +27,7 @@ def positive(text: str) -> int:
 
 
 @contextmanager
-def ending_in_a_line(program: str) -> Iterator[None]:
+def one_line_errors(program: str) -> Iterator[None]:
     """Exits a script with one line: status 2 for a user error, 1 for a failure, 130 for Ctrl-C.
 
     Can also decorate its main function.

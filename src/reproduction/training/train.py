@@ -34,7 +34,7 @@ from reproduction.models.build import (
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
-from reproduction.system.hardware import hardware_name, joined
+from reproduction.system.hardware import hardware_name, join_hardware
 from reproduction.system.ranks import is_a_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.checkpoint import load_last
@@ -209,7 +209,7 @@ def _facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         "attention": kernel,
         "seed": config.seed,
         "devices": config.devices,
-        "hardware": joined(earlier, hardware_name(device.type)),
+        "hardware": join_hardware(earlier, hardware_name(device.type)),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }
