@@ -1,4 +1,4 @@
-"""Evaluates a run (run=FOLDER) or a file (checkpoint=FILE model=... dataset=...)."""
+"""Evaluates a run (run=FOLDER) or a weight file (checkpoint=FILE model=... dataset=...)."""
 
 from reproduction.commands.cli import run
 from reproduction.commands.jobs import WeightsTask, resolve_evaluation
@@ -7,7 +7,7 @@ from reproduction.system.terminal import say
 
 
 def main(settings: WeightsTask) -> None:
-    """Prints and writes top-1, top-5 and loss."""
+    """Evaluates, prints and writes top-1, top-5 and loss."""
     from reproduction.training.evaluate import evaluate_checkpoint
 
     result = evaluate_checkpoint(settings.config, settings.checkpoints, settings.result)

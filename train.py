@@ -1,4 +1,4 @@
-"""Trains one run, or every point of a sweep: python train.py [-m] [key=value ...]."""
+"""Trains one run, or all points of a sweep: python train.py [-m] [key=value ...]."""
 
 from reproduction.commands.cli import run
 from reproduction.commands.jobs import check_all, resolve

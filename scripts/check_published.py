@@ -7,7 +7,7 @@ from reproduction.data.folders import missing_data
 from reproduction.reporting.cells import Cell, read_cells
 from reproduction.studies.plan import Settings, point_configs
 from reproduction.system.errors import PlainError, UserError
-from reproduction.system.terminal import Parser, ending_in_a_line, say
+from reproduction.system.terminal import Parser, one_line_errors, say
 
 STACKS = {"HTM": "htm", "VTM": "vtm", "HVTM": "htm_vtm"}
 DATA = {
@@ -51,7 +51,7 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
     return f"{top1:.2f} % ({top1 - cell.top1:+.2f})"
 
 
-@ending_in_a_line("check_published.py")
+@one_line_errors("check_published.py")
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("weights", type=Path, help="a folder with the published files")

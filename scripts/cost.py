@@ -9,7 +9,7 @@ from reproduction.studies.options import add_settings, settings_of
 from reproduction.studies.plan import PlannedRun, plan, studies_of
 from reproduction.system.errors import UserError
 from reproduction.system.hardware import hardware_name
-from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
+from reproduction.system.terminal import Parser, one_line_errors, positive, print_tables
 
 
 def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict[str, Speed]]:
@@ -29,7 +29,7 @@ def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict
     return hardware, speeds
 
 
-@ending_in_a_line("cost.py")
+@one_line_errors("cost.py")
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")

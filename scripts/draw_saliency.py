@@ -5,10 +5,10 @@ from pathlib import Path
 from reproduction.runs.folder import RunFolder, check_writable
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
-from reproduction.system.terminal import Parser, ending_in_a_line, positive
+from reproduction.system.terminal import Parser, one_line_errors, positive
 
 
-@ending_in_a_line("draw_saliency.py")
+@one_line_errors("draw_saliency.py")
 def main() -> None:
     """Writes RUN/saliency.png or PICTURE, with a .pdf and a .json; prints the entropies."""
     parser = Parser(description=__doc__)

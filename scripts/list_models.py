@@ -8,7 +8,7 @@ import timm
 from reproduction.models.survey import PAGE, Verdict, page_of, smallest_of_families, survey, try_out
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.system.terminal import Parser, one_line_errors
 
 LARGEST = 450e6  # parameters; larger models are tried with 3 blocks
 
@@ -27,7 +27,7 @@ def try_model(verdict: Verdict) -> bool:
     return outcome == "ok"
 
 
-@ending_in_a_line("list_models.py")
+@one_line_errors("list_models.py")
 def main() -> int:
     """Returns 1 if a tried model fails or docs/models.md is outdated."""
     parser = Parser(description=__doc__)

@@ -3,7 +3,7 @@
 from reproduction.reporting.differences import measure, random_batches, run_batches
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
-from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.system.terminal import Parser, one_line_errors
 from reproduction.training.endings import explaining_data
 
 RHO, KAPPA = 0.005, 3  # for random saliency, and for runs without VTM
@@ -25,7 +25,7 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
     return table
 
 
-@ending_in_a_line("measure_differences.py")
+@one_line_errors("measure_differences.py")
 @explaining_data()
 def main() -> None:
     parser = Parser(description=__doc__)

@@ -3,10 +3,10 @@
 import json
 
 from reproduction.studies.plan import SCALES, Settings
-from reproduction.system.terminal import Parser, ending_in_a_line, positive
+from reproduction.system.terminal import Parser, one_line_errors, positive
 
 
-@ending_in_a_line("measure_latency.py")
+@one_line_errors("measure_latency.py")
 def main() -> None:
     """Writes latency.json next to the runs of the scale and prints it."""
     parser = Parser(description=__doc__)

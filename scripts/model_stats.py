@@ -5,7 +5,7 @@ import sys
 from reproduction.reporting.model_stats import as_table, differences, measure, read_paper
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
-from reproduction.system.terminal import Parser, ending_in_a_line, print_tables
+from reproduction.system.terminal import Parser, one_line_errors, print_tables
 
 
 def main() -> int:
@@ -17,5 +17,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with ending_in_a_line("model_stats.py"):
+    with one_line_errors("model_stats.py"):
         sys.exit(main())

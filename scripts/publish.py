@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from reproduction.studies.results import RESULTS, publish
-from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.system.terminal import Parser, one_line_errors
 
 
-@ending_in_a_line("publish.py")
+@one_line_errors("publish.py")
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")

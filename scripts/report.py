@@ -2,10 +2,10 @@
 
 from reproduction.studies.options import add_settings, settings_of
 from reproduction.studies.overview import write_overview
-from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.system.terminal import Parser, one_line_errors
 
 
-@ending_in_a_line("report.py")
+@one_line_errors("report.py")
 def main() -> None:
     """Writes the files to report/ next to the runs and prints their paths."""
     parser = Parser(description=__doc__)

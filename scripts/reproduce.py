@@ -15,7 +15,7 @@ from reproduction.studies.options import (
 from reproduction.studies.plan import STUDIES, PlannedRun, Settings
 from reproduction.studies.slurm import print_script, submit
 from reproduction.studies.states import state_table
-from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
+from reproduction.system.terminal import Parser, one_line_errors, positive, print_tables
 
 
 def parser() -> Parser:
@@ -69,5 +69,5 @@ def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) 
 
 
 if __name__ == "__main__":
-    with ending_in_a_line("reproduce.py"):
+    with one_line_errors("reproduce.py"):
         sys.exit(reproduce(parser().parse_args()))

@@ -5,7 +5,7 @@ from rich.table import Table
 from reproduction.reporting.suggestions import QUANTILES, Layer, suggestions
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
-from reproduction.system.terminal import Parser, ending_in_a_line, positive, print_tables
+from reproduction.system.terminal import Parser, one_line_errors, positive, print_tables
 from reproduction.training.endings import explaining_data
 
 
@@ -28,7 +28,7 @@ def _shares(name: str, label: str, shares: dict[float, float], own: float) -> Ta
     return table
 
 
-@ending_in_a_line("suggest.py")
+@one_line_errors("suggest.py")
 @explaining_data()
 def main() -> None:
     parser = Parser(description=__doc__)

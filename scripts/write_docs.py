@@ -10,7 +10,7 @@ from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
 from reproduction.studies.results import results_page
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import ending_in_a_line
+from reproduction.system.terminal import one_line_errors
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION, DIFFERENCES = DOCS / "configuration.md", DOCS / "differences.md"
@@ -35,7 +35,7 @@ def differences_page() -> str:
     return before + BEGIN + table + END + rest.partition(END)[2]
 
 
-@ending_in_a_line("write_docs.py")
+@one_line_errors("write_docs.py")
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS).parse_args()
     pages = {

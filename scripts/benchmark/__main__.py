@@ -16,7 +16,7 @@ from reproduction.runs.folder import check_writable
 from reproduction.system.errors import PlainError, UserError
 from reproduction.system.hardware import hardware_name, keep_freed_memory
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import ending_in_a_line
+from reproduction.system.terminal import one_line_errors
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, parse_sizes
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-@ending_in_a_line("benchmark")
+@one_line_errors("benchmark")
 def main() -> None:
     """Checks the arguments, then measures; writes each section as soon as it is done."""
     args = parser().parse_args()

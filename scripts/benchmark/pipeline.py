@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from reproduction.config import CONF_DIR
 from reproduction.data.build import build_training_images
-from reproduction.data.images import ArrayImages, FileImages, ImageSource, held
+from reproduction.data.images import ArrayImages, FileImages, ImageSource, cache_in_memory
 from reproduction.data.sources import Source
 from reproduction.system.timing import Work, time_in_turns
 from scripts.benchmark.measure import CCT, VIT, Row, Scope, summarize
@@ -35,7 +35,7 @@ def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]
     """Loads all kinds of images in this process, with one thread, as a worker does."""
     with tempfile.TemporaryDirectory() as folder:
         files = make_photos(Path(folder))
-        images = {SMALL: small_images(), FILES: files, PHOTOS: held(files, PHOTO_MIB, 1)}
+        images = {SMALL: small_images(), FILES: files, PHOTOS: cache_in_memory(files, PHOTO_MIB, 1)}
         loads = {name: _load(FEEDS[name], images[name], scope.images) for name in images}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

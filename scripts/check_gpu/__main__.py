@@ -22,7 +22,7 @@ from reproduction.config import CONF_DIR
 from reproduction.runs.folder import check_writable
 from reproduction.system.hardware import hardware_name, keep_freed_memory
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import Parser, ending_in_a_line
+from reproduction.system.terminal import Parser, one_line_errors
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
 from scripts.benchmark.report import check_page, put_on_page
@@ -78,7 +78,7 @@ def parser() -> Parser:
     return options
 
 
-@ending_in_a_line("check_gpu")
+@one_line_errors("check_gpu")
 def main() -> None:
     args = parser().parse_args()
     device = resolve_device(args.device, 1)

@@ -1,4 +1,7 @@
-"""The typed schema. Values live in conf/, those of HTM, VTM and manifold mixup in the library."""
+"""The typed schema. Default values live in conf/.
+
+HTM, VTM and manifold mixup are configured by the classes of the `tokenmixup` library.
+"""
 
 import re
 from functools import partial
@@ -12,13 +15,13 @@ from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, built
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in the order in which they act
-FORBID = ConfigDict(extra="forbid")  # of every settings class
-LONGEST_NAME = 200  # bytes; file systems take 255
+STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
+FORBID = ConfigDict(extra="forbid")  # shared by all settings classes
+LONGEST_NAME = 200  # bytes; most file systems allow 255
 AUTO_AUGMENT = (
     r"(rand(-(n[0-9]{1,2}|(m|w|p|inc|mstd|mmax)[0-9.]{1,5}))+|original|originalr|v0|v0r|3a)"
 )
-HUGE = 10**9  # bound of counts that cost neither memory nor time
+HUGE = 10**9  # bound for counts that cost neither memory nor time
 
 
 def folder_name(value: str) -> str:
@@ -41,11 +44,11 @@ def auto_augment_policy(value: str) -> str:
 
 Whole = Annotated[int, Field(strict=True, ge=0, le=HUGE)]
 Count = Annotated[int, Field(strict=True, ge=1, le=HUGE)]
-# Bounds far above what trains, below what hangs or fills the memory before it fails.
+# Bounds: far above any sensible value, but low enough to fail before memory runs out.
 Pixels = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Blocks = Annotated[int, Field(strict=True, ge=1, le=512)]
 Width = Annotated[int, Field(strict=True, ge=1, le=2**16)]
-Images = Annotated[int, Field(strict=True, ge=1, le=10**6)]  # of a batch
+Images = Annotated[int, Field(strict=True, ge=1, le=10**6)]  # per batch
 Processes = Annotated[int, Field(strict=True, ge=0, le=1024)]
 Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Few = Annotated[int, Field(strict=True, ge=1, le=16)]
@@ -56,7 +59,7 @@ Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
 Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
-Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # of values in 0..1
+Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # for pixel values in 0..1
 Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
 Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
 Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3)]
@@ -68,7 +71,7 @@ AutoAugment = Annotated[str, AfterValidator(auto_augment_policy)]
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Model:
-    """What every model has."""
+    """Settings shared by all models."""
 
     name: FolderName
     image_size: Pixels
@@ -77,7 +80,7 @@ class Model:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Transformer(Model):
-    """A plain sequence of blocks, which HTM and VTM can serve; their default layers."""
+    """A plain sequence of blocks that supports HTM and VTM, with their default layers."""
 
     depth: Blocks
     attn_drop: Rate
@@ -89,9 +92,9 @@ class Transformer(Model):
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class CCT(Transformer):
-    """A compact transformer (Hassani et al., 2021): CCT with `conv_layers`, CVT with `patch_size`.
+    """A compact transformer (Hassani et al., 2021).
 
-    ViT-Lite is CVT with a class token.
+    CCT sets `conv_layers`, CVT sets `patch_size`, and ViT-Lite is CVT with a class token.
     """
 
     family: Literal["cct"]
@@ -106,7 +109,7 @@ class CCT(Transformer):
 
     @property
     def tokens(self) -> int:
-        """Spatial tokens: patches, or every conv layer is followed by a pooling of stride 2."""
+        """The number of spatial tokens. Each conv layer is followed by pooling with stride 2."""
         if self.patch_size is not None:
             return (self.image_size // self.patch_size) ** 2
         size = self.image_size
@@ -121,10 +124,11 @@ class CCT(Transformer):
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class ViT(Transformer):
-    """A vision transformer of timm's: `architecture` is its name there.
+    """A vision transformer from timm; `architecture` is its timm name.
 
-    Dropout as there: `pos_drop_rate` after the positions, `proj_drop_rate` after the attention's
-    output projection and twice in each MLP; `mlp_drop_rate` instead in the MLPs, if it is given.
+    Dropout follows timm: `pos_drop_rate` applies after the position embedding, `proj_drop_rate`
+    after the attention output projection and twice in each MLP. `mlp_drop_rate` overrides
+    `proj_drop_rate` in the MLPs if set.
     """
 
     family: Literal["vit"]
@@ -147,7 +151,7 @@ class ViT(Transformer):
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Library(Model):
-    """Any other model of timm's or torchvision's: `architecture` is its name there."""
+    """Any other model from timm or torchvision; `architecture` is its name in that package."""
 
     family: Literal["library"]
     package: Literal["timm", "torchvision"]
@@ -161,7 +165,7 @@ AnyModel = CCT | ViT | Library
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Dataset:
-    """Images, their statistics and how they are loaded."""
+    """A data set, its normalisation statistics and loading options."""
 
     name: Literal["digits", "cifar10", "cifar100", "imagenet1k", "image_folder"]
     root: str | None
@@ -179,7 +183,7 @@ class Dataset:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class InputMix:
-    """Input mixup or CutMix; the share of batches is split evenly when both are chosen."""
+    """Input mixup or CutMix. With both, a fair coin picks one of them for each batch."""
 
     alpha: Positive
     prob: Share
@@ -191,10 +195,10 @@ def _by_library(kind: Any) -> BeforeValidator:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Augmentation:
-    """The stack: what is None is not in it. What acts inside the model is the library's own.
+    """The augmentation stack; None disables a component.
 
-    `mode` as timm's Mixup has it, `off_epoch` as timm's training: the first epoch without mixing,
-    counted from 0.
+    `mode` is the mode of timm's `Mixup`. `off_epoch` is the first epoch without mixing, counted
+    from 0, as in timm's training script.
     """
 
     mode: Literal["batch", "pair", "elem"] = "batch"
@@ -212,7 +216,7 @@ class Augmentation:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Transforms:
-    """timm's image transforms; scale and ratio [1, 1] leave the whole of a square image."""
+    """Settings of timm's image transforms. Scale and ratio [1, 1] keep a square image uncropped."""
 
     scale: Range
     ratio: Range
@@ -256,7 +260,7 @@ class Recipe:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Checkpoint:
-    """When a run is saved besides the ends of its epochs, and how many of its last states stay."""
+    """How often to save besides the end of each epoch, and how many checkpoints to keep."""
 
     every_minutes: Positive | None = 10.0
     every_steps: Count | None = None
@@ -277,7 +281,7 @@ class TensorBoard:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Loggers:
-    """What gets the lines of metrics.jsonl as well."""
+    """Loggers that receive the lines of metrics.jsonl in addition to the file."""
 
     wandb: Wandb | None = None
     tensorboard: TensorBoard | None = None
@@ -285,7 +289,7 @@ class Loggers:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Config:
-    """Everything that a run depends on."""
+    """The complete configuration of a run."""
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
@@ -299,5 +303,5 @@ class Config:
     dataset: Dataset
     augmentation: Augmentation
     recipe: Recipe
-    checkpoint: Checkpoint = Checkpoint()  # eval.py writes none
+    checkpoint: Checkpoint = Checkpoint()  # unused by eval.py
     logger: Loggers = Loggers()

@@ -16,7 +16,7 @@ from reproduction.runs.folder import check_writable
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import ending_in_a_line, positive
+from reproduction.system.terminal import one_line_errors, positive
 from scripts.benchmark.report import check_page, put_on_page
 from tests.chaos.files import harm_files
 from tests.chaos.folder import contend, fill_disk
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-@ending_in_a_line("chaos")
+@one_line_errors("chaos")
 def main() -> None:
     outcomes = run_chaos(parser().parse_args())
     sys.exit(any(outcome.differences for outcome in outcomes))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from reproduction.models.weights import fitting, fitting_module, read_weights
+from reproduction.models.weights import matching_state, module_state, read_weights
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import load_last, load_plain, save_last, save_plain
@@ -131,7 +131,7 @@ def own_files(folder: Path) -> list[Original]:
         newest = load_last(run, RUN)
         assert newest is not None
         path, state = newest
-        fitting_module(f"checkpoint={path}", state, model)
+        module_state(f"checkpoint={path}", state, model)
         return _comparable(state)
 
     def read_best() -> Any:
@@ -169,7 +169,7 @@ def foreign_files(folder: Path) -> list[Original]:
     model = _model()
 
     def read(path: Path) -> Callable[[], Any]:
-        return lambda: _comparable(fitting(read_weights("checkpoint", path), model))
+        return lambda: _comparable(matching_state(read_weights("checkpoint", path), model))
 
     return [_original(path.name, path, read(path)) for path in sorted(folder.iterdir())]
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from reproduction.config import CONF_DIR, Config
 from reproduction.data.folders import data_sizes
 from reproduction.data.sources import load_source
-from reproduction.models.build import build_model, count_macs, without_start
+from reproduction.models.build import build_model, count_macs, without_weights
 from reproduction.reporting.cells import read_cells
 from reproduction.studies import speed as measuring
 from reproduction.studies import states
@@ -56,7 +56,7 @@ def test_experiments_state_images_and_flops(configs: Configs):
         train, _, classes = sizes_of(config)
         if (config.model.name, classes) not in macs:
             with torch.device("meta"):
-                model = build_model(without_start(config.model), classes)
+                model = build_model(without_weights(config.model), classes)
             macs[config.model.name, classes] = count_macs(model, config.model.image_size).total
         flops = training_flops(config, macs[config.model.name, classes])
         assert (

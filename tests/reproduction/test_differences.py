@@ -58,7 +58,7 @@ def test_script_measures_a_run_and_refuses_others(
     head, _, *rows = capfd.readouterr().out.splitlines()
     assert head.endswith("| small |")
     assert any(row.startswith("| mask: tokens decided alike |") for row in rows)
-    for name, part in (("plain", "was trained without htm"), ("nothing", "is no run folder")):
+    for name, part in (("plain", "was trained without htm"), ("nothing", "is not a run folder")):
         monkeypatch.setattr(sys, "argv", ["measure_differences.py", f"outputs/{name}"])
         with pytest.raises(SystemExit) as end:
             measure_differences.main()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reproduction.system import hardware
-from reproduction.system.hardware import hardware_name, joined, usable_cores
+from reproduction.system.hardware import hardware_name, join_hardware, usable_cores
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command
 
@@ -17,7 +17,7 @@ from tests.reproduction.conftest import SMALL, Command
 def test_hardware_name_of_a_cpu_states_its_usable_cores(tmp_path: Path, monkeypatch):
     facts = tmp_path / "cpuinfo"
     facts.write_text("processor\t: 0\nmodel name\t: Some  Xeon @ 2 GHz\nmodel name\t: other\n")
-    monkeypatch.setattr(hardware, "CPU_FACTS", facts)
+    monkeypatch.setattr(hardware, "CPU_INFO", facts)
     monkeypatch.setattr(hardware, "usable_cores", lambda: 2)
     assert hardware_name("cpu") == "Some Xeon @ 2 GHz (2 cores)"
     monkeypatch.setattr(hardware, "usable_cores", lambda: 1)
@@ -46,10 +46,10 @@ def test_hardware_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert hardware_name("auto") == hardware_name("cpu")
 
 
-def test_joined_lists_hardware_in_order():
-    assert joined(None, "A") == joined("A", "A") == "A"
-    assert joined("A", "B") == "A, then B"
-    assert joined("A, then B", "A") == "A, then B"
+def test_join_hardware_lists_hardware_in_order():
+    assert join_hardware(None, "A") == join_hardware("A", "A") == "A"
+    assert join_hardware("A", "B") == "A, then B"
+    assert join_hardware("A, then B", "A") == "A, then B"
 
 
 def test_summary_lists_the_hardware_of_a_moved_run(command: Command, tmp_path: Path, monkeypatch):

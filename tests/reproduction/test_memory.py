@@ -12,7 +12,7 @@ from PIL import Image
 from reproduction.config import Config
 from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
-from reproduction.data.images import ArrayImages, held
+from reproduction.data.images import ArrayImages, cache_in_memory
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source, load_source
 from reproduction.runs.folder import run_hash
@@ -69,7 +69,7 @@ def test_images_in_memory_equal_those_of_files(tmp_path: Path, workers: int):
         assert torch.equal(ours, expected)
 
 
-def test_held_keeps_folders_that_fit_and_stops_reading_headers_early(
+def test_cache_in_memory_keeps_folders_that_fit_and_stops_reading_headers_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     paths: list[str] = []
@@ -77,24 +77,24 @@ def test_held_keeps_folders_that_fit_and_stops_reading_headers_early(
     monkeypatch.setattr(images, "image_size", lambda path: paths.append(path) or size_of(path))
     root = write_images(tmp_path / "images", ["cat"], train=5, held_out=2, size=TWO_FIT)
     source = load_source("image_folder", str(root), None)
-    assert held(source.train, 1, threads=1) is source.train
+    assert cache_in_memory(source.train, 1, threads=1) is source.train
     assert len(paths) == 3
-    assert isinstance(held(source.held_out, 1, threads=1), ArrayImages)
+    assert isinstance(cache_in_memory(source.held_out, 1, threads=1), ArrayImages)
 
 
-def test_held_decodes_only_images_in_use(tmp_path: Path):
+def test_cache_in_memory_decodes_only_images_in_use(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=3, held_out=1)
     unused = root / "train" / "dog" / "2.png"
     unused.write_bytes(b"broken")
-    few = held(load_source("image_folder", str(root), 4).train, 1, threads=2)
+    few = cache_in_memory(load_source("image_folder", str(root), 4).train, 1, threads=2)
     assert isinstance(few, ArrayImages) and few.targets == [0, 1, 0, 1]
     with pytest.raises(RuntimeError, match=f"{unused}: no readable image"):
-        held(load_source("image_folder", str(root), None).train, 1, threads=2)
+        cache_in_memory(load_source("image_folder", str(root), None).train, 1, threads=2)
 
 
 def test_transforms_cannot_change_held_images(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat"], train=1, held_out=1)
-    images = held(load_source("image_folder", str(root), None).train, 1, threads=1)
+    images = cache_in_memory(load_source("image_folder", str(root), None).train, 1, threads=1)
     before = np.array(images[0][0])
     images[0][0].paste((1, 2, 3), (0, 0, 9, 9))
     assert np.array_equal(images[0][0], before)
@@ -103,5 +103,5 @@ def test_transforms_cannot_change_held_images(tmp_path: Path):
 def test_memory_option_needs_a_folder_and_keeps_the_identity(tmp_path: Path):
     root = write_images(tmp_path / "images", ["cat", "dog"], train=1, held_out=1)
     assert run_hash(folder_config(root, "dataset.memory_mib=0")) == run_hash(folder_config(root))
-    with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is held in memory anyway"):
+    with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is always held in memory"):
         config_of("dataset.memory_mib=5")

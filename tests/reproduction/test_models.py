@@ -15,7 +15,7 @@ from reproduction.models.build import (
     check_tokens,
     count_macs,
     count_parameters,
-    without_start,
+    without_weights,
 )
 from reproduction.models.cct import CCT
 from reproduction.system.errors import UserError
@@ -30,7 +30,7 @@ def dropouts(*overrides: str) -> dict[str, float]:
     """Returns the rates of all dropouts of a training model; blocks are equal and unnumbered."""
     config = config_of(*overrides, needs_data=False)
     with torch.device("meta"):
-        module = build_module(without_start(config.model), config.augmentation, 1000)
+        module = build_module(without_weights(config.model), config.augmentation, 1000)
     model: Any = module.model
     blocks = [_rates(block) for block in model.blocks]
     assert all(rates == blocks[0] for rates in blocks)

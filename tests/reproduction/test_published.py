@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reproduction.models.names import in_our_names
+from reproduction.models.names import convert_names
 from tests.reproduction.recorded import Recorded
 from tokenmixup import Output, TokenMixup, attach, training_loss
 
@@ -47,7 +47,7 @@ def published_module(recorded: Recorded) -> TokenMixup:
             "class_token_offset": "paper" if recorded.is_cct else "published",
         }
     model = recorded.build()
-    model.load_state_dict(in_our_names(recorded.under("state")))
+    model.load_state_dict(convert_names(recorded.under("state")))
     module = attach(model, 10, htm=htm, vtm=vtm)
     if module.scorenet is not None:
         module.scorenet.load_state_dict(scorenet_state(recorded.under("state")))
@@ -70,7 +70,7 @@ def gradient_norms(module: TokenMixup, names: list[str], state: dict[str, Tensor
     To trace them, the values of each published parameter are replaced by its index.
     """
     numbered = {name: torch.full_like(state[name], i) for i, name in enumerate(names)}
-    ours = {f"model.{key}": value for key, value in in_our_names(numbered).items()}
+    ours = {f"model.{key}": value for key, value in convert_names(numbered).items()}
     if module.htm is not None:
         prefix = f"scorenets.{module.htm.layer}"
         ours |= {f"{prefix}.{key}": value for key, value in scorenet_state(numbered).items()}

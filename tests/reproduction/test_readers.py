@@ -179,7 +179,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     ),
     "a folder twice in a class": (
         lambda r: (_link("../dog")(r / "train" / "cat" / "a"), _link("a")(r / "train/cat/b")),
-        "leads to a folder of images that is in this class already",
+        "leads to a folder that this class already contains",
     ),
     "a name of two lines": (_name(b"two\nlines.png"), None),
     "a name of other bytes": (_name(b"\xff\xfe.png"), None),
@@ -192,7 +192,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "a class with an emoji": (_folder("\N{GRINNING FACE}"), None),
     "a class with a dot": (_folder(".cat"), None),
     "a class with spaces": (_folder(" cat "), None),
-    "a class of other bytes": (_folder(os.fsdecode(b"\xff")), r"UTF-8, '\udcff' is none"),
+    "a class of other bytes": (_folder(os.fsdecode(b"\xff")), r"UTF-8, '\udcff' is not"),
 }
 
 

@@ -51,7 +51,7 @@ def test_published_folder_evaluates_without_other_arguments(command: Command, tm
         summary["top1_last"],
         summary["top5_last"],
     }
-    assert "does not belong here" in command("eval", f"checkpoint={moved}", "model=resnet18").err
+    assert "not allowed here" in command("eval", f"checkpoint={moved}", "model=resnet18").err
 
 
 def test_publish_refuses_existing_folders_and_unfinished_runs(command: Command, tmp_path: Path):

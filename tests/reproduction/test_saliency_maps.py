@@ -99,7 +99,7 @@ def test_script_refuses_invalid_arguments_in_one_line(command: Command, draw, tm
     line = ["train", "name=plain", "augmentation=[]", "recipe.max_steps=1", *SMALL]
     assert command(*line).status == 0
     for args, part in (
-        ([str(tmp_path)], "is no run folder"),
+        ([str(tmp_path)], "is not a run folder"),
         ([str(tmp_path), "picture.pdf"], "must end in .png"),
         ([str(tmp_path), "--images", "0"], "--images: '0' is not 1 or more"),
         ([str(tmp_path / "outputs" / "plain")], "was trained without htm"),

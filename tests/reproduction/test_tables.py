@@ -231,7 +231,7 @@ def test_broken_folders_do_not_stop_the_tables(tmp_path: Path, configs: Configs)
     listed = reasons(collection)
     assert set(listed) == {*contents, "config.yaml", "isfolder"} - {"report", "data", ".sweeps"}
     assert all("\n" not in why and str(tmp_path) not in why for why in listed.values())
-    assert listed["foreign"] == "is no run folder: config.yaml holds no seed"
+    assert listed["foreign"] == "is not a run folder: config.yaml holds no seed"
 
 
 def test_collect_reads_a_trained_run(command: Command, tmp_path: Path):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reproduction.models.build import build_model
-from reproduction.models.names import in_our_names
-from reproduction.models.weights import fitting, read_weights
+from reproduction.models.names import convert_names
+from reproduction.models.weights import matching_state, read_weights
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import save_last
 from tests.conftest import small_cct, small_vit
@@ -76,14 +76,14 @@ def test_published_names_and_shapes_fit_the_models(tmp_path, kind, file):
     shapes = published_shapes(kind, file)
     with torch.device("meta"):
         model = configured(f"model={'cct_7_3x1' if kind == 'cct' else VIT_BASE}", classes=classes)
-        state = in_our_names({name: torch.empty(shape) for name, shape in shapes.items()})
+        state = convert_names({name: torch.empty(shape) for name, shape in shapes.items()})
     expected = model.state_dict()
     assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected.items()}
     if kind == "cct":
         zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
         torch.save(as_published_cct(zeros), tmp_path / "file")
         weights = read_weights("checkpoint", tmp_path / "file")
-        assert fitting(weights, model).keys() == expected.keys()
+        assert matching_state(weights, model).keys() == expected.keys()
 
 
 def with_module_prefix(state: State) -> dict[str, Any]:
@@ -104,16 +104,16 @@ def test_published_weights_give_the_published_logits(tmp_path, recorded, written
     arrays = Recorded(recorded)
     torch.save(written(arrays.under("state")), tmp_path / "file.any")
     model = arrays.build().eval()
-    model.load_state_dict(fitting(read_weights("checkpoint", tmp_path / "file.any"), model))
+    model.load_state_dict(matching_state(read_weights("checkpoint", tmp_path / "file.any"), model))
     with torch.no_grad():
         logits = model(arrays.tensor("images"))
     expected = arrays.tensor("eval_logits")
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_in_our_names_maps_the_class_token_of_compact_transformers():
+def test_convert_names_maps_the_class_token_of_compact_transformers():
     state = {"classifier.class_emb": torch.ones(1, 1, 4), "classifier.fc.bias": torch.zeros(2)}
-    assert list(in_our_names(state)) == ["cls_token", "head.bias"]
+    assert list(convert_names(state)) == ["cls_token", "head.bias"]
 
 
 def jax_arrays(classes: int = 10, pre_logits: bool = False) -> dict[str, np.ndarray]:
@@ -156,7 +156,7 @@ def test_jax_arrays_are_converted_like_timms(tmp_path):
     np.savez(path, **jax_arrays())
     theirs = recorded_vit()
     theirs.load_pretrained(str(path))  # type: ignore[operator]
-    ours = fitting(read_weights("checkpoint", path), recorded_vit())
+    ours = matching_state(read_weights("checkpoint", path), recorded_vit())
     assert same(ours, theirs.state_dict())
 
 
@@ -165,9 +165,9 @@ def test_head_on_a_representation_layer_is_not_used(tmp_path):
     np.savez(path, **jax_arrays(pre_logits=True))
     weights = read_weights("checkpoint", path)
     with pytest.raises(UserError, match=r"lacks parameters: 2 \(head.weight, head.bias\)$"):
-        fitting(weights, recorded_vit())
+        matching_state(weights, recorded_vit())
     model = recorded_vit()
-    state = fitting(weights, model, ["head.weight", "head.bias"])
+    state = matching_state(weights, model, ["head.weight", "head.bias"])
     assert torch.equal(state["head.weight"], model.state_dict()["head.weight"])
     assert torch.equal(state["cls_token"], weights.state["cls_token"])
 
@@ -195,7 +195,7 @@ def test_state_dicts_are_found_in_all_common_containers(tmp_path, written, legac
     path = tmp_path / "weights.safetensors"  # the suffix does not matter
     torch.save(written(donor.state_dict()), path, _use_new_zipfile_serialization=not legacy)
     weights = read_weights("checkpoint", path)
-    assert same(fitting(weights, donor), donor.state_dict())
+    assert same(matching_state(weights, donor), donor.state_dict())
     assert weights.classes is None
 
 
@@ -203,7 +203,7 @@ def test_safetensors_are_recognised_by_content(tmp_path):
     donor = small_vit()
     save_file(donor.state_dict(), tmp_path / "weights.bin", metadata={"format": "pt"})
     weights = read_weights("checkpoint", tmp_path / "weights.bin")
-    assert same(fitting(weights, donor), donor.state_dict())
+    assert same(matching_state(weights, donor), donor.state_dict())
 
 
 def test_read_weights_of_a_training_state_gives_plain_model_and_classes(tmp_path):
@@ -281,15 +281,15 @@ REFUSED_BY_SMALL_CCT = {
     ),
     "nothing": (dict, r"lacks parameters: 52 \(pos_embed, tokenizer\S+, blocks\S+, \.\.\.\)$"),
     "list": (lambda: [1, 2], r"holds no state dict but list$"),
-    "settings": (lambda: {"lr": 1, 2: 3}, r"these are no parameters: 2 \(lr, 2\)$"),
-    "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, r"these are no parameters: 1 \(a\)$"),
+    "settings": (lambda: {"lr": 1, 2: 3}, r"these are not parameters: 2 \(lr, 2\)$"),
+    "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, r"these are not parameters: 1 \(a\)$"),
     "no values": (
         lambda: {"a": torch.ones(2, device="meta")},
-        r"these are no parameters: 1 \(a\)$",
+        r"these are not parameters: 1 \(a\)$",
     ),
     "odd classes": (
         lambda: {"module": cct_state(), "classes": [1, 2]},
-        r"classes that are no list of names$",
+        r"classes that are not a list of names$",
     ),
 }
 REFUSED_BY_RECORDED_CCT = {
@@ -307,7 +307,7 @@ REFUSED_BY_RECORDED_CCT = {
     ),
     "published, one twice": (
         lambda: recorded_state(head__bias=torch.ones(10)),
-        r"two parameters would be head.bias",
+        r"two parameters map to head.bias",
     ),
 }
 REFUSED: list[Any] = [
@@ -326,7 +326,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, build, content, message):
     path = tmp_path / "x.pth"
     torch.save(content(), path)
     with pytest.raises(UserError, match=message) as refused:
-        fitting(read_weights("checkpoint", path), build())
+        matching_state(read_weights("checkpoint", path), build())
     assert str(refused.value).startswith(f"checkpoint={path}: ")
     assert "\n" not in str(refused.value)
 
@@ -361,7 +361,7 @@ def test_broken_files_are_refused(tmp_path, write, harm):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"accuracy: 98", "neither safetensors, nor of torch.save, nor an .npz"),
+        (b"accuracy: 98", "neither safetensors, nor torch.save, nor .npz"),
         (b"", "neither safetensors"),
         (b"PK\x03\x04 and no end", "damaged, the end of the archive is missing"),
     ],
@@ -399,7 +399,7 @@ def test_unsuitable_npz_arrays_are_refused(tmp_path, arrays, message):
     path = tmp_path / "x.npz"
     np.savez(path, **arrays)
     with pytest.raises(UserError, match=message):
-        fitting(read_weights("checkpoint", path), small_vit())
+        matching_state(read_weights("checkpoint", path), small_vit())
 
 
 class Intruder:
@@ -416,7 +416,7 @@ class Intruder:
 def test_read_weights_executes_nothing(tmp_path, inside):
     made, path = tmp_path / "made", tmp_path / "x.pth"
     torch.save({"state_dict": cct_state(), "args": inside(Intruder(made))}, path)
-    with pytest.raises(UserError, match=r"not readable: it names \w+\.mkdir, which is no weight"):
+    with pytest.raises(UserError, match=r"not readable: it names \w+\.mkdir, which is not"):
         read_weights("checkpoint", path)
     assert not made.exists()
     torch.load(path, weights_only=False)
@@ -529,7 +529,7 @@ def test_export_of_a_run_needs_no_data_and_does_not_overwrite(command: Command, 
     before = (tmp_path / "a.safetensors").read_bytes()
     result = command("export", "run=outputs/mine", "weights=best", "output=a.safetensors")
     assert (result.status, len(result.lines)) == (2, 1)
-    assert "output=a.safetensors: exists already" in result.err
+    assert "output=a.safetensors: already exists" in result.err
     assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
@@ -538,10 +538,10 @@ def test_export_of_a_run_needs_no_data_and_does_not_overwrite(command: Command, 
     [
         ("checkpoint=x.pth", "output=None: must be a file ending in .safetensors"),
         ("checkpoint=x.pth output=y.pth", "output=y.pth: must be a file ending in .safetensors"),
-        ("checkpoint=x.pth output=/dev/null/y.safetensors", "no writable folder"),
-        ("checkpoint=x.pth output=y.safetensors dataset=digits", "dataset=digits: does not belong"),
+        ("checkpoint=x.pth output=/dev/null/y.safetensors", "not a writable folder"),
+        ("checkpoint=x.pth output=y.safetensors dataset=digits", "dataset=digits: not allowed"),
         ("checkpoint=x.pth output=y.safetensors model=cct_7_3x1", "does not fit the model"),
-        ("output=y.safetensors", "give one of them, a run folder or a file"),
+        ("output=y.safetensors", "set exactly one of them, a run folder or a file"),
     ],
 )
 def test_export_refuses_invalid_arguments_in_one_line(

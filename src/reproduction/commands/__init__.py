@@ -1,1 +1,1 @@
-"""What train.py, eval.py and export.py do."""
+"""The commands behind train.py, eval.py and export.py."""

@@ -1,8 +1,12 @@
-"""From a command line to its runs, errors in one line. With compose.py all that imports Hydra."""
+"""Turns a command line into runs and reports errors in one line.
+
+Only this module and compose.py import Hydra.
+"""
 
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
 from io import StringIO
@@ -31,8 +35,8 @@ from reproduction.config import CONF_DIR
 from reproduction.runs.compose import (
     Composed,
     compose,
-    explained,
-    own_hydra,
+    describe_error,
+    isolated_hydra,
     read_overrides,
 )
 from reproduction.system.errors import (
@@ -47,7 +51,7 @@ from reproduction.system.terminal import say
 
 Settings = TypeVar("Settings")
 
-NOT_AVAILABLE = (  # of Hydra's options
+UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
 )
@@ -61,14 +65,14 @@ def run(
 ) -> NoReturn:
     """Checks every point of the command line, then runs `main` on each.
 
-    `check_all` is told whether the runs will be on this machine. Ends with status 0, 2 for what
-    the user typed wrong, 130 for an interruption, 1 for a failure.
+    The second argument of `check_all` is True if the runs execute on this machine. Exits with
+    status 0 for success, 1 for a failure, 2 for a user error and 130 for an interruption.
     """
     failures: list[Exception] = []
     try:
         points = _points(config_name, sys.argv[1:])
         if points is None:
-            _leave_to_hydra(config_name)
+            _print_hydra_output(config_name)
         else:
             composed = [compose(config_name, point) for point in points]
             launcher = composed[0].overrides.get("hydra/launcher", HERE).rpartition("=")[2]
@@ -82,28 +86,27 @@ def run(
                 failures += _launch(launcher, config_name, resolve, check_all, main)
     except (UserError, PlainError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
-    except OSError as error:  # of a path that was typed: a run's own come as PlainError
+    except OSError as error:  # from a path on the command line; runs raise PlainError instead
         failures.append(UserError(str(error)))
     except KeyboardInterrupt as interrupt:
-        _complain(str(interrupt) or "interrupted")
+        _print_error(str(interrupt) or "interrupted")
         sys.exit(130)
     for failure in failures:
-        _complain(
-            str(failure) if isinstance(failure, PlainError) else in_one_line(explained(failure))
-        )
+        is_plain = isinstance(failure, PlainError)
+        _print_error(str(failure) if is_plain else in_one_line(describe_error(failure)))
     sys.exit(max((1 if isinstance(f, PlainError) else 2 for f in failures), default=0))
 
 
-def _leave_to_hydra(config_name: str) -> None:
-    """Its help, or what --cfg and --info show."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one place prints
+def _print_hydra_output(config_name: str) -> None:
+    """Prints Hydra's help, or the output of --cfg and --info."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
     try:
-        with redirect_stderr(StringIO()):  # where it would complain of the package
+        with redirect_stderr(StringIO()):  # hides Hydra's own message about --package
             start(lambda _: None)()
     except SystemExit as end:
         if end.code:
-            raise UserError("--package: must be a key of what --cfg shows") from end
+            raise UserError("--package: must be a key that --cfg shows") from end
         raise
 
 
@@ -112,11 +115,11 @@ def _run_here(
 ) -> list[Exception]:
     """Runs the points one after the other in this process and returns their failures."""
     failures: list[Exception] = []
-    for number, (typed, one) in enumerate(zip(points, settings, strict=True)):
+    for number, (overrides, point_settings) in enumerate(zip(points, settings, strict=True)):
         if len(points) > 1:
-            say(f"#{number}: {' '.join(typed)}")
+            say(f"#{number}: {' '.join(overrides)}")
         try:
-            main(one)
+            main(point_settings)
         except (UserError, PlainError) as error:
             failures.append(type(error)(str(error)))  # a copy: the traceback holds the model
     return failures
@@ -129,67 +132,58 @@ def _launch(
     check_all: Callable[[list[Settings], bool], None],
     main: Callable[[Settings], None],
 ) -> list[Exception]:
-    """Runs the points in the launcher's processes, waits for them and returns their failures."""
+    """Runs the points in processes of the launcher, waits for them and returns their failures."""
     from reproduction.training.distributed import visible_gpus
     from reproduction.training.endings import handling, stop_at_once
 
-    gpus = visible_gpus() if launcher in PARALLEL else []  # SLURM gives each job its own
+    gpus = visible_gpus() if launcher in PARALLEL else []  # SLURM assigns GPUs per job
 
     def job(_: DictConfig) -> Exception | None:
-        ours = HydraConfig.get()
-        typed = _typed(ours)
+        hydra_config = HydraConfig.get()
+        overrides = _task_overrides(hydra_config)
         try:
-            say(f"#{ours.job.num}: {' '.join(typed)}")
-            composed = compose(config_name, typed)
+            say(f"#{hydra_config.job.num}: {' '.join(overrides)}")
+            composed = compose(config_name, overrides)
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)
-            one = resolve(composed)
-            check_all([one], True)
-            main(one)
+            settings = resolve(composed)
+            check_all([settings], True)
+            main(settings)
         except (UserError, PlainError) as error:
             return error
         except Exception as error:
-            traceback.print_exc()  # it does not travel
+            traceback.print_exc()  # tracebacks are lost in pickling
             return PlainError(first_line(error))
         return None
 
-    overrides = get_args_parser().parse_args(sys.argv[1:]).overrides
-    with own_hydra(job_name=config_name), handling(stop_at_once):
+    sweep = get_args_parser().parse_args(sys.argv[1:]).overrides
+    with isolated_hydra(job_name=config_name), handling(stop_at_once):
         starter = GlobalHydra.instance().hydra
         assert starter is not None
         say(f"hydra/launcher={launcher}: waiting for the runs")
         try:
-            batches = starter.multirun(config_name, job, overrides)
-        except Exception as error:  # the launcher's own: no SLURM, a job that died without a word
+            batches = starter.multirun(config_name, job, sweep)
+        except Exception as error:  # from the launcher: no SLURM, or a job that died silently
             raise PlainError(f"hydra/launcher={launcher}: {first_line(error)}") from error
         except KeyboardInterrupt:
-            goes_on = "repeat the command with resume=auto to continue"
+            hint = "repeat the command with resume=auto to continue"
             if launcher in SUBMITIT:
-                goes_on = "what is submitted goes on"
-            raise RunInterrupted(f"interrupted; {goes_on}") from None
-    ended = [returned.return_value for batch in batches for returned in batch]
-    return [failure for failure in ended if failure is not None]
+                hint = "submitted jobs continue"
+            raise RunInterrupted(f"interrupted; {hint}") from None
+    results = [job_return.return_value for batch in batches for job_return in batch]
+    return [failure for failure in results if failure is not None]
 
 
-def _typed(hydra_config: HydraConf) -> list[str]:
-    """The overrides of a point, in which nothing is resolved yet."""
+def _task_overrides(hydra_config: HydraConf) -> list[str]:
+    """Returns the overrides of a point without resolving interpolations."""
     task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
     assert isinstance(task, list)
     return [str(override) for override in task]
 
 
 def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
-    """The overrides of every point; None where nothing runs."""
-    parser = get_args_parser()
-    setattr(parser, "error", _refuse_option)  # argparse would print its usage as well
-    args = parser.parse_args(argv)
-    for option in NOT_AVAILABLE:
-        if getattr(args, option, None):
-            raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
-    if sum(bool(x) for x in (args.run, args.multirun, args.cfg, args.info)) > 1:
-        raise UserError("--multirun: must go without --cfg, --info and --run, of which one goes")
-    if args.package and not args.cfg:
-        raise UserError("--package: needs --cfg")
+    """Returns the overrides of every point, or None for help, --cfg and --info."""
+    args = _parse_arguments(argv)
     if args.help or args.hydra_help or args.cfg or args.info:
         compose(config_name, args.overrides)
         return None
@@ -198,11 +192,11 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
             "--multirun: start sweeps as python train.py -m devices=N, without torchrun"
         )
     if args.resolve:
-        raise UserError("--resolve: belongs to --cfg job")
-    with own_hydra():
+        raise UserError("--resolve: needs --cfg job")
+    with isolated_hydra():
         parsed = read_overrides(args.overrides)
         values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
-        _refuse_hydras_folders(values)
+        _check_hydra_keys(values)
         if "hydra/launcher" in values:
             check_launcher(values["hydra/launcher"], args.multirun)
         if not args.multirun:
@@ -214,18 +208,33 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
     return points
 
 
-def _refuse_hydras_folders(keys: Iterable[str]) -> None:
-    """Hydra's launcher is the user's; its folders, logs and sweepers are not."""
+def _parse_arguments(argv: list[str]) -> Namespace:
+    """Parses Hydra's options. Raises UserError for unsupported and conflicting ones."""
+    parser = get_args_parser()
+    setattr(parser, "error", _raise_option_error)  # argparse would also print its usage
+    args = parser.parse_args(argv)
+    for option in UNSUPPORTED_OPTIONS:
+        if getattr(args, option, None):
+            raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
+    if sum(bool(x) for x in (args.run, args.multirun, args.cfg, args.info)) > 1:
+        raise UserError("--multirun, --cfg, --info, --run: only one of them is allowed")
+    if args.package and not args.cfg:
+        raise UserError("--package: needs --cfg")
+    return args
+
+
+def _check_hydra_keys(keys: Iterable[str]) -> None:
+    """Raises UserError for keys of Hydra other than its launcher's."""
     for key in keys:
         if key.startswith("hydra") and not key[6:].startswith("launcher"):
-            raise UserError(f"{key}: not available here, of Hydra's only the launcher is")
+            raise UserError(f"{key}: not available here; of Hydra only hydra.launcher is")
 
 
-def _refuse_option(message: str) -> NoReturn:
+def _raise_option_error(message: str) -> NoReturn:
     raise UserError(f"{message}; see --help")
 
 
-def _complain(line: str) -> None:
-    """Prints the line on stderr, once for all ranks."""
+def _print_error(line: str) -> None:
+    """Prints the line to stderr, on the first rank only."""
     if is_first_rank():
         print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)

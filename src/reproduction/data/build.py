@@ -1,4 +1,4 @@
-"""From the configuration to loaders."""
+"""Builds data sets, transforms and loaders from the configuration."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from timm.data import create_transform
 from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
-from reproduction.data.images import ImageSource, held
+from reproduction.data.images import ImageSource, cache_in_memory
 from reproduction.data.inputs import (
     Erasing,
     TrainingInputs,
@@ -19,6 +19,7 @@ from reproduction.data.inputs import (
 from reproduction.data.loaders import (
     BrokenImages,
     EvaluationImages,
+    ReadableBatches,
     TrainingBatches,
     TrainingImages,
     Transform,
@@ -33,12 +34,12 @@ Loader = Iterable[list[Tensor]]  # images, classes
 
 
 def build_source(dataset: Dataset) -> Source:
-    """Opens the data set, downloading CIFAR on first use; UserError where it cannot be had."""
+    """Opens the data set, downloading CIFAR on first use. Raises UserError if that fails."""
     return load_source(dataset.name, dataset.root, dataset.limit)
 
 
 def build_training_images(config: Config, source: Source) -> TrainingImages:
-    """Training images, augmented by timm: `3 s s` uint8."""
+    """Returns the training images with timm's augmentation: `3 s s` uint8."""
     settings, size = config.recipe.transforms, config.model.image_size
     try:
         transform = create_transform(
@@ -48,19 +49,19 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
             ratio=(settings.ratio[0], settings.ratio[1]),
             interpolation=settings.interpolation,
             hflip=settings.hflip,
-            color_jitter=settings.color_jitter,  # timm skips it beside auto-augment
+            color_jitter=settings.color_jitter,  # ignored by timm if auto-augment is set
             auto_augment=settings.auto_augment,
-            mean=tuple(config.dataset.mean),  # the colour of what auto-augment moves in
+            mean=tuple(config.dataset.mean),  # fill colour of auto-augment
             normalize=False,
         )
-    except (ValueError, AssertionError, NotImplementedError) as error:  # timm's, of policies
+    except (ValueError, AssertionError, NotImplementedError) as error:  # invalid policy
         policy = settings.auto_augment
         raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
     return TrainingImages(source.train, transform, config.seed, config.dataset.skips)
 
 
 def build_evaluation_transform(config: Config) -> Transform:
-    """PIL image -> `3 s s` uint8: the centre crop is `eval_crop_pct` of the shorter side."""
+    """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
     return create_transform(
         (3, config.model.image_size, config.model.image_size),
         is_training=False,
@@ -73,43 +74,45 @@ def build_evaluation_transform(config: Config) -> Transform:
 def build_training_loader(
     config: Config, source: Source, batches: TrainingBatches, pin: bool, broken: BrokenImages
 ) -> Loader:
-    """Loads this rank's batches; decodes a small folder now."""
-    in_memory = dataclasses.replace(source, train=_held(config.dataset, source.train))
+    """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
+    in_memory = dataclasses.replace(source, train=_cached(config.dataset, source.train))
     images = build_training_images(config, in_memory)
     loader = data_loader(images, batches, config.dataset.workers, pin)
-    return broken.leave_out(loader, first=0) if config.dataset.skips else loader
+    return ReadableBatches(loader, broken, first=0) if config.dataset.skips else loader
 
 
 def build_evaluation_loader(
     config: Config, source: Source, rank: int, ranks: int, pin: bool, broken: BrokenImages
 ) -> Loader:
-    """Loads this rank's share of the held-out images; decodes a small folder now."""
-    held_out = _held(config.dataset, source.held_out)
+    """Returns the loader of this rank's share of the held-out images, cached likewise."""
+    held_out = _cached(config.dataset, source.held_out)
     images = EvaluationImages(held_out, build_evaluation_transform(config), config.dataset.skips)
     size = max(1, config.recipe.batch_size // ranks)
     batches = evaluation_batches(len(source.held_out), size, rank, ranks)
     loader = data_loader(images, batches, config.dataset.workers, pin)
-    return broken.leave_out(loader, first=len(source.train)) if config.dataset.skips else loader
+    if not config.dataset.skips:
+        return loader
+    return ReadableBatches(loader, broken, first=len(source.train))
 
 
 def build_broken_images(config: Config, source: Source) -> BrokenImages:
-    """Counts those of both halves of a data set, if they are skipped."""
+    """Returns the record of skipped images over both splits; unused if they are not skipped."""
     images = len(source.train) + len(source.held_out)
     return BrokenImages(images if config.dataset.skips else 0)
 
 
-def _held(dataset: Dataset, images: ImageSource) -> ImageSource:
-    """The images in memory if the configuration has room for them; UserError names a broken one."""
+def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
+    """Decodes images that fit into `memory_mib`. Raises UserError for a broken file."""
     if not dataset.memory_mib:
         return images
     try:
-        return held(images, dataset.memory_mib, max(1, dataset.workers), dataset.skips)
+        return cache_in_memory(images, dataset.memory_mib, max(1, dataset.workers), dataset.skips)
     except RuntimeError as error:
         raise UserError(str(error)) from error
 
 
 def build_training_inputs(config: Config, num_classes: int, device: torch.device) -> TrainingInputs:
-    """Normalisation, input mixup, CutMix and random erasing as recipe and stack have them."""
+    """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
     transforms = config.recipe.transforms
     mixer = build_input_mixer(config.augmentation, config.recipe.label_smoothing, num_classes)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
@@ -122,15 +125,15 @@ def build_training_inputs(config: Config, num_classes: int, device: torch.device
 
 
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:
-    """A line if the statistics belong neither to the data set nor to pretrained weights."""
+    """Returns a warning if mean and std match neither the data set nor the pretrained weights."""
     known = [] if pretrained is None else [pretrained]
-    if dataset.name != "image_folder":  # which has none of its own
+    if dataset.name != "image_folder":  # which has no statistics of its own
         own = yaml.safe_load((CONF_DIR / "dataset" / f"{dataset.name}.yaml").read_text())
         known.append((own["mean"], own["std"]))
     if not known or (dataset.mean, dataset.std) in known:
         return None
     expected = " or ".join(f"{mean} / {std}" for mean, std in known)
     return (
-        f"warning: dataset.mean={dataset.mean} dataset.std={dataset.std} belong neither to "
-        f"{dataset.name} nor to pretrained weights, expected {expected}"
+        f"warning: dataset.mean={dataset.mean} dataset.std={dataset.std} match neither "
+        f"{dataset.name} nor pretrained weights, expected {expected}"
     )

@@ -1,4 +1,4 @@
-"""Where the images of a data set lie on disk. Imports nothing heavy, so a check costs nothing."""
+"""The layout of data sets on disk. Imports no heavy package, so that checks are fast."""
 
 import os
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import NamedTuple, NoReturn
 
 from reproduction.system.errors import UserError
 
-IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # data sets that are folders of image files
+IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # stored as folders of image files
 EVALUATION_FOLDERS = ("val", "test")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IMAGENET_CLASSES = 1000
 
 
 class Sizes(NamedTuple):
-    """Images to train on, images held out, classes."""
+    """Numbers of training images, held-out images and classes."""
 
     train: int
     held_out: int
@@ -29,9 +29,9 @@ SIZES = {
 
 
 def data_sizes(name: str, root: str | None) -> Sizes:
-    """Of a whole data set; only those of an image folder are looked at.
+    """Returns the sizes of a data set. Counts the files of an image folder.
 
-    Raises UserError if that is not there.
+    Raises UserError if the image folder is missing or invalid.
     """
     if name in SIZES:
         return SIZES[name]
@@ -50,7 +50,7 @@ def data_sizes(name: str, root: str | None) -> Sizes:
 
 
 def missing_data(name: str, root: str | None) -> str | None:
-    """What keeps a data set from being read, in one line that names the key; None if nothing."""
+    """Returns why a data set cannot be read, in one line that names the key, or None."""
     if name == "digits":
         return None if root is None else f"dataset.root={root}: digits needs no folder, use null"
     if root is None:
@@ -73,10 +73,10 @@ def _folder_problem(name: str, root: str) -> str | None:
     if odd := sorted(train ^ held_out_classes):
         return (
             f"{folders[0].name}/ and {folders[1].name}/ must hold the same classes, {odd[0]!r} "
-            "is in one of them only"
+            "is only in one of them"
         )
     if odd := [label for label in sorted(train) if not is_text(label)]:
-        return f"{folders[0].name}/ must hold classes with names in UTF-8, {odd[0]!r} is none"
+        return f"{folders[0].name}/ must hold classes with names in UTF-8, {odd[0]!r} is not"
     if name == "imagenet1k" and len(train) != IMAGENET_CLASSES:
         return (
             f"imagenet1k needs {IMAGENET_CLASSES} classes, found {len(train)}; for other folders "
@@ -86,7 +86,7 @@ def _folder_problem(name: str, root: str) -> str | None:
 
 
 def split_folders(root: str) -> tuple[Path, Path] | None:
-    """The folders of training and held-out images, each with at least one class."""
+    """Returns the training and held-out folders if both have classes, otherwise None."""
     train = Path(root, "train")
     for name in EVALUATION_FOLDERS:
         held_out = Path(root, name)
@@ -96,34 +96,34 @@ def split_folders(root: str) -> tuple[Path, Path] | None:
 
 
 def class_names(folder: Path) -> list[str]:
-    """The sub-folders in alphabetical order: class i is name i. OSError if it is not readable."""
+    """Returns the sorted sub-folders; class i is name i. Raises OSError if unreadable."""
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in os.scandir(folder) if os.path.isdir(entry))
 
 
 def image_files(folder: Path) -> list[str]:
-    """The files that are named like images in a folder and below it, in torchvision's order.
+    """Returns all image files below a folder, by extension, in torchvision's order.
 
-    Links are followed. OSError if a folder is not readable, or found twice, as through a link that
-    leads up: its images would count as often, or for ever.
+    Follows links. Raises OSError if a folder is unreadable or reached twice, as through a link to a
+    parent, which would count its images repeatedly or without end.
     """
-    found, seen = [], set()
-    for here, _, names in os.walk(folder, onerror=_refuse, followlinks=True):
+    files, seen = [], set()
+    for here, _, names in os.walk(folder, onerror=_raise, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in seen:
-            raise OSError(f"{here} leads to a folder of images that is in this class already")
+            raise OSError(f"{here} leads to a folder that this class already contains")
         seen.add((status.st_dev, status.st_ino))
-        found += [(here, name) for name in names if name.lower().endswith(EXTENSIONS)]
-    return [os.path.join(*place) for place in sorted(found)]
+        files += [(here, name) for name in names if name.lower().endswith(EXTENSIONS)]
+    return [os.path.join(*parts) for parts in sorted(files)]
 
 
-def _refuse(error: OSError) -> NoReturn:
+def _raise(error: OSError) -> NoReturn:
     raise error
 
 
 def is_text(name: str) -> bool:
-    """Whether a name on disk is UTF-8: Python stands in for its other bytes."""
+    """Whether a name on disk is valid UTF-8; Python reads other bytes as surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,4 @@
-"""Images by index: arrays in memory, files, or files that were decoded into memory.
-
-A broken file is named, and nothing but pixels comes of any.
-"""
+"""Image sources: arrays in memory, files, and files cached in memory."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,14 +12,14 @@ from PIL import Image
 
 NO_IMAGE = "no readable image"
 SKIPPING = "dataset.broken_images=skip leaves such files out"
-# Of all that Pillow knows, by content whatever the name; others can start programs, as EPS does.
+# Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 MIB = 2**20
 CHANNELS = 3
 
 
 class ImageSource(Protocol):
-    """Images by index, RuntimeError names a broken one; `targets` are known without decoding."""
+    """Images by index. RuntimeError names a broken one; `targets` need no decoding."""
 
     targets: list[int]
 
@@ -32,7 +29,7 @@ class ImageSource(Protocol):
 
 
 class ArrayImages:
-    """Images held in memory: each is uint8, `h w` if grey, else `h w 3`."""
+    """Images in memory: uint8 arrays, `h w` if grey, else `h w 3`."""
 
     def __init__(self, images: Sequence[np.ndarray] | np.ndarray, targets: Iterable[int]):
         self.images, self.targets = images, [int(t) for t in targets]
@@ -41,15 +38,15 @@ class ArrayImages:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        image = Image.fromarray(self.images[index])  # a copy: what is held stays as it is
+        image = Image.fromarray(self.images[index])  # a copy, so that the array stays unchanged
         return image if image.mode == "RGB" else image.convert("RGB"), self.targets[index]
 
     def take(self, indices: list[int]) -> Self:
         return type(self)([self.images[i] for i in indices], [self.targets[i] for i in indices])
 
 
-class HeldImages(ArrayImages):
-    """Images of which some may be broken: text that says why is in their place."""
+class CachedImages(ArrayImages):
+    """Decoded images; a broken one is replaced by its error message."""
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         if isinstance(self.images[index], str):
@@ -58,7 +55,7 @@ class HeldImages(ArrayImages):
 
 
 class FileImages:
-    """Images that are read from their files, each when it is asked for."""
+    """Images that are read from their files on access."""
 
     def __init__(self, samples: list[tuple[str, int]]):
         self.samples, self.targets = samples, [target for _, target in samples]
@@ -74,22 +71,24 @@ class FileImages:
         return type(self)([self.samples[i] for i in indices])
 
 
-def held(images: ImageSource, mib: int, threads: int, skips: bool = False) -> ImageSource:
-    """The images of a folder, decoded now if all of them fit into `mib`, else as they are.
+def cache_in_memory(
+    images: ImageSource, mib: int, threads: int, skips: bool = False
+) -> ImageSource:
+    """Decodes all images of a folder if they fit into `mib`, otherwise returns `images`.
 
-    What is held stays as it is, so that processes that are forked later share its pages.
-    RuntimeError names a file that is not readable, now or, if it is skipped, when it is asked for.
+    Forked processes share the memory. RuntimeError names a broken file, at once or, if it is
+    skipped, on access.
     """
-    assert isinstance(images, FileImages), "other images are in memory"
+    assert isinstance(images, FileImages), "other images are in memory already"
     paths = [path for path, _ in images.samples]
-    if not _fit(paths, mib * MIB, skips):
+    if not _fits(paths, mib * MIB, skips):
         return images
-    with ThreadPoolExecutor(threads) as pool:  # decoding lets other threads run
-        return HeldImages(list(pool.map(partial(_decode, skips=skips), paths)), images.targets)
+    with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
+        return CachedImages(list(pool.map(partial(_decode, skips=skips), paths)), images.targets)
 
 
-def _fit(paths: Iterable[str], room: int, skips: bool) -> bool:
-    """Whether decoded images take `room` bytes at most; looks at no more headers than needed."""
+def _fits(paths: Iterable[str], room: int, skips: bool) -> bool:
+    """Whether the decoded images take at most `room` bytes. Stops once they do not."""
     for path in paths:
         try:
             width, height = image_size(path)
@@ -104,7 +103,7 @@ def _fit(paths: Iterable[str], room: int, skips: bool) -> bool:
 
 
 def _decode(path: str, skips: bool) -> Any:
-    """Pixels, or why there are none if such a file is skipped."""
+    """Returns the pixels, or the error message of a broken file that is skipped."""
     try:
         return np.array(load_image(path))
     except RuntimeError as error:
@@ -114,27 +113,27 @@ def _decode(path: str, skips: bool) -> Any:
 
 
 def load_image(path: str) -> Image.Image:
-    """An RGB image; RuntimeError names a file that is broken or has more than 8 bits a channel."""
-    with _opened(path) as image:
+    """Loads as RGB. RuntimeError names a file that is broken or exceeds 8 bits per channel."""
+    with _open_image(path) as image:
         return image.convert("RGB")
 
 
 def image_size(path: str) -> tuple[int, int]:
-    """Width and height by the header; RuntimeError as above."""
-    with _opened(path) as image:
+    """Returns width and height from the header. RuntimeError as for `load_image`."""
+    with _open_image(path) as image:
         return image.size
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[Image.Image]:
+def _open_image(path: str) -> Iterator[Image.Image]:
     try:
         if not os.path.isfile(path):
-            raise ValueError("there is no such file")  # a pipe would never end
+            raise ValueError("there is no such file")  # a pipe would block
         with Image.open(path, formats=FORMATS) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"{image.mode} pixels, convert them to 8 bits a channel")
             yield image
-    except Exception as error:  # Pillow's readers raise any of a broken file
+    except Exception as error:  # Pillow raises errors of any type
         shown = path if path.isprintable() else ascii(path)  # a name may hold a newline
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RuntimeError(f"{shown}: {NO_IMAGE}: {reason}") from error

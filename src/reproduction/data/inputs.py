@@ -1,4 +1,4 @@
-"""What happens to a batch on the device, in the published order: normalised, mixed, then erased.
+"""Batch processing on the device, in the published order: normalise, mix, erase.
 
 Letters: b batch, c classes, h w image.
 """
@@ -20,8 +20,8 @@ InputMixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class TrainingInputs:
     """`inputs(images, classes, seed, step, rank)` -> images `b 3 h w` float32, targets `b c`.
 
-    Takes what workers hand over, `b 3 h w` uint8 and `b`, on the device. Whatever is drawn is a
-    function of the three numbers.
+    Takes batches of the loader, `b 3 h w` uint8 and `b`, on the device. All random numbers depend
+    on seed, step and rank alone.
     """
 
     def __init__(self, normalize: Normalize, mix: InputMixer, erase: "Erasing | None" = None):
@@ -34,7 +34,7 @@ class TrainingInputs:
         return images if self.erase is None else self.erase(images, *key), targets
 
     def stop_mixing(self) -> None:
-        """From here on labels are smoothed alone."""
+        """Stops mixing; labels are still smoothed."""
         if isinstance(self.mix, Mixup):
             self.mix.mixup_enabled = False
 
@@ -42,15 +42,15 @@ class TrainingInputs:
 def build_normalize(
     mean: Sequence[float], std: Sequence[float], device: torch.device | str
 ) -> Normalize:
-    """(x / 255 - mean) / std by channel, in two passes over the batch."""
+    """Returns (x / 255 - mean) / std by channel, in two passes over the batch."""
     shift, scale = (255 * torch.tensor(x, device=device)[:, None, None] for x in (mean, std))
     return lambda images: (images - shift).div_(scale)
 
 
 class AnyMixup(Mixup):
-    """timm's Mixup, the batch against its reverse, for any batch size.
+    """timm's Mixup of a batch with its reverse, for any batch size.
 
-    timm asserts an even batch in every mode; here the middle of an odd one meets itself.
+    timm asserts an even batch size; here the middle image of an odd batch is mixed with itself.
     """
 
     def __call__(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ class AnyMixup(Mixup):
         return x, mixup_target(target, self.num_classes, lam, self.label_smoothing)
 
     def _mix_pairs(self, x: Tensor) -> Tensor:
-        """Mixes `b 3 h w` in place; returns what each image keeps, `b 1`."""
+        """Mixes `b 3 h w` in place and returns the ratio that each image keeps, `b 1`."""
         middle, is_odd = divmod(len(x), 2)
         others = torch.cat([x[:middle], x[middle + is_odd :]])
         lam = self._mix_pair(others)
@@ -68,10 +68,10 @@ class AnyMixup(Mixup):
 
 
 def build_input_mixer(stack: Augmentation, label_smoothing: float, num_classes: int) -> InputMixer:
-    """(images `b 3 h w`, classes `b`) -> (images, soft targets `b c`); images change in place.
+    """Returns (images `b 3 h w`, classes `b`) -> (images, soft targets `b c`), in place.
 
-    With both mixup and CutMix a coin picks one of them for each batch, which then happens with its
-    own probability; `stack.mode` says what stands for a batch there: pairs of images, or each.
+    With both mixup and CutMix a fair coin picks one of them, which is applied with its own `prob`.
+    This is drawn per batch, or in other `stack.mode`s per pair or per image.
     """
     if stack.mixup is None and stack.cutmix is None:
         return lambda x, target: (x, mixup_target(target, num_classes, 1.0, label_smoothing))
@@ -94,9 +94,9 @@ def build_input_mixer(stack: Augmentation, label_smoothing: float, num_classes: 
 class Erasing:
     """Random erasing (Zhong et al., 2020) of a normalised batch, with timm's boxes and modes.
 
-    `prob` of an image; it gets 1 to `count` boxes. `mode` is what fills them: `const` zeros, `rand`
-    a colour for each image, `pixel` noise for each pixel. timm fills box by box, two kernels each;
-    here boxes are drawn on the host and filled together.
+    Erases 1 to `count` boxes of an image with probability `prob`. `mode` is the filling: `const`
+    zeros, `rand` a colour per image, `pixel` noise per pixel. timm fills box by box with two
+    kernels each; here boxes are drawn on the host and filled together.
     """
 
     def __init__(self, prob: float, mode: str, count: int, device: torch.device | str):
@@ -105,7 +105,7 @@ class Erasing:
         self.generator = torch.Generator(self.device)
 
     def __call__(self, images: Tensor, *key: int) -> Tensor:
-        """Of images `b 3 h w` on the device; `key`: seed, step and rank."""
+        """Erases in images `b 3 h w` on the device. `key` is seed, step and rank."""
         b, channels, h, w = images.shape
         kept = torch.ones(b, 1, h, w, dtype=torch.bool, pin_memory=self.device.type == "cuda")
         with seeded(Purpose.ERASE_BOXES, *key):

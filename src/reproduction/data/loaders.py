@@ -1,6 +1,6 @@
-"""Batches that depend on seed and epoch alone, not on workers or the number of processes.
+"""Loaders whose batches depend on seed and epoch only, not on workers or world size.
 
-An image whose file is not readable can be left out of its batch; it is named once, and counted.
+Unreadable images can be skipped; each is reported once and counted.
 """
 
 import math
@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 
 from reproduction.data.images import ImageSource
-from reproduction.data.seeding import Purpose, generators_kept, seed_generators
+from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
 from reproduction.system.errors import STOP_SIGNALS, UserError
 from reproduction.system.terminal import warn
 
-START = "fork"  # shares images in memory; ranks that we start ourselves would have another
+START = "fork"  # shares images in memory; spawned ranks would default to another method
 Transform = Callable[[Image.Image], Tensor]
 Batch = list[Tensor]  # images, classes
 
 
 class Broken(NamedTuple):
-    """What comes in place of an image: its number and why it cannot be read, with the file."""
+    """Stands for an unreadable image: its index, and a reason that names the file."""
 
     number: int
     reason: str
@@ -36,8 +36,8 @@ class Broken(NamedTuple):
 Item = tuple[Tensor, int] | Broken
 
 
-def loaded(images: ImageSource, index: int, skips: bool) -> tuple[Image.Image, int] | Broken:
-    """An image and its class; of a broken one RuntimeError, or Broken if such are skipped."""
+def load_item(images: ImageSource, index: int, skips: bool) -> tuple[Image.Image, int] | Broken:
+    """Returns an image and its class. A broken one raises RuntimeError, or is Broken if `skips`."""
     try:
         return images[index]
     except RuntimeError as error:
@@ -47,7 +47,7 @@ def loaded(images: ImageSource, index: int, skips: bool) -> tuple[Image.Image, i
 
 
 def collate_readable(items: Sequence[Any]) -> tuple[Batch, list[Broken]]:
-    """The batch without broken images, empty tensors if none is left; and the broken ones."""
+    """Returns the batch of readable images, which may be empty, and the broken images."""
     readable = [item for item in items if not isinstance(item, Broken)]
     broken = [item for item in items if isinstance(item, Broken)]
     empty = [torch.empty(0), torch.empty(0, dtype=torch.long)]
@@ -55,7 +55,7 @@ def collate_readable(items: Sequence[Any]) -> tuple[Batch, list[Broken]]:
 
 
 class TrainingImages(Dataset[Item]):
-    """Augmented images; the augmentation is a function of (seed, epoch, index)."""
+    """Augmented images. The augmentation depends on (seed, epoch, index) only."""
 
     def __init__(self, source: ImageSource, transform: Transform, seed: int, skips: bool = False):
         self.source, self.transform, self.seed, self.skips = source, transform, seed, skips
@@ -64,12 +64,12 @@ class TrainingImages(Dataset[Item]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Item]:
-        """A batch at once, as a DataLoader asks for it: generators are kept once, not by image."""
-        with generators_kept():
+        """Loads a batch, so that generators are saved once per batch instead of per image."""
+        with preserved_generators():
             return [self._augmented(*key) for key in keys]
 
     def _augmented(self, epoch: int, index: int) -> Item:
-        item = loaded(self.source, index, self.skips)
+        item = load_item(self.source, index, self.skips)
         if isinstance(item, Broken):
             return item
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
@@ -81,17 +81,17 @@ class EvaluationImages(Dataset[Item]):
         self.source, self.transform, self.skips = source, transform, skips
 
     def __getitem__(self, index: int) -> Item:
-        item = loaded(self.source, index, self.skips)
+        item = load_item(self.source, index, self.skips)
         return item if isinstance(item, Broken) else (self.transform(item[0]), item[1])
 
 
 class TrainingBatches(Sampler[list[tuple[int, int]]]):
     """This rank's share of every global batch, as keys (epoch, index).
 
-    Each epoch is a permutation by (seed, epoch), cut into as few global batches of at most
-    `batch_size` as possible, whose sizes differ by one image at most: every image comes once, and
-    no small rest is left. A rank takes a contiguous share, so the global batches are the same for
-    any number of ranks.
+    Each epoch is a permutation by (seed, epoch), split into the fewest global batches of at most
+    `batch_size`, with sizes that differ by at most one: every image appears once and there is no
+    small last batch. Each rank takes a contiguous share, so the global batches do not depend on the
+    number of ranks.
     """
 
     def __init__(self, num_images: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1):
@@ -100,19 +100,19 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
         if num_images // self.num_batches < ranks:
             raise UserError(
                 f"devices={ranks}: {num_images} training images in batches of {batch_size} leave "
-                "some of them without an image"
+                "some ranks without an image"
             )
         self.epoch = self.first = 0
 
     def start_at(self, epoch: int, first: int) -> None:
-        """The next pass gives the batches of `epoch` from the `first` on."""
+        """Makes the next pass yield the batches of `epoch`, starting with batch `first`."""
         self.epoch, self.first = epoch, first
 
     def __len__(self) -> int:
         return self.num_batches
 
     def global_size(self, batch: int) -> int:
-        """Images of a global batch, over all ranks."""
+        """Returns the number of images of a global batch."""
         return self.num_images // self.num_batches + (batch < self.num_images % self.num_batches)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -123,7 +123,7 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 
 
 def evaluation_batches(num_images: int, size: int, rank: int = 0, ranks: int = 1) -> BatchSampler:
-    """Every image exactly once over all ranks, without padding."""
+    """Splits the images over all ranks, each exactly once, without padding."""
     return BatchSampler(range(rank, num_images, ranks), size, drop_last=False)
 
 
@@ -133,7 +133,7 @@ def data_loader(
     workers: int,
     pin_memory: bool,
 ) -> DataLoader[Item]:
-    """Loads `batches`, each the keys of its images."""
+    """Returns a loader of `batches`, which are lists of keys."""
     return DataLoader(
         images,
         batch_sampler=batches,
@@ -141,25 +141,21 @@ def data_loader(
         multiprocessing_context=START if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
-        worker_init_fn=_leave_signals_to_parent,
+        worker_init_fn=_ignore_stop_signals,
         collate_fn=collate_readable if images.skips else None,
-        generator=torch.Generator(),  # keeps worker seeds from drawing on dropout's generator
+        generator=torch.Generator(),  # worker seeds must not draw from dropout's generator
     )
 
 
 class BrokenImages:
-    """The broken ones of a run's images that have come up so far; a new one is told on stderr.
+    """The broken images that a run has met so far. Each is reported once on stderr.
 
-    `num_images` is 0 where none is left out.
+    `num_images` is 0 if broken images are not skipped.
     """
 
     def __init__(self, num_images: int):
         self.num_images = num_images
         self.known: set[int] = set()
-
-    def leave_out(self, batches: Iterable[Any], first: int) -> "Readable":
-        """What a loader with `collate_readable` gives, its images counted from `first` on."""
-        return Readable(batches, self, first)
 
     def note(self, number: int, reason: str) -> None:
         if number not in self.known:
@@ -167,12 +163,15 @@ class BrokenImages:
             warn(f"warning: left out: {reason}")
 
     def agree(self, union: Callable[[set[int], int], set[int]]) -> None:
-        """Every rank comes to know what any has met, by `World.union`; all have to ask."""
+        """Collects the broken images of all ranks by `World.union`, a collective call."""
         self.known = union(self.known, self.num_images)
 
 
-class Readable:
-    """The batches of a loader without their broken images, which are noted."""
+class ReadableBatches:
+    """Yields the batches of a loader with `collate_readable`, and notes their broken images.
+
+    Its images are numbered from `first`.
+    """
 
     def __init__(self, batches: Iterable[Any], broken: BrokenImages, first: int):
         self.batches, self.broken, self.first = batches, broken, first
@@ -184,21 +183,21 @@ class Readable:
             yield batch
 
 
-def _leave_signals_to_parent(worker: int) -> None:
-    """Where a whole group of processes gets a signal, a worker goes on until its parent ends it."""
+def _ignore_stop_signals(worker: int) -> None:
+    """Keeps a worker running until its parent ends it, if a signal reaches the process group."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def _end_workers() -> None:
-    """Ends workers that something still holds, as an error's traceback does.
+    """Kills workers that are still referenced, as by the traceback of an error.
 
-    Multiprocessing would ask them by a SIGTERM, which they ignore, and wait for ever.
+    Otherwise multiprocessing sends SIGTERM, which they ignore, and waits forever.
     """
     if workers := [child for child in multiprocessing.active_children() if child.daemon]:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch complains of killed workers
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # silences torch's report of killed workers
         for worker in workers:
             worker.kill()
 
 
-Finalize(None, _end_workers, exitpriority=0)  # also where a process of multiprocessing's ends
+Finalize(None, _end_workers, exitpriority=0)  # also runs at the end of multiprocessing processes

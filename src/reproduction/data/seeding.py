@@ -1,4 +1,4 @@
-"""Randomness as a function of what it is for, whatever process draws it and in which order."""
+"""Random seeds derived from a key, independent of process and order."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 
 
 class Purpose(IntEnum):
-    """What randomness is for; the first part of a key, so that two uses never share one."""
+    """The first part of a key, so that no two uses share a seed."""
 
     AUGMENT = 1
     MIX_INPUTS = 2
@@ -21,8 +21,8 @@ class Purpose(IntEnum):
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Seeds all generators by `key` for a while."""
-    with generators_kept():
+    """Seeds all CPU generators by `key` inside the block and restores them afterwards."""
+    with preserved_generators():
         seed_generators(*key)
         yield
 
@@ -30,7 +30,7 @@ def seeded(*key: int) -> Iterator[None]:
 def seed_generators(*key: int) -> None:
     """Seeds Python's, numpy's and torch's CPU generators by `key`: a Purpose and numbers.
 
-    Generators of a GPU are left alone: dropout draws from them.
+    Leaves the GPU generators, which dropout uses, unchanged.
     """
     python_seed, numpy_seed, torch_seed = np.random.SeedSequence(key).generate_state(3).tolist()
     random.seed(python_seed)
@@ -39,9 +39,9 @@ def seed_generators(*key: int) -> None:
 
 
 def seed_device(device: torch.device, *key: int) -> None:
-    """Seeds torch's generators of the CPU and of the current GPU, from which dropout draws.
+    """Seeds torch's generators of the CPU and of the current GPU, which dropout uses.
 
-    `torch.manual_seed` asks for every kind of device each time, 0.2 ms of the host's.
+    `torch.manual_seed` checks every type of device, which costs 0.2 ms on the host.
     """
     seed = seed_of(*key)
     torch.default_generator.manual_seed(seed)
@@ -50,13 +50,13 @@ def seed_device(device: torch.device, *key: int) -> None:
 
 
 def seed_of(*key: int) -> int:
-    """The seed of one generator by `key`: a Purpose and numbers."""
+    """Returns the seed of one generator for `key`: a Purpose and numbers."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leaves the same generators as they were. Takes longer than seeding them: numpy's is slow."""
+def preserved_generators() -> Iterator[None]:
+    """Restores the CPU generators afterwards. Slower than seeding, because of numpy."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The five data sets as pairs of (PIL image, class index) with the published split."""
+"""The five data sets with their published splits, as (PIL image, class index)."""
 
 import fcntl
 import os
@@ -21,13 +21,13 @@ from reproduction.data.images import ArrayImages, FileImages, ImageSource
 from reproduction.data.stand_ins import STAND_INS, cifar_stand_ins
 from reproduction.system.errors import UserError, first_line
 
-HELD_OUT_DIGITS = 360  # of 1,797, stratified
-SILENCE = 60  # seconds after which a server that sends nothing is given up
+HELD_OUT_DIGITS = 360  # out of 1,797, stratified
+DOWNLOAD_TIMEOUT = 60  # seconds without data from the server
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: what to train on, what to evaluate on, and the names of the classes."""
+    """A data set: training images, held-out images and class names."""
 
     train: ImageSource
     held_out: ImageSource
@@ -40,17 +40,17 @@ def load_source(name: str, root: str | None, limit: int | None) -> Source:
     Raises UserError when the download fails or `limit` exceeds the training images.
     """
     source = _open(name, root)
-    return source if limit is None else replace(source, train=_limited(source.train, limit))
+    return source if limit is None else replace(source, train=_balanced_subset(source.train, limit))
 
 
 @lru_cache(maxsize=1)
 def _open(name: str, root: str | None) -> Source:
-    """Opens a data set once for all points of a sweep; nothing changes it."""
+    """Opens a data set. Cached across the points of a sweep, as it is immutable."""
     return _LOADERS[name](name, root)
 
 
-def _limited(images: ImageSource, limit: int) -> ImageSource:
-    """The first `limit` images when classes take turns, so that classes stay balanced."""
+def _balanced_subset(images: ImageSource, limit: int) -> ImageSource:
+    """Returns the first `limit` images in round-robin order of classes, so they stay balanced."""
     if limit > len(images):
         raise UserError(f"dataset.limit={limit}: there are {len(images)} training images")
     targets = np.asarray(images.targets)
@@ -81,51 +81,51 @@ def _digits(name: str, root: str | None) -> Source:
 
 
 def _cifar(name: str, root: str | None) -> Source:
-    """torchvision's, which unpickles no file of another MD5 than its lists say."""
+    """Opens CIFAR by torchvision, which checks each file's MD5 before unpickling it."""
     kind: Any = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
     place = Path(str(root)).expanduser()
     if os.path.lexists(place / kind.base_folder / STAND_INS):
         train, held_out = (ArrayImages(*half) for half in cifar_stand_ins(name))
         return Source(train, held_out, [f"stand-in {label}" for label in sorted({*train.targets})])
-    with suppress(OSError, RuntimeError):  # it is not there and whole
-        return _read(kind, place)
+    with suppress(OSError, RuntimeError):  # missing or damaged
+        return _read_cifar(kind, place)
     try:
-        return _fetched(kind, place)
+        return _download_cifar(kind, place)
     except (OSError, RuntimeError, ValueError, tarfile.TarError) as error:
         raise UserError(
-            f"dataset.root={root}: {name} is not there and could not be downloaded "
+            f"dataset.root={root}: {name} is missing and could not be downloaded "
             f"({first_line(error)}); put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into "
             f"{place.absolute()}"
         ) from error
 
 
-def _read(kind: Any, place: Path) -> Source:
-    """RuntimeError or OSError of a file that is not there, or not as it should be."""
-    with warnings.catch_warnings(action="ignore"):  # numpy's, of what an old one has pickled
+def _read_cifar(kind: Any, place: Path) -> Source:
+    """Reads CIFAR. Raises RuntimeError or OSError if a file is missing or damaged."""
+    with warnings.catch_warnings(action="ignore"):  # numpy's, about pickles of old versions
         halves = [kind(place, train=is_train) for is_train in (True, False)]
     train, held_out = (ArrayImages(half.data, half.targets) for half in halves)
     return Source(train, held_out, halves[0].classes)
 
 
-def _fetched(kind: Any, place: Path) -> Source:
-    """Downloads and unpacks the archive; one process does it, others wait."""
+def _download_cifar(kind: Any, place: Path) -> Source:
+    """Downloads and unpacks the archive in one process, while others wait."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / f".{kind.filename}.lock").open("a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # until it is closed: the system closes a killed one's
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # released on close, also if the process is killed
         with suppress(OSError, RuntimeError):
-            return _read(kind, place)
-        patience = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(SILENCE)
+            return _read_cifar(kind, place)
+        timeout = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
         try:
             download_and_extract_archive(kind.url, place, filename=kind.filename, md5=kind.tgz_md5)
         finally:
-            socket.setdefaulttimeout(patience)
-        return _read(kind, place)
+            socket.setdefaulttimeout(timeout)
+        return _read_cifar(kind, place)
 
 
 def _folders(name: str, root: str | None) -> Source:
     folders = split_folders(str(root))
-    assert folders is not None, "the configuration has checked the folders"
+    assert folders is not None, "checked by parse()"
     classes = class_names(folders[0])
     try:
         train, held_out = (FileImages(_samples(folder, classes)) for folder in folders)
@@ -135,7 +135,7 @@ def _folders(name: str, root: str | None) -> Source:
 
 
 def _samples(folder: Path, classes: list[str]) -> list[tuple[str, int]]:
-    """Every file with its class; OSError as of image_files, or names a class without images."""
+    """Returns files with their classes. Raises OSError as image_files, or for an empty class."""
     samples = []
     for label, name in enumerate(classes):
         files = image_files(folder / name)

@@ -1,4 +1,4 @@
-"""Images made on the spot, to try out whole studies offline."""
+"""Synthetic stand-ins for the data sets, to try out studies offline."""
 
 import os
 import tempfile
@@ -9,43 +9,42 @@ from PIL import Image
 
 from reproduction.data.folders import IMAGENET_CLASSES
 
-STAND_INS = "stand_ins.yaml"  # marks a CIFAR folder that stands for them, and says so
+STAND_INS = "stand_ins.yaml"  # marks a CIFAR folder as stand-ins
 CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-NOISE = 60  # of 256 grey levels; the rest of a pixel tells the class
+NOISE = 60  # of 256 grey levels; the remaining range encodes the class
 FOLDER_CLASSES = 10
 
 
 def make_stand_ins(name: str, root: Path) -> None:
-    """Writes stand-ins for the data set `name` into `root`, unless they are there.
+    """Writes stand-ins for the data set `name` into `root`, unless it exists.
 
-    CIFAR: 32 x 32 pixels, 10 training and 5 held-out images a class of CIFAR-10, 2 and 1 of
-    CIFAR-100. Folders: 32 x 32 pixels, one training and one held-out image for each of ImageNet's
-    1,000 classes, 8 and 4 for each of 10 classes of an image folder. Always the same images;
-    CIFAR's are made where they are read.
+    All images are deterministic, with 32 x 32 pixels. Training and held-out images per class: 10
+    and 5 for CIFAR-10, 2 and 1 for CIFAR-100, 1 and 1 for the 1,000 classes of ImageNet, 8 and 4
+    for the 10 classes of an image folder. CIFAR's are generated on reading.
     """
     if root.exists():
         return
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{name}-") as temporary:
-        whole = Path(temporary, name)
+        folder = Path(temporary, name)
         match name:
             case "imagenet1k":
-                _write_folders(whole, [f"n{i:08d}" for i in range(IMAGENET_CLASSES)], 1, 1)
+                _write_folders(folder, [f"n{i:08d}" for i in range(IMAGENET_CLASSES)], 1, 1)
             case "image_folder":
-                _write_folders(whole, [f"class_{i}" for i in range(FOLDER_CLASSES)], 8, 4)
+                _write_folders(folder, [f"class_{i}" for i in range(FOLDER_CLASSES)], 8, 4)
             case "cifar10" | "cifar100":
-                (whole / CIFAR_FOLDERS[name]).mkdir(parents=True)
-                told = "Its images are stand-ins, made by cifar_stand_ins.\n"
-                (whole / CIFAR_FOLDERS[name] / STAND_INS).write_text(told)
+                (folder / CIFAR_FOLDERS[name]).mkdir(parents=True)
+                note = "Its images are stand-ins, made by cifar_stand_ins.\n"
+                (folder / CIFAR_FOLDERS[name] / STAND_INS).write_text(note)
         try:
-            os.rename(whole, root)
+            os.rename(folder, root)
         except OSError:
-            if not root.is_dir():  # else another process was faster
+            if not root.is_dir():  # otherwise another process was faster
                 raise
 
 
 def cifar_stand_ins(name: str) -> list[tuple[np.ndarray, list[int]]]:
-    """Training and held-out images, `n 32 32 3` uint8, each half with its classes."""
+    """Returns training and held-out images, `n 32 32 3` uint8, each with their classes."""
     classes, files = (10, [2] * 5 + [5]) if name == "cifar10" else (100, [2, 1])
     labels = [list(range(classes)) * each for each in files]
     rows = [_rows(some, classes, seed) for seed, some in enumerate(labels)]
@@ -69,7 +68,7 @@ def _write_folders(root: Path, classes: list[str], train: int, held_out: int) ->
 
 
 def _rows(labels: list[int], classes: int, seed: int) -> np.ndarray:
-    """Noise around a colour of the class's own: `n 3072` uint8, channels first as CIFAR has it."""
+    """Returns noise around a colour per class: `n 3072` uint8, channels first as in CIFAR."""
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, NOISE, (len(labels), 3, 1024))
     position = np.asarray(labels)[:, None] * np.array([1, 7, 31])  # differs in each channel

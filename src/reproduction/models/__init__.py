@@ -1,1 +1,1 @@
-"""The models of the paper."""
+"""The models of the paper and their weights."""

@@ -1,4 +1,4 @@
-"""From the model's configuration to the model, compiled if asked for, and what is known of it."""
+"""Builds models from their configuration, compiles them and measures their properties."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ from reproduction.config import ViT as ViTConfig
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
-from reproduction.models.weights import fitting, read_weights
+from reproduction.models.weights import matching_state, read_weights
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import keep_freed_memory
 from tokenmixup import TokenMixup, attach, why_not
@@ -31,57 +31,56 @@ from tokenmixup.structure import declared_prefix
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 WITH_WEIGHTS = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
-# Dropout is drawn as without compiling, and no kernel depends on the batches before.
+# Dropout draws as in eager mode, and no kernel depends on earlier batches.
 COMPILER: Callable[..., Any] = partial(
     torch.compile, dynamic=False, options={"fallback_random": True}
 )
-BATCH_SIZES = 4  # at most, in a run: of whole batches and the last one, and of their micro-batches
+BATCH_SIZES = 4  # maximum per run: full and last batch, and their micro-batches
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
 
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
-    """The plain model, without TokenMixup, with the weights that training starts from."""
-    model = _build_random(config, num_classes)
+    """Builds the plain model, without TokenMixup, with its initial weights."""
+    build: Callable[..., nn.Module] = build_library_model
+    if isinstance(config, CCTConfig):
+        build = CCT
+    elif isinstance(config, ViTConfig):
+        build = build_vit
+    settings = dataclasses.asdict(config)
+    model = build(
+        num_classes=num_classes,
+        **{key: value for key, value in settings.items() if key not in NOT_FOR_THE_MODEL},
+    )
     if config.weights is not None:
-        model.load_state_dict(start_weights(config, model))
+        model.load_state_dict(initial_weights(config, model))
     return model
 
 
-def _build_random(config: AnyModel, num_classes: int) -> nn.Module:
-    settings = dataclasses.asdict(config)
-    for key in NOT_FOR_THE_MODEL:
-        settings.pop(key, None)
-    if isinstance(config, CCTConfig):
-        return CCT(num_classes=num_classes, **settings)
-    if isinstance(config, ViTConfig):
-        return build_vit(num_classes=num_classes, **settings)
-    return build_library_model(num_classes=num_classes, **settings)
-
-
-def head_of(config: AnyModel) -> list[str]:
-    """Names of the parameters whose shape follows the number of classes."""
+def head_names(config: AnyModel) -> list[str]:
+    """Returns the names of the parameters whose shape depends on the number of classes."""
     with torch.device("meta"):
-        one, two = (build_model(without_start(config), n).state_dict() for n in (1, 2))
+        one, two = (build_model(without_weights(config), n).state_dict() for n in (1, 2))
     return [name for name in one if one[name].shape != two[name].shape]
 
 
 def count_classes(config: AnyModel, state: State) -> int:
-    """How many classes a state of the model tells apart; 1 if it has no head."""
-    head = [state[name] for name in head_of(config) if name in state]
+    """Returns the number of classes of a state of the model, 1 if it has no head."""
+    head = [state[name] for name in head_names(config) if name in state]
     return max((len(value) for value in head if value.ndim), default=1)
 
 
-def start_weights(config: AnyModel, model: nn.Module) -> State:
-    """What `weights` holds: all parameters but for a head of another number of classes.
+def initial_weights(config: AnyModel, model: nn.Module) -> State:
+    """Reads `weights`. A head for another number of classes is replaced by that of `model`.
 
-    Raises UserError if the file is not readable or does not fit.
+    Raises UserError if the file is unreadable or does not fit.
     """
     assert config.weights is not None
-    return fitting(read_weights("model.weights", Path(config.weights)), model, head_of(config))
+    weights = read_weights("model.weights", Path(config.weights))
+    return matching_state(weights, model, head_names(config))
 
 
 def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
-    """The model with what the stack mixes inside it attached; UserError if it cannot be."""
+    """Builds the model with the stack attached. Raises UserError if that fails."""
     model = build_model(config, num_classes)
     try:
         return attach(
@@ -97,18 +96,20 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
 
 
 def check_tokens(module: TokenMixup, config: AnyModel) -> None:
-    """Raises UserError if the blocks get too few tokens for VTM; allocates nothing on meta."""
+    """Raises UserError if the blocks have too few tokens for VTM. Also works on meta."""
     if module.vtm is None:
         return
     kappa = max(vtm.kappa for vtm in module.vtm.each.values())
-    seen = list[int]()
+    lengths = list[int]()
     model: Any = module.model
     device = next(model.parameters()).device
-    hook = model.blocks[0].register_forward_pre_hook(lambda b, args: seen.append(args[0].shape[1]))
+    hook = model.blocks[0].register_forward_pre_hook(
+        lambda block, args: lengths.append(args[0].shape[1])
+    )
     with evaluating(model), torch.no_grad():
         model(torch.zeros(1, 3, config.image_size, config.image_size, device=device))
     hook.remove()
-    tokens = seen[0] - declared_prefix(model)
+    tokens = lengths[0] - declared_prefix(model)
     if kappa > tokens:
         raise UserError(
             f"augmentation.vtm.kappa={kappa}: {config.name} has {tokens} tokens, allowed is "
@@ -116,25 +117,23 @@ def check_tokens(module: TokenMixup, config: AnyModel) -> None:
         )
 
 
-def without_start(config: AnyModel) -> AnyModel:
-    """The same model without the weights that training starts from, as others will be loaded."""
+def without_weights(config: AnyModel) -> AnyModel:
+    """Returns the configuration without initial weights, for loading others."""
     config = dataclasses.replace(config, weights=None)
     return dataclasses.replace(config, pretrained=None) if isinstance(config, ViTConfig) else config
 
 
 def place(model: AnyModule, device: torch.device) -> AnyModule:
-    """Moves the model to its device, in the form that is fast there.
+    """Moves the model to its device and optimises it for the device.
 
-    Convolutions are faster with channels last. The fused attention kernel is left where it is
-    slower: on a CPU it has no dropout of its own. From then on a CPU's memory is kept, see
-    `keep_freed_memory`.
+    Convolutions use channels last. On a CPU, attention with dropout does not use the fused kernel,
+    which is slower there, and freed memory is kept, see `keep_freed_memory`.
     """
     if device.type == "cpu":
         keep_freed_memory()
-    for module in model.modules():
-        is_dropped = isinstance(module, Attention) and module.attn_drop.p > 0
-        if device.type == "cpu" and is_dropped:
-            setattr(module, "fused_attn", False)  # Final, but each instance has its own
+        for module in model.modules():
+            if isinstance(module, Attention) and module.attn_drop.p > 0:
+                setattr(module, "fused_attn", False)  # typed Final, but an instance attribute
     model.to(memory_format=torch.channels_last)
     return model.to(device)
 
@@ -146,8 +145,8 @@ def count_parameters(module: nn.Module) -> int:
 class Macs(NamedTuple):
     """Multiply-accumulates of one image in evaluation.
 
-    `total`: convolutions, linear layers, attention; `with_weights`: without the products of two
-    activations in attention and sequence pooling.
+    `total` counts convolutions, linear layers and attention. `with_weights` excludes products of
+    two activations, in attention and sequence pooling.
     """
 
     total: int
@@ -155,11 +154,11 @@ class Macs(NamedTuple):
 
 
 def count_macs(model: nn.Module, image_size: int) -> Macs:
-    """Counts with torch's FlopCounterMode, two FLOPs to a multiply-accumulate."""
+    """Counts by torch's FlopCounterMode, with two FLOPs per multiply-accumulate."""
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
     counter = FlopCounterMode(display=False)
-    # the counter follows modules by their gradients, and stumbles over some without; of fused
-    # attention on a CPU not every torch counts the products
+    # The counter tracks modules by gradients and fails on some without them. Some versions of
+    # torch do not count fused attention on a CPU.
     with evaluating(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(image)
     flops = counter.get_flop_counts()["Global"]
@@ -168,24 +167,24 @@ def count_macs(model: nn.Module, image_size: int) -> Macs:
 
 
 def attention_kernel(model: nn.Module, image_size: int) -> str | None:
-    """What attends in training: torch's fused `flash`, `efficient` or `cudnn`, or `composed`.
+    """Returns the attention kernel of training: `flash`, `efficient`, `cudnn` or `composed`.
 
-    It depends on device, precision (by the caller's autocast), head width and dropout. None of a
-    model that is no plain sequence of blocks.
+    It depends on device, precision (the caller's autocast), head width and dropout. None for models
+    that TokenMixup does not support.
     """
     if why_not(model) is not None:
         return None
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
     with evaluating(model), torch.no_grad(), _Operations() as operations:
         for block in cast(Any, model).blocks:
-            block.attn.training = True  # its normalisation, if any, stays in evaluation
+            block.attn.training = True  # but not its sub-modules, such as normalisation
         model(image)
-    names = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
-    return next((found[1] for found in names if found), "composed")
+    matches = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
+    return next((match[1] for match in matches if match), "composed")
 
 
 class _Operations(TorchDispatchMode):
-    """Notes the operations that are dispatched."""
+    """Records the names of dispatched operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,24 +196,24 @@ class _Operations(TorchDispatchMode):
 
 
 def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] | None:
-    """Mean and standard deviation that a timm model's weights were trained with."""
-    known = getattr(model, "pretrained_cfg", {})
-    return (list(known["mean"]), list(known["std"])) if "mean" in known else None
+    """Returns the mean and std that the weights of a timm model were trained with, if known."""
+    cfg = getattr(model, "pretrained_cfg", {})
+    return (list(cfg["mean"]), list(cfg["std"])) if "mean" in cfg else None
 
 
 def compile_blocks(module: TokenMixup) -> None:
-    """Compiles in place what runs unchanged in a training pass; nothing is built before the first.
+    """Compiles in place the parts that TokenMixup leaves unchanged, at their first training pass.
 
-    Parameters, their names and evaluation stay as they are. All blocks share one limit of torch's,
-    beyond which it silently compiles no more; it is raised to what they need, as each has a rate of
-    stochastic depth of its own.
+    Parameters, their names and evaluation are unaffected. Each block has its own stochastic depth
+    rate and is compiled separately, so torch's shared recompile limit, beyond which it silently
+    stops compiling, is raised.
     """
-    from torch._dynamo import config  # a second, which other runs save
+    from torch._dynamo import config  # takes a second to import
 
     parts = [*_unchanged_parts(module)]
     config.recompile_limit = max(config.recompile_limit, BATCH_SIZES * len(parts))
     for part in parts:
-        # bound to the part, so that the forward pass of a copy is the copy's own
+        # bound to the part, so that copies of the module get their own
         setattr(part, "forward", MethodType(_compiled_in_training(type(part).forward), part))
     if module.htm is not None:
         choose, weigh = COMPILER(module.rules.choose), COMPILER(module.rules.weigh)
@@ -222,7 +221,7 @@ def compile_blocks(module: TokenMixup) -> None:
 
 
 def _unchanged_parts(module: TokenMixup) -> Iterator[nn.Module]:
-    """ScoreNet and all blocks, but only the MLP of those whose attention is replaced."""
+    """Yields ScoreNets and blocks, but only the MLP of blocks whose attention is replaced."""
     model: Any = module.model
     yield from module.scorenets.values()
     replaced = module.replaced_attention()
@@ -231,25 +230,25 @@ def _unchanged_parts(module: TokenMixup) -> Iterator[nn.Module]:
 
 
 def _compiled_in_training(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A module's `forward`, compiled while it trains, as it is in evaluation."""
+    """Wraps a module's `forward`: compiled in training mode, eager in evaluation."""
     compiled = COMPILER(forward)
 
     @wraps(forward)
-    def run(part: nn.Module, *args: Any, **given: Any) -> Tensor:
-        return (compiled if part.training else forward)(part, *args, **given)
+    def run(part: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return (compiled if part.training else forward)(part, *args, **kwargs)
 
     return run
 
 
 @cache
 def check_compiler(device: str) -> None:
-    """Builds a sum; UserError if torch.compile cannot work here."""
+    """Compiles a trivial function. Raises UserError if torch.compile does not work."""
     try:
         COMPILER(lambda x: x + 1)(torch.ones(2, device=device))
-    except Exception as error:  # of Triton, of the C++ compiler, of an old GPU
+    except Exception as error:  # from Triton, the C++ compiler or an old GPU
         reason = first_line(getattr(error, "inner_exception", error))
         needs = "Triton and a C compiler" if device == "cuda" else "a C++ compiler"
         raise UserError(
-            f"compile=true: does not work on this machine, where torch needs {needs} for "
-            f"{device} ({reason}); allowed is false"
+            f"compile=true: does not work on this machine, torch needs {needs} for {device} "
+            f"({reason}); allowed is false"
         ) from error

@@ -1,6 +1,6 @@
 """Compact transformers (Hassani et al., 2021, arXiv:2104.05704): CCT, CVT and ViT-Lite.
 
-Letters: b batch, n tokens with the class token if there is one, d width, c classes.
+Letters: b batch, n tokens including any class token, d width, c classes.
 """
 
 from itertools import pairwise
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tokenmixup.scorenet import sequence_pool
 
-STEM_CHANNELS = 64  # of every convolution but the last
+STEM_CHANNELS = 64  # of all convolutions except the last
 
 
 class ConvTokenizer(nn.Module):
@@ -27,7 +27,7 @@ class ConvTokenizer(nn.Module):
                 nn.Sequential(
                     nn.Conv2d(inner, outer, kernel_size=3, padding=1, bias=False),
                     nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-                    nn.ReLU(),  # the same after pooling, of a quarter of the pixels
+                    nn.ReLU(),  # commutes with pooling; cheaper on a quarter of the pixels
                 )
                 for inner, outer in pairwise(channels)
             )
@@ -38,7 +38,7 @@ class ConvTokenizer(nn.Module):
 
 
 class PatchTokenizer(nn.Module):
-    """One projection of each square patch, as in ViT."""
+    """A linear projection of each square patch, as in ViT."""
 
     def __init__(self, embed_dim: int, patch_size: int):
         super().__init__()
@@ -49,12 +49,12 @@ class PatchTokenizer(nn.Module):
 
 
 class CCTBlock(nn.Module):
-    """The published block: normalised before attention and again after the residual sum.
+    """The published block, with a norm before attention and another after the residual sum.
 
-    Not textbook pre-norm, but what the published weights belong to.
+    This differs from pre-norm, but the published weights require it.
     """
 
-    attends_to_norm1 = True  # what TokenMixup needs to know of a block
+    attends_to_norm1 = True  # read by TokenMixup
 
     def __init__(
         self,
@@ -136,14 +136,14 @@ class CCT(nn.Module):
 
 def _tokenizer(embed_dim: int, conv_layers: int | None, patch_size: int | None) -> nn.Module:
     if patch_size is not None:
-        assert conv_layers is None, "either patches or convolutions make the tokens"
+        assert conv_layers is None, "conv_layers and patch_size are exclusive"
         return PatchTokenizer(embed_dim, patch_size)
     assert conv_layers is not None, "conv_layers or patch_size must be set"
     return ConvTokenizer(embed_dim, conv_layers)
 
 
 def _positions(kind: str, n: int, d: int) -> nn.Parameter:
-    """Positions `1 n d`: learnable, or fixed sines and cosines (Vaswani et al., 2017)."""
+    """Returns positions `1 n d`: learnable, or fixed sines and cosines (Vaswani et al., 2017)."""
     if kind == "learnable":
         return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, n, d), std=0.2))
     frequency = 10000 ** -(torch.arange(0, d, 2) / d)
@@ -153,7 +153,7 @@ def _positions(kind: str, n: int, d: int) -> nn.Parameter:
 
 
 def _init_weights(module: nn.Module) -> None:
-    """As published: Kaiming for convolutions, std 0.02 for linear layers, zero biases."""
+    """Published initialisation: Kaiming for convolutions, std 0.02 for linear layers, zero bias."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight)
     elif isinstance(module, nn.Linear):

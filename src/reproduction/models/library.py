@@ -1,4 +1,4 @@
-"""Models of timm's and torchvision's: ViTs, and those that the paper compares TokenMixup with."""
+"""Models from timm and torchvision: ViTs, and the baselines of the paper."""
 
 import logging
 from collections.abc import Callable
@@ -29,14 +29,13 @@ def build_vit(
     attn_drop: float,
     drop_path: float,
 ) -> nn.Module:
-    """timm's `architecture`, with the weights that `pretrained` is timm's tag of, or random.
+    """Builds timm's `architecture`, with random weights or those of the tag `pretrained`.
 
-    `mlp_drop_rate` takes the place of `proj_drop_rate` in the MLPs, unless it is None. Raises
-    UserError for an unknown name or tag, a failed download, a size that does not fit, and for MLPs
-    whose dropout cannot be set.
+    `mlp_drop_rate` overrides `proj_drop_rate` in the MLPs, unless it is None. Raises UserError for
+    an unknown name or tag, a failed download, a size that does not fit, and MLPs without dropout.
     """
     name = timm_name(architecture, pretrained)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line says it, see below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # reported in one line below
     try:
         model = timm.create_model(
             name,
@@ -49,10 +48,10 @@ def build_vit(
             attn_drop_rate=attn_drop,
             drop_path_rate=drop_path,
         )
-    except (OSError, RuntimeError, TypeError, AssertionError) as error:  # the hub's are OSErrors
+    except (OSError, RuntimeError, TypeError, AssertionError) as error:  # OSError: from the hub
         if pretrained is None:
             raise UserError(
-                f"model.architecture={architecture}: is no plain ViT with "
+                f"model.architecture={architecture}: is not a plain ViT with "
                 f"model.global_pool={global_pool} ({first_line(error)})"
             ) from error
         raise UserError(
@@ -66,18 +65,20 @@ def build_vit(
 
 
 def _set_mlp_dropout(model: Any, architecture: str, rate: float) -> None:
-    """Both dropouts of each MLP, which timm sets by `proj_drop_rate` alone."""
+    """Sets both dropouts of each MLP, which timm ties to `proj_drop_rate`."""
     for block in model.blocks:
         mlp = getattr(block, "mlp", nn.Identity())
         dropouts = [part for part in mlp.modules() if isinstance(part, nn.Dropout)]
         if not dropouts:
-            raise UserError(f"model.mlp_drop_rate={rate}: the MLPs of {architecture} have none")
+            raise UserError(
+                f"model.mlp_drop_rate={rate}: the MLPs of {architecture} have no dropout"
+            )
         for dropout in dropouts:
             dropout.p = rate
 
 
 def timm_name(architecture: str, pretrained: str | None) -> str:
-    """The name that timm knows architecture and tag by; UserError if it knows none."""
+    """Returns timm's name of architecture and tag. Raises UserError if it is unknown."""
     if architecture not in timm.list_models():
         raise UserError(f"model.architecture={architecture}: timm has no such model")
     if pretrained is None:
@@ -95,7 +96,7 @@ def timm_name(architecture: str, pretrained: str | None) -> str:
 def _check_sizes(
     model: nn.Module, architecture: str, depth: int, image_size: int, patch_size: int
 ) -> None:
-    """By the grid of tokens: what timm calls the patch of a hybrid is one of its feature maps."""
+    """Checks depth and patch size, by the token grid: a hybrid patches its feature maps."""
     blocks = getattr(model, "blocks", ())
     embed = getattr(model, "patch_embed", None)
     built_patch = getattr(embed, "patch_size", None)
@@ -118,11 +119,10 @@ def build_library_model(
     options: dict[str, Any],
     stem: str,
 ) -> nn.Module:
-    """`package`'s `architecture` with its constructor's `options`: `b 3 h w` -> `b c`.
+    """Builds `architecture` of `package` with its constructor's `options`: `b 3 h w` -> `b c`.
 
-    `stem`: `imagenet` leaves the model alone, `cifar` gives a ResNet the stem for small images.
-    Raises UserError for a name, an option or a stem that the package does not have, and for images
-    that are too small.
+    `stem` is `imagenet`, the unchanged model, or `cifar`, a ResNet stem for small images. Raises
+    UserError for an unknown name, option or stem, and for images that are too small.
     """
     create: Callable[..., nn.Module] = timm.create_model
     known, untrained = timm.list_models(), dict[str, Any](pretrained=False)
@@ -131,9 +131,9 @@ def build_library_model(
         known, untrained = torchvision.models.list_models(torchvision.models), {"weights": None}
     if architecture not in known:
         raise UserError(f"model.architecture={architecture}: {package} has no such model")
-    try:  # an option that is given twice is an error, so that none can ask for weights
+    try:  # options cannot request weights: a repeated keyword is an error
         model = create(architecture, num_classes=num_classes, **untrained, **options)
-    except Exception as error:  # constructors check little, so that anything may come
+    except Exception as error:  # constructors validate little, so any error is possible
         raise UserError(
             f"model.options={options}: {package}'s {architecture} cannot be built with them "
             f"({first_line(error)})"
@@ -143,37 +143,38 @@ def build_library_model(
     shape = _output_shape(model, architecture, image_size)
     if shape != (1, num_classes) or getattr(model, "aux_logits", False):
         raise UserError(
-            f"model.architecture={architecture}: with model.options={options} it does not give one "
-            "logit for each class"
+            f"model.architecture={architecture}: with model.options={options} its output must be "
+            "one logit per class"
         )
     return model
 
 
 def _replace_stem(model: Any, architecture: str) -> None:
-    """One 3x3 convolution of stride 1 without pooling (He et al., 2016, Section 4.2)."""
+    """Uses one 3x3 convolution of stride 1 without pooling (He et al., 2016, Section 4.2)."""
     is_v2 = isinstance(model, ResNetV2)
     first = getattr(model.stem, "conv", None) if is_v2 else getattr(model, "conv1", None)
     if not (is_v2 or isinstance(model, ResNet)) or not isinstance(first, nn.Conv2d):
         raise UserError(
-            f"model.stem=cifar: {architecture} is no ResNet with a plain stem, allowed is imagenet"
+            f"model.stem=cifar: {architecture} is not a ResNet with a plain stem, allowed is "
+            "imagenet"
         )
     stem = nn.Conv2d(3, first.out_channels, kernel_size=3, padding=1, bias=False)
-    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as timm's
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as in timm
     if is_v2:
         model.stem = stem
         return
     model.conv1, model.maxpool = stem, nn.Identity()
-    if not hasattr(model, "layer4"):  # with three stages; its forward pass calls four
+    if not hasattr(model, "layer4"):  # three stages, but forward() calls four
         model.layer4 = nn.Identity()
 
 
 def _output_shape(model: nn.Module, architecture: str, image_size: int) -> tuple[int, ...] | None:
-    """What one empty image becomes, None if no tensor; UserError for images of a wrong size."""
+    """Returns the output shape for one image, None if no tensor. UserError for a wrong size."""
     device = next(model.parameters()).device
     try:
         with torch.no_grad():
             output = model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
-    except Exception as error:  # each layer has errors of its own
+    except Exception as error:  # layers raise various errors
         raise UserError(
             f"model.image_size={image_size}: {architecture} cannot take such images "
             f"({first_line(error)})"

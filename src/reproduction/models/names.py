@@ -1,8 +1,7 @@
-"""Parameter names of other projects, and how they become ours (CCT) and timm's (ViT).
+"""Converts parameter names of other projects to ours (CCT) and timm's (ViT).
 
-A table maps patterns of whole names. What no pattern knows keeps its name, so that it is refused
-as extra when the state is loaded; what maps to None is ScoreNet's: it acts in training only, and
-the plain model has no place for it.
+A table maps patterns of full names. Unmatched names stay unchanged, so that loading reports them as
+extra. None drops the parameters of ScoreNet, which acts in training only.
 
 Letters: d width, h heads, e width of a head, i inputs, o outputs, y x pixels.
 """
@@ -81,33 +80,33 @@ BY_PREFIX = {"model.": ATTACHED, "classifier.": PUBLISHED_CCT, "transformer.": P
 WRAPPERS = r"((module|_orig_mod)\.)+"  # DataParallel, DistributedDataParallel and torch.compile
 
 
-def in_our_names(state: State) -> State:
-    """A plain model's parameters under our names (CCT) or timm's (ViT), whoever wrote them.
+def convert_names(state: State) -> State:
+    """Returns the parameters of a plain model under our names (CCT) or timm's (ViT).
 
-    Knows a project by its names. Raises ValueError if two parameters end at one name.
+    Recognises a project by its names. Raises ValueError if two parameters map to one name.
     """
     if all(re.match(WRAPPERS, name) for name in state):
         state = {re.sub(f"^{WRAPPERS}", "", name): value for name, value in state.items()}
     for prefix, table in BY_PREFIX.items():
         if any(name.startswith(prefix) for name in state):
-            return _fused(_renamed(state, table))
+            return _fuse_qkv(_rename(state, table))
     return state
 
 
 def from_jax(arrays: dict[str, np.ndarray]) -> State:
-    """The original ViT's arrays as timm's parameters.
+    """Converts the arrays of the original ViT to timm's parameters.
 
-    A file with a representation layer (`pre_logits`) gives no head, for its head reads that layer's
-    outputs, which timm's models do not have. Raises ValueError for arrays of another rank.
+    Drops the head of a file with a representation layer (`pre_logits`), as it reads that layer's
+    output and timm's models have no such layer. Raises ValueError for arrays of another rank.
     """
     if any(name.startswith("pre_logits/") for name in arrays):
         arrays = {k: v for k, v in arrays.items() if not k.startswith(("pre_logits/", "head/"))}
-    laid_out = {name: _in_torch_layout(name, array) for name, array in arrays.items()}
-    state = _renamed(laid_out, JAX_VIT)
-    return _fused({re.sub(r"\.(kernel|scale)$", ".weight", k): v for k, v in state.items()})
+    tensors = {name: _to_torch_layout(name, array) for name, array in arrays.items()}
+    state = _rename(tensors, JAX_VIT)
+    return _fuse_qkv({re.sub(r"\.(kernel|scale)$", ".weight", k): v for k, v in state.items()})
 
 
-def _in_torch_layout(name: str, array: np.ndarray) -> Tensor:
+def _to_torch_layout(name: str, array: np.ndarray) -> Tensor:
     if array.dtype not in FLOATS:
         raise ValueError(f"{name} is {array.dtype}, must be one of {', '.join(FLOATS)}")
     tensor = torch.from_numpy(array)
@@ -121,14 +120,14 @@ def _in_torch_layout(name: str, array: np.ndarray) -> Tensor:
     return tensor
 
 
-def _renamed(state: State, table: Table) -> State:
+def _rename(state: State, table: Table) -> State:
     renamed: State = {}
     for name, value in state.items():
         ours = _our_name(name, table)
         if ours is None:
             continue
         if ours in renamed:
-            raise ValueError(f"two parameters would be {ours}, one of them is {name}")
+            raise ValueError(f"two parameters map to {ours}, one of them is {name}")
         renamed[ours] = value
     return renamed
 
@@ -140,8 +139,8 @@ def _our_name(name: str, table: Table) -> str | None:
     return name
 
 
-def _fused(state: State) -> State:
-    """Three projections of one shape become one: blocks.N.attn.query, key, value -> qkv."""
+def _fuse_qkv(state: State) -> State:
+    """Concatenates blocks.N.attn.query, key and value of equal shapes to qkv."""
     state = dict(state)
     for query in [name for name in state if ".attn.query." in name]:
         names = [query.replace("query", part) for part in ("query", "key", "value")]
@@ -149,7 +148,7 @@ def _fused(state: State) -> State:
         fused = query.replace("query", "qkv")
         shapes = {part.shape for part in parts}
         if fused in state or len(parts) < 3 or len(shapes) > 1 or parts[0].ndim == 0:
-            continue  # loading then refuses them by name
+            continue  # loading then reports them by name
         state[fused] = torch.cat(parts)
         for name in names:
             del state[name]

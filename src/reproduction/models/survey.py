@@ -1,4 +1,4 @@
-"""Which of timm's models TokenMixup serves, and whether it really does."""
+"""Finds the timm models that TokenMixup supports, and tests that it works with them."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ from tokenmixup import Output, attach, training_loss, why_not
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 CLASSES = 10
-# Words of a model's name that tell its size, not its kind.
+# Words of a model name that describe its size.
 SIZES = re.compile(
     r"(\d+\w?|\d*(xx?s|s|m|l)\d*|tiny|small|medium(d)?|base|large|huge|giant|gigantic|plus|mini|nano"
     r"|wee|pwee|little|betwixt|intermediate|enormous|patch\d+|so\d+m\d*|\d+b|\d+m)"
@@ -24,27 +24,27 @@ SIZES = re.compile(
 
 
 class Verdict(NamedTuple):
-    """What is known of one of timm's models without running it."""
+    """Whether a timm model is supported, found without running it."""
 
     name: str
     module: str  # timm.models.<module>
     parameters: int
-    reason: str | None  # why it cannot be served
+    reason: str | None  # why it is not supported, None if it is
 
     @property
     def family(self) -> str:
-        """timm's module, and the words of the name that do not tell a size."""
+        """timm's module, and the name without its size."""
         words = [word for word in self.name.split("_") if not SIZES.fullmatch(word)]
         return f"{self.module}: {'_'.join(words)}"
 
 
 def survey(names: Iterable[str]) -> list[Verdict]:
-    """Builds each model on the meta device: nothing is allocated, nothing downloaded."""
+    """Checks each model on the meta device, without allocating or downloading weights."""
     return [_verdict(name) for name in names]
 
 
 def smallest_of_families(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Of the served models, the smallest of each family."""
+    """Returns the smallest supported model of each family."""
     families: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         if verdict.reason is None:
@@ -67,15 +67,15 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
     modules: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         modules[verdict.module].append(verdict)
-    for module, found in sorted(modules.items()):
-        reasons = Counter(_said(x.reason) for x in found if x.reason is not None)
-        told = "; ".join(reason for reason, _ in reasons.most_common())
-        lines.append(f"| {module} | {len(found) - reasons.total()} | {len(found)} | {told} |")
+    for module, members in sorted(modules.items()):
+        reasons = Counter(_short_reason(x.reason) for x in members if x.reason is not None)
+        text = "; ".join(reason for reason, _ in reasons.most_common())
+        lines.append(f"| {module} | {len(members) - reasons.total()} | {len(members)} | {text} |")
     return "\n".join(lines) + "\n"
 
 
-def _said(reason: str) -> str:
-    """A reason without the name of the class and the number of the block."""
+def _short_reason(reason: str) -> str:
+    """Drops the class name and the block number from a reason."""
     return re.sub(r"^\w+:? (block \d+ is )?", "", reason).replace("|", "/")
 
 
@@ -91,18 +91,18 @@ def _verdict(name: str) -> Verdict:
 
 def _create(name: str, **options: Any) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # names that timm deprecates
+        warnings.simplefilter("ignore")  # deprecated names
         try:
             return timm.create_model(name, num_classes=CLASSES, **options)
-        except TypeError:  # an encoder takes no number of classes
+        except TypeError:  # an encoder without num_classes
             return timm.create_model(name, **options)
 
 
 def try_out(name: str, depth: int | None = None) -> None:
-    """Attaches HTM, VTM and manifold mixup, trains one step, and evaluates as the plain model.
+    """Attaches HTM, VTM and manifold mixup, trains one step and compares evaluation.
 
-    A small image, 4 x 4 tokens where the model allows it; `depth` blocks, or all. Raises
-    AssertionError, or what the model raises, if anything is wrong.
+    Uses small images of 4 x 4 tokens if possible, and all blocks unless `depth` is set. Evaluation
+    must equal the plain model. Raises AssertionError or an error of the model on failure.
     """
     torch.manual_seed(0)
     model, size = _small(name, {} if depth is None else {"depth": depth})
@@ -119,13 +119,13 @@ def try_out(name: str, depth: int | None = None) -> None:
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
-    plain.load_state_dict(model.state_dict())  # of batch normalisation in hybrid models
+    plain.load_state_dict(model.state_dict())  # for batch norm statistics of hybrid models
     with torch.no_grad():
         assert torch.equal(module.eval()(images), plain.eval()(images))
 
 
 def _small(name: str, options: dict[str, Any]) -> tuple[nn.Module, int]:
-    """The model for small images, or for timm's own size where it takes no other."""
+    """Builds the model for small images, or for timm's default size if that is fixed."""
     with torch.device("meta"):
         full: Any = _create(name)
     embedding = getattr(full, "patch_embed", None) or full.embeds

@@ -1,6 +1,6 @@
-"""Files of weights: ours, the published, Compact-Transformers', timm's, and the original ViT's.
+"""Reads weight files: ours, the published ones, Compact-Transformers', timm's, the original ViT's.
 
-A file is known by its content, never by its name, and reading it executes nothing.
+Files are recognised by content, never by name, and reading them executes no code.
 """
 
 import argparse
@@ -20,19 +20,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from reproduction.models.names import State, from_jax, in_our_names
+from reproduction.models.names import State, convert_names, from_jax
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import KEY, WRITER, verify
 from reproduction.system.terminal import warn
 
-# Where a dictionary keeps its parameters, if not on top: our runs, timm's and others' training
-# scripts. Averaged weights go first, as with timm's own loader.
-KEPT_UNDER = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
-MOST_UNPACKED = 100  # times the size of its archive: weights hardly shrink, bombs do
+# Keys that may hold the state dict, in our checkpoints and those of timm and other projects.
+# Averaged weights come first, as in timm's loader.
+STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
+MAX_COMPRESSION = 100  # weights hardly compress, zip bombs do
 BYTEARRAY, PICKLE = b"bytearray", b"\x80"
-# Errors of a file that may be whole and readable later.
-PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES, errno.EPERM}
+# Transient errors: the file may be intact and readable later.
+TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES, errno.EPERM}
 
 Newest = tuple[Path, Any]
 Check = Callable[[Path, Any], None]
@@ -40,9 +40,9 @@ Check = Callable[[Path, Any], None]
 
 @dataclass(frozen=True)
 class Weights:
-    """A plain model's parameters under our names (CCT) or timm's (ViT).
+    """The parameters of a plain model under our names (CCT) or timm's (ViT).
 
-    `origin` is the `key=path` that gave them, `classes` the names of the classes, where known.
+    `origin` is the `key=path` they were read from, `classes` the class names, if known.
     """
 
     origin: str
@@ -51,64 +51,64 @@ class Weights:
 
 
 def read_weights(key: str, path: Path) -> Weights:
-    """Reads a file of any known kind; `key` is the setting that names it.
+    """Reads a weight file of any supported format; `key` is the setting that names it.
 
-    Kinds are safetensors, torch.save of a state dict or of a dictionary that holds one, and the
-    .npz of the original ViT. Raises UserError for a file that is missing, broken or none of these.
+    Formats are safetensors, torch.save of a state dict or a dictionary that contains one, and the
+    .npz of the original ViT. Raises UserError for any other, missing or broken file.
     """
     origin = f"{key}={path}"
-    return weights_of(origin, read_file(origin, path))
+    return extract_weights(origin, read_file(origin, path))
 
 
-def weights_of(origin: str, content: Any) -> Weights:
-    """The same of what read_file has read."""
+def extract_weights(origin: str, content: Any) -> Weights:
+    """Extracts the weights from the result of `read_file`. UserError as for `read_weights`."""
     try:
         if isinstance(content, dict) and any(isinstance(x, np.ndarray) for x in content.values()):
             return Weights(origin, from_jax(content), None)
         state, classes = _parameters(content)
-        return Weights(origin, in_our_names(state), classes)
+        return Weights(origin, convert_names(state), classes)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{origin}: {error}") from error
 
 
-def fitting(weights: Weights, model: nn.Module, head: Sequence[str] = ()) -> State:
-    """The state to load into `model`: exactly its parameters, in its shapes.
+def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ()) -> State:
+    """Returns the state to load into `model`, with exactly its parameters and shapes.
 
-    Of the parameters of `head`, a file without them or with others for another number of classes
-    leaves the model's own. Raises UserError that names what is missing, extra or of another shape.
+    If the parameters of `head` are missing or for another number of classes, the model keeps its
+    own. Raises UserError that names missing and extra parameters and other shapes.
     """
-    wanted = model.state_dict()
+    expected = model.state_dict()
     state = dict(weights.state)
-    if head and _has_other_classes(state, wanted, head):
-        state |= {name: wanted[name] for name in head}
+    if head and _needs_new_head(state, expected, head):
+        state |= {name: expected[name] for name in head}
     lists = {
-        "lacks parameters:": [name for name in wanted if name not in state],
-        "has others:": [name for name in state if name not in wanted],
+        "lacks parameters:": [name for name in expected if name not in state],
+        "has others:": [name for name in state if name not in expected],
     }
-    if odd := [f"{what} {_few(names)}" for what, names in lists.items() if names]:
-        raise UserError(f"{weights.origin}: does not fit the model, {', '.join(odd)}")
-    odd = [name for name in wanted if _kind(state[name]) != _kind(wanted[name])]
+    if problems := [f"{label} {_summary(names)}" for label, names in lists.items() if names]:
+        raise UserError(f"{weights.origin}: does not fit the model, {', '.join(problems)}")
+    odd = [name for name in expected if _shape(state[name]) != _shape(expected[name])]
     if odd:
         raise UserError(
             f"{weights.origin}: does not fit the model, {len(odd)} of other shapes: {odd[0]} is "
-            f"{_kind(state[odd[0]])}, the model has {_kind(wanted[odd[0]])}"
+            f"{_shape(state[odd[0]])}, the model has {_shape(expected[odd[0]])}"
         )
     return state
 
 
-def fitting_module(origin: str, content: Any, module: nn.Module) -> State:
-    """The same of a training state that read_file has read, and of all of `module`."""
+def module_state(origin: str, content: Any, module: nn.Module) -> State:
+    """Returns the state of all of `module` from the content of a training checkpoint."""
     state = content.get("module") if isinstance(content, dict) else None
     if not (isinstance(state, dict) and all(_is_parameter(*item) for item in state.items())):
         raise UserError(f"{origin}: holds no training state")
-    return fitting(Weights(origin, state, None), module)
+    return matching_state(Weights(origin, state, None), module)
 
 
 def read_file(origin: str, path: Path) -> Any:
-    """What a file holds: tensors on the CPU, arrays (.npz) and plain values.
+    """Reads a file: tensors on the CPU, arrays (.npz) and plain values.
 
-    safetensors come as `module`, and `classes` if their metadata tells them. UserError begins with
-    `origin` and says that the file is missing or not readable.
+    The tensors of safetensors are under `module`, and class names in their metadata under
+    `classes`. Raises UserError, which starts with `origin`, if the file is missing or unreadable.
     """
     try:
         if not path.is_file():
@@ -119,48 +119,50 @@ def read_file(origin: str, path: Path) -> Any:
             raise ValueError("damaged, its digest is missing")
     except UserError:
         raise
-    except Exception as error:  # torch, safetensors, numpy and zipfile raise many kinds
+    except Exception as error:  # torch, safetensors, numpy and zipfile raise many types
         raise UserError(f"{origin}: not readable: {_reason(error)}") from error
     return content
 
 
 def read_newest(key: str, paths: list[Path], check: Check = lambda path, content: None) -> Newest:
-    """The first of a run's checkpoints that is readable, and what it holds.
+    """Returns the first readable checkpoint of a run and its content.
 
-    `check` raises UserError for what is no use either. Says on stderr what could not be read;
-    UserError if that is all of them.
+    `check` raises UserError for unusable content. Warns on stderr about skipped checkpoints. Raises
+    UserError if none is usable, or if the error is transient.
     """
-    refused: list[UserError] = []
+    errors: list[UserError] = []
     for path in paths:
         try:
             content = read_file(f"{key}={path}", path)
             check(path, content)
         except UserError as error:
-            if _will_pass(error.__cause__):
+            if _is_transient(error.__cause__):
                 raise
-            refused.append(error)
+            errors.append(error)
             continue
-        for reason in refused if is_first_rank() else []:
+        for reason in errors if is_first_rank() else []:
             warn(f"warning: {reason}; going back to {path.name}")
         return path, content
-    others = "".join(f", nor is {path.name} of use" for path in paths[1:])
-    raise UserError(f"{refused[0]}{others}")
+    others = ", ".join(path.name for path in paths[1:])
+    raise UserError(f"{errors[0]}; not usable either: {others}" if others else str(errors[0]))
 
 
-def _will_pass(cause: BaseException | None) -> bool:
-    """Whether a file could not be read now, but may be whole."""
-    return isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in PASSING)
+def _is_transient(cause: BaseException | None) -> bool:
+    """Whether reading may succeed later."""
+    if isinstance(cause, OSError):
+        return cause.errno in TRANSIENT
+    return isinstance(cause, MemoryError)
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, without torch's advice, which is dangerous."""
-    if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
-        return f"it names {found[1]}, which is no weight and could execute anything"
+    """Returns the message of an error without torch's advice, which is unsafe."""
+    if match := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
+        return f"it names {match[1]}, which is not a weight and could execute code"
     return first_line(error).partition(". ")[0]
 
 
 def _reader(path: Path) -> Callable[[Path], Any]:
-    """By the first bytes: of a length and JSON, a zip file of .npy or other files, a pickle."""
+    """Selects the reader by content: safetensors, a zip of .npy or other files, or a pickle."""
     with path.open("rb") as file:
         head = file.read(9)
     if head[8:] == b"{":
@@ -168,23 +170,24 @@ def _reader(path: Path) -> Callable[[Path], Any]:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
-            if unpacked > MOST_UNPACKED * path.stat().st_size:
+            if unpacked > MAX_COMPRESSION * path.stat().st_size:
                 raise ValueError(f"unpacks to {unpacked} bytes, from {path.stat().st_size}")
             if any(name.endswith(".npy") for name in archive.namelist()):
                 return _read_npz
     elif head.startswith(b"PK"):
         raise ValueError("damaged, the end of the archive is missing")
     elif not head.startswith(PICKLE):
-        raise ValueError("neither safetensors, nor of torch.save, nor an .npz")
+        raise ValueError("neither safetensors, nor torch.save, nor .npz")
     return _read_torch
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        told = file.metadata() or {}
-    is_ours = KEY in told or told.items() >= WRITER.items()
-    return {"module": state, "classes": json.loads(told.get("classes", "null")), KEY: is_ours}
+        metadata = file.metadata() or {}
+    is_ours = KEY in metadata or metadata.items() >= WRITER.items()
+    classes = json.loads(metadata.get("classes", "null"))
+    return {"module": state, "classes": classes, KEY: is_ours}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -193,17 +196,17 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_torch(path: Path) -> Any:
-    """Refuses any pickled object but the settings of timm's script and of the published files."""
-    if _mentions_bytearray(path):  # which torch would make, of any size
+    """Loads with `weights_only`. Allows Namespace, the settings of timm and published files."""
+    if _mentions_bytearray(path):  # torch would allocate it at any size
         raise ValueError("holds a bytearray")
     safe = torch.serialization.safe_globals([argparse.Namespace])
-    quiet = warnings.catch_warnings(action="ignore")  # of other versions of pickle
+    quiet = warnings.catch_warnings(action="ignore")  # about other pickle versions
     with path.open("rb") as file, safe, quiet:
-        return torch.load(file, map_location="cpu", weights_only=True)  # of a path it sees the name
+        return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
 
 
 def _mentions_bytearray(path: Path) -> bool:
-    """Whether a pickle in the file does, which has to name it in full."""
+    """Whether a pickle in the file names `bytearray`."""
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             return content.find(BYTEARRAY) >= 0
@@ -213,21 +216,21 @@ def _mentions_bytearray(path: Path) -> bool:
 
 
 def _parameters(content: Any) -> tuple[State, list[str] | None]:
-    """(the parameters, the classes that a run of ours keeps beside them)."""
+    """Returns the parameters, and the class names if our checkpoint has them."""
     if not isinstance(content, dict):
         raise ValueError(f"holds no state dict but {type(content).__name__}")
     classes = content.get("classes") if "module" in content else None
     if not (classes is None or (isinstance(classes, list) and {type(x) for x in classes} == {str})):
-        raise ValueError("holds classes that are no list of names")
-    inner = [content[key] for key in KEPT_UNDER if isinstance(content.get(key), dict)]
+        raise ValueError("holds classes that are not a list of names")
+    inner = [content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), dict)]
     state = dict(inner[0] if inner else content)
     if odd := [str(name) for name, value in state.items() if not _is_parameter(name, value)]:
-        raise ValueError(f"holds no state dict, these are no parameters: {_few(odd)}")
+        raise ValueError(f"holds no state dict, these are not parameters: {_summary(odd)}")
     return state, classes
 
 
 def _is_parameter(name: Any, value: Any) -> bool:
-    """Whether it is a name and a plain tensor that has as many values as it tells."""
+    """Whether it is a name and a plain tensor whose storage holds all its values."""
     if not (isinstance(name, str) and isinstance(value, Tensor)):
         return False
     if value.layout != torch.strided or value.is_meta or value.is_quantized:
@@ -235,22 +238,22 @@ def _is_parameter(name: Any, value: Any) -> bool:
     return value.nbytes <= value.untyped_storage().nbytes()
 
 
-def _has_other_classes(state: State, wanted: State, head: Sequence[str]) -> bool:
-    """Whether there is no head, or a whole one of the same width for other classes."""
-    found = [state[name].shape for name in head if name in state]
-    if len(found) < len(head):
-        return not found
-    own = [wanted[name].shape for name in head]
-    are_others = len({shape[:1] for shape in found}) == 1 and found[0][:1] != own[0][:1]
-    return are_others and [shape[1:] for shape in found] == [shape[1:] for shape in own]
+def _needs_new_head(state: State, expected: State, head: Sequence[str]) -> bool:
+    """Whether the head is missing, or complete but for another number of classes."""
+    shapes = [state[name].shape for name in head if name in state]
+    if len(shapes) < len(head):
+        return not shapes
+    own = [expected[name].shape for name in head]
+    is_other = len({shape[:1] for shape in shapes}) == 1 and shapes[0][:1] != own[0][:1]
+    return is_other and [shape[1:] for shape in shapes] == [shape[1:] for shape in own]
 
 
-def _kind(value: Tensor) -> str:
+def _shape(value: Tensor) -> str:
     shape = str(list(value.shape))
     return shape if value.is_floating_point() else f"{shape} of {value.dtype}"
 
 
-def _few(names: list[str]) -> str:
-    """How many they are, and the first of them."""
+def _summary(names: list[str]) -> str:
+    """Returns the number of names and the first three."""
     more = ", ..." if len(names) > 3 else ""
     return f"{len(names)} ({', '.join(names[:3])}{more})"

@@ -182,7 +182,7 @@ def _read(folder: RunFolder) -> Run:
     found = identity(folder.read_config())
     seed = found.pop("seed", None)
     if type(seed) is not int:
-        raise UserError("is no run folder: config.yaml holds no seed")
+        raise UserError("is not a run folder: config.yaml holds no seed")
     summary = folder.read_summary()
     written = folder.summary_path.stat().st_mtime if summary else 0.0
     status = short(str(summary.get("status", "not begun")))

@@ -86,11 +86,11 @@ def measure(row: PaperRow, config: Config) -> RowStats:
         build_module,
         count_macs,
         count_parameters,
-        without_start,
+        without_weights,
     )
 
     with torch.device("meta"):
-        module = build_module(without_start(config.model), config.augmentation, row.classes)
+        module = build_module(without_weights(config.model), config.augmentation, row.classes)
     size = config.model.image_size
     counts = Counts(count_parameters(module), *count_macs(module.model, size))
     return RowStats(row, size, counts)

@@ -22,10 +22,10 @@ from reproduction.data.build import (
     build_training_images,
 )
 from reproduction.data.inputs import build_normalize
-from reproduction.data.loaders import Broken, collate_readable, loaded
+from reproduction.data.loaders import Broken, collate_readable, load_item
 from reproduction.data.sources import Source
-from reproduction.models.build import build_module, count_macs, without_start
-from reproduction.models.weights import fitting_module, read_newest
+from reproduction.models.build import build_module, count_macs, without_weights
+from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from tokenmixup import TokenMixup
@@ -66,9 +66,9 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
         raise UserError(f"run={folder.path}: was trained without htm")
     source = build_source(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
-    module = build_module(without_start(config.model), stack, len(source.classes))
+    module = build_module(without_weights(config.model), stack, len(source.classes))
     path, state = read_newest("checkpoint", folder.checkpoints() or [folder.last_path])
-    module.load_state_dict(fitting_module(f"checkpoint={path}", state, module))
+    module.load_state_dict(module_state(f"checkpoint={path}", state, module))
     module.model.eval()
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     return Trained(config, module.to(place), source, place)
@@ -106,7 +106,7 @@ def some_images(trained: Trained, count: int) -> Sample:
     config, source = trained.config, trained.source
     transform = build_evaluation_transform(config)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
-    items = (loaded(source.train, index, config.dataset.skips) for index in order)
+    items = (load_item(source.train, index, config.dataset.skips) for index in order)
     readable = islice((item for item in items if not isinstance(item, Broken)), count)
     pixels, classes = default_collate([(transform(image), target) for image, target in readable])
     images = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)

@@ -1,1 +1,1 @@
-"""From a command line to a run and its folder."""
+"""Composing, parsing and storing the configuration of a run."""

@@ -1,4 +1,4 @@
-"""From overrides to the plain values of one run. Knows Hydra, as cli.py does; imports no torch."""
+"""Composes overrides into the plain values of one run. Imports Hydra, but not torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,20 +20,20 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from reproduction.config import CONF_DIR, STACK
 from reproduction.runs.folder import flatten
-from reproduction.runs.parse import unservable
+from reproduction.runs.parse import stack_problem
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
 from reproduction.system.ranks import launched_ranks, local_ranks
 
-SHOWN = 200  # characters of an argument that cannot be read
-MERGING = "Error merging override"  # of Hydra's messages
+SHOWN = 200  # characters of an unparsable argument in an error line
+MERGING = "Error merging override"  # prefix of a Hydra message
 MOST_WORKERS = 16
-LISTS = ("augmentation", "logger")  # groups of which several options can be named
+LISTS = ("augmentation", "logger")  # groups that accept a list of options
 
 
 @dataclass(frozen=True)
 class Composed:
-    """One point of a command line: plain values and what was chosen to get them."""
+    """One point of a command line: plain values and the overrides they come from."""
 
     raw: dict[str, Any]
     overrides: dict[str, str]  # key or group -> as typed
@@ -41,18 +41,18 @@ class Composed:
 
 
 def compose(config_name: str, overrides: list[str]) -> Composed:
-    """Composes one point; UserError for settings of an augmentation outside the stack."""
+    """Composes one point. Raises UserError for any invalid override."""
     register_resolvers()
-    with own_hydra():
+    with isolated_hydra():
         parsed = read_overrides(overrides)
-        _refuse_sweeps(parsed)
-        _refuse_unknown_options(parsed)
-        config, chosen = _composed(config_name, parsed)
-    values = _resolved(config, chosen, overrides)
-    values["devices"] = _devices(values.get("devices"))
-    _share_out_cores(values)
-    values["augmentation"] = _stack(values.get("augmentation"), chosen)
-    experiments = _names("experiment", chosen)
+        _check_no_sweeps(parsed)
+        _check_options(parsed)
+        config, files = _compose_config(config_name, parsed)
+    values = _resolve_values(config, files, overrides)
+    values["devices"] = _resolve_devices(values.get("devices"))
+    _resolve_workers(values)
+    values["augmentation"] = _check_stack(values.get("augmentation"), files)
+    experiments = _options_in("experiment", files)
     return Composed(
         raw=values,
         overrides={o.key_or_group: str(o.input_line) for o in parsed},
@@ -61,44 +61,45 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
 
 
 def read_overrides(overrides: list[str]) -> list[Override]:
-    """What was typed, as Hydra reads it; UserError for what it cannot read."""
+    """Parses the overrides with Hydra. Raises UserError for one that cannot be parsed."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = []
-    for typed in overrides:
+    for text in overrides:
         try:
-            parsed += parser.parse_overrides([typed])
+            parsed += parser.parse_overrides([text])
         except OverrideParseException as error:
-            raise UserError(f"{in_one_line(typed, SHOWN)}: {_unreadable(error)}") from error
+            reason = _parse_problem(error)
+            raise UserError(f"{in_one_line(text, SHOWN)}: {reason}") from error
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
             reason = first_line(error)
-            raise UserError(f"{in_one_line(typed, SHOWN)}: cannot be read: {reason}") from error
+            raise UserError(f"{in_one_line(text, SHOWN)}: cannot be read: {reason}") from error
     for override in parsed:
         if not override.key_or_group:
             raise UserError(f"{override.input_line}: must name a key, as in key=value")
     return parsed
 
 
-def _unreadable(error: OverrideParseException) -> str:
-    """What Hydra has against a function; of the rest it speaks in terms of its grammar."""
+def _parse_problem(error: OverrideParseException) -> str:
+    """Hydra's reason for an invalid function; its other reasons only name grammar rules."""
     if error.__cause__ is not None:
         return f"cannot be read as key=value: {' '.join(str(error.__cause__).split())}"
-    return "cannot be read as key=value, quote what is no plain word or number: key='...'"
+    return "cannot be read as key=value, quote special characters: key='...'"
 
 
 def options_of(group: str) -> list[str]:
-    """The files of a group of the configuration."""
+    """Lists the options of a config group."""
     folder = CONF_DIR / group
     return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
 
 
 def _chooses_files(override: Override) -> bool:
-    """An option of a group, whose values come from files; Hydra's own settings go with them."""
+    """Whether the override selects config files: an option of a group, or any key of Hydra."""
     key = override.key_or_group
     is_group = bool(options_of(key)) and not isinstance(override.value(), dict)
     return key.startswith("hydra") or is_group
 
 
-def _refuse_sweeps(parsed: list[Override]) -> None:
+def _check_no_sweeps(parsed: list[Override]) -> None:
     for override in parsed:
         if override.is_sweep_override():
             raise UserError(
@@ -107,64 +108,69 @@ def _refuse_sweeps(parsed: list[Override]) -> None:
             )
 
 
-def _refuse_unknown_options(parsed: list[Override]) -> None:
-    """Hydra would merge a list of any group, follow paths out of it, and loop on an empty name."""
+def _check_options(parsed: list[Override]) -> None:
+    """Raises UserError for unknown or repeated options.
+
+    Hydra itself accepts lists for any group and paths that leave it, and loops on an empty name.
+    """
     for override in parsed:
-        group, chosen = override.key_or_group, override.value()
+        group, value = override.key_or_group, override.value()
         known = [] if group.startswith("hydra") or override.is_delete() else options_of(group)
-        if not known or isinstance(chosen, dict) or (chosen is None and group == "experiment"):
+        if not known or isinstance(value, dict) or (value is None and group == "experiment"):
             continue
-        options = chosen if isinstance(chosen, list) and group in LISTS else [chosen]
+        options = value if isinstance(value, list) and group in LISTS else [value]
         for option in options:
             if str(option) not in known:
                 typed = f"{group}={option}" if isinstance(option, str) else override.input_line
                 raise UserError(f"{typed}: there is no such option, allowed: {', '.join(known)}")
         if len(set(options)) < len(options):
-            raise UserError(f"{override.input_line}: names an option twice, allowed is once")
+            raise UserError(f"{override.input_line}: names an option more than once")
 
 
-def _composed(config_name: str, parsed: list[Override]) -> tuple[DictConfig, list[str]]:
-    """The configuration, and the files that it was made from as group/option."""
+def _compose_config(config_name: str, parsed: list[Override]) -> tuple[DictConfig, list[str]]:
+    """Returns the composed config and the files it was composed from, as group/option."""
     choices = [override for override in parsed if _chooses_files(override)]
     values = [override for override in parsed if override not in choices]
     try:
-        files = tuple(str(override.input_line) for override in choices)
-        config, chosen = _of_files(CONF_DIR, config_name, files)
+        lines = tuple(str(override.input_line) for override in choices)
+        config, files = _compose_files(CONF_DIR, config_name, lines)
         config = deepcopy(config)
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
-        return config, chosen
+        return config, files
     except (HydraException, OmegaConfBaseException):
         raise
-    except Exception as error:  # Hydra checks little of odd overrides, so that anything may come
+    except Exception as error:  # Hydra validates little, so any error is possible
         typed = " ".join(str(override.input_line) for override in parsed)
         raise UserError(f"{typed}: cannot be applied: {first_line(error)}") from error
 
 
 @lru_cache(maxsize=256)
-def _of_files(
+def _compose_files(
     conf_dir: Path, config_name: str, choices: tuple[str, ...]
 ) -> tuple[DictConfig, list[str]]:
-    """What the files of these options say, and which they are; read once for all points.
+    """Composes the config files of these options and returns their names; cached across points.
 
-    Hydra lays single values over it as its last step, so that points of a sweep differ there. These
-    are the steps of `hydra.compose`, which does not tell the files; asking it apart reads all anew.
+    Overrides of single values are left out: Hydra applies them last, so the points of a sweep share
+    the result. Repeats the steps of `hydra.compose`, which does not return the file names.
     """
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     parsed, files = loader._parse_overrides_and_create_caching_repo(config_name, [*choices])
-    found = create_defaults_list(files, config_name, parsed, prepend_hydra=True, skip_missing=False)
-    config = loader._compose_config_from_defaults_list(found.defaults, files)
+    entries = create_defaults_list(
+        files, config_name, parsed, prepend_hydra=True, skip_missing=False
+    )
+    config = loader._compose_config_from_defaults_list(entries.defaults, files)
     OmegaConf.set_struct(config, True)
-    ConfigLoaderImpl._apply_overrides_to_config(found.config_overrides, config)
+    ConfigLoaderImpl._apply_overrides_to_config(entries.config_overrides, config)
     with open_dict(config):
         del config["hydra"]
-    return config, [default.config_path or "" for default in found.defaults]
+    return config, [default.config_path or "" for default in entries.defaults]
 
 
-def _resolved(config: DictConfig, chosen: list[str], overrides: list[str]) -> dict[str, Any]:
-    """Plain values; UserError for an interpolation that leads nowhere."""
+def _resolve_values(config: DictConfig, files: list[str], overrides: list[str]) -> dict[str, Any]:
+    """Returns plain values. Raises UserError for an interpolation that cannot be resolved."""
     try:
-        _refuse_unservable(config, chosen)
+        _check_model_supports_stack(config, files)
         raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, RecursionError) as error:
         typed = [text for text in overrides if "${" in text or "???" in text]
@@ -176,8 +182,8 @@ def _resolved(config: DictConfig, chosen: list[str], overrides: list[str]) -> di
     return {str(key): value for key, value in raw.items()}
 
 
-def explained(error: Exception) -> str:
-    """What Hydra has refused, by key, value and what is allowed; other errors as they are."""
+def describe_error(error: Exception) -> str:
+    """Describes a Hydra error by key, value and what is allowed; other errors by their message."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.partition("/")
@@ -192,57 +198,57 @@ def explained(error: Exception) -> str:
             return f"{cause.full_key}: logger does not name {key}, add it to logger=[...]"
         node = cause.parent_node
         tree: Any = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
-        meant = [name for name, _ in flatten(tree) if name.rpartition(".")[2] == key]
-        hint = f", perhaps {' or '.join(meant)}" if meant and not parent else ""
+        matches = [name for name, _ in flatten(tree) if name.rpartition(".")[2] == key]
+        hint = f", perhaps {' or '.join(matches)}" if matches and not parent else ""
         known = ", ".join(str(k) for k in tree if k != "hydra") or "none"
         return (
             f"{cause.full_key}: unknown key{hint}; keys of {parent or 'the configuration'}: {known}"
         )
     if cause is not None and str(error).startswith(MERGING):
         typed = str(error).removeprefix(MERGING).strip()
-        return f"{typed}: must be of the kind that stands there: {first_line(cause)}"
+        return f"{typed}: must keep the type of the default: {first_line(cause)}"
     return str(error)
 
 
 @contextmanager
-def explaining(place: str) -> Iterator[None]:
-    """Says of what is refused where it stands."""
+def error_context(place: str) -> Iterator[None]:
+    """Prefixes config errors raised inside the block with `place`."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, UserError, ValueError) as error:
-        raise UserError(f"{place}: {explained(error)}") from error
+        raise UserError(f"{place}: {describe_error(error)}") from error
 
 
 @contextmanager
-def own_hydra(job_name: str = "app") -> Iterator[None]:
-    """Hydra for composing alone, also inside a job, where Hydra's own one is in use."""
-    in_use = GlobalHydra.instance().hydra
+def isolated_hydra(job_name: str = "app") -> Iterator[None]:
+    """Initialises Hydra for composing, and restores the global instance that a job may use."""
+    previous = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), job_name, version_base="1.3"):
             yield
     finally:
-        GlobalHydra.instance().hydra = in_use
+        GlobalHydra.instance().hydra = previous
 
 
-def _refuse_unservable(config: DictConfig, chosen: list[str]) -> None:
-    """Says so before `${model.htm_layer}` is looked up in a model that has no layers to mix at."""
+def _check_model_supports_stack(config: DictConfig, files: list[str]) -> None:
+    """Runs before resolving, as `${model.htm_layer}` does not exist in unsupported models."""
     if OmegaConf.select(config, "model.family") == "library":
         name = OmegaConf.select(config, "model.name")
-        if problem := unservable(str(name), _names("augmentation", chosen)):
+        if problem := stack_problem(str(name), _options_in("augmentation", files)):
             raise UserError(problem)
 
 
-def _names(group: str, chosen: list[str]) -> list[str]:
-    return [path.partition("/")[2] for path in chosen if path.startswith(f"{group}/")]
+def _options_in(group: str, files: list[str]) -> list[str]:
+    return [path.partition("/")[2] for path in files if path.startswith(f"{group}/")]
 
 
-def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
-    """Settings of the chosen augmentations; refuses those of one that the stack does not name."""
+def _check_stack(settings: Any, files: list[str]) -> dict[str, Any]:
+    """Returns the augmentation settings. Raises UserError if they do not match the stack."""
     settings = settings or {}
-    stack = _names("augmentation", chosen)
+    stack = _options_in("augmentation", files)
     for name in set(stack) - set(settings):
-        raise UserError(f"augmentation.{name}: the stack names it, so its settings must stay")
+        raise UserError(f"augmentation.{name}: is in the stack, its settings cannot be removed")
     for name in STACK:
         if settings.get(name, {}) is None:
             raise UserError(
@@ -256,8 +262,8 @@ def _stack(settings: Any, chosen: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _devices(devices: Any) -> Any:
-    """Under torchrun the number of its ranks, which `devices` may repeat but not contradict."""
+def _resolve_devices(devices: Any) -> Any:
+    """Returns the world size under torchrun. Raises UserError if `devices` contradicts it."""
     ranks = launched_ranks()
     if ranks is None:
         return devices
@@ -266,8 +272,8 @@ def _devices(devices: Any) -> Any:
     return ranks
 
 
-def _share_out_cores(values: dict[str, Any]) -> None:
-    """`dataset.workers=auto`: the cores of a rank, at most MOST_WORKERS."""
+def _resolve_workers(values: dict[str, Any]) -> None:
+    """Replaces `dataset.workers=auto` with the cores per rank, at most MOST_WORKERS."""
     dataset, devices = values.get("dataset"), values["devices"]
     if isinstance(dataset, dict) and dataset.get("workers") == "auto":
         ranks = local_ranks() or (devices if isinstance(devices, int) else 1)
@@ -275,9 +281,9 @@ def _share_out_cores(values: dict[str, Any]) -> None:
 
 
 def register_resolvers() -> None:
-    """`${share:n,k}`: a k-th of n, rounded down."""
+    """Registers `${share:n,k}`: n / k, rounded down."""
     OmegaConf.register_new_resolver("share", _share, replace=True)
 
 
 def _share(n: Any, k: int) -> int:
-    return n // k if isinstance(n, int) else 0  # the schema refuses what is no number
+    return n // k if isinstance(n, int) else 0  # the schema reports other types

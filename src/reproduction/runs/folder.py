@@ -1,10 +1,10 @@
-"""The folder of a run, the contract that all reports read, and what tells one run from another.
+"""The run folder, which all reports read, and the identity of a run.
 
 config.yaml       resolved configuration
-metrics.jsonl     one line per training batch and one per evaluated epoch
+metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      the result and its status: running, finished, interrupted or failed
-.lock             held by the process that trains, see locking.py
-checkpoints/      last.pt to go on from and those before it, best.safetensors for evaluation
+.lock             held by the training process, see locking.py
+checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from reproduction.system.reading import parse_json, parse_yaml
 from reproduction.system.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
 LOCK = ".lock"
-STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # of a line, as reports need
+STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # required by reports
 EPOCH_KEYS = ("epoch", "top1", "eval_loss")
-# What does not change a result does not change a run's identity.
+# Keys that do not change a result, and so not the identity of a run.
 NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
     *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
@@ -49,66 +49,65 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        assert config.name is not None, "the name is resolved with the configuration"
+        assert config.name is not None, "resolve() sets the name"
         return cls(Path(config.output_root, config.name))
 
     def check(self, config: Config) -> None:
-        """Raises UserError if this folder may not be used for this run."""
+        """Raises UserError if this folder cannot be used for this run."""
         if not is_first_rank():
-            return  # the first rank checks, others may find what it has begun
+            return  # the first rank may already have created the folder
         if not os.path.lexists(self.path):
             check_writable(self.path, f"output_root={config.output_root}")
             return
-        if config.resume == "never" and not self._is_going_on:
+        if config.resume == "never" and not self._is_restarted:
             raise UserError(
-                f"name={config.name}: {self.path} exists; go on with resume=auto or choose "
+                f"name={config.name}: {self.path} exists; resume it with resume=auto or choose "
                 "another name=..."
             )
-        if self._is_barely_begun():
+        if self._has_no_config_yet():
             return
-        both = dataclasses.asdict(config), self.read_config()
-        if pairs := differing(*(identity(one) for one in both)):
-            other = f"{self.path} holds a run with other {', '.join(pairs)}"
-            raise UserError(f"name={config.name}: {other}; choose another name=...")
+        if pairs := differing(identity(dataclasses.asdict(config)), identity(self.read_config())):
+            raise UserError(
+                f"name={config.name}: {self.path} holds a run with other {', '.join(pairs)}; "
+                "choose another name=..."
+            )
 
     @cached_property
-    def _is_going_on(self) -> bool:
-        """Whether these ranks have been started again, and had this run before.
+    def _is_restarted(self) -> bool:
+        """Whether this launcher restarted its ranks and had locked this run before.
 
-        Looked up once, before this process locks the file: closing it would give up the lock.
+        Cached before this process locks the file, as closing the file again would release the lock.
         """
         lock = self.path / LOCK
         return restarts()[0] > 0 and lock.exists() and launcher() in lock.read_text().splitlines()
 
-    def _is_barely_begun(self) -> bool:
-        """Whether a run was killed here before it could write its configuration."""
-        ours = {"checkpoints", "wandb", "tensorboard", "summary.json", LOCK}
-        ours |= {entry.name for entry in self.path.glob(TEMPORARIES)}
-        return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= ours
+    def _has_no_config_yet(self) -> bool:
+        """Whether a run was killed here before it wrote its configuration."""
+        expected = {"checkpoints", "wandb", "tensorboard", "summary.json", LOCK}
+        expected |= {entry.name for entry in self.path.glob(TEMPORARIES)}
+        return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= expected
 
     def create(self, config: Config) -> None:
-        """Makes the folder and writes the configuration."""
+        """Creates the folder and writes the configuration."""
         self.last_path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
         write_text(self.config_path, text)
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration; UserError if this is no run folder."""
+        """Returns the resolved configuration. Raises UserError if this is not a run folder."""
         try:
             config = parse_yaml(self.config_path.read_text())
         except FileNotFoundError as error:
-            raise UserError(
-                f"{self.path} is no run folder: there is no config.yaml in it"
-            ) from error
+            raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from error
         except (OSError, ValueError) as error:
             reason = first_line(error)
-            raise UserError(f"{self.path} is no run folder: config.yaml: {reason}") from error
+            raise UserError(f"{self.path} is not a run folder: config.yaml: {reason}") from error
         if not isinstance(config, dict):
-            raise UserError(f"{self.path} is no run folder: config.yaml holds no configuration")
+            raise UserError(f"{self.path} is not a run folder: config.yaml holds no configuration")
         return config
 
     def read_summary(self) -> dict[str, Any]:
-        """The summary as written last; empty before the first."""
+        """Returns the summary, empty if none has been written."""
         if not self.summary_path.exists():
             return {}
         try:
@@ -120,31 +119,31 @@ class RunFolder:
         return summary
 
     def is_finished(self) -> bool:
-        """Whether the result is there."""
+        """Whether the run is finished and has its result."""
         summary = self.read_summary()
         return summary.get("status") == "finished" and "top1_last" in summary
 
     def write_summary(self, **entries: Any) -> dict[str, Any]:
-        """Adds entries to the summary and returns all of it."""
+        """Adds entries to the summary and returns the result."""
         summary = self.read_summary() | entries
         write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
         return summary
 
     def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """(step lines, epoch lines) of metrics.jsonl."""
+        """Returns (step lines, epoch lines) of metrics.jsonl."""
         if not self.metrics_path.exists():
             return [], []
         try:
-            whole, _, _ = self.metrics_path.read_text().rpartition("\n")  # the last may be cut
-            lines = [parse_json(line) for line in whole.splitlines()]
+            text, _, _ = self.metrics_path.read_text().rpartition("\n")  # drops a truncated line
+            lines = [parse_json(line) for line in text.splitlines()]
             if not all(isinstance(line, dict) for line in lines):
-                raise ValueError("holds a line that is no mapping")
+                raise ValueError("holds a line that is not a mapping")
         except (OSError, ValueError) as error:
             raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
     def append_metrics(self, lines: list[dict[str, Any]]) -> None:
-        """Writes all of the lines or none."""
+        """Appends all of the lines, or none if writing fails."""
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         size = self.metrics_size()
         try:
@@ -158,27 +157,27 @@ class RunFolder:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def sync_metrics(self) -> int:
-        """The size of what is on the disk for certain: all that was written."""
+        """Flushes metrics.jsonl to disk and returns its size."""
         if self.metrics_path.exists():
             sync(self.metrics_path)
         return self.metrics_size()
 
     def checkpoints(self) -> list[Path]:
-        """Where to go on from, newest first; empty before the first."""
+        """Returns the checkpoints to resume from, newest first."""
         return versions(self.last_path)
 
-    def go_on_from(self, checkpoint: Path | None) -> None:
-        """Makes it the newest one, in place of damaged ones, and removes what a kill left."""
+    def resume_from(self, checkpoint: Path | None) -> None:
+        """Makes the checkpoint the newest, and removes newer, damaged ones and temporary files."""
         for folder in (self.path, self.last_path.parent):
             clear_leftovers(folder)
-        found = self.checkpoints()
+        checkpoints = self.checkpoints()
         if checkpoint is not None and checkpoint != self.last_path:
             os.replace(checkpoint, self.last_path)
-            for damaged in found[1 : found.index(checkpoint)]:
+            for damaged in checkpoints[1 : checkpoints.index(checkpoint)]:
                 damaged.unlink()
 
     def check_metrics(self, size: int) -> None:
-        """Raises UserError unless the first `size` bytes are the lines that a checkpoint counts."""
+        """Raises UserError unless the first `size` bytes are valid lines with rising steps."""
         try:
             text = self.metrics_path.read_bytes()[:size] if size else b""
             if len(text) < size:
@@ -197,7 +196,7 @@ class RunFolder:
             raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
 
     def trim_metrics(self, size: int) -> None:
-        """Drops what was written after a checkpoint that recorded `size` bytes."""
+        """Truncates metrics.jsonl to the `size` that a checkpoint recorded."""
         if self.metrics_path.exists():
             os.truncate(self.metrics_path, size)
 
@@ -207,27 +206,24 @@ def _has_numbers(line: dict[str, Any], keys: tuple[str, ...]) -> bool:
 
 
 def find_runs(root: str | Path) -> dict[str, RunFolder]:
-    """The runs directly under `root` by their hash, whatever their names.
-
-    Of several with one hash a finished one is chosen. What is no run folder is left out.
-    """
-    found: dict[str, RunFolder] = {}
+    """Returns the runs directly under `root` by hash, preferring finished ones."""
+    runs: dict[str, RunFolder] = {}
     for path in sorted(Path(root).glob("*/config.yaml")):
         folder = RunFolder(path.parent)
         try:
             key = hash_of(folder.read_config())
-            if key not in found or (folder.is_finished() and not found[key].is_finished()):
-                found[key] = folder
-        except (UserError, TypeError, RecursionError):  # no run's, or broken: train.py names it
+            if key not in runs or (folder.is_finished() and not runs[key].is_finished()):
+                runs[key] = folder
+        except (UserError, TypeError, RecursionError):  # not a run, or broken: train.py reports it
             continue
-    return found
+    return runs
 
 
 def check_writable(path: Path, setting: str) -> None:
-    """Raises UserError, naming the setting, if `path` could not be made."""
+    """Raises UserError, naming the setting, if `path` cannot be created."""
     place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"{setting}: {place} is no writable folder")
+        raise UserError(f"{setting}: {place} is not a writable folder")
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -240,44 +236,44 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The dotted keys that tell one run from another.
+    """Returns the dotted keys and values that distinguish runs.
 
-    Where the name of a data set tells its images, their folder does not: they may be moved.
+    The folder of a fixed data set is not among them, as its images may be moved.
     """
     values = dict(flatten(config))
-    moves = values.get("dataset.name") in [*SIZES]  # of a broken file it may be anything
-    left_out = (*NOT_IDENTITY, *(["dataset.root"] if moves else []))
+    is_fixed = values.get("dataset.name") in [*SIZES]  # a list: a broken file's may be unhashable
+    excluded = (*NOT_IDENTITY, *(["dataset.root"] if is_fixed else []))
     return {
         key: value
         for key, value in values.items()
-        if not any(key == name or key.startswith(f"{name}.") for name in left_out)
+        if not any(key == name or key.startswith(f"{name}.") for name in excluded)
     }
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """`key=ours (there theirs)` of two identities, or else the keys that one of them lacks."""
+    """Returns `key=ours (there theirs)` for differing values, or else the keys that one lacks."""
     pairs = [(key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
-    lacking = [f"{key} (unknown to one of both)" for key in sorted(ours.keys() ^ theirs.keys())]
-    return [f"{key}={our} (there {their})" for key, our, their in pairs if our != their] or lacking
+    missing = [f"{key} (only in one of them)" for key in sorted(ours.keys() ^ theirs.keys())]
+    return [f"{key}={our} (there {their})" for key, our, their in pairs if our != their] or missing
 
 
 def run_hash(config: Config) -> str:
-    """8 hex digits over the resolved configuration."""
+    """Returns 8 hex digits over the identity of the configuration."""
     return hash_of(dataclasses.asdict(config))
 
 
 def hash_of(config: dict[str, Any]) -> str:
-    """The same of plain values, such as a run's saved ones."""
+    """`run_hash` for plain values, such as a saved configuration."""
     return short_digest(identity(config))
 
 
 def short_digest(value: Any) -> str:
-    """8 hex digits over what JSON makes of it."""
+    """Returns 8 hex digits over the JSON of a value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def default_name(config: Config, experiment: str | None) -> str:
-    """`<experiment or model-dataset-stack>-s<seed>-<hash>`."""
+    """Returns `<experiment or model-dataset-stack>-s<seed>-<hash>`."""
     stack = "+".join(config.augmentation.stack) or "plain"
     head = f"{config.model.name}-{config.dataset.name}-{stack}"
     if experiment is not None:

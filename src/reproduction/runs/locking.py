@@ -1,4 +1,4 @@
-"""One process at a time trains a run."""
+"""A lock that allows one process at a time to train a run."""
 
 import fcntl
 import os
@@ -13,35 +13,35 @@ from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.system.errors import RunLocked, UserError
 from reproduction.system.ranks import is_first_rank, launcher, restarts
 
-PATIENCE = 0.5  # seconds: others may look at a lock, or a process may be about to end
-PATIENCE_OF_RESTARTED = 60.0  # the first rank before this one may be about to be killed
-ATTEMPTS = 50  # to open a lock whose folder others take away, or the file system never makes
+PATIENCE = 0.5  # seconds: a reader may hold the lock briefly, or its owner may be exiting
+PATIENCE_OF_RESTARTED = 60.0  # the previous first rank may still be shutting down
+ATTEMPTS = 50  # to open a lock while other processes remove its folder
 
 
 @contextmanager
 def hold(folder: RunFolder) -> Iterator[None]:
-    """Keeps the run to this process, its first rank speaking for all; RunLocked if another has it.
+    """Locks the run for this process, on the first rank only. Raises RunLocked if it is taken.
 
-    The lock is the process's own (POSIX): workers that it forks have no share in it, and the system
-    frees it however the process ends. A folder in which no run begins is taken away again.
+    POSIX locks belong to the process: forked workers do not inherit them, and the system releases
+    them when the process ends. The folder is removed again if no run starts in it.
     """
     if not is_first_rank():
         yield
         return
     file = _lock(folder)
     try:
-        _sign(file)
+        _write_owner(file)
         yield
     finally:
         if not folder.config_path.exists():
             Path(file.name).unlink(missing_ok=True)
-            with suppress(OSError):  # it held something before
+            with suppress(OSError):  # not empty
                 folder.path.rmdir()
         file.close()
 
 
 def is_held(folder: RunFolder) -> bool:
-    """Whether another process trains this run; not to be asked by the one that holds it."""
+    """Whether another process trains this run. The lock's owner must not call this."""
     try:
         with (folder.path / LOCK).open() as file:
             return not _try_lock(file, fcntl.LOCK_SH)
@@ -50,7 +50,7 @@ def is_held(folder: RunFolder) -> bool:
 
 
 def _lock(folder: RunFolder) -> IO[str]:
-    """The locked file, which is the one that others find too."""
+    """Returns the locked file, once the path still leads to it."""
     path = folder.path / LOCK
     patience = PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE
     deadline = time.monotonic() + patience
@@ -71,7 +71,7 @@ def _lock(folder: RunFolder) -> IO[str]:
 
 
 def _open(path: Path) -> IO[str]:
-    """The lock's file, made if need be, again while other processes take its folder away."""
+    """Opens or creates the lock file, retrying while other processes remove its folder."""
     for _ in range(ATTEMPTS):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,24 +81,24 @@ def _open(path: Path) -> IO[str]:
                 raise
             time.sleep(0.01)
         except OSError as error:
-            raise UserError(f"{path.parent}: cannot be written to ({error.strerror})") from error
-    raise UserError(f"{path.parent}: there cannot be a folder at this place")  # such as /proc
+            raise UserError(f"{path.parent}: is not writable ({error.strerror})") from error
+    raise UserError(f"{path.parent}: a folder cannot be created here")  # such as in /proc
 
 
-def _sign(file: IO[str]) -> None:
-    """Writes a line that tells who holds the lock, and one by which `launcher` finds its own."""
+def _write_owner(file: IO[str]) -> None:
+    """Writes the owner for error messages, and the launcher for restarted ranks."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n{launcher()}\n")
     file.flush()
 
 
 def _is_current(file: IO[str], path: Path) -> bool:
-    """Whether the path still leads to this file; FileNotFoundError if to none."""
+    """Whether the path still leads to this file. Raises FileNotFoundError if it is gone."""
     return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _try_lock(file: IO[str], kind: int) -> bool:
-    """Whether the file could be locked; UserError where the file system has no locks."""
+    """Whether the file could be locked. Raises UserError if the file system has no locks."""
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -1,6 +1,6 @@
-"""From plain values to the typed configuration, or to one line that says what is wrong.
+"""Validates plain values into the typed configuration, with one-line errors.
 
-Imports neither torch nor Hydra, so that a mistyped command is refused at once.
+Imports neither torch nor Hydra, so that a mistyped command fails at once.
 """
 
 import re
@@ -26,27 +26,27 @@ from reproduction.system.errors import UserError, in_one_line
 from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
 
-LONGEST = 200  # characters of a value that are shown
-MOST_TOKENS = 2**14  # one attention map of so many takes 1 GiB
+LONGEST = 200  # characters of a value in an error line
+MOST_TOKENS = 2**14  # one attention map of this size takes 1 GiB
 
 
 def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> Config:
-    """The typed configuration; UserError names each bad key, its value and what is allowed.
+    """Returns the typed configuration. UserError names each bad key, its value and the valid range.
 
-    Without `needs_data` the images may be missing, as for a plan; without `trains` the global batch
-    need not divide over the ranks, as for an evaluation.
+    With `needs_data=False` the images may be missing, as for a plan. With `trains=False` the global
+    batch need not be divisible by the world size, as for an evaluation.
     """
     try:
         config = TypeAdapter(Config).validate_python(raw)
     except ValidationError as error:
         raise UserError("; ".join(_describe(e, raw) for e in error.errors())) from None
-    if found := list(problems(config, needs_data, trains)):
-        raise UserError("; ".join(found))
+    if lines := list(problems(config, needs_data, trains)):
+        raise UserError("; ".join(lines))
     return config
 
 
 def parse_saved(raw: dict[str, Any], needs_data: bool = True) -> Config:
-    """A run's own configuration, to look at its weights: how it came to them does not matter."""
+    """Parses a saved configuration to use its trained weights; drops its initial weights."""
     model = raw.get("model")
     if isinstance(model, dict):
         model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}
@@ -54,15 +54,15 @@ def parse_saved(raw: dict[str, Any], needs_data: bool = True) -> Config:
 
 
 def _describe(error: Any, raw: dict[str, Any]) -> str:
-    """One pydantic error as `key=value: what is allowed`."""
+    """Formats a pydantic error as `key=value: what is allowed`."""
     path: list[str] = []
     parent: Any = raw
     value: Any = raw
     for part in error["loc"]:
         if isinstance(value, dict) and part not in value and part in ("cct", "vit", "library"):
-            continue  # the tag of a union, not a key
+            continue  # a union tag, not a key
         path.append(str(part))
-        parent, value = value, value[part] if _holds(value, part) else None
+        parent, value = value, value[part] if _has_item(value, part) else None
     key, value = ".".join(path), in_one_line(str(value), LONGEST)
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = ", ".join(str(k) for k in parent if k != path[-1])
@@ -74,21 +74,21 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
     if error["type"] == "union_tag_invalid":
         tag = error["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag}={error['ctx']['tag']}: must be {error['ctx']['expected_tags']}"
-    if error["type"] == "value_error" and path[:1] == ["augmentation"]:  # of the library
+    if error["type"] == "value_error" and path[:1] == ["augmentation"]:  # from the library
         return f"augmentation.{error['msg'].removeprefix('Value error, ')}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
     message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
     return f"{key}={value}: must {message}"
 
 
-def _holds(value: Any, part: Any) -> bool:
+def _has_item(value: Any, part: Any) -> bool:
     if isinstance(value, dict):
         return part in value
     return isinstance(value, list) and isinstance(part, int) and part < len(value)
 
 
 def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:
-    """What is wrong between fields, one line each: key, value and what is allowed."""
+    """Yields inconsistencies between fields, one line each: key, value and what is allowed."""
     stack = config.augmentation
     if isinstance(config.model, CCT | ViT):
         yield from _layer_problems(config.model, stack)
@@ -96,12 +96,12 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
             yield from _htm_problems(config.model, stack.htm)
         if stack.vtm is not None:
             yield from _vtm_problems(config.model, stack.vtm)
-    elif problem := unservable(config.model.name, stack.stack):
+    elif problem := stack_problem(config.model.name, stack.stack):
         yield problem
     if config.compile and isinstance(config.model, Library):
         yield (
-            f"compile=true: {config.model.name} is of model.family=library, but blocks are what is "
-            "compiled, of cct or vit; allowed is false"
+            f"compile=true: {config.model.name} is of model.family=library, but only the blocks of "
+            "cct and vit can be compiled; allowed is false"
         )
     if trains:
         yield from _recipe_problems(config.recipe, config.devices)
@@ -111,8 +111,8 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
     yield from _dataset_problems(config.dataset, needs_data)
 
 
-def unservable(name: str, stack: list[str]) -> str | None:
-    """Why the stack cannot be trained on a model that is no Transformer; None if it can."""
+def stack_problem(name: str, stack: list[str]) -> str | None:
+    """Why a model without Transformer blocks cannot use the stack; None if it can."""
     if not {"htm", "vtm", "manifold_mixup"} & set(stack):
         return None
     return (
@@ -169,8 +169,8 @@ def _vtm_problems(model: CCT | ViT, vtm: VTM) -> Iterator[str]:
 def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
     if recipe.batch_size % devices:
         yield (
-            f"recipe.batch_size={recipe.batch_size}: the global batch must divide over "
-            f"devices={devices}"
+            f"recipe.batch_size={recipe.batch_size}: the global batch must be divisible "
+            f"by devices={devices}"
         )
     if recipe.warmup_epochs + recipe.cooldown_epochs > recipe.epochs:
         yield (
@@ -180,15 +180,15 @@ def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
     warmup_lr = recipe.warmup_lr if recipe.warmup_epochs else 0.0
     for key, lr in (("min_lr", recipe.min_lr), ("warmup_lr", warmup_lr)):
         if lr > recipe.lr:
-            yield f"recipe.{key}={lr}: must not exceed recipe.lr={recipe.lr}, the schedule's top"
+            yield f"recipe.{key}={lr}: must not exceed the peak recipe.lr={recipe.lr}"
 
 
 def _restart_problems(config: Config) -> Iterator[str]:
     if config.restarts and launched_ranks() is not None:
-        yield f"restarts={config.restarts}: torchrun does it, --max-restarts={config.restarts}"
+        yield f"restarts={config.restarts}: use torchrun --max-restarts={config.restarts} instead"
     elif config.restarts and config.devices == 1:
         yield (
-            f"restarts={config.restarts}: with devices=1 no other process is there to do it, "
+            f"restarts={config.restarts}: with devices=1 no other process can restart the run, "
             "allowed is 0"
         )
 
@@ -198,19 +198,19 @@ def _transform_problems(transforms: Transforms) -> Iterator[str]:
     if not transforms.scale[0] <= transforms.scale[1] <= 1:
         yield f"{key}.scale={transforms.scale}: shares of the area, must rise to 1 at most"
     if transforms.ratio[0] > transforms.ratio[1]:
-        yield f"{key}.ratio={transforms.ratio}: must rise, as width over height"
+        yield f"{key}.ratio={transforms.ratio}: width over height, must rise"
 
 
 def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
     if dataset.memory_mib is not None and dataset.name not in IMAGE_FOLDERS:
         yield (
-            f"dataset.memory_mib={dataset.memory_mib}: {dataset.name} is held in memory anyway, "
+            f"dataset.memory_mib={dataset.memory_mib}: {dataset.name} is always held in memory, "
             "allowed is null"
         )
     if dataset.skips and dataset.name not in IMAGE_FOLDERS:
         yield (
-            f"dataset.broken_images=skip: {dataset.name} is no folder of image files, allowed is "
-            "refuse"
+            f"dataset.broken_images=skip: {dataset.name} is not a folder of image files, allowed "
+            "is refuse"
         )
     if needs_data and (problem := missing_data(dataset.name, dataset.root)):
         yield problem
@@ -221,7 +221,7 @@ def _model_problems(model: AnyModel) -> Iterator[str]:
         yield f"model.weights={model.weights}: there is no such file"
     if isinstance(model, Library):
         for key, value in model.options.items():
-            if value is None:  # timm would drop it unseen
+            if value is None:  # timm would silently drop it
                 yield f"model.options.{key}=null: no value; ~model.options.{key} leaves it out"
         return
     if model.patch_size is not None and model.image_size % model.patch_size:
@@ -241,8 +241,8 @@ def _model_problems(model: AnyModel) -> Iterator[str]:
 def _cct_problems(model: CCT) -> Iterator[str]:
     if (model.conv_layers is None) == (model.patch_size is None):
         yield (
-            f"model.conv_layers={model.conv_layers}: either it or model.patch_size="
-            f"{model.patch_size} must be set, the other null"
+            f"model.conv_layers={model.conv_layers} model.patch_size={model.patch_size}: must set "
+            "exactly one, the other must be null"
         )
     if model.embed_dim % (2 * model.num_heads):
         yield (

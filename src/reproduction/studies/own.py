@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from reproduction.config import FORBID, Count, FolderName, folder_name
 from reproduction.reporting.cells import FULL, SCALES
-from reproduction.runs.compose import compose, explaining
+from reproduction.runs.compose import compose, error_context
 from reproduction.runs.folder import default_name, find_runs
 from reproduction.runs.parse import parse
 from reproduction.studies.plan import PlannedRun, Settings, planned_run, quoted
@@ -84,7 +84,7 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
         raise UserError(f"{path}: scale={settings.scale}: allowed is {' or '.join(scales)}")
     stacks = {}
     for stack, own in study.stacks.items():
-        with explaining(f"{path}: {stack}"):
+        with error_context(f"{path}: {stack}"):
             told = [*study.overrides, *own, *_at_scale(study, own, settings)]
             told += [f"devices={settings.devices}", f"output_root={quoted(str(settings.root))}"]
             config = parse(compose("train", told).raw, needs_data=False)

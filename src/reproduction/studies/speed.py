@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
 from reproduction.data.loaders import BrokenImages, TrainingBatches
-from reproduction.models.build import build_module, count_macs, place, without_start
+from reproduction.models.build import build_module, count_macs, place, without_weights
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.cost import Speed, as_measured, sizes_of
 from reproduction.system.errors import UserError
@@ -33,7 +33,7 @@ def bare_trainer(
     nothing: Any = []
     allow_tf32(config.recipe.tf32)
     torch.manual_seed(config.seed)
-    module = build_module(without_start(config.model), config.augmentation, classes)
+    module = build_module(without_weights(config.model), config.augmentation, classes)
     if model is not None:
         module.model = model
     return Trainer(

@@ -1,1 +1,1 @@
-"""What the machine, its files and its terminal ask for."""
+"""Errors, files, hardware, ranks and terminal output."""

@@ -1,46 +1,46 @@
-"""How a program ends: what the user typed wrong, a run that failed, a run that was interrupted."""
+"""Exceptions that end a program: user errors, failed runs and interrupted runs."""
 
 import signal
 
-# What a terminal, a cluster that takes its machine back, and launchers send to end a run.
+# Signals that end a run: from a terminal, on preemption, or from a launcher.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-LONGEST = 2000  # characters of a line
+LONGEST = 2000  # characters per line
 
 
 def in_one_line(text: str, longest: int = LONGEST) -> str:
-    """`text` in one line of bounded length; `?` for what cannot be printed."""
+    """Joins `text` into one line of bounded length, with `?` for unprintable characters."""
     line = " ".join("".join(x if x.isprintable() or x.isspace() else "?" for x in text).split())
     return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
-class Told(Exception):
-    """Told in one line, whatever a value, a path or a library has put into it."""
+class OneLineError(Exception):
+    """An error whose message is always one line."""
 
     def __init__(self, text: object = ""):
         super().__init__(in_one_line(str(text)))
 
 
-class UserError(Told):
-    """Status 2 and its one line: key, value and what is allowed. Nothing has happened."""
+class UserError(OneLineError):
+    """Invalid input, exit status 2. The line names key, value and what is allowed."""
 
 
 class RunLocked(UserError):
     """Another process is training this run."""
 
 
-class PlainError(Told):
-    """Status 1 and its one line, which tells the cause whole: nobody needs a traceback.
+class PlainError(OneLineError):
+    """A failure, exit status 1. Printed without a traceback, as the line is sufficient.
 
-    Of a run that failed the folder says so, and what is not plain was printed before.
+    For a failed run, its summary has the status and any traceback was printed earlier.
     """
 
 
 class RankFailed(PlainError):
-    """A rank has raised an error, which it has printed, or was killed."""
+    """A rank was killed, or raised an error that it has printed."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has asked the run to end."""
+    """The process received a signal to stop."""
 
     def __init__(self, signum: int):
         super().__init__("interrupted")
@@ -48,10 +48,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Status 130 and its one line; the folder says `interrupted`."""
+    """An interrupted run, exit status 130. Its summary has the status `interrupted`."""
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    """Returns the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

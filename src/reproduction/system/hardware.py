@@ -1,6 +1,6 @@
-"""What a run computes on, in words, and the memory that a CPU's tensors take.
+"""Hardware names, usable cores and glibc's memory allocator.
 
-Imports torch where a GPU has to be named, and only there.
+Imports torch only to name a GPU.
 """
 
 import ctypes
@@ -8,13 +8,13 @@ import os
 import platform
 from pathlib import Path
 
-CPU_FACTS = Path("/proc/cpuinfo")  # of Linux
+CPU_INFO = Path("/proc/cpuinfo")  # Linux only
 
 
 def hardware_name(device: str) -> str:
-    """The GPU, or the processor with the cores that this process may use.
+    """Returns the name of the GPU, or of the processor with its number of usable cores.
 
-    `device` is `auto`, `cpu` or `cuda`; auto is a GPU where there is one.
+    `device` is `auto`, `cpu` or `cuda`; `auto` uses a GPU if one is available.
     """
     if device != "cpu":
         import torch
@@ -26,47 +26,46 @@ def hardware_name(device: str) -> str:
 
 
 def usable_cores() -> int:
-    """Of this process: a job may have fewer than its machine."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
+    """Returns the number of cores of this process, which may be less than the machine's."""
+    if hasattr(os, "sched_getaffinity"):  # missing on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def joined(earlier: str | None, now: str) -> str:
-    """The hardware of a run that goes on: each name once, in order."""
+def join_hardware(earlier: str | None, now: str) -> str:
+    """Joins the hardware names of a resumed run, each once, in order."""
     names = [] if earlier is None else earlier.split(", then ")
     return ", then ".join(dict.fromkeys([*names, now]))
 
 
 def _processor() -> str:
-    if CPU_FACTS.is_file():
-        for line in CPU_FACTS.read_text().splitlines():
+    if CPU_INFO.is_file():
+        for line in CPU_INFO.read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return " ".join(value.split())
     return platform.processor() or platform.machine() or "unknown processor"
 
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt(3)
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt(3)
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep what is freed, for the next step, which needs as much again.
+    """Makes glibc reuse freed memory instead of returning it to the kernel.
 
-    The C library would hand large tensors back to the kernel, and get new pages, zeroed one by one,
-    in every step.
+    By default, large tensors are returned and every step pays for new, zeroed pages.
     """
-    if is_told():
+    if _is_glibc():
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(TRIM_THRESHOLD, -1)  # never
         mallopt(MMAP_MAX, 0)
 
 
 def give_back_freed_memory() -> None:
-    """Gives it back once, before processes are forked that would hold a copy of it."""
-    if is_told():
+    """Returns freed memory to the kernel once, before forks that would hold a copy of it."""
+    if _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def is_told() -> bool:
+def _is_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"

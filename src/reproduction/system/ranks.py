@@ -1,40 +1,40 @@
-"""What a process knows of its peers from its environment alone, before torch is imported."""
+"""Rank, world size and restarts, read from the environment without importing torch."""
 
 import os
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks and writes for all ranks."""
+    """Whether this process prints and writes files for all ranks."""
     return launched_ranks() is None or os.environ.get("RANK", "0") == "0"
 
 
 def launched_ranks() -> int | None:
-    """How many ranks torchrun, or our own launcher, has started; None outside of it."""
+    """Returns the world size under torchrun or our own launcher, None otherwise."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ
     return int(os.environ["WORLD_SIZE"]) if is_launched else None
 
 
 def local_ranks() -> int | None:
-    """How many of them are on this machine."""
+    """Returns the number of ranks on this machine, None if not launched."""
     ranks = launched_ranks()
     return None if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def is_a_rank(devices: int) -> bool:
-    """Whether this process is one of the ranks, or the only one: none has to be started."""
+    """Whether this process is one of the ranks or the only one, so no ranks must be started."""
     return devices == 1 or launched_ranks() is not None
 
 
 def restarts() -> tuple[int, int]:
-    """How often all ranks have been started again, and how often they may be."""
+    """Returns (restarts so far, maximum number of restarts)."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     done, allowed = (int(os.environ.get(name, "0")) for name in names)
     return done, allowed
 
 
 def launcher() -> str:
-    """What ranks that are started again have in common with those before them."""
+    """Returns an identifier of the launcher that stays the same across restarts."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run != "none" and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return run  # of several machines, whose first rank may move
+        return run  # multi-node: the first rank may move to another machine
     return f"{run} by process {os.getppid()}"

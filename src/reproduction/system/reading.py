@@ -1,4 +1,4 @@
-"""JSON and YAML that a run may have written, or a person, another program or a bad disk."""
+"""Strict parsers for JSON and YAML files that may be edited or damaged."""
 
 import json
 from typing import Any, NoReturn
@@ -7,25 +7,25 @@ import yaml
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A value; ValueError for what we never write: NaN, a key twice, 1,000 brackets."""
+    """Parses JSON. Raises ValueError for NaN, duplicate keys and excessive nesting."""
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+        return json.loads(text, object_pairs_hook=_unique_dict, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
 
 
 def parse_yaml(text: str) -> Any:
-    """A value; ValueError for what we never write: aliases, tags, a key twice, 1,000 brackets."""
+    """Parses YAML. Raises ValueError for aliases, tags, duplicate keys and excessive nesting."""
     try:
-        return yaml.load(text, _Plain)  # noqa: S506 - a SafeLoader that reads less
+        return yaml.load(text, _StrictLoader)  # noqa: S506 - a restricted SafeLoader
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 
-class _Plain(yaml.SafeLoader):
-    """Without aliases, of which a few lines can name billions of values."""
+class _StrictLoader(yaml.SafeLoader):
+    """Rejects duplicate keys, and aliases, which expand a few lines to billions of values."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -33,17 +33,17 @@ class _Plain(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        _once(
+        _unique_dict(
             [(key.value if isinstance(key, yaml.ScalarNode) else "?", 0) for key, _ in node.value]
         )
         return super().construct_mapping(node, deep)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         raise ValueError("holds a key twice")
-    return found
+    return mapping
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Files that are whole: what breaks off, or a full disk, leaves the old one; digests tell damage.
+"""Atomic file replacement, checkpoint rotation, and digests that detect damage.
 
-A digest is inside its file, over all other bytes: safetensors keep it in their metadata, what
-torch.save writes in the comment of its zip archive, so that the usual programs read both. Files of
-other projects have none.
+A digest covers all other bytes of its file. It is stored in the metadata of safetensors files and
+in the zip comment of torch.save files, so standard tools can still read both. Files of other
+projects have no digest.
 """
 
 import errno
@@ -18,22 +18,22 @@ from pathlib import Path
 from uuid import uuid4
 
 TEMPORARIES = ".*.tmp"
-NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # what some network file systems answer
+FOLDER_SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # from some network file systems
 
 
 @contextmanager
 def replacing(path: Path, keep: int | None = None) -> Iterator[Path]:
-    """Gives a temporary name in the same folder; what is written there then becomes `path`.
+    """Yields a temporary path in the same folder, which then replaces `path` atomically.
 
-    It is on the disk before it takes its place. After an error it is gone and `path` untouched.
-    With `keep`, the newest so many `versions` of it stay.
+    The new file is flushed to disk first. An error removes it and leaves `path` untouched. With
+    `keep`, the newest `keep` versions of `path` are kept, see `versions`.
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
     try:
         yield temporary
         sync(temporary)
         if keep is not None:
-            _make_room(path, keep)
+            _rotate(path, keep)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -42,91 +42,91 @@ def replacing(path: Path, keep: int | None = None) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text)
 
 
 def versions(path: Path) -> list[Path]:
-    """`path` and what it has replaced, newest first: last.pt, last-1.pt, last-2.pt.
+    """Returns `path` and the versions it replaced, newest first: last.pt, last-1.pt, last-2.pt.
 
-    Of an older one `path` is told as well, though a kill may have left it without a file.
+    Includes `path` if only older versions exist, which a kill during rotation can cause.
     """
     name = re.compile(rf"{re.escape(path.stem)}-([1-9]\d*){re.escape(path.suffix)}")
-    found = ((name.fullmatch(entry.name), entry) for entry in path.parent.glob(f"{path.stem}-*"))
-    older = sorted((int(match[1]), entry) for match, entry in found if match)
+    matches = ((name.fullmatch(entry.name), entry) for entry in path.parent.glob(f"{path.stem}-*"))
+    older = sorted((int(match[1]), entry) for match, entry in matches if match)
     return [path, *(entry for _, entry in older)] if older or path.exists() else []
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes what killed processes left under temporary names."""
+    """Removes temporary files left by killed processes."""
     for temporary in folder.glob(TEMPORARIES):
         temporary.unlink(missing_ok=True)
 
 
-def _make_room(path: Path, keep: int) -> None:
-    """Moves each version one further, and removes those that are too many."""
+def _rotate(path: Path, keep: int) -> None:
+    """Renames each version to the next number and removes surplus versions."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(1))
-    there = [*takewhile(Path.exists, chain([path], numbered))]  # a user's copy has a gap before it
-    for surplus in there[keep:]:
+    existing = [*takewhile(Path.exists, chain([path], numbered))]  # spares copies after a gap
+    for surplus in existing[keep:]:
         surplus.unlink()
-    for newer, number in reversed([*zip(there, range(1, keep), strict=False)]):
+    for newer, number in reversed([*zip(existing, range(1, keep), strict=False)]):
         os.replace(newer, path.with_stem(f"{path.stem}-{number}"))
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Flushes a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in NO_SYNC_OF_FOLDERS):
+        if not (path.is_dir() and error.errno in FOLDER_SYNC_UNSUPPORTED):
             raise
     finally:
         os.close(descriptor)
 
 
 KEY = "tokenmixup.sha256"
-WRITER = {"written_by": "tokenmixup"}  # tells of a digest too, should KEY itself be damaged
-BLANK = "0" * 64  # hexadecimal digits
-BEFORE, AFTER = f'"{KEY}":"'.encode(), b'"'  # as JSON has them
+WRITER = {"written_by": "tokenmixup"}  # marks a file with a digest even if KEY itself is damaged
+BLANK = "0" * 64  # placeholder for the hexadecimal digest
+BEFORE, AFTER = f'"{KEY}":"'.encode(), b'"'  # as in JSON
 
 
 def seal_archive(path: Path) -> None:
     """Adds the digest to a zip archive."""
     with zipfile.ZipFile(path, "a") as archive:
         archive.comment = BEFORE + BLANK.encode() + AFTER
-    fill_in(path)
+    write_digest(path)
 
 
-def fill_in(path: Path) -> None:
-    """Writes the digest where the file has a blank one."""
-    found = _digest(path)
-    assert found is not None, "the file has no place for a digest"
-    place, _, digest = found
+def write_digest(path: Path) -> None:
+    """Replaces the blank digest of the file."""
+    result = _digest(path)
+    assert result is not None, "the file has no placeholder for a digest"
+    offset, _, digest = result
     with path.open("r+b") as file:
-        file.seek(place)
+        file.seek(offset)
         file.write(digest)
 
 
 def verify(path: Path) -> bool:
-    """Whether the file has a digest; ValueError if it is one of other bytes."""
-    if not path.stat().st_size or (found := _digest(path)) is None:
+    """Whether the file has a digest. Raises ValueError if the digest does not match."""
+    if not path.stat().st_size or (result := _digest(path)) is None:
         return False
-    _, written, digest = found
-    if written != digest:
-        raise ValueError("damaged, these are not the bytes that were written")
+    _, stored, digest = result
+    if stored != digest:
+        raise ValueError("damaged, its bytes do not match its digest")
     return True
 
 
 def _digest(path: Path) -> tuple[int, bytes, bytes] | None:
-    """Where the digits begin, what is there, and the digits over what is before and after them."""
+    """Returns (offset of the digest, stored digest, digest of all other bytes), None if missing."""
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-        place = content.rfind(BEFORE) + len(BEFORE)
-        if place < len(BEFORE):
+        offset = content.rfind(BEFORE) + len(BEFORE)
+        if offset < len(BEFORE):
             return None
-        end = place + len(BLANK)
-        with memoryview(content) as view, view[:place] as head, view[end:] as tail:
+        end = offset + len(BLANK)
+        with memoryview(content) as view, view[:offset] as head, view[end:] as tail:
             digest = hashlib.sha256(head)
             digest.update(tail)
-        return place, content[place:end], digest.hexdigest().encode()
+        return offset, content[offset:end], digest.hexdigest().encode()

@@ -1,4 +1,4 @@
-"""What is printed, whoever reads it, and what scripts share: arguments, tables."""
+"""Printing, argument parsing and error handling for the scripts."""
 
 import argparse
 import os
@@ -9,28 +9,28 @@ from typing import Any, NoReturn
 
 from reproduction.system.errors import PlainError, UserError, in_one_line
 
-WIDTH = 180  # of a table where there is no terminal to fit
+WIDTH = 180  # of a table if stdout is no terminal
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for what it cannot read."""
+    """An ArgumentParser that raises UserError."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
 
 def positive(text: str) -> int:
-    """The type of an argument that counts something."""
+    """Argument type of a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
     return int(text)
 
 
 @contextmanager
-def ending_in_a_line(program: str) -> Iterator[None]:
-    """How a script ends: 2 for what the user typed wrong, 1 for a failure, 130 for Ctrl-C.
+def one_line_errors(program: str) -> Iterator[None]:
+    """Exits a script with one line: status 2 for a user error, 1 for a failure, 130 for Ctrl-C.
 
-    Also as a decorator of its main function.
+    Can also decorate its main function.
     """
     try:
         yield
@@ -47,23 +47,23 @@ def ending_in_a_line(program: str) -> Iterator[None]:
 
 
 def print_tables(*tables: Any) -> None:
-    """Tables of rich's, which train.py never imports."""
+    """Prints rich tables. Imports rich here, so that train.py does not."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
 
 
 def say(text: str) -> None:
-    """Prints a line; once nobody reads, as after `| head -1`, everything more goes nowhere."""
+    """Prints a line. If stdout is closed, as after `| head -1`, discards all further output."""
     try:
         print(text, flush=True)
-    except OSError:  # also of a log file on a full disk
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes once more at its end
-        os.close(nowhere)
+    except OSError:  # also a log file on a full disk
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())  # the interpreter flushes again at exit
+        os.close(devnull)
 
 
 def warn(text: str) -> None:
-    """Prints on stderr; as with `say`, whether anybody reads it changes nothing."""
+    """Prints a line to stderr; ignores errors if it is closed."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Times of pieces of work: warm, in turns of random order."""
+"""Timing of callables: interleaved in random order, after warm-up."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,29 +21,29 @@ class Spread(NamedTuple):
 
 
 def spread_of(values: list[float]) -> Spread:
-    """Rounded to 5 digits."""
+    """Returns median and quartiles, rounded to 5 digits."""
     low, median, high = (float(f"{x:.5g}") for x in np.percentile(values, (25, 50, 75)))
     return Spread(median, low, high)
 
 
 def time_in_turns(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str, list[float]]:
-    """Milliseconds of each work in every round, the mean of `calls`.
+    """Returns the milliseconds per call of each work in every round, averaged over `calls`.
 
-    Each round has an order of its own, so that none always follows the same other.
+    The order is shuffled in each round, so that no work always follows the same other.
     """
     names = list(works)
     times: dict[str, list[float]] = {name: [] for name in names}
     rng = np.random.default_rng(0)
-    for done in range(-WARM_UP, rounds):
+    for round_ in range(-WARM_UP, rounds):
         for name in map(names.__getitem__, rng.permutation(len(names))):
             ms = 1000 * time_calls(works[name], calls) / calls
-            if done >= 0:
+            if round_ >= 0:
                 times[name].append(ms)
     return times
 
 
 def time_calls(work: Work, calls: int = 1) -> float:
-    """Seconds of so many calls, and of all that they ask of a GPU."""
+    """Returns the seconds of `calls` calls, including their GPU work."""
     _synchronize()
     start = time.perf_counter()
     for _ in range(calls):

@@ -9,12 +9,12 @@ from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel
-from reproduction.models.build import build_model, count_classes, without_start
+from reproduction.models.build import build_model, count_classes, without_weights
 from reproduction.models.names import State
-from reproduction.models.weights import Newest, fitting, read_newest, weights_of
+from reproduction.models.weights import Newest, extract_weights, matching_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
-from reproduction.system.storage import BLANK, KEY, WRITER, fill_in, replacing, seal_archive
+from reproduction.system.storage import BLANK, KEY, WRITER, replacing, seal_archive, write_digest
 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),
@@ -56,7 +56,7 @@ def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
     with replacing(path) as temporary:
         # save_file would ignore the umask and turn errors of the disk into text
         temporary.write_bytes(save({k: v.contiguous() for k, v in state.items()}, metadata))
-        fill_in(temporary)
+        write_digest(temporary)
 
 
 def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
@@ -65,10 +65,10 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
     Raises UserError if none is readable, or if parameters or classes do not fit.
     """
     path, content = read_newest("checkpoint", paths)
-    weights = weights_of(f"checkpoint={path}", content)
+    weights = extract_weights(f"checkpoint={path}", content)
     if weights.classes is not None:
         check_classes(path, weights.classes, classes)
-    model.load_state_dict(fitting(weights, model))
+    model.load_state_dict(matching_state(weights, model))
     return path
 
 
@@ -87,12 +87,12 @@ def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:
     Raises UserError if none is readable, or if it does not fit the model.
     """
     path, content = read_newest("checkpoint", checkpoints)
-    weights = weights_of(f"checkpoint={path}", content)
+    weights = extract_weights(f"checkpoint={path}", content)
     with torch.device("meta"):
-        model = build_model(without_start(config), count_classes(config, weights.state))
+        model = build_model(without_weights(config), count_classes(config, weights.state))
     output.parent.mkdir(parents=True, exist_ok=True)
     # Tensors that share memory cannot be saved.
-    state = {name: value.clone() for name, value in fitting(weights, model).items()}
+    state = {name: value.clone() for name, value in matching_state(weights, model).items()}
     save_plain(output, state, weights.classes)
 
 

@@ -15,7 +15,7 @@ from reproduction.config import Config
 from reproduction.data.build import build_broken_images, build_evaluation_loader
 from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.sources import load_source
-from reproduction.models.build import build_model, place, without_start
+from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
 from reproduction.system.ranks import is_a_rank, is_first_rank
 from reproduction.system.storage import write_text
@@ -115,7 +115,7 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
     allow_tf32(config.recipe.tf32)
     with join_world(resolve_device(config.device, config.devices)) as world:
         source = load_source(config.dataset.name, config.dataset.root, limit=None)
-        model = build_model(without_start(config.model), len(source.classes))
+        model = build_model(without_weights(config.model), len(source.classes))
         checkpoint = load_plain(checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
         broken = build_broken_images(config, source)

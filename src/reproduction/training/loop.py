@@ -18,7 +18,7 @@ from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.models.build import compile_blocks
 from reproduction.models.names import State
-from reproduction.models.weights import fitting_module
+from reproduction.models.weights import module_state
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.system.errors import PlainError, Stopped, UserError, first_line
 from reproduction.system.hardware import give_back_freed_memory
@@ -87,7 +87,7 @@ class Trainer:
                 f"set has {self.batches.num_images}"
             )
         self.checkpoint, self.best = checkpoint, state["best"]
-        self.module.load_state_dict(fitting_module(f"checkpoint={checkpoint}", state, self.module))
+        self.module.load_state_dict(module_state(f"checkpoint={checkpoint}", state, self.module))
         try:
             self.update.load_state_dict(state)
             for name in SAVED:
@@ -132,7 +132,7 @@ class Trainer:
     def _rewind_folder(self) -> None:
         """Removes what was written after the checkpoint that the run resumes from."""
         self.folder.trim_metrics(self.metrics_size)
-        self.folder.go_on_from(self.checkpoint)
+        self.folder.resume_from(self.checkpoint)
         if self.best is not None:
             save_plain(self.folder.best_path, self.best, self.classes)
         else:

@@ -12,8 +12,8 @@ from reproduction.models.build import (
     check_compiler,
     check_tokens,
     count_parameters,
-    start_weights,
-    without_start,
+    initial_weights,
+    without_weights,
 )
 from reproduction.models.library import timm_name
 from reproduction.system.errors import UserError, first_line
@@ -49,11 +49,13 @@ def preflight(config: Config, here: bool = True) -> None:
     if isinstance(config.model, ViT):
         timm_name(config.model.architecture, config.model.pretrained)
     with torch.device("meta"):
-        module = build_module(without_start(config.model), config.augmentation, len(source.classes))
+        module = build_module(
+            without_weights(config.model), config.augmentation, len(source.classes)
+        )
     _check_size(module, config)
     check_tokens(module, config.model)
     if config.model.weights is not None:
-        start_weights(config.model, module.model)
+        initial_weights(config.model, module.model)
     fewest = batches.global_size(len(batches) - 1) // config.devices
     _check_micro_batches(fewest, module.model, config)
 

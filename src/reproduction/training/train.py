@@ -29,12 +29,12 @@ from reproduction.models.build import (
     count_parameters,
     place,
     pretrained_statistics,
-    without_start,
+    without_weights,
 )
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
-from reproduction.system.hardware import hardware_name, joined
+from reproduction.system.hardware import hardware_name, join_hardware
 from reproduction.system.ranks import is_a_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.checkpoint import load_last
@@ -132,7 +132,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     """Builds the trainer and restores the last checkpoint, if any; writes nothing."""
     folder = RunFolder.of(config)
     newest = load_last(folder, run_hash(config))
-    model = config.model if newest is None else without_start(config.model)
+    model = config.model if newest is None else without_weights(config.model)
     torch.manual_seed(config.seed)
     module = build_module(model, config.augmentation, len(source.classes))
     batches = TrainingBatches(
@@ -210,7 +210,7 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         "attention": kernel,
         "seed": config.seed,
         "devices": config.devices,
-        "hardware": joined(earlier, hardware_name(device.type)),
+        "hardware": join_hardware(earlier, hardware_name(device.type)),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }
