@@ -1,7 +1,4 @@
-"""The typed schema. Default values live in conf/.
-
-HTM, VTM and manifold mixup are configured by the classes of the `tokenmixup` library.
-"""
+"""The typed schema. Values live in conf/; HTM, VTM and manifold mixup use the library's classes."""
 
 import re
 from functools import partial

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
-from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -140,7 +139,8 @@ def _launch(
 
     def job(_: DictConfig) -> Exception | None:
         hydra_config = HydraConfig.get()
-        overrides = _task_overrides(hydra_config)
+        task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+        overrides = [str(override) for override in cast(list[Any], task)]
         try:
             say(f"#{hydra_config.job.num}: {' '.join(overrides)}")
             composed = compose(config_name, overrides)
@@ -172,13 +172,6 @@ def _launch(
             raise RunInterrupted(f"interrupted; {hint}") from None
     results = [job_return.return_value for batch in batches for job_return in batch]
     return [failure for failure in results if failure is not None]
-
-
-def _task_overrides(hydra_config: HydraConf) -> list[str]:
-    """Returns the overrides of a point without resolving interpolations."""
-    task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
-    assert isinstance(task, list)
-    return [str(override) for override in task]
 
 
 def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:

@@ -67,21 +67,18 @@ def read_overrides(overrides: list[str]) -> list[Override]:
     for text in overrides:
         try:
             parsed += parser.parse_overrides([text])
-        except OverrideParseException as error:
-            reason = _parse_problem(error)
-            raise UserError(f"{in_one_line(text, SHOWN)}: {reason}") from error
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
-            reason = first_line(error)
-            raise UserError(f"{in_one_line(text, SHOWN)}: cannot be read: {reason}") from error
+        except (OverrideParseException, ValueError, RecursionError) as error:
+            raise UserError(f"{in_one_line(text, SHOWN)}: {_parse_problem(error)}") from error
     for override in parsed:
         if not override.key_or_group:
             raise UserError(f"{override.input_line}: must name a key, as in key=value")
     return parsed
 
 
-def _parse_problem(error: OverrideParseException) -> str:
-    """Hydra's reason for an invalid function; its other reasons only name grammar rules."""
-    if error.__cause__ is not None:
+def _parse_problem(error: Exception) -> str:
+    if not isinstance(error, OverrideParseException):  # a number of 5,000 digits, 1,000 brackets
+        return f"cannot be read: {first_line(error)}"
+    if error.__cause__ is not None:  # of an invalid function; other reasons name grammar rules
         return f"cannot be read as key=value: {' '.join(str(error.__cause__).split())}"
     return "cannot be read as key=value, quote special characters: key='...'"
 
