@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from reproduction.reporting.recipes import Setting, compare_recipes, meant, read_recipes
+from reproduction.reporting.recipes import Setting, applies, compare_recipes, read_recipes
 from reproduction.studies.results import results_page
 from scripts.write_docs import (
     CONFIGURATION,
@@ -16,25 +16,25 @@ from scripts.write_docs import (
     experiments,
 )
 
-TOLD = read_recipes()
+RECIPES = read_recipes()
 
 
 @pytest.fixture(scope="module")
 def settings() -> list[Setting]:
-    return compare_recipes(TOLD, experiments())
+    return compare_recipes(RECIPES, experiments())
 
 
 def unexplained(settings: list[Setting]) -> list[Setting]:
     return [x for x in settings if not x.is_equal and not x.why]
 
 
-def idle_reasons(settings: list[Setting], told: dict[str, Any]) -> list[dict[str, Any]]:
+def idle_reasons(settings: list[Setting], recipes: dict[str, Any]) -> list[dict[str, Any]]:
     """Reasons for which no experiment differs."""
     return [
         reason
-        for reason in told["reasons"]
+        for reason in recipes["reasons"]
         if not any(
-            x.key == reason["key"] and meant(reason, x.experiment) and not x.is_equal
+            x.key == reason["key"] and applies(reason, x.experiment) and not x.is_equal
             for x in settings
         )
     ]
@@ -46,20 +46,20 @@ def test_every_difference_has_its_reason(settings: list[Setting]):
 
 
 def test_no_reason_is_given_where_values_are_equal(settings: list[Setting]):
-    assert idle_reasons(settings, TOLD) == []
+    assert idle_reasons(settings, RECIPES) == []
     assert [x for x in settings if x.why and x.is_equal] == []
 
 
 def test_every_published_value_belongs_to_a_setting(settings: list[Setting]):
-    for entry in TOLD["published"]:
-        known = {x.key for x in settings if meant(entry, x.experiment)}
+    for entry in RECIPES["published"]:
+        known = {x.key for x in settings if applies(entry, x.experiment)}
         assert set(entry["values"]) <= known, entry["in"]
-    assert set(TOLD["ours_alone"]) <= {x.key for x in settings if x.published == "not told"}
+    assert set(RECIPES["ours_alone"]) <= {x.key for x in settings if x.published == "not stated"}
 
 
 def test_a_changed_value_is_noticed():
     configs = experiments()
-    changed, superfluous = copy.deepcopy(TOLD), copy.deepcopy(TOLD)
+    changed, superfluous = copy.deepcopy(RECIPES), copy.deepcopy(RECIPES)
     changed["published"][0]["values"]["recipe.batch_size"] = 256
     assert {x.key for x in unexplained(compare_recipes(changed, configs))} == {"recipe.batch_size"}
     superfluous["reasons"].append({"key": "recipe.lr", "in": ["table1/*"], "why": "-"})

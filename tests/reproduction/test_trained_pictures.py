@@ -13,8 +13,8 @@ from reproduction.models.build import build_module
 from reproduction.reporting import trained as module_of_trained
 from reproduction.reporting.gallery import (
     _frames,
-    _named,
     _over_image,
+    _quote,
     draw_difficulty,
     draw_pairs,
     image_difficulty,
@@ -113,7 +113,7 @@ def test_pairs_are_drawn_alike_each_time_whatever_the_classes_are_called(tmp_pat
     for suffix in ("png", "pdf"):
         one, other = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "other"))
         assert one == other and len(one) > 10_000
-    assert _named(names[0]) == '"a_$long$_name..."'
+    assert _quote(names[0]) == '"a_$long$_name..."'
 
 
 def test_no_pairs_are_drawn_where_none_are_mixed(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Tables 1 and 2 as printed, and what the models of their rows measure: parameters and MACs."""
+"""Tables 1 and 2 as printed, beside the parameters and MACs of the models of their rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ COLUMNS = (
 CAPTION = (
     "MACs: one image in evaluation, half the FLOPs of torch's FlopCounterMode (convolutions, "
     "linear layers, attention matmuls); conv + linear: without the matmuls of attention. "
-    f"matches: rounds to the printed digits, or lies within {TOLERANCE:.1%}; of the two counts "
-    "of MACs one must."
+    f"matches: equal after rounding to the printed digits, or within {TOLERANCE:.1%}; for MACs, "
+    "one of the two counts is enough."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """One row: parameters in millions, MACs in billions, accuracies in percent."""
+    """A printed row: parameters in millions, MACs in billions, accuracies in percent."""
 
     table: Literal[1, 2]
     row: str
@@ -46,13 +46,13 @@ class PaperRow:
 
     @property
     def command_line(self) -> list[str]:
-        """What configures the row's model, with the HTM and VTM of its stack."""
+        """The overrides that configure the row's model with its HTM and VTM."""
         return [f"model={self.model}", f"augmentation=[{','.join(self.stack)}]", *self.overrides]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Our parameters and MACs of one image, also without attention's matmuls, of a row's model."""
+    """Parameters of a model, and its MACs for one image with and without attention's matmuls."""
 
     parameters: int
     macs: int
@@ -65,7 +65,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class RowStats:
-    """What a row's model measures."""
+    """A printed row and the counts of its model."""
 
     row: PaperRow
     image_size: int
@@ -74,13 +74,13 @@ class RowStats:
 
 @cache
 def read_paper() -> tuple[PaperRow, ...]:
-    """All 29 rows in the paper's order."""
+    """Returns all 29 rows in the paper's order."""
     return tuple(PaperRow(**entry) for entry in yaml.safe_load(PAPER.read_text()))
 
 
 def measure(row: PaperRow, config: Config) -> RowStats:
-    """Builds the row's model without memory for its weights, and counts."""
-    import torch  # not for the reports, which read what is printed alone
+    """Builds the row's model on the meta device and counts its parameters and MACs."""
+    import torch  # here: reports use this module without torch
 
     from reproduction.models.build import (
         build_module,
@@ -103,7 +103,7 @@ def agrees(measured: float, printed: float) -> bool:
 
 
 def differences(stats: RowStats) -> Iterator[tuple[str, str | None]]:
-    """(printed figure that does not agree, why as far as known)."""
+    """Yields each printed figure that does not agree, and the reason if it is known."""
     row = stats.row
     if row.parameters is not None and not agrees(stats.counts.parameters / 1e6, row.parameters):
         yield "parameters", row.parameters_note
@@ -113,10 +113,10 @@ def differences(stats: RowStats) -> Iterator[tuple[str, str | None]]:
 
 
 def verdict(stats: RowStats) -> str:
-    """Whether the row's printed figures are its model's, and why not."""
+    """Says whether the printed figures match the model, and why if not."""
     row = stats.row
-    if found := list(differences(stats)):
-        reasons = (f"{figure}, {note or 'for no known reason'}" for figure, note in found)
+    if mismatches := list(differences(stats)):
+        reasons = (f"{figure}, {note or 'for no known reason'}" for figure, note in mismatches)
         return f"differs: {'; '.join(reasons)}"
     if row.parameters is None and row.macs is None:
         return "nothing printed"
@@ -126,7 +126,7 @@ def verdict(stats: RowStats) -> str:
 
 
 def as_table(all_stats: list[RowStats]) -> Table:
-    """The table for a terminal."""
+    """Returns the table for a terminal."""
     table = Table(caption=CAPTION, caption_justify="left")
     for column in COLUMNS:
         is_text = column in ("row", "model", "verdict")
