@@ -31,8 +31,8 @@ def test_the_note_names_significant_and_other_differences(tmp_path: Path, config
     assert notes(tmp_path, configs, 4) == [
         "Significant at 5 % against the baseline: without ScoreNet +5.07 (p = 1.9e-06); without "
         "optimal assignment +0.77 (p = 0.023). Not significant: without token-level mixup +0.18 "
-        "(p = 0.635); without saliency-based labels +0.68 (p = 0.089). 4 tests; by Holm's "
-        "correction significant: without ScoreNet."
+        "(p = 0.635); without saliency-based labels +0.68 (p = 0.089). 4 tests; "
+        "significant after Holm's correction: without ScoreNet."
     ]
 
 
@@ -41,7 +41,7 @@ def test_rows_without_a_test_are_listed_with_the_reason(tmp_path: Path, configs:
     values |= {"none": {0: 60.0}, "htm": {0: 61.0}, "vtm": {0: 62.0}}
     write(tmp_path, configs, {f"table5/{name}": found for name, found in values.items()})
     (note,) = notes(tmp_path, configs, 5)
-    assert "1 test; by Holm's correction significant: + mixup, CutMix, HTM." in note
+    assert "1 test; significant after Holm's correction: + mixup, CutMix, HTM." in note
     assert note.endswith(
         "Without a test, needs 2 common seeds, has 1: + HTM; + VTM. Without a test, values are "
         "identical: + mixup, CutMix, VTM."
