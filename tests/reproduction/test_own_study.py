@@ -48,8 +48,8 @@ def test_a_run_that_exists_keeps_its_name(tmp_path: Path):
         ({"seeds": 0}, "seeds: "),
         ({"stack": {}}, "stack: "),
         ({"overrides": ["recipe.lrr=1"]}, "recipe.lrr: unknown key"),
-        ({"overrides": ["seed=3"]}, "seed=3: seed is not the file's to choose"),
-        ({"overrides": ["+devices=2"]}, "devices is not the file's to choose"),
+        ({"overrides": ["seed=3"]}, "seed=3: a study must not set seed"),
+        ({"overrides": ["+devices=2"]}, "a study must not set devices"),
     ],
 )
 def test_a_file_that_fixes_no_study_is_refused(values, told: str, tmp_path: Path):

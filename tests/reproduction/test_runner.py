@@ -45,9 +45,9 @@ def narrow() -> Iterator[None]:
         smoke = SCALES["smoke"]
         columns = {"CIFAR-100": (*smoke.columns["CIFAR-100"], *narrow)}
         patch.setitem(SCALES, "smoke", replace(smoke, columns=columns))
-        planning._config_elsewhere.cache_clear()
+        planning._cached_config.cache_clear()
         yield
-    planning._config_elsewhere.cache_clear()
+    planning._cached_config.cache_clear()
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_train_all_leaves_locked_runs_to_the_end_and_waits_for_them(capsys):
 
     assert runner.train_all([fake(x) for x in "abc"], start, poll=0.001) == {"a": "broken"}
     assert order == ["a", "b", "c", "a", "b", "b", "b"]
-    assert capsys.readouterr().out.count("waited for") == 1
+    assert capsys.readouterr().out.count("waiting for") == 1
 
 
 def test_train_all_finds_a_run_that_another_process_has_finished():
