@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import yaml
 from rich.table import Table
@@ -50,21 +50,15 @@ class PaperRow:
         return [f"model={self.model}", f"augmentation=[{','.join(self.stack)}]", *self.overrides]
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Parameters of a model, and its MACs for one image with and without attention's matmuls."""
 
     parameters: int
     macs: int
     macs_without_attention: int
 
-    @property
-    def both_macs(self) -> tuple[int, int]:
-        return self.macs, self.macs_without_attention
 
-
-@dataclass(frozen=True)
-class RowStats:
+class RowStats(NamedTuple):
     """A printed row and the counts of its model."""
 
     row: PaperRow
@@ -82,18 +76,12 @@ def measure(row: PaperRow, config: Config) -> RowStats:
     """Builds the row's model on the meta device and counts its parameters and MACs."""
     import torch  # here: reports use this module without torch
 
-    from reproduction.models.build import (
-        build_module,
-        count_macs,
-        count_parameters,
-        without_start,
-    )
+    from reproduction.models.build import build_module, count_macs, count_parameters, without_start
 
     with torch.device("meta"):
         module = build_module(without_start(config.model), config.augmentation, row.classes)
     size = config.model.image_size
-    counts = Counts(count_parameters(module), *count_macs(module.model, size))
-    return RowStats(row, size, counts)
+    return RowStats(row, size, Counts(count_parameters(module), *count_macs(module.model, size)))
 
 
 def agrees(measured: float, printed: float) -> bool:
@@ -104,11 +92,11 @@ def agrees(measured: float, printed: float) -> bool:
 
 def differences(stats: RowStats) -> Iterator[tuple[str, str | None]]:
     """Yields each printed figure that does not agree, and the reason if it is known."""
-    row = stats.row
-    if row.parameters is not None and not agrees(stats.counts.parameters / 1e6, row.parameters):
+    row, (parameters, *both_macs) = stats.row, stats.counts
+    if row.parameters is not None and not agrees(parameters / 1e6, row.parameters):
         yield "parameters", row.parameters_note
-    macs = row.macs
-    if macs is not None and not any(agrees(count / 1e9, macs) for count in stats.counts.both_macs):
+    printed = row.macs
+    if printed is not None and not any(agrees(macs / 1e9, printed) for macs in both_macs):
         yield "MACs", row.macs_note
 
 
@@ -132,12 +120,12 @@ def as_table(all_stats: list[RowStats]) -> Table:
         is_text = column in ("row", "model", "verdict")
         table.add_column(column, justify="left" if is_text else "right")
     for stats in all_stats:
-        row = stats.row
-        parameters, macs = ("-" if x is None else str(x) for x in (row.parameters, row.macs))
+        row, (parameters, *both_macs) = stats.row, stats.counts
+        printed = ["-" if x is None else str(x) for x in (row.parameters, row.macs)]
         table.add_row(
             *(str(row.table), row.row, row.model, str(stats.image_size), f"{row.classes:,}"),
-            *(f"{stats.counts.parameters / 1e6:.4f}", parameters),
-            *(f"{count / 1e9:.4f}" for count in stats.counts.both_macs),
-            *(macs, verdict(stats)),
+            *(f"{parameters / 1e6:.4f}", printed[0]),
+            *(f"{macs / 1e9:.4f}" for macs in both_macs),
+            *(printed[1], verdict(stats)),
         )
     return table

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
-from reproduction.data.build import (
-    build_evaluation_transform,
-    build_source,
-    build_training_images,
-)
+from reproduction.data.build import build_evaluation_transform, build_source, build_training_images
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import Broken, collate_readable, loaded
 from reproduction.data.sources import Source

@@ -144,18 +144,18 @@ def speed_table(runs: Sequence[PlannedRun], speeds: Speeds, hardware: str) -> Ta
 
 def hours_table(studies: Mapping[str, Sequence[PlannedRun]], speeds: Speeds, devices: int) -> Table:
     """Returns a row for each study and, if there are several, one for all without duplicates."""
-    everything = {run.name: run for runs in studies.values() for run in runs}
-    rows = {**studies, **({"together": list(everything.values())} if len(studies) > 1 else {})}
-    caption = f"{devices} devices: assuming ideal scaling." if devices > 1 else None
+    rows, everything = dict(studies), {run.name: run for runs in studies.values() for run in runs}
+    if len(studies) > 1:
+        rows["together"] = list(everything.values())
     seeds = len({run.config.seed for run in everything.values()})
-    title = f"{seeds} seed{'s' if seeds > 1 else ''}"
-    table = Table("study", title=title, caption=caption, caption_justify="left")
+    table = Table("study", title=f"{seeds} seed{'s' if seeds > 1 else ''}", caption_justify="left")
     table.add_column("runs", justify="right")
     table.add_column("hours, 1 device", justify="right")
     if devices > 1:
         table.add_column(f"{devices} devices", justify="right")
+        table.caption = f"{devices} devices: assuming ideal scaling."
     for study, runs in rows.items():
         hours = sum(run_hours(run.config, speeds[speed_key(run.config)]) for run in runs)
-        per = [1, devices] if devices > 1 else [1]
-        table.add_row(study, str(len(runs)), *(hours_text(hours / n) for n in per))
+        cells = [str(len(runs)), hours_text(hours), hours_text(hours / devices)]
+        table.add_row(study, *cells[: len(table.columns) - 1])
     return table

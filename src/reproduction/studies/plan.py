@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from reproduction.config import STACK, Config
+from reproduction.config import Config
 from reproduction.reporting.cells import (
     CIFAR_10,
     CIFAR_100,
@@ -236,16 +236,13 @@ def _overrides(point: Point, settings: Settings) -> list[str]:
     root = settings.dataset_root(dataset or DATASETS[point.cell.column])
     if root is not None:
         overrides.append(f"dataset.root={quoted(root)}")
-    stack = _stack(point.cell.experiment) if settings.chosen.stacks else set()
+    stack = set[str]()
+    if settings.chosen.stacks:
+        full = _cached_config(Point(point.cell.experiment, point.cell), Settings())
+        stack = set(full.augmentation.stack)
     overrides += settings.chosen.overrides(point.cell.column, stack)
     overrides += [*point.change, f"devices={settings.devices}"]
     return [*overrides, f"output_root={quoted(str(settings.root))}"]
-
-
-@lru_cache(maxsize=1024)
-def _stack(experiment: str) -> set[str]:
-    """Returns the augmentations of an experiment."""
-    return {*STACK} & {*compose("train", [f"experiment={experiment}"]).raw["augmentation"]}
 
 
 def quoted(text: str) -> str:

@@ -6,7 +6,6 @@ card.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -183,7 +182,7 @@ def results_page(results: Path = RESULTS) -> str:
         "# Results\n",
         "`python scripts/write_docs.py` writes this page from `results/`, which holds a file for",
         "each run: configuration, seed, hardware, hours, accuracies, mixed share, sha256 of the",
-        "weights. `make publish RUN=outputs/NAME` writes such a file, and a folder with the weights",
+        "weights. `make publish RUN=outputs/NAME` writes such a file, and a folder with weights",
         "for `python eval.py checkpoint=FOLDER`. Weights are not kept in this repository. To check",
         "a file, train its configuration again: on a CPU, with the same versions and number of",
         "threads, the weights are equal bit for bit.\n",
@@ -223,12 +222,9 @@ def identity_of(config: Any) -> dict[str, Any]:
 
 
 def _jsonable(value: Any) -> Any:
-    """Replaces infinities, which JSON lacks, by text, and tuples by lists."""
-    if isinstance(value, dict):
-        return {key: _jsonable(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(inner) for inner in value]
-    return str(value) if value in (math.inf, -math.inf) else value
+    """Returns plain values, with infinities as text."""
+    infinities = {"Infinity": "inf", "-Infinity": "-inf"}
+    return json.loads(json.dumps(value), parse_constant=infinities.__getitem__)
 
 
 def _matches(run: Result, planned: Mapping[str, Any]) -> bool:

@@ -74,9 +74,20 @@ def measure_speed(config: Config, device: str, batch_size: int | None = None) ->
     trainer = bare_trainer(as_measured(config), torch.device(device), sizes_of(config).classes)
     size = batch_size or (config.recipe.batch_size if device == "cuda" else _cpu_batch(trainer))
     try:
-        return _measure(trainer, size)
+        training, evaluation = (
+            [size / seconds for seconds in _rounds(work)]
+            for work in (step_of(trainer, size), _evaluation_of(trainer, size))
+        )
     except torch.OutOfMemoryError as error:
         raise UserError(f"--batch-size={size}: too large for the memory of this GPU") from error
+    return Speed(
+        batch_size=size,
+        training=median(training),
+        slowest=min(training),
+        fastest=max(training),
+        evaluation=median(evaluation),
+        macs=count_macs(trainer.module.model, trainer.config.model.image_size).total,
+    )
 
 
 def _cpu_batch(trainer: Trainer) -> int:
@@ -85,21 +96,6 @@ def _cpu_batch(trainer: Trainer) -> int:
     step = step_of(trainer, few)
     seconds = min(time_calls(step) for _ in range(2))
     return max(few, min(trainer.recipe.batch_size, int(few * STEP_SECONDS / seconds)))
-
-
-def _measure(trainer: Trainer, batch_size: int) -> Speed:
-    training, evaluation = (
-        [batch_size / seconds for seconds in _rounds(work)]
-        for work in (step_of(trainer, batch_size), _evaluation_of(trainer, batch_size))
-    )
-    return Speed(
-        batch_size=batch_size,
-        training=median(training),
-        slowest=min(training),
-        fastest=max(training),
-        evaluation=median(evaluation),
-        macs=count_macs(trainer.module.model, trainer.config.model.image_size).total,
-    )
 
 
 def _evaluation_of(trainer: Trainer, batch_size: int) -> Work:
