@@ -244,20 +244,19 @@ def _draw_tau(line: Callable[..., Any], tau: float) -> None:
 
 
 def _draw_distributions(axes: Axes, traces: Sequence[Trace], tau: float) -> None:
-    """Draws the difficulty of images at the end of training, a line for each seed."""
-    found = [t.distribution for t in traces if isinstance(t.distribution, Distribution)]
+    known = [t.distribution for t in traces if isinstance(t.distribution, Distribution)]
     gaps = [f"seed {t.seed}: {t.distribution}" for t in traces if isinstance(t.distribution, str)]
     axes.set_xlabel("difficulty at the end [nats], the last bin is open above")
     axes.set_ylabel("share of images [%]")
     axes.text(0.5, 0.9, "\n".join(gaps), transform=axes.transAxes, ha="center", va="top")
-    if not found:
+    if not known:
         axes.set_xticks([])
         axes.set_yticks([])
         return
-    shares = [100 * np.array(one.counts) / one.images for one in found]
-    for one, share in zip(found, shares, strict=True):
+    shares = [100 * np.array(one.counts) / one.images for one in known]
+    for one, share in zip(known, shares, strict=True):
         axes.stairs(share, one.edges, baseline=None, color=GREEN, alpha=0.7, linewidth=0.8)
-    if all(one.edges == found[0].edges for one in found):
-        axes.stairs(np.mean(shares, axis=0), found[0].edges, fill=True, color=GREEN, alpha=0.3)
+    if all(one.edges == known[0].edges for one in known):
+        axes.stairs(np.mean(shares, axis=0), known[0].edges, fill=True, color=GREEN, alpha=0.3)
     _draw_tau(axes.axvline, tau)
     axes.legend(loc="upper right")

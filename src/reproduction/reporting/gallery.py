@@ -58,7 +58,6 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
 def _draw_pair(
     row: np.ndarray, mix: HorizontalMix, i: int, pictures: np.ndarray, names: list[str]
 ) -> None:
-    """Draws receiver `i`, its donor and their mixture."""
     j, keep, grid = int(mix.donor[i]), float(mix.keep_ratio[i]), _grid(mix.mask[i])
     replaced = _over_image(grid, pictures.shape[1])
     mixed = np.where(replaced[..., None], pictures[j], pictures[i])

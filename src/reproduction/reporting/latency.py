@@ -54,7 +54,6 @@ class Measurement:
         )
 
     def latencies(self) -> dict[str, Latency]:
-        """Returns the latency of each detector."""
         reference = self.detectors.get(REFERENCE)
         unit = None if reference is None else reference.median_ms
         return {

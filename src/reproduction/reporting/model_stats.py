@@ -114,7 +114,6 @@ def verdict(stats: RowStats) -> str:
 
 
 def as_table(all_stats: list[RowStats]) -> Table:
-    """Returns the table for a terminal."""
     table = Table(caption=CAPTION, caption_justify="left")
     for column in COLUMNS:
         is_text = column in ("row", "model", "verdict")

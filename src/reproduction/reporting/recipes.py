@@ -38,7 +38,6 @@ class Setting(NamedTuple):
 
 
 def read_recipes() -> dict[str, Any]:
-    """Returns the content of recipes.yaml."""
     return yaml.safe_load(RECIPES.read_text())
 
 

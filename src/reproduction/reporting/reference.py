@@ -112,14 +112,7 @@ def _read_values(path: Path) -> dict[str, tuple[str, str]]:
     return values
 
 
-WORDS = {
-    "integer": "whole number",
-    "number": "number",
-    "boolean": "true, false",
-    "string": "text",
-    "object": "mapping",
-    "null": "null",
-}
+WORDS = {"boolean": "true, false", "object": "mapping"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -133,8 +126,9 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return str(schema["const"])
     if schema["type"] == "array":
         return f"list: {_allowed(schema['items'])}"
+    word = WORDS.get(schema["type"], schema["type"])
     limits = [(sign, schema[key]) for key, sign in BOUNDS.items() if schema.get(key, 1e9) < 1e9]
     if [sign for sign, _ in limits] == [">=", "<="]:
         most = f"{limits[1][1]:,}".removesuffix(".0")  # depends on the version of pydantic
-        return f"{WORDS[schema['type']]}, {limits[0][1]:g} to {most}"
-    return " ".join([WORDS[schema["type"]], *(f"{sign} {limit:g}" for sign, limit in limits)])
+        return f"{word}, {limits[0][1]:g} to {most}"
+    return " ".join([word, *(f"{sign} {limit:g}" for sign, limit in limits)])

@@ -55,13 +55,11 @@ class Table:
         )
 
     def sections(self) -> Iterator[tuple[str, list[Measured]]]:
-        """Yields each data set with its records."""
         for name, records in groupby(self.records, key=lambda record: record.column):
             yield name, list(records)
 
 
 def build_table(number: int, sources: Sources) -> Table:
-    """Builds one of TABLES."""
     texts, scale = _texts(), sources.scale
     cells = [cell for cell in sources.cells if cell.table == number]
     mark = sources.mark(*(cell.experiment for cell in cells))
@@ -89,7 +87,6 @@ def build_table(number: int, sources: Sources) -> Table:
 
 
 def build_sweep(sweep: Sweep, sources: Sources) -> Table:
-    """Builds the table of a sweep."""
     texts, scale = _texts(), sources.scale
     (cell,) = (cell for cell in sources.cells if cell.experiment == sweep.experiment)
     config = sources.configs[sweep.experiment]
@@ -142,7 +139,6 @@ def significance(records: Sequence[Measured], reference: str) -> Iterator[str]:
 
 
 def _verdicts(tests: Sequence[tuple[str, Comparison, float]], reference: str) -> Iterator[str]:
-    """Yields the results of the tests, uncorrected and corrected."""
     corrected = holm([p for _, _, p in tests])
     lists = {True: list[str](), False: list[str]()}
     for name, test, p in tests:

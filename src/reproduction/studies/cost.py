@@ -61,7 +61,7 @@ def as_measured(config: Config) -> Config:
 
 
 def speed_key(config: Config) -> str:
-    """Returns the key of the speed of a configuration."""
+    """Returns a key that all configurations of the same speed share."""
     return run_hash(as_measured(config))
 
 
@@ -100,7 +100,6 @@ def read_costs(path: Path) -> dict[str, dict[str, Speed]]:
 
 
 def add_costs(path: Path, hardware: str, speeds: Speeds) -> None:
-    """Adds measured speeds to the file."""
     known = read_costs(path)
     known[hardware] = {**known.get(hardware, {}), **speeds}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,6 @@ SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in S
 
 
 def study_parser(description: str | None) -> Parser:
-    """Returns a parser with the options of the runs and of SLURM."""
     options = Parser(description=description)
     options.add_argument(
         "study", type=_study, help=f"{', '.join(STUDIES)}, or a .yaml file like those in results/"

@@ -38,7 +38,6 @@ def write_overview(settings: Settings) -> list[Path]:
 def read_sources(
     outputs: Path, scale: str, configs: Mapping[str, Config], counts: Sizes
 ) -> Sources:
-    """Reads all inputs of the report of the runs in `outputs`."""
     return Sources(
         outputs=outputs,
         scale=scale,

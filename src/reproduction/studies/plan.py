@@ -200,7 +200,6 @@ def planned_run(
 
 
 def _points(study: str, settings: Settings) -> Iterator[Point]:
-    """Yields the cells and sweep values of a study."""
     cells = cells_of(settings.scale)
     if study not in STUDIES:
         raise UserError(f"study={study}: must be one of {', '.join(STUDIES)}")

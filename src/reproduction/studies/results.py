@@ -196,14 +196,13 @@ def results_page(results: Path = RESULTS) -> str:
 
 
 def _paper(runs: Sequence[Result], studies: Mapping[Path, OwnStudy]) -> Iterator[str]:
-    """Yields the section on the cells of the paper's tables."""
     yield "## The paper's tables\n"
     own = tuple(f"{path.stem}-" for path in studies)
     others = [run for run in runs if not run["name"].startswith(own)]
     yield "| table | row | data | paper | ours | n | hours | command |"
     yield "|---|---|---|---:|---:|---:|---:|---|"
+    configs = point_configs("all", Settings())
     for cell in read_cells():
-        configs = point_configs(f"table{cell.table}", Settings())
         planned = identity_of(configs[cell.experiment])
         matches = list({run["seed"]: run for run in others if _matches(run, planned)}.values())
         ours, n, hours = "not run", "", ""

@@ -123,7 +123,6 @@ def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str |
 
 
 def train_here(run: PlannedRun) -> str | None:
-    """Trains a run in this process."""
     from reproduction.reporting.report import write_report
     from reproduction.training.train import run_training
 
@@ -157,7 +156,6 @@ def train_all_apart(
 
 
 def train_apart(run: PlannedRun, children: "Children", logs: Path | None = None) -> str | None:
-    """Trains a run with train.py in its own process."""
     if children.signals:
         raise RunInterrupted("interrupted")
     _announce(run)
