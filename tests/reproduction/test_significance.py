@@ -43,14 +43,14 @@ def test_rows_without_a_test_are_listed_with_the_reason(tmp_path: Path, configs:
     (note,) = notes(tmp_path, configs, 5)
     assert "1 test; significant after Holm's correction: + mixup, CutMix, HTM." in note
     assert note.endswith(
-        "Without a test, needs 2 common seeds, has 1: + HTM; + VTM. Without a test, values are "
-        "identical: + mixup, CutMix, VTM."
+        "Not tested (needs 2 common seeds, has 1): + HTM; + VTM. "
+        "Not tested (values are identical): + mixup, CutMix, VTM."
     )
 
 
 def test_a_table_of_one_seed_has_no_verdict(tmp_path: Path, configs: Configs):
     write(tmp_path, configs, {"table5/none": {0: 60.0}, "table5/htm": {0: 61.0}})
-    assert notes(tmp_path, configs, 5) == ["Without a test, needs 2 common seeds, has 1: + HTM."]
+    assert notes(tmp_path, configs, 5) == ["Not tested (needs 2 common seeds, has 1): + HTM."]
     assert notes(tmp_path, configs, 2) == []
 
 

@@ -139,30 +139,14 @@ def report_folder(outputs: Path) -> Path:
 def write_page(
     folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
 ) -> list[Path]:
-    """Writes the tables in all formats and the page; returns all files of the report.
+    """Writes tables of one scale in all formats and the page; returns all files of the report.
 
-    `folder` already has the pictures. Raises UserError if it cannot be written to.
+    `folder` already has the pictures, which the page embeds. Raises UserError if it cannot be
+    written to.
     """
-    files = {
-        f"{table.name}.{suffix}": render(table)
-        for table in tables
-        for suffix, render in FORMATS.items()
-    }
-    drawn = [f"{p.name}{suffix}" for p in pictures if not p.missing for suffix in (".png", ".pdf")]
-    try:
-        for name, text in files.items():
-            write_text(folder / name, text)
-        write_text(folder / PAGE, _page(folder, tables, pictures, collection))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from error
-    return [folder / name for name in (*files, *drawn, PAGE)]
-
-
-def _page(
-    folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
-) -> str:
-    """Returns the page with embedded pictures from `folder`; it links to ../<run>/."""
     (scale,) = {table.scale for table in tables}
+    names = [picture.name for picture in pictures if not picture.missing]
+    texts = {f"{x.name}.{kind}": form(x) for x in tables for kind, form in FORMATS.items()}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -172,14 +156,21 @@ def _page(
         lstrip_blocks=True,
     )
     environment.filters["short_revision"] = short_revision
-    return environment.get_template(TEMPLATE).render(
-        scale=scale,
-        tables=tables,
-        pictures=pictures,
-        images={p.name: _image(folder / f"{p.name}.png") for p in pictures if not p.missing},
-        collection=collection,
-        formats=list(FORMATS),
-    )
+    try:
+        page = environment.get_template(TEMPLATE).render(
+            scale=scale,
+            tables=tables,
+            pictures=pictures,
+            images={name: _image(folder / f"{name}.png") for name in names},
+            collection=collection,
+            formats=list(FORMATS),
+        )
+        for name, text in (texts | {PAGE: page}).items():
+            write_text(folder / name, text)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error}") from error
+    drawn = [f"{name}{suffix}" for name in names for suffix in (".png", ".pdf")]
+    return [folder / name for name in (*texts, *drawn, PAGE)]
 
 
 def _image(path: Path) -> dict[str, Any]:

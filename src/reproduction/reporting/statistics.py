@@ -1,8 +1,8 @@
 """Mean and deviation over seeds, the paired t-test between two cells, and Holm's correction."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from scipy.stats import ttest_rel
 
@@ -10,8 +10,7 @@ LEAST_SEEDS = 2
 SAME = 1e-9  # percent: smaller differences count as equal
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Mean and sample standard deviation (n - 1 in the denominator; None for n = 1)."""
 
     mean: float
@@ -19,8 +18,7 @@ class Spread:
     n: int
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A cell against its baseline, over their common seeds.
 
     `difference` is the mean of cell - baseline in percent, None without a common seed. `p` is
@@ -44,10 +42,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 def flat_spread(name: str, spread: Spread | None) -> dict[str, float | None]:
     """Returns the values by the names of their columns in files."""
-    return {
-        f"{name}_mean": None if spread is None else spread.mean,
-        f"{name}_std": None if spread is None else spread.std,
-    }
+    return {f"{name}_mean": spread and spread.mean, f"{name}_std": spread and spread.std}
 
 
 def compare(ours: Mapping[int, float], baseline: Mapping[int, float]) -> Comparison:

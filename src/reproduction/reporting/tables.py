@@ -133,7 +133,7 @@ def significance(records: Sequence[Measured], reference: str) -> Iterator[str]:
         if test.reason is not None:
             reasons.setdefault(test.reason, []).append(name)
     sentences = list(_verdicts(tests, reference)) if tests else []
-    sentences += [f"Without a test, {why}: {'; '.join(rows)}." for why, rows in reasons.items()]
+    sentences += [f"Not tested ({why}): {'; '.join(rows)}." for why, rows in reasons.items()]
     if sentences:
         yield " ".join(sentences)
 
