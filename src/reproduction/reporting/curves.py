@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, islice, takewhile
+from itertools import groupby, islice
 from math import nan
 from operator import itemgetter
 from pathlib import Path
@@ -44,10 +44,8 @@ def last_epoch(path: Path) -> Epoch:
     with _reading(path):
         # the first item is what follows the last newline: nothing, or a truncated line
         batches = _batches(islice(lines_backwards(path), 1, None))
-        last = next(batches, None)
-        if last is not None:
-            same = takewhile(lambda line: line["epoch"] == last["epoch"], batches)
-            return _means([last, *same])
+        for _, lines in groupby(batches, itemgetter("epoch")):
+            return _means(lines)
     raise UserError(f"{path.name}: holds no batches")
 
 

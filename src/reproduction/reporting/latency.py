@@ -91,5 +91,4 @@ def in_ms(ms: float) -> str:
 
 def flat_latency(name: str, latency: Latency | None) -> dict[str, float | None]:
     """Returns the values by the names of their columns in files."""
-    values = latency or [None] * len(Latency._fields)
-    return {f"{name}_{key}": x for key, x in zip(Latency._fields, values, strict=True)}
+    return {f"{name}_{key}": latency and getattr(latency, key) for key in Latency._fields}

@@ -142,9 +142,8 @@ def point_configs(study: str, settings: Settings) -> dict[str, Config]:
 
 def studies_of(scale: str) -> list[str]:
     """Returns the tables and sweeps with cells at this scale."""
-    settings = Settings(scale=scale)
-    own = [study for study in STUDIES if study not in ("all", *FIGURES)]
-    return [study for study in own if any(_points(study, settings))]
+    studies = [study for study in STUDIES if study not in ("all", *FIGURES)]
+    return [study for study in studies if any(_points(study, Settings(scale=scale)))]
 
 
 def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
