@@ -114,9 +114,9 @@ def test_figure_4_of_a_short_run_marks_nothing(tmp_path: Path, configs: Configs,
     write_htm(tmp_path, configs, epochs=2)
     picture = draw(tmp_path, configs, "smoke", only="figure4")["figure4"]
     texts = drawn_texts["figure4"]
-    assert "2 epochs are too few to tell regimes" in texts and "smoke scale" in texts
+    assert "2 epochs are too few to identify regimes" in texts and "smoke scale" in texts
     assert not {"(A)", "(B)", "(C)"} & set(texts)
-    assert "2 epochs are too few to tell regimes." in picture.caption
+    assert "2 epochs are too few to identify regimes." in picture.caption
 
 
 @pytest.mark.parametrize(

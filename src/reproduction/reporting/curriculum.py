@@ -178,7 +178,7 @@ def _permanent(holds: np.ndarray) -> int | None:
 def describe(regimes: Regimes, epochs: int) -> str:
     """Describes the regimes in words, with epochs counted from 1."""
     if epochs < LEAST_EPOCHS:
-        return f"{epochs} epochs are too few to tell regimes"
+        return f"{epochs} epochs are too few to identify regimes"
     rise, convergence = regimes
     parts = ["no abrupt rise" if rise is None else f"abrupt rise after epoch {rise}"]
     parts += ["no convergence" if convergence is None else f"converged by epoch {convergence + 1}"]

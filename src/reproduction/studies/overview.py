@@ -1,4 +1,4 @@
-"""The report of a scale: its tables, sweeps and figures, from run folders alone."""
+"""The report of a scale: its tables, sweeps and figures, from run folders."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -66,7 +66,7 @@ class Settings:
             raise UserError("dataset=image_folder: name the folder of images as well, with data")
         own = self.chosen.dataset
         if own is not None and (self.dataset or self.data) is not None:
-            raise UserError(f"scale={self.scale}: has {own} alone, leave dataset and data out")
+            raise UserError(f"scale={self.scale}: always uses {own}, leave dataset and data out")
 
     @property
     def chosen(self) -> Scale:

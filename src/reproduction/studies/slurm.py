@@ -121,7 +121,7 @@ def _shell_line(words: Sequence[str]) -> str:
 def print_script(
     study: str, runs: list[PlannedRun], settings: Settings, resources: Resources
 ) -> None:
-    """Prints the script alone to stdout; PlainError if nothing is left to submit."""
+    """Prints only the script to stdout; PlainError if nothing is left to submit."""
     with redirect_stdout(sys.stderr):  # messages of downloads
         script = array_script(study, runs, settings, resources)
     if script is None:
