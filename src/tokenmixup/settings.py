@@ -254,7 +254,7 @@ class VTM(_Layered):
         int,
     )
     kappa: int | Sequence[int] = _per_layer(
-        "a whole number, 1 or more, or one for each layer",
+        "an integer, 1 or more, or one for each layer",
         lambda x: _is_whole(x) and x >= 1,
         int,
         3,

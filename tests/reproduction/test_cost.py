@@ -215,8 +215,8 @@ def test_hours_table_counts_shared_runs_once(planned):
         [name, str(n), hours_text(n * each), hours_text(n * each / 4)]
         for name, n in (("table3", 6), ("table4", 10), ("together", 12))
     ]
-    assert any("ideally" in line for line in texts(hours_table(studies, speeds, 4)))
-    assert not any("ideally" in line for line in texts(hours_table(studies, speeds, 1)))
+    assert any("ideal scaling" in line for line in texts(hours_table(studies, speeds, 4)))
+    assert not any("ideal scaling" in line for line in texts(hours_table(studies, speeds, 1)))
     shown = texts(speed_table(list(everything), speeds, "[mine]"))
     assert "[mine]" in shown[0]
     assert sum("12.5" in line for line in shown) == 6  # steps/s, a row for each run of seed 0

@@ -48,8 +48,8 @@ def test_plan_own_keeps_the_name_of_an_existing_run(tmp_path: Path):
         ({"seeds": 0}, "seeds: "),
         ({"stack": {}}, "stack: "),
         ({"overrides": ["recipe.lrr=1"]}, "recipe.lrr: unknown key"),
-        ({"overrides": ["seed=3"]}, "seed=3: seed is not the file's to choose"),
-        ({"overrides": ["+devices=2"]}, "devices is not the file's to choose"),
+        ({"overrides": ["seed=3"]}, "seed=3: a study must not set seed"),
+        ({"overrides": ["+devices=2"]}, "a study must not set devices"),
     ],
 )
 def test_invalid_study_files_are_refused(values, message: str, tmp_path: Path):

@@ -106,7 +106,7 @@ def test_figure_4_shows_all_seeds_and_the_regimes(tmp_path: Path, configs: Confi
     assert {"(A)", "(B)", "(C)", "tau = 2: below is easy"} <= set(drawn_texts["figure4"])
     assert "abrupt rise after epoch 2, converged by epoch" in " ".join(drawn_texts["figure4"])
     assert "a thin line for each seed (0, 1)" in picture.caption
-    assert "6.0 samples of a batch in the first epoch and 96.0 in the last" in picture.alt
+    assert "6.0 samples per batch in the first epoch and 96.0 in the last" in picture.alt
     assert "difficulty.json" not in picture.caption
 
 
@@ -114,9 +114,9 @@ def test_figure_4_of_a_short_run_marks_no_regimes(tmp_path: Path, configs: Confi
     write_htm(tmp_path, configs, epochs=2)
     picture = draw(tmp_path, configs, "smoke", only="figure4")["figure4"]
     texts = drawn_texts["figure4"]
-    assert "2 epochs are too few to tell regimes" in texts and "smoke scale" in texts
+    assert "2 epochs are too few to identify regimes" in texts and "smoke scale" in texts
     assert not {"(A)", "(B)", "(C)"} & set(texts)
-    assert "2 epochs are too few to tell regimes." in picture.caption
+    assert "2 epochs are too few to identify regimes." in picture.caption
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_figure_4_states_a_missing_distribution(tmp_path, configs, drawn_texts, 
         (run / "difficulty.json").write_text(text)
     picture = draw(tmp_path, configs, only="figure4")["figure4"]
     assert f"seed 0: {reason}" in drawn_texts["figure4"]
-    again = "without report.md the run writes it again with make reproduce-figure4"
-    assert f"{reason}; {again}." in picture.caption
+    hint = "to write it again, delete report.md and run make reproduce-figure4"
+    assert f"{reason}; {hint}." in picture.caption
 
 
 def test_figure_4_omits_and_names_runs_without_metrics(tmp_path: Path, configs: Configs):
@@ -169,9 +169,9 @@ def test_figure_3_and_pairs_are_of_the_lowest_finished_seed(tmp_path: Path, conf
         for suffix in (".png", ".pdf"):
             copied = (tmp_path / "report" / f"{name}{suffix}").read_bytes()
             assert copied == (runs[1] / f"{file}{suffix}").read_bytes()
-        assert "Of htm1" in pictures[name].caption
+        assert "From htm1" in pictures[name].caption
     assert (
-        "gradient 4.50, full rollout 5.25, one step 5.00 nats; 5.54 if it were even"
+        "gradient 4.50, full rollout 5.25, one step 5.00 nats; uniform 5.54"
         in pictures["figure3"].caption
     )
     assert "figure3_imagenet1k" not in draw(tmp_path, configs, only="figure3")

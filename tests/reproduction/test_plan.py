@@ -224,7 +224,7 @@ def test_inconsistent_settings_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="image_folder"):
         Settings(dataset="image_folder")
     for changes in ({"dataset": "cifar100"}, {"data": "/d"}):
-        with pytest.raises(UserError, match="scale=digits: has digits alone"):
+        with pytest.raises(UserError, match="scale=digits: always uses digits"):
             Settings(scale="digits", **changes)
     with pytest.raises(UserError, match="study=table6"):
         plan("table6", settings(tmp_path, scale="smoke"), 1)

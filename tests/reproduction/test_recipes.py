@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from reproduction.reporting.recipes import Setting, compare_recipes, meant, read_recipes
+from reproduction.reporting.recipes import Setting, applies, compare_recipes, read_recipes
 from reproduction.studies.results import results_page
 from scripts.write_docs import (
     CONFIGURATION,
@@ -34,7 +34,7 @@ def idle_reasons(settings: list[Setting], recipes: dict[str, Any]) -> list[dict[
         reason
         for reason in recipes["reasons"]
         if not any(
-            x.key == reason["key"] and meant(reason, x.experiment) and not x.is_equal
+            x.key == reason["key"] and applies(reason, x.experiment) and not x.is_equal
             for x in settings
         )
     ]
@@ -52,9 +52,9 @@ def test_every_reason_explains_a_difference(settings: list[Setting]):
 
 def test_published_values_belong_to_existing_settings(settings: list[Setting]):
     for entry in RECIPES["published"]:
-        known = {x.key for x in settings if meant(entry, x.experiment)}
+        known = {x.key for x in settings if applies(entry, x.experiment)}
         assert set(entry["values"]) <= known, entry["in"]
-    assert set(RECIPES["ours_alone"]) <= {x.key for x in settings if x.published == "not told"}
+    assert set(RECIPES["ours_alone"]) <= {x.key for x in settings if x.published == "not stated"}
 
 
 def test_changed_values_and_superfluous_reasons_are_noticed():

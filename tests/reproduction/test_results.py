@@ -74,8 +74,8 @@ def test_study_report_omits_runs_with_incomplete_results(tmp_path: Path):
     first.folder.create(first.config)
     first.folder.write_summary(status="finished", top1_last=50.0)
     report = write_study_report(FIRST, settings, planned).read_text()
-    assert f"A run is left out. {first.folder.path}: holds no whole result: " in report
-    assert "0 of 25 runs are there" in report
+    assert f"A run is left out. {first.folder.path}: incomplete result: " in report
+    assert "0 of 25 runs are finished" in report
 
 
 def result_of(name: str, config: Any, top1: float) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_results_page_compares_the_runs_of_a_study_over_seeds(tmp_path: Path):
             other = replace(run.config, recipe=replace(run.config.recipe, lr=1.0))
             (tmp_path / f"{run.name}.json").write_text(json.dumps(result_of(run.name, other, 99.0)))
     page = results_page(tmp_path)
-    assert "20 of 25 runs are there, 4 of 5 rounds are whole." in page
+    assert "20 of 25 runs are finished, 4 of 5 rounds are complete." in page
     assert "| htm | 4 | 55.75 +/- 1.71 | 55.75 +/- 1.71 | 90.00 +/- 0.00 | 25 % | 2.0 |" in page
     p = ttest_rel(rows["htm"], rows["none"]).pvalue
     assert f"| htm - none | 4 | +4.25 | {p:.1e} | {3 * p:.3f} | significant at 5 % |" in page
@@ -107,7 +107,7 @@ def test_results_page_compares_the_runs_of_a_study_over_seeds(tmp_path: Path):
     for path in tmp_path.glob("*-s[23]-*.json"):
         path.unlink()
     page = results_page(tmp_path)
-    assert "2 of 5 rounds are whole" in page and "no difference is tested yet" in page
+    assert "2 of 5 rounds are complete" in page and "no difference is tested yet" in page
     assert " p " not in page.partition("## HTM and VTM")[2]
 
 

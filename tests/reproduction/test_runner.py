@@ -43,9 +43,9 @@ def narrow() -> Iterator[None]:
         smoke = SCALES["smoke"]
         columns = {"CIFAR-100": (*smoke.columns["CIFAR-100"], *narrow)}
         patch.setitem(SCALES, "smoke", replace(smoke, columns=columns))
-        planning._config_elsewhere.cache_clear()
+        planning._cached_config.cache_clear()
         yield
-    planning._config_elsewhere.cache_clear()
+    planning._cached_config.cache_clear()
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_train_all_waits_for_locked_runs_last(capsys):
 
     assert runner.train_all([fake(x) for x in "abc"], start, poll=0.001) == {"a": "broken"}
     assert order == ["a", "b", "c", "a", "b", "b", "b"]
-    assert capsys.readouterr().out.count("waited for") == 1
+    assert capsys.readouterr().out.count("waiting for") == 1
 
 
 def test_train_all_accepts_a_run_finished_by_another_process():

@@ -36,8 +36,8 @@ def test_note_names_significant_and_other_differences(tmp_path: Path, configs: C
     assert notes(tmp_path, configs, 4) == [
         "Significant at 5 % against the baseline: without ScoreNet +5.07 (p = 1.9e-06); without "
         "optimal assignment +0.77 (p = 0.023). Not significant: without token-level mixup +0.18 "
-        "(p = 0.635); without saliency-based labels +0.68 (p = 0.089). 4 tests; by Holm's "
-        "correction significant: without ScoreNet."
+        "(p = 0.635); without saliency-based labels +0.68 (p = 0.089). 4 tests; "
+        "significant after Holm's correction: without ScoreNet."
     ]
 
 
@@ -46,16 +46,16 @@ def test_note_lists_rows_without_a_test_and_the_reason(tmp_path: Path, configs: 
     values |= {"none": {0: 60.0}, "htm": {0: 61.0}, "vtm": {0: 62.0}}
     write(tmp_path, configs, {f"table5/{name}": by_seed for name, by_seed in values.items()})
     (note,) = notes(tmp_path, configs, 5)
-    assert "1 test; by Holm's correction significant: + mixup, CutMix, HTM." in note
+    assert "1 test; significant after Holm's correction: + mixup, CutMix, HTM." in note
     assert note.endswith(
-        "Without a test, needs 2 common seeds, has 1: + HTM; + VTM. Without a test, values are "
-        "identical: + mixup, CutMix, VTM."
+        "Not tested (needs 2 common seeds, has 1): + HTM; + VTM. "
+        "Not tested (values are identical): + mixup, CutMix, VTM."
     )
 
 
 def test_table_of_one_seed_has_no_verdict(tmp_path: Path, configs: Configs):
     write(tmp_path, configs, {"table5/none": {0: 60.0}, "table5/htm": {0: 61.0}})
-    assert notes(tmp_path, configs, 5) == ["Without a test, needs 2 common seeds, has 1: + HTM."]
+    assert notes(tmp_path, configs, 5) == ["Not tested (needs 2 common seeds, has 1): + HTM."]
     assert notes(tmp_path, configs, 2) == []
 
 

@@ -50,7 +50,7 @@ def test_sweep_value_of_the_cell_uses_the_cells_run(tmp_path: Path, configs: Con
         assert record(table, value).runs == ("htm",)
         assert texts(table, value)["top-1 paper"] == "83.56"
         assert sum(bool(r.runs) for r in table.records) == 1
-    cells = next(note for note in table.notes if "Of one configuration" in note)
+    cells = next(note for note in table.notes if "Cells of the same configuration" in note)
     assert f"{HTM}, table3/attention, table4/full, table5/mixup_cutmix_htm, tau=2, rho" in cells
 
 

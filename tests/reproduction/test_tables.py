@@ -42,7 +42,7 @@ def test_cell_shows_mean_deviation_and_differences(tmp_path: Path, configs: Conf
     assert row["top-1 best"] == "81.50 +/- 1.00"
     assert row["top-1 paper"] == "83.56"
     assert (row["top-1 last - paper"], row["top-1 best - paper"]) == ("-2.56", "-2.06")
-    assert table.notes[-1] == "3 finished runs, 6.00 hours in all, git ababababab."
+    assert table.notes[-1] == "3 finished runs, 6.00 hours in total, git ababababab."
 
 
 def test_t_test_pairs_the_seeds_of_cell_and_baseline(tmp_path: Path, configs: Configs):
@@ -124,7 +124,7 @@ def test_only_full_tables_of_the_papers_data_have_no_warning(tmp_path: Path, con
     for table in tables_of(tmp_path, configs, "smoke")[0].values():
         assert "SMOKE SCALE" in (table.banner or "") and "smoke scale" in table.title
     for table in tables_of(tmp_path, swapped)[0].values():
-        assert "DIGITS IN PLACE OF" in (table.banner or "")
+        assert "DIGITS INSTEAD OF" in (table.banner or "")
 
 
 def test_cells_without_runs_state_it(tmp_path: Path, configs: Configs):

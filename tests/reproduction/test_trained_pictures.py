@@ -13,8 +13,8 @@ from reproduction.models.build import build_module
 from reproduction.reporting import trained as module_of_trained
 from reproduction.reporting.gallery import (
     _frames,
-    _named,
     _over_image,
+    _quote,
     draw_difficulty,
     draw_pairs,
     image_difficulty,
@@ -111,7 +111,7 @@ def test_draw_pairs_is_reproducible_with_any_class_names(tmp_path: Path):
     for suffix in ("png", "pdf"):
         one, other = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "other"))
         assert one == other and len(one) > 10_000
-    assert _named(names[0]) == '"a_$long$_name..."'
+    assert _quote(names[0]) == '"a_$long$_name..."'
 
 
 def test_draw_pairs_refuses_a_run_without_mixed_images(tmp_path: Path):

@@ -1,1 +1,1 @@
-"""Pictures and pages made from run folders."""
+"""Tables, figures and pages made from run folders."""

@@ -1,7 +1,4 @@
-"""The cells of the paper's tables that were trained, as printed, and the scales to train them at.
-
-Imports nothing heavy.
-"""
+"""The trained cells of the paper's tables with their printed values, and the scales of a study."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +12,9 @@ CELLS = Path(__file__).with_name("cells.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell: the experiment that trains it here and the printed accuracy in percent (and ms).
+    """One cell: the experiment that trains it and the printed accuracies in percent.
 
-    `baseline` is the experiment that it is compared with; None for a baseline.
+    `baseline` is the experiment that the cell is compared with, None if it is a baseline itself.
     """
 
     experiment: str
@@ -35,11 +32,11 @@ class Cell:
 
 @cache
 def read_cells() -> tuple[Cell, ...]:
-    """All 29 cells in the paper's order."""
+    """Returns all 29 cells in the paper's order."""
     return tuple(Cell(**entry) for entry in yaml.safe_load(CELLS.read_text()))
 
 
-Overrides = tuple[str, ...]  # of train.py's command line
+Overrides = tuple[str, ...]  # of the command line of train.py
 
 FULL = "full"
 CIFAR_10, CIFAR_100, IMAGENET = "CIFAR-10", "CIFAR-100", "ImageNet-1K"
@@ -47,12 +44,12 @@ CIFAR_10, CIFAR_100, IMAGENET = "CIFAR-10", "CIFAR-100", "ImageNet-1K"
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How a cell is trained at a scale; `about` tells people.
+    """How the cells are trained at one scale; `about` describes it to users.
 
-    `columns`: overrides by the column of the cell; cells of other columns do not exist.
-    `stacks`: further ones where the cell's stack has an augmentation, or all of some joined by +.
-    `dataset`: an option in place of the cells' own. `sweeps`: values in place of the paper's size.
-    `is_apart`: each run has a process of its own. `seeds`: how many, unless told.
+    `columns`: overrides by column; cells of other columns are left out.
+    `stacks`: further overrides by augmentation; `a+b` applies to stacks with both.
+    `dataset`: replaces the data set of the cells. `sweeps`: replaces the values of a sweep.
+    `seeds`: the default number. `is_apart`: whether each run gets its own process.
     """
 
     about: str
@@ -64,9 +61,12 @@ class Scale:
     is_apart: bool = True
 
     def overrides(self, column: str, stack: set[str]) -> list[str]:
-        """What this scale changes in a cell."""
-        fitting = (own for key, own in self.stacks.items() if set(key.split("+")) <= stack)
-        return [*self.columns[column], *(override for own in fitting for override in own)]
+        """Returns the overrides of a cell in `column` with the augmentations `stack`."""
+        overrides = list(self.columns[column])
+        for key, more in self.stacks.items():
+            if set(key.split("+")) <= stack:
+                overrides += more
+        return overrides
 
 
 FEW_STEPS = (
@@ -77,8 +77,8 @@ FEW_STEPS = (
     "dataset.limit=16",
     "dataset.workers=0",
 )
-# 10 classes, 2 blocks and 64 tokens: tau and rho of the cells mix here too; 20 of 64 tokens are
-# the cells' 80 of 256.
+# 10 classes, 2 blocks and 64 tokens: the tau and rho of the cells mix here too, and a kappa of 20
+# of 64 tokens corresponds to their 80 of 256.
 DIGITS = ("model=cct_2_3x2", "recipe=quickstart", "recipe.epochs=24", "dataset.limit=150")
 
 SCALES: Mapping[str, Scale] = {
@@ -94,9 +94,9 @@ SCALES: Mapping[str, Scale] = {
             IMAGENET: ("recipe.epochs=3",),
         },
     ),
-    # untrained models find every sample difficult and attend evenly: without `stacks` none mixes
+    # Untrained models find every sample difficult and attend evenly: without `stacks` none mixes.
     "smoke": Scale(
-        about="4 batches of 8 images, ViT-B/16 without pretrained weights on 32 pixels, HTM with "
+        about="4 batches of 8 images, ViT-B/16 without pretrained weights at 32 pixels, HTM with "
         "tau=inf and rho=0",
         columns={
             CIFAR_10: FEW_STEPS,
@@ -108,8 +108,8 @@ SCALES: Mapping[str, Scale] = {
         is_apart=False,
     ),
     "digits": Scale(
-        about="the cells of CIFAR-100 by CCT-2/3x2 on 150 of scikit-learn's handwritten digits, "
-        "tested on 360 others",
+        about="the CIFAR-100 cells with CCT-2/3x2, trained on 150 of scikit-learn's handwritten "
+        "digits and tested on 360 others",
         columns={CIFAR_100: DIGITS},
         stacks={
             "manifold_mixup": ("augmentation.manifold_mixup.layers=[0,1]",),
@@ -126,5 +126,5 @@ SCALES: Mapping[str, Scale] = {
 
 
 def about() -> str:
-    """All scales in one line."""
+    """Describes all scales in one line."""
     return "; ".join(f"{name}: {scale.about}" for name, scale in SCALES.items())

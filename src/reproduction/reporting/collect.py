@@ -1,6 +1,6 @@
-"""From the folders under outputs/ to the results of each cell; never stops at a broken folder.
+"""Collects the results of each cell from the run folders; damaged folders are reported as unused.
 
-Of a folder: config.yaml, summary.json and the end of metrics.jsonl.
+Reads config.yaml, summary.json and the end of metrics.jsonl.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,22 @@ from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
 
 REPORT = "report"
-OURS = (REPORT, "data")  # these folders under outputs/ are ours, unless they hold a run
-MOST_KEYS = 3  # that the note on a run of another configuration names
+NO_RUNS = (REPORT, "data")  # folders under outputs/ that are skipped unless they hold a run
+MOST_KEYS = 3  # largest number of differing keys that a reason lists
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
-ORDERED = (  # the first is never less
+ORDERED = (  # pairs whose first metric is never below the second
     ("top1_best", "top1_last"),
     ("top1_best", "top1_median10"),
     ("top5_best", "top5_last"),
 )
-LONGEST = 300  # characters of an error
+LONGEST = 300  # characters of a text from a run folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a finished run has reached, in percent, and what is known of how; None: not known."""
+    """The accuracies of a finished run in percent, by METRICS, and its provenance if known."""
 
-    accuracy: Mapping[str, float]  # of each of METRICS
+    accuracy: Mapping[str, float]
     seconds: float | None
     devices: int | None
     hardware: str | None
@@ -43,7 +44,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run folder; `identity` is without the seed, `written` the time of its summary in s."""
+    """A run folder; `identity` excludes the seed, `written` is the mtime of the summary."""
 
     folder: str
     identity: Mapping[str, Any]
@@ -51,12 +52,12 @@ class Run:
     status: str
     written: float
     error: str | None = None
-    result: Result | None = None  # of a finished run, and only of one
+    result: Result | None = None  # of finished runs only
 
 
 @dataclass(frozen=True)
 class Unused:
-    """A folder that counts for no cell, and why, in one line."""
+    """A folder that belongs to no cell, and the reason in one line."""
 
     folder: str
     reason: str
@@ -64,72 +65,73 @@ class Unused:
 
 @dataclass(frozen=True)
 class CellRuns:
-    """The runs of one configuration: finished ones by seed, and those that are not."""
+    """The runs of one configuration: the finished ones by seed, and the others."""
 
     finished: Mapping[int, Run] = dataclasses.field(default_factory=dict)
     others: tuple[Run, ...] = ()
 
     def all(self) -> list[Run]:
-        """In the order of seeds."""
-        return sorted((*self.finished.values(), *self.others), key=_by_seed)
+        """Returns all runs in the order of their seeds."""
+        return _sorted([*self.finished.values(), *self.others])
 
 
 @dataclass(frozen=True)
 class Collection:
-    """experiment -> its runs (cells of one configuration share theirs), and what is left over."""
+    """The runs and the configuration key of each experiment, and the unused folders.
+
+    Experiments of the same configuration have the same key and share their runs.
+    """
 
     cells: Mapping[str, CellRuns]
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # one per configuration
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unused: tuple[Unused, ...] = ()
 
     def experiments(self, run: Run) -> list[str]:
-        """The cells that `run` counts for."""
+        """Returns the experiments that `run` belongs to."""
         return [name for name, cell in self.cells.items() if run in cell.all()]
 
     def runs(self) -> list[Run]:
-        """Every run of a cell once, in the order of the cells, then of seeds."""
+        """Returns each used run once, in the order of the cells, then of the seeds."""
         return list(
             {run.folder: run for cell in self.cells.values() for run in cell.all()}.values()
         )
 
 
 def collect(outputs: Path, configs: Mapping[str, Config]) -> Collection:
-    """The runs under `outputs` that have the configuration of a cell, but for the seed.
+    """Assigns the runs under `outputs` to the experiments of the same configuration and any seed.
 
-    `configs` maps an experiment to its resolved configuration.
+    `configs` maps each experiment to its resolved configuration.
     """
     runs, unused = _read_all(outputs)
-    wanted = {name: identity(dataclasses.asdict(config)) for name, config in configs.items()}
-    for shared in wanted.values():
+    identities = {name: identity(dataclasses.asdict(config)) for name, config in configs.items()}
+    for shared in identities.values():
         shared.pop("seed")
-    keys = {name: _key(shared) for name, shared in wanted.items()}
+    keys = {name: _key(shared) for name, shared in identities.items()}
     groups: dict[str, list[Run]] = {}
     for run in runs:
         key = _key(run.identity)
         if key in keys.values():
             groups.setdefault(key, []).append(run)
         else:
-            unused.append(Unused(run.folder, _nearest(run, wanted)))
+            unused.append(Unused(run.folder, _mismatch(run, identities)))
     chosen = {}
     for key, group in groups.items():
-        chosen[key], left_over = _choose(group)
-        unused += left_over
+        chosen[key], duplicates = _choose(group)
+        unused += duplicates
     cells = {name: chosen.get(key, CellRuns()) for name, key in keys.items()}
-    return Collection(cells, keys, tuple(sorted(unused, key=lambda entry: entry.folder)))
+    return Collection(cells, keys, tuple(sorted(unused, key=attrgetter("folder"))))
 
 
 def _key(shared: Mapping[str, Any]) -> str:
-    """One text per configuration."""
     return json.dumps(shared, sort_keys=True, default=repr)
 
 
 def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
-    names = sorted(entry.name for entry in outputs.iterdir() if entry.is_dir())
     runs: list[Run] = []
     unused: list[Unused] = []
-    for name in names:
-        folder = outputs / name
-        if name.startswith(".") or (name in OURS and not (folder / "config.yaml").exists()):
+    for folder in sorted(entry for entry in outputs.iterdir() if entry.is_dir()):
+        name = folder.name
+        if name.startswith(".") or (name in NO_RUNS and not (folder / "config.yaml").exists()):
             continue
         try:
             if not name.isprintable():
@@ -139,37 +141,35 @@ def _read_all(outputs: Path) -> tuple[list[Run], list[Unused]]:
             reason = str(error).replace(f"{folder}/", "").replace(f"{folder} ", "")
             unused.append(Unused(short(name), short(reason)))
         except (OSError, RecursionError, OverflowError) as error:
-            reason = f"not readable: {short(first_line(error))}"
-            unused.append(Unused(short(name), reason))
+            unused.append(Unused(short(name), f"not readable: {short(first_line(error))}"))
     return runs, unused
 
 
 def _choose(group: list[Run]) -> tuple[CellRuns, list[Unused]]:
-    """One run per seed: the finished one, of several the one whose summary is newest."""
+    """Keeps the finished run with the newest summary of each seed, or else its unfinished runs."""
     finished: dict[int, Run] = {}
     others: list[Run] = []
     unused: list[Unused] = []
-    newest_first = sorted(group, key=lambda run: (-run.written, run.folder))
-    for run in sorted(newest_first, key=lambda run: run.result is None):
-        taken = finished.get(run.seed)
-        if taken is not None:
-            reason = f"seed {run.seed} again ({run.status}): {taken.folder} is counted"
+    for run in sorted(group, key=lambda run: (run.result is None, -run.written, run.folder)):
+        kept = finished.get(run.seed)
+        if kept is not None:
+            reason = f"seed {run.seed} again ({run.status}): {kept.folder} is counted"
             newer = ", the newer of the finished ones" if run.result is not None else ""
             unused.append(Unused(run.folder, reason + newer))
         elif run.result is not None:
             finished[run.seed] = run
         else:
             others.append(run)
-    return CellRuns(dict(sorted(finished.items())), tuple(sorted(others, key=_by_seed))), unused
+    return CellRuns(dict(sorted(finished.items())), tuple(_sorted(others))), unused
 
 
-def _by_seed(run: Run) -> tuple[int, str]:
-    return run.seed, run.folder
+def _sorted(runs: list[Run]) -> list[Run]:
+    return sorted(runs, key=attrgetter("seed", "folder"))
 
 
-def _nearest(run: Run, wanted: Mapping[str, Mapping[str, Any]]) -> str:
-    """How the run differs from the cell that it is closest to."""
-    gaps = ((differing(run.identity, theirs), name) for name, theirs in wanted.items())
+def _mismatch(run: Run, identities: Mapping[str, Mapping[str, Any]]) -> str:
+    """Describes how the run differs from the experiment that is closest to it."""
+    gaps = ((differing(run.identity, theirs), name) for name, theirs in identities.items())
     pairs, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
     reason = f"{run.status}, not the configuration of a cell at this scale"
     if not 0 < len(pairs) <= MOST_KEYS:
@@ -178,45 +178,49 @@ def _nearest(run: Run, wanted: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _read(folder: RunFolder) -> Run:
-    """UserError says in one line why it is no run, or a broken one."""
-    found = identity(folder.read_config())
-    seed = found.pop("seed", None)
+    """Raises UserError with the reason if the folder holds no run or a damaged one."""
+    config = identity(folder.read_config())
+    seed = config.pop("seed", None)
     if type(seed) is not int:
         raise UserError("is not a run folder: config.yaml holds no seed")
     summary = folder.read_summary()
-    written = folder.summary_path.stat().st_mtime if summary else 0.0
     status = short(str(summary.get("status", "not begun")))
     if status == "running" and not is_held(folder):
-        status = "interrupted"  # a killed run could not say so
-    result = _result(summary, found) if status == "finished" else None
-    error = summary.get("error") if result is None else None
+        status = "interrupted"  # a killed run cannot update its status
+    result = error = None
+    if status == "finished":
+        result = _result(summary, config)
+    else:
+        status += _progress(folder, config)
+        error = summary.get("error")
     return Run(
         folder=folder.path.name,
-        identity=found,
+        identity=config,
         seed=seed,
-        status=status if result is not None else status + _progress(folder, found),
-        written=written,
+        status=status,
+        written=folder.summary_path.stat().st_mtime if summary else 0.0,
         error=None if error is None else short(str(error)),
         result=result,
     )
 
 
-def _result(summary: dict[str, Any], found: Mapping[str, Any]) -> Result:
-    """Raises UserError if a finished run's summary cannot be that of its configuration."""
+def _result(summary: dict[str, Any], config: Mapping[str, Any]) -> Result:
+    """Raises UserError if the summary of a finished run contradicts itself or the configuration."""
     accuracy = {}
     for key in METRICS:
         value = _number(summary.get(key))
         if value is None or not 0 <= value <= 100:
-            said = f"{key} is {summary.get(key)}, no percentage"
-            raise UserError(f"summary.json: finished, but {said}")
+            raise UserError(
+                f"summary.json: finished, but {key} is {summary.get(key)}, no percentage"
+            )
         accuracy[key] = value
     for greater, less in ORDERED:
         above, below = accuracy[greater], accuracy[less]
         if above < below:
             raise UserError(f"summary.json: {greater}={above} must not be below {less}={below}")
-    epochs, steps, whole = summary.get("epochs"), summary.get("steps"), found.get("recipe.epochs")
-    if epochs != whole and (steps is None or steps != found.get("recipe.max_steps")):
-        raise UserError(f"summary.json: finished, but after {epochs} of {whole} epochs")
+    done, steps, epochs = summary.get("epochs"), summary.get("steps"), config.get("recipe.epochs")
+    if done != epochs and (steps is None or steps != config.get("recipe.max_steps")):
+        raise UserError(f"summary.json: finished, but after {done} of {epochs} epochs")
     devices, hardware, revision = map(summary.get, ("devices", "hardware", "git_revision"))
     return Result(
         accuracy=accuracy,
@@ -233,19 +237,19 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _progress(folder: RunFolder, found: Mapping[str, Any]) -> str:
-    """`, in epoch 3 of 310` by the last whole line of metrics.jsonl; nothing if there is none."""
+def _progress(folder: RunFolder, config: Mapping[str, Any]) -> str:
+    """Returns `, in epoch 3 of 310` from the last intact line of metrics.jsonl, if there is one."""
     if not folder.metrics_path.exists():
         return ""
     for line in lines_backwards(folder.metrics_path):
         try:
             epoch = parse_json(line)["epoch"]
         except (ValueError, TypeError, KeyError):
-            continue  # cut off, or no line of ours
-        return f", in epoch {short(str(epoch))} of {found.get('recipe.epochs')}"
+            continue  # truncated or damaged
+        return f", in epoch {short(str(epoch))} of {config.get('recipe.epochs')}"
     return ""
 
 
 def short(text: str) -> str:
-    """`text` in one line that fits into a report."""
+    """Returns `text` as one line of bounded length."""
     return in_one_line(text, LONGEST)

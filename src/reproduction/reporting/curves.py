@@ -1,9 +1,9 @@
-"""Curves over training: metrics.jsonl as a stream, since a run has up to a million batches."""
+"""Curves over training: reads metrics.jsonl, up to a million lines, as a stream."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, islice, takewhile
+from itertools import groupby, islice
 from math import nan
 from operator import itemgetter
 from pathlib import Path
@@ -15,45 +15,42 @@ import numpy as np
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
 
-BLOCK = 2**16  # bytes that are read at a time from the end
+BLOCK = 2**16  # bytes read at once
 
 Line = dict[str, Any]
 
 
 class Epoch(NamedTuple):
-    """Means over the batches of an epoch; `mixed_tokens` is None where no sample was mixed."""
+    """Means over the batches of an epoch; `mixed_tokens` is None if no sample was mixed."""
 
     epoch: int
-    mixed_samples: float  # in a batch
-    mixed_tokens: float | None  # in a mixed sample
+    mixed_samples: float  # per batch
+    mixed_tokens: float | None  # per mixed sample
     difficulty: float  # nats; nan from augmentation.off_epoch on
 
 
 def read_epochs(path: Path) -> list[Epoch]:
-    """The epochs of a run with HTM; UserError if `path` cannot be read or holds none."""
+    """Reads the epochs of a run with HTM; UserError if `path` is not readable or has no batches."""
     with _reading(path), path.open("rb") as file:
-        whole = (line for line in file if line.endswith(b"\n"))
-        found = [
-            _means(lines) for _, lines in groupby(_in_order(_batches(whole)), itemgetter("epoch"))
-        ]
-    if not found:
+        batches = _in_order(_batches(line for line in file if line.endswith(b"\n")))
+        epochs = [_means(lines) for _, lines in groupby(batches, itemgetter("epoch"))]
+    if not epochs:
         raise UserError(f"{path.name}: holds no batches")
-    return found
+    return epochs
 
 
 def last_epoch(path: Path) -> Epoch:
-    """The last one of them, without reading the others."""
+    """Reads the last epoch alone; UserError as in read_epochs."""
     with _reading(path):
-        batches = _batches(islice(lines_backwards(path), 1, None))  # what follows the last line
-        last = next(batches, None)
-        if last is not None:
-            same = takewhile(lambda line: line["epoch"] == last["epoch"], batches)
-            return _means([last, *same])
+        # the first item is what follows the last newline: nothing, or a truncated line
+        batches = _batches(islice(lines_backwards(path), 1, None))
+        for _, lines in groupby(batches, itemgetter("epoch")):
+            return _means(lines)
     raise UserError(f"{path.name}: holds no batches")
 
 
 def lines_backwards(path: Path) -> Iterator[bytes]:
-    """The lines of a file from the last to the first, without reading more than is asked for."""
+    """Yields the lines of a file from the last to the first, and reads no more than needed."""
     rest = b""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
@@ -67,32 +64,32 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
 
 
 def running_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """The mean over `window` values around each one, over fewer at the ends."""
+    """Averages a window around each value; the window is cut off at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    place = np.arange(len(values)) - window // 2
-    first, end = np.maximum(place, 0), np.minimum(place + window, len(values))
+    start = np.arange(len(values)) - window // 2
+    first, end = np.maximum(start, 0), np.minimum(start + window, len(values))
     return (sums[end] - sums[first]) / (end - first)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what a damaged file raises into a UserError that names it."""
+    """Turns the exceptions of a damaged file into a UserError that names it."""
     try:
         yield
-    except OSError as error:  # without the path, which would tell the report's readers nothing
+    except OSError as error:  # its own text has the full path
         raise UserError(f"{path.name}: not readable: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path.name}: not readable: {first_line(error)}") from error
 
 
 def _batches(lines: Iterable[bytes]) -> Iterator[Line]:
-    """The lines of batches that were learned from, without those of whole epochs."""
+    """Yields the lines of batches; leaves out skipped batches and the lines of epochs."""
     rows = (parse_json(line) for line in lines if line.strip())
     return (row for row in rows if "step" in row and not row.get("skipped"))
 
 
 def _in_order(batches: Iterable[Line]) -> Iterator[Line]:
-    """ValueError where a step comes twice or too early, as in two files put together."""
+    """Raises ValueError if steps do not increase, as in two files joined together."""
     last = 0
     for line in batches:
         if line["step"] <= last:

@@ -1,4 +1,4 @@
-"""What the published rules change, measured on saliency: of a trained run, or random.
+"""Measures the effects of the published rules on the saliency of a trained run, or random.
 
 Letters: b batch, t spatial tokens, n tokens with prefix.
 """
@@ -31,18 +31,18 @@ BATCHES = 8
 
 
 class Batch(NamedTuple):
-    """What enters the HTM block of one batch."""
+    """The inputs of HTM for one batch."""
 
     saliency: Tensor  # b t
     is_easy: Tensor  # b bool
     targets: Tensor  # b c
-    maps: list[Tensor]  # b h n n of this block and the next one
+    maps: list[Tensor]  # b h n n, of the HTM block and the next one
     num_prefix_tokens: int
     class_token: bool
 
 
 def measure(batches: list[Batch], rho: float, kappa: int) -> dict[str, float]:
-    """Mean effects over batches, as shares but for tokens."""
+    """Returns the mean effects over batches: shares, counts of tokens and correlations."""
     rows = [dict(_effects(batch, rho, kappa)) for batch in batches]
     return {key: float(np.mean([row[key] for row in rows if key in row])) for key in rows[0]}
 
@@ -54,8 +54,8 @@ def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]
     moved = easy_first(batch.is_easy) != rows
     yield "order: rows that read another sample's memory", float(moved.float().mean())
     mixed = _mix(batch, rho).tokens[..., 0]
-    same = _overlap(salient_places(mixed, kappa), salient_places(batch.saliency, kappa))
-    yield "order: tokens that VTM chooses otherwise at the HTM block", 1 - same
+    overlap = _overlap(salient_places(mixed, kappa), salient_places(batch.saliency, kappa))
+    yield "order: tokens that VTM chooses otherwise at the HTM block", 1 - overlap
     yield from _map_effects(batch, kappa)
 
 
@@ -75,13 +75,13 @@ def _mask_effects(batch: Batch, rho: float) -> Iterator[tuple[str, float]]:
 
 
 def _mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
-    tokens = batch.saliency[..., None]  # so that saliency moves with its token
+    tokens = batch.saliency[..., None]  # so that the saliency moves with its token
     rules = rules_of(HTM(layer=0, **settings))
     return mix_horizontal(tokens, batch.targets, batch.saliency, batch.is_easy, rho, rules=rules)
 
 
 def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
-    """Effects that need attention maps, and a class token where they are about it."""
+    """Yields the effects that need attention maps or a class token."""
     prefix, t = batch.num_prefix_tokens, batch.saliency.shape[1]
     if len(batch.maps) > 1:
         composed = rollout_saliency(batch.maps, prefix, batch.class_token)
@@ -99,24 +99,24 @@ def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
         yield "class token: samples whose last patch is lost", float(lost)
     if batch.class_token and batch.maps:
         rows = attention_saliency(batch.maps[0], prefix, class_token=False)
-        found = _correlation(batch.saliency, rows)
-        yield "class token: rank correlation of its row with the mean", found
+        correlation = _correlation(batch.saliency, rows)
+        yield "class token: rank correlation of its row with the mean", correlation
 
 
 def _overlap(one: Tensor, other: Tensor) -> float:
-    """Share of the places `b k` that are in the other set too."""
+    """Returns the share of the positions `b k` that the other set contains."""
     return float((one[:, :, None] == other[:, None]).any(dim=2).float().mean())
 
 
 def _correlation(one: Tensor, other: Tensor) -> float:
-    """Spearman's, mean over samples."""
+    """Returns Spearman's rank correlation, averaged over samples."""
     ranks = [x.argsort(dim=1).argsort(dim=1).float() for x in (one, other)]
     a, b = (F.normalize(rank - rank.mean(dim=1, keepdim=True), dim=1) for rank in ranks)
     return float((a * b).sum(dim=1).mean())
 
 
 def random_batches(seed: int, b: int = 128, t: int = 64, prefix: int = 0) -> list[Batch]:
-    """Saliency of independent tokens, half of the samples easy, one class each."""
+    """Draws independent saliencies; half of the samples are easy, and each has one class."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(BATCHES):
@@ -129,7 +129,7 @@ def random_batches(seed: int, b: int = 128, t: int = 64, prefix: int = 0) -> lis
 
 
 def run_batches(folder: RunFolder, config: Config) -> list[Batch]:
-    """Batches of augmented training images of a finished run, without input mixup."""
+    """Reads batches of augmented training images of a run, without input mixup."""
     trained = load_trained(config, folder)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, trained.device)
     batches = training_batches(trained, config.recipe.batch_size, BATCHES)

@@ -1,4 +1,4 @@
-"""The style of all pictures, and the curves of one run, drawn from its metrics.jsonl."""
+"""The style of all figures, and the curves of one run, drawn from its metrics.jsonl."""
 
 import shutil
 from collections import Counter
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from reproduction.reporting.curves import Line, running_mean
 from reproduction.system.storage import replacing
 
-# Okabe and Ito's colour-blind safe palette
+# The colour-blind safe palette of Okabe and Ito
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, GREY = "#56B4E9", "#999999"
 STYLE: Any = {
@@ -25,8 +25,8 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.edgecolor": "none",  # white behind the text, no frame
-    "pdf.fonttype": 42,  # text that can be searched and edited
-    "text.parse_math": False,  # names of runs, classes and machines are shown as they are
+    "pdf.fonttype": 42,  # keeps text searchable and editable
+    "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
 DPI = 150
@@ -34,15 +34,15 @@ ROLLOUT_IS_ONE_STEP = "HTM mixes before the last block, where the full rollout i
 
 
 class Missing(Exception):
-    """Why a picture cannot be drawn, and what to do about it."""
+    """The reason why a figure cannot be drawn, and the remedy."""
 
 
 @contextmanager
 def figure(path: Path, *sizes: Any, mark: str | None = None, **settings: Any) -> Iterator[Any]:
-    """Axes to draw on; saved to `path`, a .png, and to a .pdf beside it when the context ends.
+    """Yields axes, and saves them to `path`, a .png, and to a .pdf beside it.
 
-    `mark` is written into the picture, for one that is not of the paper's experiment. The same
-    drawing gives the same bytes.
+    `mark` is written into figures that do not show the paper's experiments. Files are
+    reproducible byte for byte.
     """
     assert path.suffix == ".png", path
     with matplotlib.rc_context(STYLE):
@@ -63,7 +63,7 @@ def _save(fig: Figure, path: Path, **settings: Any) -> None:
 
 
 def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
-    """Mixed samples per batch over training, the shape of the paper's Figure 4."""
+    """Draws mixed samples per batch over training, as in the paper's Figure 4."""
     x = [line["step"] for line in steps]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (samples, tokens):
         _scatter_with_mean(samples, x, [line["mixed_samples"] for line in steps], BLUE)
@@ -76,11 +76,11 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
 
 
 def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
-    """Training loss and held-out loss, and held-out accuracy."""
+    """Draws held-out accuracy, training loss and held-out loss."""
     batches = Counter(line["epoch"] for line in steps)
     first = {epoch: sum(batches[e] for e in batches if e < epoch) for epoch in batches}
-    whole = max(batches.values())
-    x = [line["epoch"] - 1 + (line["step"] - first[line["epoch"]]) / whole for line in steps]
+    length = max(batches.values())
+    x = [line["epoch"] - 1 + (line["step"] - first[line["epoch"]]) / length for line in steps]
     epoch = [line["epoch"] for line in epochs]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
         accuracy.plot(epoch, [line["top1"] for line in epochs], color=GREEN, marker=".")
@@ -104,14 +104,14 @@ def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
 def _scatter_with_mean(
     axes: Axes, x: list[float], y: list[float], color: str, label: str | None = None
 ) -> None:
-    """Every batch as a faint dot and their running mean as a line."""
+    """Draws each batch as a faint dot and the running mean as a line."""
     dots: Any = {"alpha": 0.25, "markersize": 3, "markeredgewidth": 0}
-    axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # there may be a million
+    axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # up to a million
     axes.plot(x, running_mean(y, max(1, len(y) // 50)), color=color, label=label)
 
 
 def copy_picture(source: Path, target: Path, mark: str | None) -> None:
-    """Copies a picture and its .pdf; with a mark, which is written over it, as an image."""
+    """Copies a picture and its .pdf; with a `mark` it is redrawn as an image below the mark."""
     if mark is None:
         for suffix in (".png", ".pdf"):
             with replacing(target.with_suffix(suffix)) as temporary:

@@ -1,4 +1,4 @@
-"""A trained run's pictures: mixed pairs, saliency (Figure 3), and the difficulty of its images.
+"""Pictures of a trained run: mixed pairs, saliency (Figure 3), and the difficulty of its images.
 
 Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
@@ -15,12 +15,7 @@ from matplotlib.collections import LineCollection
 from torch import Tensor
 
 from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
-from reproduction.reporting.trained import (
-    Sample,
-    Trained,
-    block_inputs,
-    displayable,
-)
+from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable
 from reproduction.system.storage import write_text
 from tokenmixup import HorizontalMix
 from tokenmixup.detectors import BlockInput, Detector, by_gradient, by_rollout
@@ -29,35 +24,32 @@ from tokenmixup.scorenet import difficulty
 from tokenmixup.structure import check_rollout
 
 PAIRS = 4
-LONGEST = 16  # characters of a class that are shown
-SHORT = 10  # of two classes that share a line
-ROWS = 4  # images whose saliency is shown
-GRADIENTS_AT_ONCE = 16  # images whose gradients are held in memory
-AT_ONCE = 64  # images otherwise
+LONGEST = 16  # characters of a class name
+SHORT = 10  # characters of two class names on one line
+ROWS = 4  # images with saliency maps
+GRADIENTS_AT_ONCE = 16  # images per backward pass
+AT_ONCE = 64  # images per forward pass
 BINS_A_NAT = 10
 
 
 def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
-    """Draws the pairs of `sample` that share the image most evenly; ValueError if none are mixed.
+    """Draws the pairs of `sample` with the most even shares; ValueError if none are mixed.
 
     The images are mixed as in training, without dropout.
     """
-    drawing = [sample.images.device] if sample.images.is_cuda else []  # not every GPU there is
-    with torch.no_grad(), torch.random.fork_rng(drawing):
+    devices = [sample.images.device] if sample.images.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(trained.config.seed)
-        found = trained.module.mixed_pairs(sample.images, sample.targets)
+        mix = trained.module.mixed_pairs(sample.images, sample.targets)
     htm = trained.module.htm
-    assert found is not None and htm is not None
-    donor, mask, keep_ratio = (x.cpu() for x in (found.donor, found.mask, found.keep_ratio))
-    mix = found._replace(donor=donor, mask=mask, keep_ratio=keep_ratio)
+    assert mix is not None and htm is not None
+    mix = mix._replace(donor=mix.donor.cpu(), mask=mix.mask.cpu(), keep_ratio=mix.keep_ratio.cpu())
     chosen = _most_even(mix)
     if not chosen:
-        number = len(sample.images)
-        raise ValueError(
-            f"the trained model mixes none of {number} images at block {htm.layers[0]}"
-        )
+        number, block = len(sample.images), htm.layers[0]
+        raise ValueError(f"the trained model mixes none of {number} images at block {block}")
     pictures = displayable(sample.images, trained.config)
-    names = [_named(trained.source.classes[target]) for target in sample.classes]
+    names = [_quote(trained.source.classes[target]) for target in sample.classes]
     with figure(path, len(chosen), 3, figsize=(7, 2.75 * len(chosen)), squeeze=False) as axes:
         for row, i in zip(axes, chosen, strict=True):
             _draw_pair(row, mix, i, pictures, names)
@@ -66,12 +58,11 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
 def _draw_pair(
     row: np.ndarray, mix: HorizontalMix, i: int, pictures: np.ndarray, names: list[str]
 ) -> None:
-    """Receiver `i`, its donor, and what becomes of both."""
     j, keep, grid = int(mix.donor[i]), float(mix.keep_ratio[i]), _grid(mix.mask[i])
     replaced = _over_image(grid, pictures.shape[1])
     mixed = np.where(replaced[..., None], pictures[j], pictures[i])
-    apart = "\n" if len(names[i] + names[j]) > SHORT else " "
-    label = f"label: {keep:.0%} {names[i]}{apart}+ {1 - keep:.0%} {names[j]}"
+    space = "\n" if len(names[i] + names[j]) > SHORT else " "
+    label = f"label: {keep:.0%} {names[i]}{space}+ {1 - keep:.0%} {names[j]}"
     for ax, picture, title in (
         (row[0], pictures[i], f"receiver: {names[i]}"),
         (row[1], pictures[j], f"donor: {names[j]}"),
@@ -84,13 +75,13 @@ def _draw_pair(
 
 
 def _most_even(mix: HorizontalMix) -> list[int]:
-    """Receivers whose replaced tokens come closest to half of all."""
+    """Returns the receivers whose share of replaced tokens is closest to a half."""
     share = mix.mask.float().mean(dim=1)
     order = (share - 0.5).abs().argsort(stable=True).tolist()
     return [i for i in order if share[i] > 0][:PAIRS]
 
 
-def _named(name: str) -> str:
+def _quote(name: str) -> str:
     return f'"{name}"' if len(name) <= LONGEST else f'"{name[: LONGEST - 3]}..."'
 
 
@@ -107,7 +98,7 @@ def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
 
 
 def _frames(grid: np.ndarray, size: int) -> LineCollection:
-    """The borders between tokens that are replaced and those that are not."""
+    """Returns the borders between replaced and kept tokens."""
     padded, cell = np.pad(grid, 1), size / len(grid)
     top = np.argwhere(padded[1:, 1:-1] != padded[:-1, 1:-1])
     left = np.argwhere(padded[1:-1, 1:] != padded[1:-1, :-1])
@@ -121,10 +112,11 @@ def _frames(grid: np.ndarray, size: int) -> LineCollection:
 
 
 def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:
-    """Draws a row for each of the first images, each map from its least to its greatest value.
+    """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
-    Returns the mean entropy of each saliency over the sample, and of a uniform one, in nats, and
-    writes them to a .json beside `path`. ValueError where the model has no such saliency.
+    Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats,
+    and writes them to a .json beside `path`. Raises ValueError if the model does not support
+    attention rollout.
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
@@ -149,10 +141,11 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
 
 
 def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Saliencies of the tokens that enter the HTM block, each `b t`, by what tells them.
+    """Returns the saliencies `b t` of the tokens that enter the HTM block, by detector.
 
-    `images` `b 3 h w`, `targets` `b c`. `full_rollout` goes on to the last block, and is left out
-    where that is the HTM block itself: it would be `one_step`. ValueError where it is not possible.
+    `images` is `b 3 h w`, `targets` `b c`. `full_rollout` covers all blocks to the last; it is left
+    out if the HTM block is the last one, where it equals `one_step`. Raises ValueError if the model
+    does not support attention rollout.
     """
     model, layer = module.model.eval(), module.htm.first.layer
     steps = len(model.blocks) - 1 - layer
@@ -162,27 +155,26 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
         detectors["full_rollout"] = partial(by_rollout, steps)
     detectors["one_step"] = BlockInput.own_saliency
     parts: dict[str, list[Tensor]] = {name: [] for name in detectors}
-    for some, labels in zip(
-        images.split(GRADIENTS_AT_ONCE), targets.split(GRADIENTS_AT_ONCE), strict=True
-    ):
-        entry = block_inputs(model, some, layer)[layer]
-        entry.pixels = input_gradient(model, some, labels)
+    batches = (part.split(GRADIENTS_AT_ONCE) for part in (images, targets))
+    for batch, labels in zip(*batches, strict=True):
+        entry = block_inputs(model, batch, layer)[layer]
+        entry.pixels = input_gradient(model, batch, labels)
         for name, detect in detectors.items():
             parts[name].append(detect(entry).cpu())
     return {name: torch.cat(maps) for name, maps in parts.items()}
 
 
 def entropy(saliency: Tensor) -> float:
-    """Mean entropy over a batch `b t` in nats, of each sample's saliency scaled to sum 1."""
+    """Returns the mean entropy in nats of saliencies `b t`, each normalised to sum 1."""
     share = saliency / saliency.sum(dim=1, keepdim=True)
     return float(torch.special.entr(share).sum(dim=1).mean())
 
 
 def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
-    """Draws the distribution of the difficulty of `sample`; `path`.json holds it as well.
+    """Draws a histogram of the difficulty of `sample`, and writes it to a .json beside `path`.
 
-    There, `edges` are in nats, one more than `counts`; the last bin, above what guessing scores, is
-    open above. `tau` is "inf" where every image is mixed.
+    `edges` are in nats, one more than `counts`. The last bin, above the difficulty of guessing, is
+    open above. `tau` is "inf" if every image is mixed.
     """
     assert trained.module.htm is not None
     nats, tau = image_difficulty(trained.module, sample), trained.module.htm.first.tau
@@ -194,23 +186,23 @@ def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
         if tau < math.inf:
             ax.axvline(tau, color=ORANGE)
         ax.set_title(f"{np.mean(nats < tau):.0%} of {len(nats)} images are easy (tau = {tau:g})")
-        ax.set_xlabel(f"difficulty [nats], {top} and more in the last bin")
+        ax.set_xlabel(f"difficulty [nats], {top} or more in the last bin")
         ax.set_ylabel("images")
-    told = {
+    content = {
         "edges": edges.tolist(),
         "counts": counts.tolist(),
         "tau": tau if tau < math.inf else "inf",
         "images": len(nats),
     }
-    write_text(path.with_suffix(".json"), json.dumps(told) + "\n")
+    write_text(path.with_suffix(".json"), json.dumps(content) + "\n")
 
 
 @torch.no_grad()
 def image_difficulty(module: Any, sample: Sample) -> np.ndarray:
-    """ScoreNet's cross-entropy of each image as HTM judges it, in nats: `b`."""
-    layer, found = module.htm.first.layer, []
+    """Returns the cross-entropy `b` of ScoreNet at the HTM block in nats."""
+    layer, parts = module.htm.first.layer, []
     batches = (part.split(AT_ONCE) for part in (sample.images, sample.targets))
     for images, targets in zip(*batches, strict=True):
         entry = block_inputs(module.model, images, layer)[layer]
-        found.append(difficulty(module.scorenet(entry.tokens, entry.num_prefix_tokens), targets))
-    return torch.cat(found).cpu().numpy()
+        parts.append(difficulty(module.scorenet(entry.tokens, entry.num_prefix_tokens), targets))
+    return torch.cat(parts).cpu().numpy()

@@ -16,7 +16,7 @@ REFERENCE = "attention"  # of the ratios
 
 
 class Latency(NamedTuple):
-    """Of one detector: typical, its quartiles where they are known, the ratio to attention's."""
+    """Latency of a detector, its quartiles if known, and its ratio to the attention detector."""
 
     ms: float
     low_ms: float | None
@@ -26,7 +26,7 @@ class Latency(NamedTuple):
 
 @checked(frozen=True)
 class Timing:
-    """What the file says of a detector: median and quartiles."""
+    """Median and quartiles of a detector, as in the file."""
 
     median_ms: float = Field(gt=0)
     low_ms: float = Field(gt=0)
@@ -35,7 +35,7 @@ class Timing:
 
 @checked(frozen=True)
 class Measurement:
-    """The file: where and how the detectors were timed."""
+    """The content of the file: conditions, and the timing of each detector."""
 
     hardware: str
     device: str
@@ -48,14 +48,12 @@ class Measurement:
 
     @property
     def conditions(self) -> str:
-        """In one line."""
         return (
             f"{self.hardware}, {self.model}, batch of {self.batch_size}, {self.precision}, "
             f"torch {self.torch}"
         )
 
     def latencies(self) -> dict[str, Latency]:
-        """detector -> latency."""
         reference = self.detectors.get(REFERENCE)
         unit = None if reference is None else reference.median_ms
         return {
@@ -65,12 +63,12 @@ class Measurement:
 
 
 def command(scale: str) -> str:
-    """What measures them."""
+    """Returns the command that measures the detectors."""
     return "python scripts/measure_latency.py" + ("" if scale == FULL else f" --scale {scale}")
 
 
 def read_latency(outputs: Path) -> Measurement | None:
-    """What was measured beside the runs; None if nothing was, UserError if it is broken."""
+    """Reads the file beside the runs, if it exists; UserError if it is damaged."""
     path = outputs / FILE
     if not path.exists():
         return None
@@ -81,17 +79,16 @@ def read_latency(outputs: Path) -> Measurement | None:
 
 
 def printed_latencies(cells: Sequence[Cell]) -> dict[str, Latency]:
-    """row -> latency of the cells that the paper prints one for."""
+    """Returns the printed latencies by row."""
     known = {cell.row: cell.latency_ms for cell in cells if cell.latency_ms is not None}
     return {row: Latency(ms, None, None, ms / known[REFERENCE]) for row, ms in known.items()}
 
 
 def in_ms(ms: float) -> str:
-    """With three digits, or all that stand before the point."""
+    """Formats with three significant digits, or without decimals from 100 ms on."""
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 
 
-def flat_latency(name: str, found: Latency | None) -> dict[str, float | None]:
-    """For a file."""
-    values = found or [None] * len(Latency._fields)
-    return {f"{name}_{key}": x for key, x in zip(Latency._fields, values, strict=True)}
+def flat_latency(name: str, latency: Latency | None) -> dict[str, float | None]:
+    """Returns the values by the names of their columns in files."""
+    return {f"{name}_{key}": latency and getattr(latency, key) for key in Latency._fields}

@@ -1,10 +1,10 @@
-"""Tables 1 and 2 as printed, and what the models of their rows measure: parameters and MACs."""
+"""Tables 1 and 2 as printed, beside the parameters and MACs of the models of their rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import yaml
 from rich.table import Table
@@ -20,14 +20,14 @@ COLUMNS = (
 CAPTION = (
     "MACs: one image in evaluation, half the FLOPs of torch's FlopCounterMode (convolutions, "
     "linear layers, attention matmuls); conv + linear: without the matmuls of attention. "
-    f"matches: rounds to the printed digits, or lies within {TOLERANCE:.1%}; of the two counts "
-    "of MACs one must."
+    f"matches: equal after rounding to the printed digits, or within {TOLERANCE:.1%}; for MACs, "
+    "one of the two counts is enough."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """One row: parameters in millions, MACs in billions, accuracies in percent."""
+    """A printed row: parameters in millions, MACs in billions, accuracies in percent."""
 
     table: Literal[1, 2]
     row: str
@@ -46,26 +46,20 @@ class PaperRow:
 
     @property
     def command_line(self) -> list[str]:
-        """What configures the row's model, with the HTM and VTM of its stack."""
+        """The overrides that configure the row's model with its HTM and VTM."""
         return [f"model={self.model}", f"augmentation=[{','.join(self.stack)}]", *self.overrides]
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Our parameters and MACs of one image, also without attention's matmuls, of a row's model."""
+class Counts(NamedTuple):
+    """Parameters of a model, and its MACs for one image with and without attention's matmuls."""
 
     parameters: int
     macs: int
     macs_without_attention: int
 
-    @property
-    def both_macs(self) -> tuple[int, int]:
-        return self.macs, self.macs_without_attention
 
-
-@dataclass(frozen=True)
-class RowStats:
-    """What a row's model measures."""
+class RowStats(NamedTuple):
+    """A printed row and the counts of its model."""
 
     row: PaperRow
     image_size: int
@@ -74,13 +68,13 @@ class RowStats:
 
 @cache
 def read_paper() -> tuple[PaperRow, ...]:
-    """All 29 rows in the paper's order."""
+    """Returns all 29 rows in the paper's order."""
     return tuple(PaperRow(**entry) for entry in yaml.safe_load(PAPER.read_text()))
 
 
 def measure(row: PaperRow, config: Config) -> RowStats:
-    """Builds the row's model without memory for its weights, and counts."""
-    import torch  # not for the reports, which read what is printed alone
+    """Builds the row's model on the meta device and counts its parameters and MACs."""
+    import torch  # here: reports use this module without torch
 
     from reproduction.models.build import (
         build_module,
@@ -92,8 +86,7 @@ def measure(row: PaperRow, config: Config) -> RowStats:
     with torch.device("meta"):
         module = build_module(without_weights(config.model), config.augmentation, row.classes)
     size = config.model.image_size
-    counts = Counts(count_parameters(module), *count_macs(module.model, size))
-    return RowStats(row, size, counts)
+    return RowStats(row, size, Counts(count_parameters(module), *count_macs(module.model, size)))
 
 
 def agrees(measured: float, printed: float) -> bool:
@@ -103,20 +96,20 @@ def agrees(measured: float, printed: float) -> bool:
 
 
 def differences(stats: RowStats) -> Iterator[tuple[str, str | None]]:
-    """(printed figure that does not agree, why as far as known)."""
-    row = stats.row
-    if row.parameters is not None and not agrees(stats.counts.parameters / 1e6, row.parameters):
+    """Yields each printed figure that does not agree, and the reason if it is known."""
+    row, (parameters, *both_macs) = stats.row, stats.counts
+    if row.parameters is not None and not agrees(parameters / 1e6, row.parameters):
         yield "parameters", row.parameters_note
-    macs = row.macs
-    if macs is not None and not any(agrees(count / 1e9, macs) for count in stats.counts.both_macs):
+    printed = row.macs
+    if printed is not None and not any(agrees(macs / 1e9, printed) for macs in both_macs):
         yield "MACs", row.macs_note
 
 
 def verdict(stats: RowStats) -> str:
-    """Whether the row's printed figures are its model's, and why not."""
+    """Says whether the printed figures match the model, and why if not."""
     row = stats.row
-    if found := list(differences(stats)):
-        reasons = (f"{figure}, {note or 'for no known reason'}" for figure, note in found)
+    if mismatches := list(differences(stats)):
+        reasons = (f"{figure}, {note or 'for no known reason'}" for figure, note in mismatches)
         return f"differs: {'; '.join(reasons)}"
     if row.parameters is None and row.macs is None:
         return "nothing printed"
@@ -126,18 +119,17 @@ def verdict(stats: RowStats) -> str:
 
 
 def as_table(all_stats: list[RowStats]) -> Table:
-    """The table for a terminal."""
     table = Table(caption=CAPTION, caption_justify="left")
     for column in COLUMNS:
         is_text = column in ("row", "model", "verdict")
         table.add_column(column, justify="left" if is_text else "right")
     for stats in all_stats:
-        row = stats.row
-        parameters, macs = ("-" if x is None else str(x) for x in (row.parameters, row.macs))
+        row, (parameters, *both_macs) = stats.row, stats.counts
+        printed = ["-" if x is None else str(x) for x in (row.parameters, row.macs)]
         table.add_row(
             *(str(row.table), row.row, row.model, str(stats.image_size), f"{row.classes:,}"),
-            *(f"{stats.counts.parameters / 1e6:.4f}", parameters),
-            *(f"{count / 1e9:.4f}" for count in stats.counts.both_macs),
-            *(macs, verdict(stats)),
+            *(f"{parameters / 1e6:.4f}", printed[0]),
+            *(f"{macs / 1e9:.4f}" for macs in both_macs),
+            *(printed[1], verdict(stats)),
         )
     return table

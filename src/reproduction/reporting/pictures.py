@@ -1,4 +1,4 @@
-"""Every picture of the report: drawn into its folder, or why there is none and what makes it."""
+"""Draws all figures of the report into its folder, or says why one is missing."""
 
 import math
 import textwrap
@@ -31,9 +31,9 @@ CIFAR, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"  # whose runs t
 
 
 class Picture(NamedTuple):
-    """`name`.png and `name`.pdf of the report; `missing` says why there is none.
+    """`name`.png and `name`.pdf of the report, or in `missing` the reason why they do not exist.
 
-    `table` is the name of the table that it belongs to; None for a figure of its own.
+    `table` is the name of the table that the picture belongs to, None for a separate figure.
     """
 
     name: str
@@ -48,7 +48,7 @@ Draw = Callable[[Sources, Path], tuple[str, str]]  # to a path; returns caption 
 
 
 def draw_pictures(sources: Sources, tables: Sequence[Table], folder: Path) -> list[Picture]:
-    """Draws all of them into `folder`, and removes what a former report has left of others."""
+    """Draws all pictures into `folder`; removes old files of those that cannot be drawn."""
     pictures = []
     for name, title, table, draw in _planned(sources, tables):
         caption, alt, missing = "", "", None
@@ -65,113 +65,112 @@ def draw_pictures(sources: Sources, tables: Sequence[Table], folder: Path) -> li
 def _planned(
     sources: Sources, tables: Sequence[Table]
 ) -> Iterator[tuple[str, str, str | None, Draw]]:
-    """Name, title, table."""
+    """Yields name, title, table and function of each picture."""
     for table in tables:
         if table.name == "table3":
-            yield "latency", "Latency of the saliency detectors", table.name, _latency
+            yield "latency", "Latency of the saliency detectors", table.name, _draw_latency
         if isinstance(table.records[0], SweepRecord):
-            yield table.name, table.title, table.name, partial(_sensitivity, table)
+            yield table.name, table.title, table.name, partial(_draw_sensitivity, table)
     for experiment, suffix in ((CIFAR, ""), (IMAGENET, "_imagenet1k")):
         if suffix and not sources.finished(experiment):
             continue
         at = f" at {sources.scale} scale, {experiment}"
         title = f"Figure 3{at}: saliency by gradient and by attention"
-        yield f"figure3{suffix}", title, None, partial(_saliency, experiment)
-        yield f"mixed_pairs{suffix}", f"Mixed pairs{at}", None, partial(_pairs, experiment)
-    title = f"Figure 4 at {sources.scale} scale, {CIFAR}: what HTM mixes over training"
+        yield f"figure3{suffix}", title, None, partial(_copy_saliency, experiment)
+        yield f"mixed_pairs{suffix}", f"Mixed pairs{at}", None, partial(_copy_pairs, experiment)
+    title = f"Figure 4 at {sources.scale} scale, {CIFAR}: mixing by HTM over training"
     yield "figure4", title, None, partial(draw_curriculum, CIFAR)
 
 
-def _latency(sources: Sources, path: Path) -> tuple[str, str]:
-    """Bars of ours with their quartiles, and the paper's in a panel of its own."""
-    found, printed = sources.latency, printed_latencies(sources.cells)
-    if found is None:
+def _draw_latency(sources: Sources, path: Path) -> tuple[str, str]:
+    """Draws our latencies with quartiles, and the printed ones in a separate panel."""
+    measurement, printed = sources.latency, printed_latencies(sources.cells)
+    if measurement is None:
         command = latency_command(sources.scale)
         raise Missing(f"The latency is not measured here; {command} measures it.")
-    ours = found.latencies()
+    ours = measurement.latencies()
     with figure(path, 1, 2, figsize=(5.4, 3.4), mark=sources.mark("table3/attention")) as panels:
-        panels[0].set_title(textwrap.fill(found.conditions, 32), fontsize=9)
+        panels[0].set_title(textwrap.fill(measurement.conditions, 32), fontsize=9)
         panels[0].set_ylabel("latency [ms]")
-        _bars(panels[0], {name: ours[name] for name in printed if name in ours}, BLUE)
+        _draw_bars(panels[0], {name: ours[name] for name in printed if name in ours}, BLUE)
         panels[1].set_title(f"printed in the paper,\non {PAPERS}", fontsize=9)
-        _bars(panels[1], printed, "none")
-    told = ", ".join(f"{name} {in_ms(x.ms)}" for name, x in ours.items())
+        _draw_bars(panels[1], printed, "none")
+    values = ", ".join(f"{name} {in_ms(x.ms)}" for name, x in ours.items())
     return (
-        "Time that each detector takes: medians with quartiles, and the ratio to attention's. The "
-        "paper's stand in a panel of their own, for other hardware.",
-        f"Bars of the latency here: {told}.",
+        "Latency of each detector: medians with quartiles, and the ratio to attention. The "
+        "paper's values are in a separate panel, as they are of other hardware.",
+        f"Bars of the latency here: {values}.",
     )
 
 
-def _bars(axes: Axes, latencies: Mapping[str, Latency], color: str) -> None:
-    """With the ratio to attention at each; hollow in the colour `none`."""
-    for x, found in enumerate(latencies.values()):
-        low, high = (found.ms if edge is None else edge for edge in (found.low_ms, found.high_ms))
-        axes.bar(x, found.ms, color=color, edgecolor=BLUE, linewidth=1.2, width=0.6)
-        if high > low:
-            error = [[found.ms - low], [high - found.ms]]
-            axes.errorbar(x, found.ms, yerr=error, color="black", capsize=4, linewidth=1)
-        ratio = "" if found.ratio is None else f"\nx{found.ratio:.1f}"
+def _draw_bars(axes: Axes, latencies: Mapping[str, Latency], color: str) -> None:
+    """Draws a bar for each detector, labelled with its ratio; `none` leaves the bars hollow."""
+    for x, (ms, low, high, ratio) in enumerate(latencies.values()):
+        axes.bar(x, ms, color=color, edgecolor=BLUE, linewidth=1.2, width=0.6)
+        if low is not None and high is not None and high > low:
+            error = [[ms - low], [high - ms]]
+            axes.errorbar(x, ms, yerr=error, color="black", capsize=4, linewidth=1)
+        label = in_ms(ms) + ("" if ratio is None else f"\nx{ratio:.1f}")
         above: Any = {"xytext": (0, 3), "textcoords": "offset points", "va": "bottom"}
-        axes.annotate(f"{in_ms(found.ms)}{ratio}", (x, high), ha="center", fontsize=9, **above)
+        top = ms if high is None else high
+        axes.annotate(label, (x, top), ha="center", fontsize=9, **above)
     axes.set_xticks(range(len(latencies)), list(latencies), fontsize=9)
     axes.margins(x=0.12, y=0.25)
 
 
-def _sensitivity(table: Table, sources: Sources, path: Path) -> tuple[str, str]:
+def _draw_sensitivity(table: Table, sources: Sources, path: Path) -> tuple[str, str]:
+    """Draws the accuracy over the values of a sweep, evenly spaced, and the baseline as a band."""
     records = [record for record in table.records if isinstance(record, SweepRecord)]
     values = [record for record in records if record.value is not None]
     if not any(record.results for record in values):
         raise Missing(f"No value has a finished run; {sources.command(table.name)} trains them.")
     word = records[0].sweep.word
     with figure(path, figsize=(5.4, 3.8), mark=table.mark) as axes:
-        _draw_sensitivity(axes, records, values)
+        for record in records:
+            if record.value is None:
+                _draw_baseline(axes, record)
+        _draw_line(axes, values)
+        for x, record in enumerate(values):
+            _annotate(axes, x, record)
+        axes.set_xticks(range(len(values)), [str(record.value) for record in values])
+        axes.set_xlabel(word)
+        axes.set_ylabel("top-1 after the last epoch [%]")
+        axes.legend(fontsize=9)
     absent = [record.value or "baseline" for record in records if not record.results]
-    told = (
+    accuracies = (
         f"{word} = {record.value}: {spread_text(record.spreads['top1_last'])} %"
         for record in values
         if record.results
     )
     not_run = f" Not run: {', '.join(absent)}." if absent else ""
     return (
-        f"Accuracy after the last epoch over {word}: dots are means over seeds with their standard "
-        f"deviation, dashes the seeds, the band is the baseline.{not_run}",
-        f"Accuracy over {word}: {'; '.join(told)}.",
+        f"Accuracy after the last epoch over {word}: dots with error bars are means and standard "
+        f"deviations over seeds, dashes are the seeds, the band is the baseline.{not_run}",
+        f"Accuracy over {word}: {'; '.join(accuracies)}.",
     )
 
 
-def _draw_sensitivity(
-    axes: Axes, records: Sequence[SweepRecord], values: Sequence[SweepRecord]
-) -> None:
-    """Accuracy over the values, in even steps: seeds, mean, deviation; the baseline as a band."""
-    for record in records:
-        if record.value is None:
-            _baseline(axes, record)
-    _line(axes, values)
-    for x, record in enumerate(values):
+def _annotate(axes: Axes, x: int, record: SweepRecord) -> None:
+    """Marks a value without runs, and the experiment's own value with its printed accuracy."""
+    if not record.results:
+        style: Any = {"rotation": 90, "color": "#666666", "fontsize": 9, "ha": "center"}
         foot = axes.get_xaxis_transform()
-        if not record.results:
-            style: Any = {"rotation": 90, "color": "#666666", "fontsize": 9, "ha": "center"}
-            axes.text(x, 0.03, "not run", va="bottom", transform=foot, **style)
-        if record.is_own:
-            label = f"{record.sweep.word} = {record.row}"
-            axes.axvline(x, color=GREY, linestyle=":", zorder=0, label=label)
-        if record.is_own and record.paper is not None:
+        axes.text(x, 0.03, "not run", va="bottom", transform=foot, **style)
+    if record.is_own:
+        label = f"{record.sweep.word} = {record.row}"
+        axes.axvline(x, color=GREY, linestyle=":", zorder=0, label=label)
+        if record.paper is not None:
             label = f"the paper: {record.paper:.2f}"
             axes.plot([x], [record.paper], "D", color=VERMILION, fillstyle="none", label=label)
-    axes.set_xticks(range(len(values)), [str(record.value) for record in values])
-    axes.set_xlabel(values[0].sweep.word)
-    axes.set_ylabel("top-1 after the last epoch [%]")
-    axes.legend(fontsize=9)
 
 
-def _line(axes: Axes, records: Sequence[SweepRecord]) -> None:
-    """Means with their deviation, broken where nothing was run, and every seed as a dash."""
+def _draw_line(axes: Axes, records: Sequence[SweepRecord]) -> None:
+    """Draws means with their deviation, with gaps for values without runs, and each seed."""
     spreads = [record.spreads.get("top1_last") for record in records]
     axes.errorbar(
         range(len(records)),
-        [math.nan if found is None else found.mean for found in spreads],
-        yerr=[math.nan if found is None else found.std or 0.0 for found in spreads],
+        [math.nan if spread is None else spread.mean for spread in spreads],
+        yerr=[math.nan if spread is None else spread.std or 0.0 for spread in spreads],
         fmt="o-",
         color=BLUE,
         capsize=3,
@@ -182,47 +181,47 @@ def _line(axes: Axes, records: Sequence[SweepRecord]) -> None:
         axes.plot([x] * len(seeds), seeds, "_", color=BLUE, markersize=12, alpha=0.5)
 
 
-def _baseline(axes: Axes, record: SweepRecord) -> None:
-    found = record.spreads.get("top1_last")
-    if found is None:
+def _draw_baseline(axes: Axes, record: SweepRecord) -> None:
+    spread = record.spreads.get("top1_last")
+    if spread is None:
         return
-    axes.axhline(found.mean, color=ORANGE, label=f"baseline (n = {found.n})")
-    if found.std is not None:
-        axes.axhspan(found.mean - found.std, found.mean + found.std, color=ORANGE, alpha=0.15)
+    axes.axhline(spread.mean, color=ORANGE, label=f"baseline (n = {spread.n})")
+    if spread.std is not None:
+        axes.axhspan(spread.mean - spread.std, spread.mean + spread.std, color=ORANGE, alpha=0.15)
 
 
-def _saliency(experiment: str, sources: Sources, path: Path) -> tuple[str, str]:
-    run = _borrow(experiment, "saliency", sources, path)
+def _copy_saliency(experiment: str, sources: Sources, path: Path) -> tuple[str, str]:
+    run = _copy_from_run(experiment, "saliency", sources, path)
     try:
         entropies = TypeAdapter(dict[str, float]).validate_json((run / "saliency.json").read_text())
     except (OSError, ValueError):
-        told = "saliency.json, which holds the entropies, cannot be read"
+        text = "saliency.json, which holds the entropies, cannot be read"
     else:
-        even = entropies.pop("uniform", None)
-        told = "mean entropy over a batch, low where it is sharp: "
-        told += ", ".join(f"{key.replace('_', ' ')} {x:.2f}" for key, x in entropies.items())
-        told += " nats" + ("" if even is None else f"; {even:.2f} if it were even")
+        uniform = entropies.pop("uniform", None)
+        text = "mean entropy over a batch, lower is sharper: "
+        text += ", ".join(f"{key.replace('_', ' ')} {x:.2f}" for key, x in entropies.items())
+        text += " nats" + ("" if uniform is None else f"; uniform {uniform:.2f}")
         if "full_rollout" not in entropies:
-            told += f"; {ROLLOUT_IS_ONE_STEP}"
+            text += f"; {ROLLOUT_IS_ONE_STEP}"
     return (
-        "Saliency of the tokens that enter the HTM block, by the gradient of the input, by full "
-        "attention rollout and by its one-step approximation, which HTM uses; each map from its "
-        f"least to its greatest value. Of {run.name}; {told}.",
-        "Rows of images, each beside its three saliency maps.",
+        "Saliency of the tokens that enter the HTM block: gradient of the input, full attention "
+        "rollout, and its one-step approximation, which HTM uses; each map is scaled from its "
+        f"minimum to its maximum. From {run.name}; {text}.",
+        "Rows of images, each beside its saliency maps.",
     )
 
 
-def _pairs(experiment: str, sources: Sources, path: Path) -> tuple[str, str]:
-    run = _borrow(experiment, "mixed_pairs", sources, path)
+def _copy_pairs(experiment: str, sources: Sources, path: Path) -> tuple[str, str]:
+    run = _copy_from_run(experiment, "mixed_pairs", sources, path)
     return (
-        "Receiver, donor and their mixture: the patches that stand for the replaced tokens are "
-        f"framed, and the label follows the saliency. Of {run.name}.",
+        "Receiver, donor and their mixture: the patches of the replaced tokens are framed, and the "
+        f"label follows the saliency. From {run.name}.",
         "Rows of three images: receiver, donor, and the receiver with patches of the donor.",
     )
 
 
-def _borrow(experiment: str, name: str, sources: Sources, path: Path) -> Path:
-    """Copies a picture of the finished run of the lowest seed, and returns that run."""
+def _copy_from_run(experiment: str, name: str, sources: Sources, path: Path) -> Path:
+    """Copies a picture of the finished run with the lowest seed, and returns the run."""
     runs, command = sources.finished(experiment), sources.command("reproduce-figure3")
     if not runs:
         raise Missing(f"No run of {experiment} is finished; {command} trains one.")
@@ -230,8 +229,8 @@ def _borrow(experiment: str, name: str, sources: Sources, path: Path) -> Path:
     source = run / f"{name}.png"
     if not source.exists() or not source.with_suffix(".pdf").exists():
         raise Missing(
-            f"{run.name} has no {name}.png and .pdf; where its report.md does not say why, remove "
-            f"that and repeat {command}."
+            f"{run.name} has no {name}.png and .pdf; unless its report.md says why, delete "
+            f"report.md and run {command}."
         )
     copy_picture(source, path, sources.mark(experiment))
     return run

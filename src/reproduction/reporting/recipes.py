@@ -1,4 +1,4 @@
-"""Every value of the recipes of Tables 1 and 2 beside the published one, and why they differ."""
+"""Compares the recipes of Tables 1 and 2 with the published ones, setting by setting."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,18 +13,18 @@ from reproduction.runs.folder import flatten
 from reproduction.system.errors import UserError
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
-LEFT_OUT = (  # where and how a run is made, not what it computes
+LEFT_OUT = (  # where and how a run is made, not its result
     *("name", "device", "restarts", "resume", "output_root", "checkpoint.*", "logger.*"),
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
     "model.checkpoint_blocks",
     *("dataset.name", "dataset.root", "dataset.workers", "dataset.memory_mib"),
     *("dataset.broken_images", "recipe.log_every", "recipe.evaluate_every"),
 )
-NOT_TOLD = "not told"
+NOT_STATED = "not stated"
 
 
 class Setting(NamedTuple):
-    """A setting of one experiment; `published` is NOT_TOLD where nothing is known, `why` empty."""
+    """A setting of an experiment, its published value or NOT_STATED, and why it differs."""
 
     experiment: str
     key: str
@@ -34,44 +34,42 @@ class Setting(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        return self.published in (self.ours, NOT_TOLD)
+        return self.published in (self.ours, NOT_STATED)
 
 
 def read_recipes() -> dict[str, Any]:
-    """What recipes.yaml holds."""
     return yaml.safe_load(RECIPES.read_text())
 
 
-def compare_recipes(told: Mapping[str, Any], configs: Mapping[str, Config]) -> list[Setting]:
-    """Every setting of every experiment, by what `told` knows of the published ones.
+def compare_recipes(recipes: Mapping[str, Any], configs: Mapping[str, Config]) -> list[Setting]:
+    """Compares all settings of the experiments in `configs` with the published `recipes`.
 
-    `configs`: of each experiment of Tables 1 and 2, as composed. UserError for a setting that
-    `told` does not name.
+    Raises UserError for a setting that `recipes` does not name.
     """
     settings = []
     for experiment, config in configs.items():
         published: dict[str, Any] = {}
-        for entry in told["published"]:
-            published |= entry["values"] if meant(entry, experiment) else {}
-        reasons = [entry for entry in told["reasons"] if meant(entry, experiment)]
+        for entry in recipes["published"]:
+            published |= entry["values"] if applies(entry, experiment) else {}
+        reasons = [entry for entry in recipes["reasons"] if applies(entry, experiment)]
         for key, ours in _settings(config):
-            if key not in published and key not in told["ours_alone"]:
+            if key not in published and key not in recipes["ours_alone"]:
                 raise UserError(
-                    f"{experiment}: nothing is told of {key}={ours}, name it in {RECIPES.name}: "
-                    "under published, or in ours_alone"
+                    f"{experiment}: {RECIPES.name} does not name {key}={ours}: add it under "
+                    "published or ours_alone"
                 )
             why = "; ".join(entry["why"] for entry in reasons if entry["key"] == key)
-            settings.append(Setting(experiment, key, published.get(key, NOT_TOLD), ours, why))
+            settings.append(Setting(experiment, key, published.get(key, NOT_STATED), ours, why))
     return settings
 
 
-def meant(entry: Mapping[str, Any], experiment: str) -> bool:
-    """Whether a pattern of an entry is that of an experiment."""
+def applies(entry: Mapping[str, Any], experiment: str) -> bool:
+    """Whether one of the patterns of an entry matches the experiment."""
     return any(fnmatch(experiment, pattern) for pattern in entry["in"])
 
 
 def _settings(config: Config) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of what an experiment computes."""
+    """Yields the dotted keys and values that determine the result of an experiment."""
     stack = dataclasses.asdict(config.augmentation)
     values = dataclasses.asdict(config) | {
         "augmentation": {name: part for name, part in stack.items() if part is not None}
@@ -82,29 +80,29 @@ def _settings(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def as_table(settings: Sequence[Setting]) -> str:
-    """Markdown: a row for each key and pair of values, with the experiments that have it."""
+    """Returns Markdown: a row for each key and pair of values, with its experiments."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    having: dict[str, list[str]] = {}
+    by_key: dict[str, list[str]] = {}
     for x in settings:
-        verdict = x.why or ("equal" if x.published == x.ours else "ours alone")
+        verdict = x.why or ("equal" if x.published == x.ours else "ours only")
         row = (x.key, _text(x.published), _text(x.ours), verdict)
         rows.setdefault(row, []).append(x.experiment)
-        having.setdefault(x.key, []).append(x.experiment)
+        by_key.setdefault(x.key, []).append(x.experiment)
     lines = ["| setting | where | published | here | |", "|---|---|---|---|---|"]
     for (key, *cells), experiments in sorted(rows.items()):
-        where = ", ".join(_where(experiments, having[key]))
+        where = ", ".join(_abbreviate(experiments, by_key[key]))
         lines.append(" | ".join([f"| `{key}`", where, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _where(experiments: Sequence[str], having: Sequence[str]) -> Iterator[str]:
-    """Names of data sets that all their experiments stand for, and of single experiments."""
+def _abbreviate(experiments: Sequence[str], all_with_key: Sequence[str]) -> Iterator[str]:
+    """Replaces the experiments of a data set by its name if all that have the key are listed."""
     for dataset in ("cifar10_", "cifar100_", "imagenet1k_"):
-        chosen, all_of_it = (
+        chosen, candidates = (
             [name for name in names if name.partition("/")[2].startswith(dataset)]
-            for names in (experiments, having)
+            for names in (experiments, all_with_key)
         )
-        if len(chosen) == len(all_of_it) > 0:
+        if len(chosen) == len(candidates) > 0:
             yield dataset.removesuffix("_")
         else:
             yield from chosen

@@ -1,9 +1,8 @@
-"""A record per line of a table: what the runs of one configuration reached, beside the paper."""
+"""A record for each row of a table: the results of one configuration, beside the printed values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,12 +11,7 @@ from reproduction.config import Config
 from reproduction.reporting.cells import FULL, Cell
 from reproduction.reporting.collect import METRICS, CellRuns, Collection, Result
 from reproduction.reporting.curves import Epoch, last_epoch
-from reproduction.reporting.latency import (
-    Latency,
-    Measurement,
-    flat_latency,
-    printed_latencies,
-)
+from reproduction.reporting.latency import Latency, Measurement, flat_latency, printed_latencies
 from reproduction.reporting.model_stats import Counts, PaperRow
 from reproduction.reporting.statistics import Comparison, Spread, compare, flat_spread, spread
 from reproduction.runs.folder import RunFolder
@@ -29,10 +23,11 @@ PRINTED = {"CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "ImageNet-1K": "top1"
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What a report is made from; `outputs` holds the runs.
+    """All inputs of a report.
 
-    `configs` are those of all cells and values of sweeps at the `scale`, `papers` the printed rows
-    of Tables 1 and 2, `counts` our sizes by (table, row), `latency` what was measured for Table 3.
+    `outputs` holds the runs. `configs` has the cells and the values of sweeps at the `scale`,
+    `papers` the printed rows of Tables 1 and 2, `counts` our sizes by (table, row), `latency` the
+    measurement for Table 3.
     """
 
     outputs: Path
@@ -45,38 +40,38 @@ class Sources:
     latency: Measurement | None
 
     def command(self, target: str) -> str:
-        """What makes the runs of this scale."""
+        """Returns the command that trains the runs of a make target at this scale."""
         return f"make {target}" + ("" if self.scale == FULL else f" SCALE={self.scale}")
 
     def finished(self, experiment: str) -> dict[int, Path]:
-        """seed -> folder."""
+        """Returns the folders of the finished runs by seed."""
         runs = self.collection.cells.get(experiment, CellRuns()).finished
         return {seed: self.outputs / run.folder for seed, run in sorted(runs.items())}
 
     def mark(self, *experiments: str) -> str | None:
-        """In a few words why these are not the paper's experiments; None if they are."""
-        others = {
-            f"{self.configs[cell.experiment].dataset.name} in place of {cell.column}"
-            for cell in self.cells
-            if cell.experiment in experiments and cell.experiment in self.configs
-            if self.configs[cell.experiment].dataset.name != cell.column.lower().replace("-", "")
-        }
+        """Says briefly why these are not the paper's experiments; None if they are."""
+        others = set()
+        for cell in self.cells:
+            if cell.experiment in experiments and cell.experiment in self.configs:
+                name = self.configs[cell.experiment].dataset.name
+                if name != cell.column.lower().replace("-", ""):
+                    others.add(f"{name} instead of {cell.column}")
         scale = [] if self.scale == FULL else [f"{self.scale} scale"]
         return ", ".join([*scale, *sorted(others)]) or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(ABC):
-    """What the finished runs of one configuration have reached, and how far the others are.
+    """The results of the finished runs of one configuration, and the status of the others.
 
-    Accuracies are in percent; `experiment` is None for what the paper only quotes.
+    Accuracies are in percent; `experiment` is None for rows that the paper quotes.
     """
 
     row: str
     column: str
     status: str
     experiment: str | None = None
-    spreads: Mapping[str, Spread] = field(default_factory=dict)  # of each of METRICS, once run
+    spreads: Mapping[str, Spread] = field(default_factory=dict)  # by METRICS; empty without runs
     comparison: Comparison | None = None
     seeds: tuple[int, ...] = ()
     results: tuple[Result, ...] = ()
@@ -84,23 +79,25 @@ class Measured(ABC):
 
     @property
     def label(self) -> str:
-        """What a sentence calls it."""
+        """The name of the row in a sentence."""
         return self.row
 
     def flat(self) -> dict[str, Any]:
-        """Plain values for a file, without the scale: numbers are unrounded, None unknown."""
-        accuracies = (flat_spread(key, self.spreads.get(key)).items() for key in METRICS)
+        """Returns plain values for files: numbers are unrounded, unknown values None."""
+        accuracies: dict[str, float | None] = {}
+        for key in METRICS:
+            accuracies |= flat_spread(key, self.spreads.get(key))
         seconds = [result.seconds for result in self.results if result.seconds is not None]
         return {
-            **self._place(),
+            **self._leading(),
             "row": self.row,
             "column": self.column,
             "experiment": self.experiment,
             "status": self.status,
             "n": len(self.seeds),
             "seeds": list(self.seeds),
-            **dict(chain.from_iterable(accuracies)),
-            **self._beside(),
+            **accuracies,
+            **self._specific(),
             "seconds_mean": fmean(seconds) if seconds else None,
             "devices": known(r.devices for r in self.results),
             "hardware": known(r.hardware for r in self.results),
@@ -109,28 +106,27 @@ class Measured(ABC):
         }
 
     @abstractmethod
-    def _place(self) -> dict[str, Any]:
-        """Which table or sweep the line is of."""
+    def _leading(self) -> dict[str, Any]:
+        """Returns the columns before the row: its table or value."""
 
     @abstractmethod
-    def _beside(self) -> dict[str, Any]:
-        """What stands beside the accuracies: the paper's, the comparison, ..."""
+    def _specific(self) -> dict[str, Any]:
+        """Returns the columns after the accuracies: printed values, comparison, ..."""
 
     def _test(self, reference: str) -> dict[str, Any]:
-        """The comparison with what `reference` names."""
-        found = self.comparison or Comparison(())
+        test = self.comparison or Comparison(())
         return {
-            f"difference_to_{reference}": found.difference,
-            "test_seeds": list(found.seeds),
-            "test_t": found.t,
-            "test_p": found.p,
-            "test_note": found.reason,
+            f"difference_to_{reference}": test.difference,
+            "test_seeds": list(test.seeds),
+            "test_t": test.t,
+            "test_p": test.p,
+            "test_note": test.reason,
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Measured):
-    """One line of the paper's tables; `is_papers`: trained as the paper did, on the same data."""
+    """A row of the paper's tables; `is_papers`: trained as in the paper, on the same data."""
 
     table: int
     is_papers: bool = True
@@ -141,15 +137,15 @@ class Record(Measured):
     paper_latency: Latency | None = None
 
     def minus_paper(self, metric: str) -> float | None:
-        """Mean of `metric` - the printed accuracy; None where they are of different experiments."""
+        """Returns the mean of `metric` minus the printed accuracy, if they are comparable."""
         printed = self.paper.get(metric.partition("_")[0]) if self.is_papers else None
-        found = self.spreads.get(metric)
-        return None if printed is None or found is None else found.mean - printed
+        ours = self.spreads.get(metric)
+        return None if printed is None or ours is None else ours.mean - printed
 
-    def _place(self) -> dict[str, Any]:
+    def _leading(self) -> dict[str, Any]:
         return {"table": self.table}
 
-    def _beside(self) -> dict[str, Any]:
+    def _specific(self) -> dict[str, Any]:
         latencies = {}
         if self.paper_latency is not None:
             latencies = flat_latency("latency", self.latency)
@@ -173,7 +169,7 @@ class Record(Measured):
 class Sweep:
     """The runs of `experiment` with other values of `key`.
 
-    `values` maps each value, as it is written, to the name of its configuration.
+    `values` maps each value, as written on the command line, to the name of its configuration.
     """
 
     name: str
@@ -189,28 +185,28 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRecord(Measured):
-    """One value of the key; without a value the baseline, which has no such key.
+    """One value of a sweep, or its baseline, which has no value.
 
-    `is_own`: the value of the experiment itself. Mixed samples in a batch, and tokens replaced in
-    each, are means over the last epoch.
+    `is_own`: the value of the experiment itself. Mixed samples per batch, and mixed tokens per
+    mixed sample, are means over the last epoch.
     """
 
     sweep: Sweep
     value: str | None
     is_own: bool = False
-    paper: float | None = None  # the accuracy that is printed for these runs
+    paper: float | None = None  # the printed accuracy of these runs
     mixed_samples: Spread | None = None
     mixed_tokens: Spread | None = None
-    unread: tuple[str, ...] = ()  # why the mixing of some runs is not known
+    unread: tuple[str, ...] = ()  # errors of runs whose metrics cannot be read
 
     @property
     def label(self) -> str:
         return self.row if self.value is None else f"{self.sweep.word} = {self.value}"
 
-    def _place(self) -> dict[str, Any]:
+    def _leading(self) -> dict[str, Any]:
         return {"key": self.sweep.key, "value": self.value, "is_own_value": self.is_own}
 
-    def _beside(self) -> dict[str, Any]:
+    def _specific(self) -> dict[str, Any]:
         return {
             "paper_top1": self.paper,
             **self._test("own_value"),
@@ -220,32 +216,24 @@ class SweepRecord(Measured):
 
 
 def records_of(table: int, sources: Sources) -> list[Record]:
-    """The lines of one table, column by column in the paper's order."""
-    mine = [cell for cell in sources.cells if cell.table == table]
-    rows = [row for row in sources.papers if row.table == table]
-    if not rows:
-        return [_trained(cell, None, sources) for cell in mine]
-    by_place = {(cell.row, cell.column): cell for cell in mine}
+    """Returns the rows of a table, column by column in the paper's order."""
+    cells = {(cell.row, cell.column): cell for cell in sources.cells if cell.table == table}
+    rows = {row.row: row for row in sources.papers if row.table == table}
     records = []
-    for column in dict.fromkeys(cell.column for cell in mine):
-        for row in rows:
-            if cell := by_place.get((row.row, column)):
+    for column in dict.fromkeys(column for _, column in cells):
+        for name in rows or [name for name, _ in cells]:
+            cell, row = cells.get((name, column)), rows.get(name)
+            if cell is not None:
                 records.append(_trained(cell, row, sources))
-            elif (top1 := getattr(row, PRINTED[column])) is not None:
-                records.append(
-                    Record(
-                        table=table,
-                        row=row.row,
-                        column=column,
-                        status="quoted",
-                        **_printed(row, top1, row.top5, sources),
-                    )
-                )
+            elif row is not None and (top1 := getattr(row, PRINTED[column])) is not None:
+                printed = _printed(row, top1, row.top5, sources)
+                quoted = Record(table=table, row=name, column=column, status="quoted", **printed)
+                records.append(quoted)
     return records
 
 
 def _trained(cell: Cell, row: PaperRow | None, sources: Sources) -> Record:
-    """Of a cell, with what its printed row tells where the table has such rows."""
+    """Returns the record of a cell; `row` is its printed row in Tables 1 and 2."""
     has_latency = cell.latency_ms is not None
     ours = {} if sources.latency is None else sources.latency.latencies()
     return Record(
@@ -263,7 +251,7 @@ def _trained(cell: Cell, row: PaperRow | None, sources: Sources) -> Record:
 def _printed(
     row: PaperRow | None, top1: float, top5: float | None, sources: Sources
 ) -> dict[str, Any]:
-    """What Record holds of the paper, and our sizes of its row."""
+    """Returns the fields of Record with printed values, and our counts of the row's model."""
     paper = {"top1": top1, "top5": top5}
     if row is None:
         return {"paper": paper}
@@ -274,7 +262,7 @@ def _printed(
 def sweep_records(
     sweep: Sweep, cell: Cell, sources: Sources, has_mixing: bool
 ) -> Iterator[SweepRecord]:
-    """The baseline, and every value of the cell's key; `has_mixing`: what HTM mixes is read."""
+    """Yields the baseline of the cell and all values; reads the mixing of HTM if `has_mixing`."""
     (baseline,) = (other for other in sources.cells if other.experiment == cell.baseline)
     collection = sources.collection
     yield SweepRecord(
@@ -288,7 +276,7 @@ def sweep_records(
     own = collection.keys[sweep.experiment]
     for value, name in sweep.values.items():
         is_own = collection.keys[name] == own
-        found = _measured(name, None if is_own else sweep.experiment, collection)
+        measured = _measured(name, None if is_own else sweep.experiment, collection)
         yield SweepRecord(
             row=f"{value} (as in Table {cell.table})" if is_own else value,
             column=cell.column,
@@ -296,13 +284,13 @@ def sweep_records(
             value=value,
             is_own=is_own,
             paper=cell.top1 if is_own else None,
-            **found,
-            **(_mixing(found["runs"], sources.outputs) if has_mixing else {}),
+            **measured,
+            **(_mixing(measured["runs"], sources.outputs) if has_mixing else {}),
         )
 
 
 def _mixing(runs: Sequence[str], outputs: Path) -> dict[str, Any]:
-    """Mixed samples and tokens of the runs whose metrics can be read, and why of the others not."""
+    """Returns the fields of SweepRecord on the mixing of HTM."""
     epochs: list[Epoch] = []
     unread: list[str] = []
     for run in runs:
@@ -319,19 +307,28 @@ def _mixing(runs: Sequence[str], outputs: Path) -> dict[str, Any]:
 
 
 def _measured(name: str, reference: str | None, collection: Collection) -> dict[str, Any]:
-    """What Measured holds of the configuration `name`, tested against that of `reference`."""
+    """Returns the fields of Measured for the configuration `name`, tested against `reference`."""
     runs = collection.cells.get(name)
-    found = [] if runs is None else list(runs.finished.values())
-    results = tuple(run.result for run in found if run.result is not None)  # of all of them
+    finished = [] if runs is None else list(runs.finished.values())
+    results = tuple(run.result for run in finished if run.result is not None)
+    comparison = None
+    if reference and results:
+        comparison = compare(_accuracies(name, collection), _accuracies(reference, collection))
     return {
         "status": _status(runs),
         "experiment": name,
         "spreads": {key: spread([r.accuracy[key] for r in results]) for key in METRICS if results},
-        "comparison": _against(name, reference, collection) if reference and results else None,
-        "seeds": tuple(run.seed for run in found),
+        "comparison": comparison,
+        "seeds": tuple(run.seed for run in finished),
         "results": results,
-        "runs": tuple(run.folder for run in found),
+        "runs": tuple(run.folder for run in finished),
     }
+
+
+def _accuracies(name: str, collection: Collection) -> dict[int, float]:
+    """Returns the tested accuracy by seed."""
+    finished = collection.cells.get(name, CellRuns()).finished
+    return {seed: run.result.accuracy[TESTED] for seed, run in finished.items() if run.result}
 
 
 def _status(runs: CellRuns | None) -> str:
@@ -342,15 +339,6 @@ def _status(runs: CellRuns | None) -> str:
     return "; ".join(parts) or "not run"
 
 
-def _against(name: str, reference: str, collection: Collection) -> Comparison:
-    pair = (collection.cells.get(each, CellRuns()) for each in (name, reference))
-    ours, theirs = (
-        {seed: run.result.accuracy[TESTED] for seed, run in runs.finished.items() if run.result}
-        for runs in pair
-    )
-    return compare(ours, theirs)
-
-
 def known(values: Iterable[Any]) -> list[Any]:
-    """What differs among the values, None left out, in order of appearance."""
+    """Returns the distinct values in order of appearance, without None."""
     return list(dict.fromkeys(value for value in values if value is not None))

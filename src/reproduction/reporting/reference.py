@@ -1,4 +1,4 @@
-"""docs/configuration.md: every group and key, from the schema and the files in conf/."""
+"""docs/configuration.md: all groups and keys, from the schema and the files in conf/."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,14 +17,14 @@ LIBRARY = {"HTM": HTM, "VTM": VTM, "ManifoldMixup": ManifoldMixup}
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 INTRODUCTION = """# Configuration
 
-`python train.py group=option key=value ...`; several values with `-m`. A mistyped key, value or
-option ends in one line before anything is written. This page is written from `conf/` and the schema
-by `python scripts/write_docs.py`; `python train.py --help` shows the values in use.
+`python train.py group=option key=value ...`; `-m` sweeps over several values. A mistyped key, value
+or option ends in a one-line error before anything is written. `python train.py --help` shows the
+resolved values. `python scripts/write_docs.py` writes this page from `conf/` and the schema.
 """
 
 
 class Section(NamedTuple):
-    """Keys below `prefix`, of a class of the schema, with values and comments of a file."""
+    """The keys of a class of the schema, with the values and comments of a file in conf/."""
 
     title: str
     schema: str
@@ -50,7 +50,7 @@ SECTIONS = (
     Section("Transforms", "Transforms", "recipe.transforms.", "recipe/cifar_cct.yaml"),
     Section("Data set", "Dataset", "dataset.", "dataset/image_folder.yaml"),
     Section("CCT, CVT, ViT-Lite", "CCT", "model.", "model/cct_7_3x1.yaml"),
-    Section("ViT of timm's", "ViT", "model.", "model/vit_base_patch16_224.yaml"),
+    Section("ViT (timm)", "ViT", "model.", "model/vit_base_patch16_224.yaml"),
     Section("Other models", "Library", "model.", "model/resnet18.yaml"),
     Section("wandb", "Wandb", "logger.wandb.", "logger/wandb.yaml"),
     Section("TensorBoard", "TensorBoard", "logger.tensorboard.", "logger/tensorboard.yaml"),
@@ -58,7 +58,7 @@ SECTIONS = (
 
 
 def configuration_page() -> str:
-    """The page, a table for each part of the schema."""
+    """Returns the page: a table for each part of the schema."""
     schema = TypeAdapter(Config).json_schema()
     definitions = schema["$defs"] | {"Config": schema}
     parts = [INTRODUCTION, "## Groups\n", "| group | options |\n|---|---|"]
@@ -71,60 +71,53 @@ def configuration_page() -> str:
 
 
 def _options(group: str) -> Iterator[str]:
-    """Names, the default one first."""
+    """Yields the options of a group, the defaults first."""
     entries = yaml.safe_load((CONF_DIR / "train.yaml").read_text())["defaults"]
     chosen = next((x[group] for x in entries if isinstance(x, dict) and group in x), None)
     chosen = chosen if isinstance(chosen, list) else [chosen]
-    for name in sorted(options_of(group), key=lambda name: name not in chosen):
+    for name in sorted(options_of(group), key=lambda option: option not in chosen):
         yield f"`{name}`" + (" (default)" if name in chosen else "")
 
 
 def _keys(name: str, definitions: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> what is allowed, of a class of the schema or of the library."""
+    """Returns the allowed values, in words, by key of a class of the schema or the library."""
     if name in LIBRARY:
-        told = allowed_of(LIBRARY[name])
-        return {key: words.removeprefix("one of ") for key, (words, _) in told.items()}
-    properties = definitions[name]["properties"]
-    plain = {key: x for key, x in properties.items() if "$ref" not in str(x)}
-    return {key: _allowed(x) for key, x in plain.items()}
+        options = allowed_of(LIBRARY[name])
+        return {key: words.removeprefix("one of ") for key, (words, _) in options.items()}
+    properties = definitions[name]["properties"].items()
+    return {key: _allowed(schema) for key, schema in properties if "$ref" not in str(schema)}
 
 
 def _rows(section: Section, keys: Mapping[str, str]) -> Iterator[str]:
-    group = section.file.partition("/")[0]  # whose files leave their own name out
-    told, inside = _told(CONF_DIR / section.file), section.prefix.removeprefix(f"{group}.")
+    values = _read_values(CONF_DIR / section.file)
+    group = section.file.partition("/")[0]
+    prefix = section.prefix.removeprefix(f"{group}.")  # files of a group leave out its name
     for name, allowed in keys.items():
-        if inside + name in told:
-            value, comment = told[inside + name]
+        if prefix + name in values:
+            value, comment = values[prefix + name]
             cells = (f"`{section.prefix}{name}`", value, allowed, comment)
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
-def _told(path: Path) -> dict[str, tuple[str, str]]:
-    """Dotted key -> value and comment, as they stand in a file of two levels."""
-    found: dict[str, tuple[str, str]] = {}
+def _read_values(path: Path) -> dict[str, tuple[str, str]]:
+    """Returns value and comment by dotted key, from a file of two levels."""
+    values: dict[str, tuple[str, str]] = {}
     parent = ""
     for line in path.read_text().splitlines():
         if key := re.match(r"( *)(\w+): *(.*?) *(?:# (.*))?$", line):
             indent, name, value, comment = key.groups(default="")
             parent = parent if indent else f"{name}."
             if value:
-                found[parent + name if indent else name] = (value, comment)
-    return found
+                values[parent + name if indent else name] = (value, comment)
+    return values
 
 
-WORDS = {
-    "integer": "whole number",
-    "number": "number",
-    "boolean": "true, false",
-    "string": "text",
-    "object": "mapping",
-    "null": "null",
-}
+WORDS = {"boolean": "true, false", "object": "mapping"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
-    """A type with its range, in words; bounds that nobody meets are left out."""
+    """Describes a type and its range in words; bounds of 1e9 and more are left out."""
     if "anyOf" in schema:
         return " or ".join(_allowed(choice) for choice in schema["anyOf"])
     if "enum" in schema:
@@ -133,8 +126,9 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return str(schema["const"])
     if schema["type"] == "array":
         return f"list: {_allowed(schema['items'])}"
+    word = WORDS.get(schema["type"], schema["type"])
     limits = [(sign, schema[key]) for key, sign in BOUNDS.items() if schema.get(key, 1e9) < 1e9]
     if [sign for sign, _ in limits] == [">=", "<="]:
-        most = f"{limits[1][1]:,}".removesuffix(".0")  # which pydantic's version decides
-        return f"{WORDS[schema['type']]}, {limits[0][1]:g} to {most}"
-    return " ".join([WORDS[schema["type"]], *(f"{sign} {limit:g}" for sign, limit in limits)])
+        most = f"{limits[1][1]:,}".removesuffix(".0")  # depends on the version of pydantic
+        return f"{word}, {limits[0][1]:g} to {most}"
+    return " ".join([word, *(f"{sign} {limit:g}" for sign, limit in limits)])

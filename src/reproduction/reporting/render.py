@@ -1,7 +1,4 @@
-"""The report's files: tables as Markdown, LaTeX (booktabs), CSV and JSON, and index.html.
-
-The page holds tables, sweeps, figures, their runs and the folders that count for none.
-"""
+"""The files of the report: tables as Markdown, LaTeX (booktabs), CSV and JSON, and index.html."""
 
 import base64
 import csv
@@ -33,17 +30,16 @@ LATEX: dict[str, Any] = {
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
     '"': r"\textquotedbl{}",
-    "[": "{[}",  # after \\ it would begin an option
+    "[": "{[}",  # after \\ it would start an option
     "]": "{]}",
     "*": "{*}",
     "`": r"\textasciigrave{}",
 }
-# beside what HTML would read
-MARKDOWN: dict[str, Any] = {sign: f"\\{sign}" for sign in "\\|*_`[]~"}
+MARKDOWN: dict[str, Any] = {sign: f"\\{sign}" for sign in "\\|*_`[]~"}  # after HTML escaping
 
 
 def as_markdown(table: Table) -> str:
-    """A page: title, warning, a table for each data set, notes."""
+    """Returns title, warning, a table for each data set, and notes."""
     lines = [f"# {_markdown(table.title)}", ""]
     if table.banner:
         lines += [f"> **WARNING. {_markdown(table.banner)}**", ""]
@@ -58,7 +54,7 @@ def as_markdown(table: Table) -> str:
 
 
 def as_latex(table: Table) -> str:
-    """A table* for a preamble with booktabs and graphicx; the columns that fit, and the notes."""
+    """Returns a table* with the printed columns and the notes; needs booktabs and graphicx."""
     columns = [column for column in table.columns if column.is_printed]
     heading = r" & ".join(_latex(column.title) for column in columns)
     warning = rf" \textbf{{WARNING. {_latex(table.banner)}}}" if table.banner else ""
@@ -84,17 +80,20 @@ def as_latex(table: Table) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """A line for each record, with the scale and its warning in each; lists joined by `;`."""
+    """Returns a line for each record, with scale and warning; lists are joined by `;`."""
     file = io.StringIO()
-    rows = [{key: _csv(value) for key, value in row.items()} for row in _rows(table)]
+    rows = list(_rows(table))
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        for key, value in row.items():
+            row[key] = ";".join(map(str, value)) if isinstance(value, list) else value
+        writer.writerow(row)
     return file.getvalue()
 
 
 def as_json(table: Table) -> str:
-    """title, scale, warning (or null), records with unrounded numbers, notes."""
+    """Returns title, scale, warning (or null), records with unrounded numbers, and notes."""
     content = {
         "name": table.name,
         "title": table.title,
@@ -119,10 +118,6 @@ def _rows(table: Table) -> Iterator[dict[str, Any]]:
         yield {"scale": table.scale, "warning": table.banner, **record.flat()}
 
 
-def _csv(value: Any) -> Any:
-    return ";".join(str(part) for part in value) if isinstance(value, list) else value
-
-
 def _latex(text: str) -> str:
     escaped = " ".join(text.split()).translate(str.maketrans(LATEX))
     return re.sub(r"(?<![\w.)])-(?=\d)", "$-$", escaped).replace("+/-", r"$\pm$")
@@ -133,10 +128,10 @@ def _markdown(text: str) -> str:
 
 
 def report_folder(outputs: Path) -> Path:
-    """Makes the folder of the report; UserError if it is a run's."""
+    """Creates the folder of the report; UserError if it is a run folder."""
     folder = outputs / REPORT
     if (folder / "config.yaml").exists():
-        raise UserError(f"{folder}: is the folder of a run, which the report would write into")
+        raise UserError(f"{folder}: is the folder of a run, the report needs this name")
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -144,33 +139,14 @@ def report_folder(outputs: Path) -> Path:
 def write_page(
     folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
 ) -> list[Path]:
-    """Writes each table in all formats, and the page, beside the pictures; returns all, it last.
+    """Writes tables of one scale in all formats and the page; returns all files of the report.
 
-    Raises UserError if `folder` cannot be written.
-    """
-    files = {
-        f"{table.name}.{suffix}": render(table)
-        for table in tables
-        for suffix, render in FORMATS.items()
-    }
-    drawn = [f"{p.name}{suffix}" for p in pictures if not p.missing for suffix in (".png", ".pdf")]
-    try:
-        for name, text in files.items():
-            write_text(folder / name, text)
-        write_text(folder / PAGE, _page(folder, tables, pictures, collection))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from error
-    return [folder / name for name in (*files, *drawn, PAGE)]
-
-
-def _page(
-    folder: Path, tables: Sequence[Table], pictures: Sequence[Picture], collection: Collection
-) -> str:
-    """The page, self-contained; `tables` are of one scale. Its links lead to ../<run>/.
-
-    The pictures are read from `folder`.
+    `folder` already has the pictures, which the page embeds. Raises UserError if it cannot be
+    written to.
     """
     (scale,) = {table.scale for table in tables}
+    names = [picture.name for picture in pictures if not picture.missing]
+    texts = {f"{x.name}.{kind}": form(x) for x in tables for kind, form in FORMATS.items()}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -180,18 +156,27 @@ def _page(
         lstrip_blocks=True,
     )
     environment.filters["short_revision"] = short_revision
-    return environment.get_template(TEMPLATE).render(
-        scale=scale,
-        tables=tables,
-        pictures=pictures,
-        images={p.name: _image(folder / f"{p.name}.png") for p in pictures if not p.missing},
-        collection=collection,
-        formats=list(FORMATS),
-    )
+    try:
+        page = environment.get_template(TEMPLATE).render(
+            scale=scale,
+            tables=tables,
+            pictures=pictures,
+            images={name: _image(folder / f"{name}.png") for name in names},
+            collection=collection,
+            formats=list(FORMATS),
+        )
+        for name, text in (texts | {PAGE: page}).items():
+            write_text(folder / name, text)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error}") from error
+    drawn = [f"{name}{suffix}" for name in names for suffix in (".png", ".pdf")]
+    return [folder / name for name in (*texts, *drawn, PAGE)]
 
 
 def _image(path: Path) -> dict[str, Any]:
-    """A .png as text, and its size in pixels."""
+    """Returns a .png in base64 with its size in pixels."""
     content = path.read_bytes()
-    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))  # of its IHDR
+    width, height = (
+        int.from_bytes(content[i : i + 4], "big") for i in (16, 20)
+    )  # of the IHDR chunk
     return {"base64": base64.b64encode(content).decode(), "width": width, "height": height}

@@ -1,4 +1,4 @@
-"""The report of one run: report.md and its pictures, beside the figures they are made from."""
+"""The report of one run: report.md and its pictures, with the data behind them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,12 +8,7 @@ import torch
 from reproduction.config import Config
 from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_difficulty, draw_pairs, draw_saliency_maps
-from reproduction.reporting.trained import (
-    affordable,
-    batch_size,
-    load_trained,
-    some_images,
-)
+from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError, first_line
@@ -21,61 +16,62 @@ from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import clear_leftovers, write_text
 from reproduction.system.terminal import say, warn
 
-MANY = 512  # images whose difficulty is looked at
+MANY = 512  # images of the histogram of difficulty
 CAPTIONS = {
-    "accuracy.png": "Held-out accuracy, and loss in training and held out.",
+    "accuracy.png": "Held-out accuracy, training loss and held-out loss.",
     "mixed_samples.png": (
-        "Samples that HTM mixes in each batch, and tokens that it replaces in each of them (dots: "
-        "batches; line: running mean)."
+        "Samples mixed by HTM in each batch, and tokens replaced per mixed sample (dots: batches; "
+        "line: running mean)."
     ),
     "mixed_pairs.png": (
-        "Mixed pairs of the trained model at HTM's first block, on images without augmentation: "
-        "what the donor gives is framed. Tokens mix inside the network; the patches stand for them."
+        "Mixed pairs of the trained model at HTM's first block, on images without augmentation. "
+        "Patches of the donor are framed; they stand for tokens, which mix inside the network."
     ),
     "saliency.png": (
         "Figure 3: saliency of the tokens that enter HTM's first block, by gradient and by "
-        "attention, on images without augmentation, each from its smallest to its greatest value; "
-        "mean entropy over a batch."
+        "attention, on images without augmentation. Each map is scaled from its minimum to its "
+        "maximum; entropies are means over a batch."
     ),
     "difficulty.png": (
         "Difficulty of training images without augmentation at HTM's first block; those below tau, "
-        "the line, are easy. The entropy of smoothed labels is part of it."
+        "the line, are easy. The difficulty includes the entropy of smoothed labels."
     ),
 }
 
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
-    """Draws the pictures, writes report.md and says where; a finished report stays.
+    """Draws the pictures, writes report.md unless it exists, and prints the result.
 
-    The first rank does, for all.
+    Does nothing except on the first rank.
     """
     if not is_first_rank():
         return
     report = folder.report_path
     try:
-        told, table = _told(summary), _table(summary)
+        headline, table = _headline(summary), _table(summary)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{folder.summary_path}: holds no result: {first_line(error)}") from error
     try:
         if not report.exists():
             clear_leftovers(folder.path)
-            shown = [f"# {folder.path.name}", table, *_draw(folder)]
-            write_text(report, "\n\n".join(shown) + "\n")
-    except OSError as error:  # the run is finished all the same
+            sections = [f"# {folder.path.name}", table, *_draw(folder)]
+            write_text(report, "\n\n".join(sections) + "\n")
+    except OSError as error:  # the run itself is finished
         reason = f"{error.filename or folder.path}: {error.strerror}"
         warn(f"warning: no report ({reason}); resume=auto writes it")
-    say(f"{folder.path.name}: {told}")
+    say(f"{folder.path.name}: {headline}")
     if report.exists():
         say(f"report and pictures: {report}")
 
 
 def _draw(folder: RunFolder) -> list[str]:
-    """Draws what the run has; Markdown of the pictures, or of why one is not there."""
+    """Draws the pictures; returns Markdown with each picture or the reason why it is missing."""
     config = parse_saved(folder.read_config())
     steps, epochs = folder.read_metrics()
     steps = [line for line in steps if not line.get("skipped")]
     if not steps or not epochs:
-        return []  # lost, though the run is finished
+        return []  # the metrics of the finished run are lost
+    sections = [_picture("accuracy.png")]
     has_htm = config.augmentation.htm is not None
     try:
         draw_accuracy(folder.path / "accuracy.png", steps, epochs)
@@ -84,16 +80,14 @@ def _draw(folder: RunFolder) -> list[str]:
             draw_mixed_samples(folder.path / "mixed_samples.png", steps, size)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
-    if not has_htm:
-        return [_picture("accuracy.png")]
-    curves = [_picture("accuracy.png"), _picture("mixed_samples.png")]
-    pictures = [*curves, *_draw_trained(folder, config)]
-    torch.cuda.empty_cache()  # for other processes, and the ranks of the next run
-    return pictures
+    if has_htm:
+        sections += [_picture("mixed_samples.png"), *_draw_trained(folder, config)]
+        torch.cuda.empty_cache()  # for other processes, and the ranks of the next run
+    return sections
 
 
 def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
-    """The same of the trained model; what it cannot give does not fail a finished run."""
+    """Draws the pictures of the trained model; errors become text, as the run is finished."""
     try:
         trained = load_trained(config, folder, config.device)
         sample = some_images(trained, affordable(trained, MANY))
@@ -118,11 +112,11 @@ def _picture(name: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """UserError and ValueError are written for people."""
+    """Returns messages for users as they are, and the first line of others."""
     return str(error) if isinstance(error, UserError | ValueError) else first_line(error)
 
 
-def _told(summary: dict[str, Any]) -> str:
+def _headline(summary: dict[str, Any]) -> str:
     return (
         f"top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} "
         f"%, median of the last 10 epochs {summary['top1_median10']:.2f} %) after "

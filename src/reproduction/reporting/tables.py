@@ -1,4 +1,4 @@
-"""A table as data: title, columns as text, records as numbers, notes. Builds tables and sweeps."""
+"""Tables and sweeps as data: title, columns as text, records as numbers, notes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +30,9 @@ LEVEL = 0.05  # of significance
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One table at one scale; `mark` says why it is not the paper's experiment, if it is not.
+    """One table at one scale; `name` is that of its files.
 
-    `name` is that of its files.
+    `mark` says why it does not show the paper's experiments, None if it does.
     """
 
     name: str
@@ -55,25 +55,23 @@ class Table:
         )
 
     def sections(self) -> Iterator[tuple[str, list[Measured]]]:
-        """(data set, its lines)."""
         for name, records in groupby(self.records, key=lambda record: record.column):
             yield name, list(records)
 
 
 def build_table(number: int, sources: Sources) -> Table:
-    """One of TABLES."""
     texts, scale = _texts(), sources.scale
-    mine = [cell for cell in sources.cells if cell.table == number]
-    mark = sources.mark(*(cell.experiment for cell in mine))
+    cells = [cell for cell in sources.cells if cell.table == number]
+    mark = sources.mark(*(cell.experiment for cell in cells))
     records = [replace(record, is_papers=mark is None) for record in records_of(number, sources)]
     has_sizes = any(row.table == number for row in sources.papers)
-    has_latency = any(cell.latency_ms is not None for cell in mine)
+    has_latency = any(cell.latency_ms is not None for cell in cells)
     notes = [
         texts["accuracies"],
         *texts["common"],
         *([texts["sizes"]] if has_sizes else []),
         *texts["notes"][number],
-        *([_measurement(sources.latency, scale)] if has_latency else []),
+        *([_latency_note(sources.latency, scale)] if has_latency else []),
         *significance(records, "the baseline"),
         *_origin_notes(records, sources.collection),
     ]
@@ -89,7 +87,6 @@ def build_table(number: int, sources: Sources) -> Table:
 
 
 def build_sweep(sweep: Sweep, sources: Sources) -> Table:
-    """A table of the sweep's values."""
     texts, scale = _texts(), sources.scale
     (cell,) = (cell for cell in sources.cells if cell.experiment == sweep.experiment)
     config = sources.configs[sweep.experiment]
@@ -97,7 +94,7 @@ def build_sweep(sweep: Sweep, sources: Sources) -> Table:
     records = list(sweep_records(sweep, cell, sources, has_mixing))
     mixing = texts["mixing"].format(batch_size=config.recipe.batch_size)
     mark = sources.mark(sweep.experiment)
-    if mark is not None:  # the printed accuracies may be of another value of the key
+    if mark is not None:  # the printed accuracies may belong to another value of the key
         records = [replace(record, paper=None) for record in records]
     return Table(
         name=sweep.name,
@@ -120,48 +117,48 @@ def build_sweep(sweep: Sweep, sources: Sources) -> Table:
 
 @cache
 def _texts() -> dict[str, Any]:
-    """Titles and notes."""
     return yaml.safe_load(TEXTS.read_text())
 
 
 def significance(records: Sequence[Measured], reference: str) -> Iterator[str]:
-    """One note: which differences to `reference` are significant; none without a comparison."""
+    """Yields a note on the significant differences from `reference` if there are comparisons."""
     compared = [(record, record.comparison) for record in records if record.comparison is not None]
     several = len({record.column for record, _ in compared}) > 1
-    tested = [(f"{r.label} on {r.column}" if several else r.label, test) for r, test in compared]
-    found = [(name, test, test.p) for name, test in tested if test.p is not None]
-    sentences = list(_verdicts(found, reference)) if found else []
+    tests: list[tuple[str, Comparison, float]] = []
     reasons: dict[str, list[str]] = {}
-    for name, test in tested:
+    for record, test in compared:
+        name = f"{record.label} on {record.column}" if several else record.label
+        if test.p is not None:
+            tests.append((name, test, test.p))
         if test.reason is not None:
             reasons.setdefault(test.reason, []).append(name)
-    sentences += [f"Without a test, {why}: {'; '.join(rows)}." for why, rows in reasons.items()]
+    sentences = list(_verdicts(tests, reference)) if tests else []
+    sentences += [f"Not tested ({why}): {'; '.join(rows)}." for why, rows in reasons.items()]
     if sentences:
         yield " ".join(sentences)
 
 
-def _verdicts(found: Sequence[tuple[str, Comparison, float]], reference: str) -> Iterator[str]:
-    """The tests that were made, and what is left of them for being so many."""
-    corrected = holm([p for _, _, p in found])
+def _verdicts(tests: Sequence[tuple[str, Comparison, float]], reference: str) -> Iterator[str]:
+    corrected = holm([p for _, _, p in tests])
     lists = {True: list[str](), False: list[str]()}
-    for name, test, p in found:
+    for name, test, p in tests:
         lists[p < LEVEL].append(f"{name} {test.difference:+.2f} (p = {p_text(p)})")
     yield f"Significant at 5 % against {reference}: {'; '.join(lists[True]) or 'none'}."
     yield f"Not significant: {'; '.join(lists[False]) or 'none'}."
-    kept = [name for (name, _, _), p in zip(found, corrected, strict=True) if p < LEVEL]
-    tests = f"{len(found)} test{'s' if len(found) > 1 else ''}"
-    yield f"{tests}; by Holm's correction significant: {'; '.join(kept) or 'none'}."
+    names = [name for (name, _, _), p in zip(tests, corrected, strict=True) if p < LEVEL]
+    number = f"{len(tests)} test{'s' if len(tests) > 1 else ''}"
+    yield f"{number}; significant after Holm's correction: {'; '.join(names) or 'none'}."
 
 
 def _origin_notes(records: Sequence[Measured], collection: Collection) -> Iterator[str]:
-    """Which cells share their runs, which runs have no result, and where the numbers come from."""
+    """Yields notes on shared runs, on runs without a result, and on the counted runs."""
     mine = {record.experiment for record in records if record.experiment is not None}
     groups: dict[str, list[str]] = {}
     for name, key in collection.keys.items():
         groups.setdefault(key, []).append(name)
     shared = [", ".join(x) for x in groups.values() if len(x) > 1 and not mine.isdisjoint(x)]
     if shared:
-        yield f"Of one configuration, and so from the same runs: {'; '.join(shared)}."
+        yield f"Cells of the same configuration share their runs: {'; '.join(shared)}."
     for run in collection.runs():
         names = [name for name in collection.experiments(run) if name in mine]
         if run.result is None and names:
@@ -177,25 +174,23 @@ def _provenance(records: Sequence[Measured]) -> str:
         for run, result in zip(record.runs, record.results, strict=True)
     }
     if not results:
-        return "Nothing in this table has a finished run yet."
+        return "No row of this table has a finished run yet."
     hours = sum(result.seconds or 0 for result in results.values()) / 3600
     revisions = known(result.revision for result in results.values())
-    dirty = [revision for revision in revisions if revision.endswith("-dirty")]
-    text = f"{len(results)} finished runs, {hours:.2f} hours in all, git "
-    text += ", ".join(short_revision(r) for r in revisions) or "revision not known"
+    text = f"{len(results)} finished runs, {hours:.2f} hours in total, git "
+    text += ", ".join(short_revision(r) for r in revisions) or "revision unknown"
     if len(revisions) > 1:
         text += "; the runs are of more than one revision"
-    if dirty:
-        text += "; -dirty: of code that differs from its revision"
+    if any(revision.endswith("-dirty") for revision in revisions):
+        text += "; -dirty: the code differs from the revision"
     return f"{text}."
 
 
-def _measurement(latency: Measurement | None, scale: str) -> str:
-    """Where the latencies come from."""
+def _latency_note(latency: Measurement | None, scale: str) -> str:
     if latency is None:
         return f"Latency is not measured here yet; {command(scale)} measures it."
     return (
-        f"Latency: median (quartiles) of {latency.repeats} repeats in ms, x: ratio to attention's. "
+        f"Latency: median (quartiles) of {latency.repeats} repeats in ms, x: ratio to attention. "
         f"Ours: {latency.conditions}. The paper's: {PAPERS}"
         + (", so only the ratios compare." if scale == FULL else "; other models or batches.")
     )

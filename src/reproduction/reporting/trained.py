@@ -1,4 +1,4 @@
-"""A trained run's model, images to look at, and what enters its blocks.
+"""The model of a trained run, sample images, and the inputs of its blocks.
 
 Letters: b batch, n tokens with prefix, c classes, d width, h w image.
 """
@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
-from reproduction.data.build import (
-    build_evaluation_transform,
-    build_source,
-    build_training_images,
-)
+from reproduction.data.build import build_evaluation_transform, build_source, build_training_images
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import Broken, collate_readable, load_item
 from reproduction.data.sources import Source
@@ -32,12 +28,12 @@ from tokenmixup import TokenMixup
 from tokenmixup.detectors import BlockInput
 from tokenmixup.structure import declared_prefix, reads_class_token
 
-BATCH = 64  # images that are looked at together, if the run's batches are no smaller
-LARGEST_FOR_A_CPU = 5e9  # MACs of one image; larger models see fewer images there
+BATCH = 64  # images per batch, if the batches of the run are not smaller
+LARGEST_FOR_A_CPU = 5e9  # MACs of one image; on a CPU, larger models get fewer images
 
 
 class Trained(NamedTuple):
-    """A run's module as it was left, in evaluation mode on its device."""
+    """The module of a run after training, in evaluation mode on its device."""
 
     config: Config
     module: TokenMixup
@@ -50,17 +46,17 @@ class Sample(NamedTuple):
 
     images: Tensor  # b 3 h w, normalised
     classes: Tensor  # b
-    targets: Tensor  # b c, smoothed by the recipe as they enter the model
+    targets: Tensor  # b c, smoothed as in the recipe
 
     def first(self, count: int) -> "Sample":
         return Sample(*(part[:count] for part in self))
 
 
 def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trained:
-    """The module of a run with HTM as it trained last, without manifold mixup: of whole images.
+    """Loads the newest checkpoint of a run with HTM, without manifold mixup.
 
-    `device`: as a run's own setting, where `auto` is a GPU if there is one. UserError without HTM,
-    and if the checkpoints or the data cannot be read.
+    `device` is as in the configuration: `auto` is a GPU if there is one. Raises UserError without
+    HTM, or if the checkpoints or the data cannot be read.
     """
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
@@ -75,7 +71,7 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
 
 
 def training_batches(trained: Trained, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Augmented images and their classes; the first batches of an order drawn by the run's seed."""
+    """Yields augmented images and classes in an order that depends on the seed of the run."""
     images = build_training_images(trained.config, trained.source)
     number = len(trained.source.train)
     order = np.random.default_rng(trained.config.seed).permutation(number).tolist()
@@ -86,9 +82,9 @@ def training_batches(trained: Trained, size: int, count: int) -> Iterator[tuple[
 
 
 def affordable(trained: Trained, most: int) -> int:
-    """How many of `most` images are looked at: fewer only by a large model on a CPU.
+    """Returns the number of images to use: `most`, or fewer for a large model on a CPU.
 
-    There ViT-B/16 at 224 px sees 18 of 64, which takes about a minute for all pictures.
+    On a CPU, ViT-B/16 at 224 px gets 18 of 64 images: about a minute for all pictures.
     """
     if trained.device.type != "cpu":
         return most
@@ -97,12 +93,12 @@ def affordable(trained: Trained, most: int) -> int:
 
 
 def batch_size(trained: Trained) -> int:
-    """Images of a batch that is looked at."""
+    """Returns the number of images per batch for pictures."""
     return affordable(trained, min(BATCH, trained.config.recipe.batch_size))
 
 
 def some_images(trained: Trained, count: int) -> Sample:
-    """`count` training images drawn by the run's seed, or all; fewer are the first of more."""
+    """Draws up to `count` training images by the seed of the run; fewer are a prefix of more."""
     config, source = trained.config, trained.source
     transform = build_evaluation_transform(config)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
@@ -121,26 +117,27 @@ def displayable(images: Tensor, config: Config) -> np.ndarray:
 
 
 class _Enough(Exception):
-    """Ends a forward pass whose remaining blocks nobody asks for."""
+    """Ends a forward pass before the remaining blocks."""
 
 
 @torch.no_grad()
 def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockInput]:
-    """What enters blocks 0..`last` of the plain model for `images`, `b 3 h w`."""
-    seen: list[BlockInput] = []
+    """Returns the inputs of blocks 0..`last` of the plain model for `images`, `b 3 h w`."""
+    inputs: list[BlockInput] = []
     prefix = declared_prefix(model)
     by_class_token = reads_class_token(model)
 
-    def note(block: nn.Module, args: tuple[Tensor], given: dict[str, Any]) -> None:
-        seen.append(BlockInput(model.blocks, len(seen), args[0], given, prefix, by_class_token))
-        if len(seen) > last:
+    def record(block: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
+        index = len(inputs)
+        inputs.append(BlockInput(model.blocks, index, args[0], kwargs, prefix, by_class_token))
+        if index == last:
             raise _Enough
 
-    handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in model.blocks]
+    handles = [block.register_forward_pre_hook(record, with_kwargs=True) for block in model.blocks]
     try:
         with suppress(_Enough):
             model(images)
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return inputs

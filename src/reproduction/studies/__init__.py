@@ -1,1 +1,1 @@
-"""The paper's tables and sweeps, as runs."""
+"""Studies: the runs of the paper's tables and sweeps, their launchers and results."""

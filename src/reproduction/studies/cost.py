@@ -1,6 +1,6 @@
-"""What runs cost: speeds measured by scripts/cost.py, the hours that follow, and their tables.
+"""The cost of runs: speeds measured by scripts/cost.py, the resulting hours, and their tables.
 
-cost.json maps hardware -> key of a configuration -> Speed. Imports no torch.
+cost.json maps hardware -> configuration key -> Speed. Does not import torch.
 """
 
 import math
@@ -27,7 +27,7 @@ FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backw
 class Speed:
     """Images per second in training (median, slowest and fastest round) and in evaluation.
 
-    `batch_size` and `macs`, of an image, are those of the measurement.
+    `batch_size` and `macs` (of one image) are those of the measurement.
     """
 
     batch_size: int
@@ -43,9 +43,9 @@ COSTS = TypeAdapter(dict[str, dict[str, Speed]])  # the file
 
 
 def as_measured(config: Config) -> Config:
-    """What is measured for a run: the same for all runs of one speed.
+    """Returns the configuration to measure: one device, and HTM mixes all samples and tokens.
 
-    Every sample is mixed by HTM, and every token that gains; one device.
+    Runs of the same speed have the same one.
     """
     stack = config.augmentation
     if stack.htm is not None:
@@ -61,36 +61,36 @@ def as_measured(config: Config) -> Config:
 
 
 def speed_key(config: Config) -> str:
-    """Configurations of one key have one speed."""
+    """Returns a key that all configurations of the same speed share."""
     return run_hash(as_measured(config))
 
 
 def sizes_of(config: Config) -> Sizes:
-    """The images that an epoch trains on and evaluates, and the classes; see `data_sizes`."""
-    found = data_sizes(config.dataset.name, config.dataset.root)
-    limit = config.dataset.limit or found.train
-    return found._replace(train=min(limit, found.train))
+    """Returns the images of an epoch, the held-out images and the classes; see `data_sizes`."""
+    sizes = data_sizes(config.dataset.name, config.dataset.root)
+    limit = config.dataset.limit or sizes.train
+    return sizes._replace(train=min(limit, sizes.train))
 
 
 def run_hours(config: Config, speed: Speed) -> float:
-    """Of a whole run; several devices share the work ideally."""
+    """Returns the hours of a run; devices are assumed to scale ideally."""
     train, held_out, _ = sizes_of(config)
     epoch = train / speed.training + held_out / speed.evaluation
     return config.recipe.epochs * epoch / config.devices / 3600
 
 
 def hours_text(hours: float) -> str:
-    """Three digits; whole hours from a hundred on."""
+    """Formats with three significant digits, or as whole hours from 100 on."""
     return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
 
 
 def training_flops(config: Config, macs: int) -> int:
-    """3 x 2 x `macs` of an image x images of all epochs."""
+    """Returns 3 x 2 x `macs` of an image x images of all epochs."""
     return FLOPS_PER_MAC * macs * sizes_of(config).train * config.recipe.epochs
 
 
 def read_costs(path: Path) -> dict[str, dict[str, Speed]]:
-    """hardware -> speeds; empty if the file is not there, UserError if it is broken."""
+    """Returns the speeds by hardware, none without a file; UserError if the file is damaged."""
     if not path.exists():
         return {}
     try:
@@ -100,7 +100,6 @@ def read_costs(path: Path) -> dict[str, dict[str, Speed]]:
 
 
 def add_costs(path: Path, hardware: str, speeds: Speeds) -> None:
-    """Puts newly measured speeds into the file."""
     known = read_costs(path)
     known[hardware] = {**known.get(hardware, {}), **speeds}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,10 +107,10 @@ def add_costs(path: Path, hardware: str, speeds: Speeds) -> None:
 
 
 SPEEDS = (
-    "Medians of several rounds, images/s from the slowest to the fastest one, with images made up "
-    "on the device: where loading and augmenting is slower than that, it is what limits a run. HTM "
-    "mixes every sample, which no run exceeds. Hours: all epochs, each with its evaluation. EFLOP: "
-    "3 x 2 x MACs of the plain model x training images. CPUs are far slower in float16."
+    "Medians of several rounds, images/s of the slowest to the fastest round, on synthetic images "
+    "on the device; loading and augmentation limit a run if they are slower. HTM mixes every "
+    "sample, the most expensive case. Hours: all epochs, each with its evaluation. EFLOP: 3 x 2 x "
+    "MACs of the plain model x training images. CPUs are far slower in float16."
 )
 COLUMNS = (
     *("precision", "batch", "steps/s", "images/s", "from..to", "in evaluation", "EFLOP"),
@@ -120,7 +119,7 @@ COLUMNS = (
 
 
 def speed_table(runs: Sequence[PlannedRun], speeds: Speeds, hardware: str) -> Table:
-    """A row for each run of the first seed."""
+    """Returns a row for each run of the first seed."""
     table = Table(title=escape(hardware), caption=SPEEDS, caption_justify="left")
     table.add_column("run")
     for title in COLUMNS:
@@ -143,18 +142,19 @@ def speed_table(runs: Sequence[PlannedRun], speeds: Speeds, hardware: str) -> Ta
 
 
 def hours_table(studies: Mapping[str, Sequence[PlannedRun]], speeds: Speeds, devices: int) -> Table:
-    """A row for each study and one for all: runs that they share count once there."""
-    everything = {run.name: run for runs in studies.values() for run in runs}
-    rows = {**studies, **({"together": list(everything.values())} if len(studies) > 1 else {})}
-    caption = f"{devices} devices: if they shared the work ideally." if devices > 1 else None
+    """Returns a row for each study and, if there are several, one for all without duplicates."""
+    rows, everything = dict(studies), {run.name: run for runs in studies.values() for run in runs}
+    if len(studies) > 1:
+        rows["together"] = list(everything.values())
     seeds = len({run.config.seed for run in everything.values()})
-    title = f"{seeds} seed{'s' if seeds > 1 else ''}"
-    table = Table("study", title=title, caption=caption, caption_justify="left")
-    titles = ["runs", "hours, 1 device", *([f"{devices} devices"] if devices > 1 else [])]
-    for title in titles:
-        table.add_column(title, justify="right")
+    table = Table("study", title=f"{seeds} seed{'s' if seeds > 1 else ''}", caption_justify="left")
+    table.add_column("runs", justify="right")
+    table.add_column("hours, 1 device", justify="right")
+    if devices > 1:
+        table.add_column(f"{devices} devices", justify="right")
+        table.caption = f"{devices} devices: assuming ideal scaling."
     for study, runs in rows.items():
         hours = sum(run_hours(run.config, speeds[speed_key(run.config)]) for run in runs)
-        per = [1, devices] if devices > 1 else [1]
-        table.add_row(study, str(len(runs)), *(hours_text(hours / n) for n in per))
+        cells = [str(len(runs)), hours_text(hours), hours_text(hours / devices)]
+        table.add_row(study, *cells[: len(table.columns) - 1])
     return table

@@ -1,12 +1,12 @@
-"""Latency of the saliency detectors (Table 3): what each adds to a training step.
+"""Latency of the saliency detectors (Table 3): the time that each adds to a training step.
 
-Timed are the parts of HTM that begin with the detector, on what enters the HTM block of one batch:
-the saliency (by gradient: a forward and a backward pass of the whole model in evaluation mode, as
-Co-Mixup takes it; else layer norm, projection and softmax of the next attention), the assignment
-with its way to the host and back, tokens, their projections where they are known, and labels.
-ScoreNet belongs to none of them. The projection is timed whole, though a step then spares the block
-its own. Random tokens are paired by attention too, so here they cost what attention costs. Parts
-are timed, not the difference of whole steps, where they would be lost in the noise.
+Times the part of HTM from the detector on, for the inputs of the HTM block in one batch: the
+saliency, the assignment with its transfers to the host and back, and the mixing of tokens, labels
+and known projections. ScoreNet is left out. The saliency by gradient is a forward and a backward
+pass of the whole model in evaluation mode, as in Co-Mixup; otherwise it is layer norm, projection
+and softmax of the next attention. The projection is timed in full, although a training step reuses
+it in the block. Random tokens are paired by attention too, so they cost as much as attention.
+Differences between whole steps would be lost in the noise.
 
 Letters: b batch, c classes, h w image.
 """
@@ -40,7 +40,7 @@ from tokenmixup.rules import rules_of
 from tokenmixup.saliency import input_gradient
 
 DETECTORS = ("gradient", "attention", "random")
-CLASSES = 100  # CIFAR-100's
+CLASSES = 100  # of CIFAR-100
 REPEATS, FEW = 20, 5  # rounds; FEW at smoke scale
 
 Step = Callable[[], HorizontalMix]
@@ -51,8 +51,8 @@ def measure_latency(
 ) -> Path:
     """Writes medians and quartiles over `repeats` rounds beside the runs, and returns the file.
 
-    Every sample is mixed (tau = inf, rho = 0), in the precision of the experiments; on a CPU in
-    float32. UserError for a device that is not there.
+    Every sample is mixed (tau = inf, rho = 0), in the precision of the experiments, or in float32
+    on a CPU. Raises UserError for a device that does not exist.
     """
     path = settings.root / FILE
     check_writable(path, str(path))
@@ -67,7 +67,7 @@ def measure_latency(
         for name, config in configs.items()
     }
     times = time_in_turns(steps, repeats)
-    measured = Measurement(
+    measurement = Measurement(
         hardware=hardware_name(device),
         device=device,
         precision=precision,
@@ -78,18 +78,18 @@ def measure_latency(
         detectors={name: Timing(*spread_of(ms)) for name, ms in times.items()},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(dataclasses.asdict(measured), indent=2) + "\n")
+    write_text(path, json.dumps(dataclasses.asdict(measurement), indent=2) + "\n")
     return path
 
 
 def detector_configs(settings: Settings) -> dict[str, Config]:
-    """detector -> configuration of its experiment, mixing every sample."""
+    """Returns the configuration of each detector, mixing every sample."""
     configs = point_configs("table3", settings)
     return {name: as_measured(configs[f"table3/{name}"]) for name in DETECTORS}
 
 
 def build_step(config: Config, batch_size: int, device: torch.device, precision: str) -> Step:
-    """What is timed, for one detector: the same weights and random images for all."""
+    """Returns the function to time; all detectors get the same weights and random images."""
     module, images, targets, entry = mixing_batch(config, batch_size, device, precision)
 
     def step() -> HorizontalMix:
@@ -102,7 +102,7 @@ def build_step(config: Config, batch_size: int, device: torch.device, precision:
 def mixing_batch(
     config: Config, batch_size: int, device: torch.device, precision: str
 ) -> tuple[TokenMixup, Tensor, Tensor, BlockInput]:
-    """A new module, random images `b 3 h w`, targets `b c`, and what enters its HTM block."""
+    """Returns a new module, images `b 3 h w`, targets `b c`, and the inputs of the HTM block."""
     allow_tf32(config.recipe.tf32)  # the gradient detector computes in float32
     torch.manual_seed(0)
     module = place(build_module(config.model, config.augmentation, CLASSES), device).train()
@@ -117,16 +117,18 @@ def mixing_batch(
 
 
 def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) -> HorizontalMix:
-    """The part of a training step that begins with the detector; every sample is easy.
+    """Runs the part of a training step from the detector on; every sample is easy.
 
-    `images` `b 3 h w`, `targets` `b c`; `entry` is what enters the HTM block for them.
+    `images` is `b 3 h w`, `targets` `b c`, `entry` the inputs of the HTM block for them.
     """
     htm: Any = module.htm
     pixels = None
     if htm.detector == "gradient":
         with evaluating(module.model):
             pixels = input_gradient(module.model, images, targets)
-    entry = dataclasses.replace(entry, pixels=pixels)  # nothing is known of the last round's
+    entry = dataclasses.replace(
+        entry, pixels=pixels
+    )  # a copy without the results of earlier rounds
     saliency = detector_of(htm)(entry)
     is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
     rules = rules_of(htm)

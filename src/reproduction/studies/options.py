@@ -1,4 +1,4 @@
-"""Command lines of the scripts that reproduce a study: its runs, and what each asks SLURM for."""
+"""The command line of the scripts that reproduce a study: its runs and their SLURM resources."""
 
 import argparse
 from dataclasses import fields
@@ -16,30 +16,29 @@ SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in S
 
 
 def study_parser(description: str | None) -> Parser:
-    """The options that tell which runs, and those of SLURM."""
     options = Parser(description=description)
     options.add_argument(
-        "study", type=_study, help=f"{', '.join(STUDIES)}, or a file as in results/"
+        "study", type=_study, help=f"{', '.join(STUDIES)}, or a .yaml file like those in results/"
     )
     options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
     add_settings(options)
-    group = options.add_argument_group("what each run asks SLURM for")
-    group.add_argument("--partition", help="as sbatch has it")
-    group.add_argument("--account", help="as sbatch has it")
-    group.add_argument("--time", help="as SLURM writes it; a run goes on in the next task")
+    group = options.add_argument_group("SLURM resources of each run")
+    group.add_argument("--partition", help="as for sbatch")
+    group.add_argument("--account", help="as for sbatch")
+    group.add_argument("--time", help="as for sbatch; the next task resumes an unfinished run")
     group.add_argument("--memory", help="of each node, such as 64G")
     group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")
     group.add_argument("--nodes", type=positive, help="that share the devices (default: 1)")
     group.add_argument("--no-gpu", action="store_const", const=True, help="train on CPUs")
-    group.add_argument("--parallel", type=positive, help="most runs at the same time")
-    group.add_argument("--sbatch", action="append", help="more: --sbatch=--qos=x")
+    group.add_argument("--parallel", type=positive, help="maximum number of runs at a time")
+    group.add_argument("--sbatch", action="append", help="further options: --sbatch=--qos=x")
     return options
 
 
 def add_settings(options: argparse.ArgumentParser) -> None:
-    """The options that `settings_of` reads."""
+    """Adds the options that `settings_of` reads."""
     options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
-    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="in place of the tables' own")
+    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="instead of the tables' own")
     options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
     options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
@@ -48,7 +47,7 @@ def add_settings(options: argparse.ArgumentParser) -> None:
 def _study(text: str) -> str:
     if text in STUDIES or (text.endswith(".yaml") and Path(text).is_file()):
         return text
-    allowed = f"must be one of {', '.join(STUDIES)}, or a .yaml file that is there"
+    allowed = f"must be one of {', '.join(STUDIES)}, or an existing .yaml file"
     raise argparse.ArgumentTypeError(f"{text}: {allowed}")
 
 
@@ -60,31 +59,31 @@ def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
     settings = settings_of(args)
     if args.study not in STUDIES:
         return plan_own(Path(args.study), settings, args.seeds)
-    usual = 1 if args.study == "figure3" else settings.chosen.seeds  # Figure 3 shows one model
-    return plan(args.study, settings, args.seeds or usual)
+    default = 1 if args.study == "figure3" else settings.chosen.seeds  # Figure 3 shows one model
+    return plan(args.study, settings, args.seeds or default)
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """The study's, or that of the file which fixes it."""
+    """Returns the name of the study, or the stem of its file."""
     return args.study if args.study in STUDIES else Path(args.study).stem
 
 
 def resources_of(args: argparse.Namespace) -> Resources:
-    return Resources(devices=args.devices, **_given(args))
+    return Resources(devices=args.devices, **_resource_options(args))
 
 
 def check_launcher(args: argparse.Namespace) -> None:
-    """Raises UserError for options that the launcher does not read."""
+    """Raises UserError for options that the launcher does not use."""
     if args.jobs is not None and args.launcher != "joblib":
         raise UserError(f"jobs={args.jobs}: goes with launcher=joblib only")
     if args.launcher != "slurm":
         if args.script:
             raise UserError("script: goes with launcher=slurm only")
-        for name, value in _given(args).items():
+        for name, value in _resource_options(args).items():
             raise UserError(f"{name}={value}: goes with launcher=slurm only")
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """What was typed of Resources."""
+def _resource_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of Resources that are on the command line."""
     names = [field.name for field in fields(Resources) if field.name != "devices"]
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}

@@ -1,4 +1,4 @@
-"""The report of a scale: its tables, sweeps and figures, from run folders alone."""
+"""The report of a scale: its tables, sweeps and figures, from run folders."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,15 +17,15 @@ from reproduction.runs.parse import parse
 from reproduction.studies.plan import SWEEPS, Settings, point_configs
 from reproduction.system.errors import UserError
 
-Sizes = dict[tuple[int, str], Counts]  # of a table's row
+Sizes = dict[tuple[int, str], Counts]  # by table and row
 
 
 def write_overview(settings: Settings) -> list[Path]:
     """Writes the report beside the runs and returns its files.
 
-    UserError if there are no runs to read or the report has no place.
+    Raises UserError if there is no folder of runs, or a run occupies the folder of the report.
     """
-    if not settings.root.is_dir():  # before a second of composing
+    if not settings.root.is_dir():  # composing takes a second
         raise UserError(f"outputs={settings.root}: there is no such folder of runs")
     configs = point_configs("all", settings)
     folder = report_folder(settings.root)
@@ -38,7 +38,6 @@ def write_overview(settings: Settings) -> list[Path]:
 def read_sources(
     outputs: Path, scale: str, configs: Mapping[str, Config], counts: Sizes
 ) -> Sources:
-    """What the report of the runs in `outputs` is made from."""
     return Sources(
         outputs=outputs,
         scale=scale,
@@ -52,14 +51,14 @@ def read_sources(
 
 
 def build_tables(sources: Sources) -> list[Table]:
-    """Those of which the scale has a cell, and the sweeps."""
+    """Builds the tables with a cell at the scale, and the sweeps."""
     trained = {cell.table for cell in sources.cells if cell.experiment in sources.configs}
     tables = [build_table(number, sources) for number in TABLES if number in trained]
     return tables + [build_sweep(sweep, sources) for sweep in sweeps_of(sources.configs)]
 
 
 def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:
-    """All of them, with the values that they have at this scale."""
+    """Returns the sweeps, with their values at this scale."""
     sweeps = []
     for name, (experiment, key, _) in SWEEPS.items():
         start = f"{key.rpartition('.')[2]}="
@@ -70,7 +69,7 @@ def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:
 
 
 def count(papers: Sequence[PaperRow]) -> Sizes:
-    """Builds each row's model without memory for its weights, in about ten seconds."""
+    """Counts parameters and MACs of each row's model on the meta device, in about ten seconds."""
     return {
         (row.table, row.row): measure(row, parse(compose("train", row.command_line).raw)).counts
         for row in papers

@@ -1,4 +1,4 @@
-"""A study of one's own: a file that fixes its runs and comparisons before the first run."""
+"""A study of your own: a file that fixes its runs and comparisons before the first run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +28,7 @@ class Contrast:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Quoted:
-    """What others have printed under the same protocol, in percent, by row and column."""
+    """Published results with the same protocol, in percent, by row and column."""
 
     source: str
     columns: list[str]
@@ -37,9 +37,10 @@ class Quoted:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class OwnStudy:
-    """What the file says: `overrides` of train.py for all runs, more of them by stack.
+    """The content of the file: `overrides` of train.py for all runs, and more for each stack.
 
-    `smoke`: further ones at smoke scale, on stand-in images; without them there is none.
+    `smoke`: further overrides at smoke scale, on stand-in images; without them the study has no
+    smoke scale.
     """
 
     title: str
@@ -54,7 +55,7 @@ class OwnStudy:
 
 
 def read_study(path: Path) -> OwnStudy:
-    """The study that a file fixes; UserError names the file and what is wrong with it."""
+    """Reads the file of a study; UserError names the file and the problem."""
     try:
         study = TypeAdapter(OwnStudy).validate_python(parse_yaml(path.read_text()))
     except ValidationError as error:
@@ -65,7 +66,7 @@ def read_study(path: Path) -> OwnStudy:
         raise UserError(f"{path}: not readable: {first_line(error)}") from error
     for override in study.overrides:
         if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
-            raise UserError(f"{path}: overrides: {override}: {key} is not the file's to choose")
+            raise UserError(f"{path}: overrides: {override}: a study must not set {key}")
     for contrast in study.contrasts:
         for name in (contrast.of, contrast.against):
             if name not in study.stacks:
@@ -75,7 +76,7 @@ def read_study(path: Path) -> OwnStudy:
 
 
 def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[PlannedRun]:
-    """All runs, seed by seed; a run that exists keeps its name."""
+    """Returns all runs, seed by seed; existing runs keep their names."""
     study, existing = read_study(path), find_runs(settings.root)
     if settings.dataset is not None:
         raise UserError(f"{path}: fixes its data set, leave dataset out")
@@ -85,26 +86,30 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
     stacks = {}
     for stack, own in study.stacks.items():
         with error_context(f"{path}: {stack}"):
-            told = [*study.overrides, *own, *_at_scale(study, own, settings)]
-            told += [f"devices={settings.devices}", f"output_root={quoted(str(settings.root))}"]
-            config = parse(compose("train", told).raw, needs_data=False)
-            folder_name(default_name(config, f"{path.stem}/{stack}"))  # refuses what is none
-            stacks[stack] = told, config
+            overrides = [*study.overrides, *own]
+            overrides += _scale_overrides(study, overrides, settings)
+            overrides += [
+                f"devices={settings.devices}",
+                f"output_root={quoted(str(settings.root))}",
+            ]
+            config = parse(compose("train", overrides).raw, needs_data=False)
+            folder_name(default_name(config, f"{path.stem}/{stack}"))  # raises for a bad name
+            stacks[stack] = overrides, config
     default = study.seeds if settings.scale == FULL else 1
     return [
-        planned_run(config, told, seed, f"{path.stem}/{stack}", existing, (stack,))
+        planned_run(config, overrides, seed, f"{path.stem}/{stack}", existing, (stack,))
         for seed in range(seeds or default)
-        for stack, (told, config) in stacks.items()
+        for stack, (overrides, config) in stacks.items()
     ]
 
 
-def _at_scale(study: OwnStudy, own: list[str], settings: Settings) -> list[str]:
-    """What the scale and the place of the images change in a stack."""
-    raw = compose("train", [*study.overrides, *own]).raw
+def _scale_overrides(study: OwnStudy, overrides: list[str], settings: Settings) -> list[str]:
+    """Returns the overrides of a stack for the scale and the folder of the images."""
+    raw = compose("train", overrides).raw
     root = settings.dataset_root(raw["dataset"]["name"])
-    told = [] if root is None else [f"dataset.root={quoted(root)}"]
+    paths = [] if root is None else [f"dataset.root={quoted(root)}"]
     if settings.scale == FULL:
-        return told
+        return paths
     stacks = SCALES[settings.scale].stacks.items()
     mixing = [x for name, more in stacks if name in raw["augmentation"] for x in more]
-    return [*study.smoke, *mixing, *told]
+    return [*study.smoke, *mixing, *paths]

@@ -1,7 +1,7 @@
-"""Which runs the paper's tables and sweeps need, and what is known of them.
+"""Plans the runs of the paper's tables, figures and sweeps.
 
-Imports no torch. A study is `table1` to `table5`, `figure3`, `figure4`, `sweep-tau`, `sweep-rho`,
-`sweep-kappa` or `all`.
+A study is `table1` to `table5`, `figure3`, `figure4`, `sweep-tau`, `sweep-rho`, `sweep-kappa` or
+`all`. Does not import torch.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from reproduction.config import STACK, Config
+from reproduction.config import Config
 from reproduction.reporting.cells import (
     CIFAR_10,
     CIFAR_100,
@@ -29,7 +29,7 @@ from reproduction.system.errors import UserError
 DATASET_OPTIONS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
 DATASETS = {CIFAR_10: "cifar10", CIFAR_100: "cifar100", IMAGENET: "imagenet1k"}
 
-# Sweeps: the experiment that each goes out from, the key, and the values beside the paper's own.
+# Each sweep: its base experiment, its key, and its values, which include the paper's own.
 SWEEPS = {
     "sweep-tau": ("table1/cifar100_htm", "augmentation.htm.tau", "0 0.5 1 1.5 2 3 4 inf"),
     "sweep-rho": (
@@ -39,18 +39,18 @@ SWEEPS = {
     ),
     "sweep-kappa": ("table1/cifar100_vtm", "augmentation.vtm.kappa", "1 3 5 10 20 40 80 160 256"),
 }
-# Figures: the experiment whose runs draw each.
+# The experiment whose runs each figure shows.
 FIGURES = {"figure3": "table1/cifar100_htm", "figure4": "table1/cifar100_htm"}
 STUDIES = (*(f"table{number}" for number in range(1, 6)), *FIGURES, *SWEEPS, "all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a study is run with.
+    """The settings of a study.
 
-    `dataset`: an option of the group in place of the cells' own data sets. `data`: its folder;
-    without `dataset` the folder that holds CIFAR, and ImageNet as `imagenet`. `outputs`: the folder
-    of all runs; those of other scales than `full` lie in a folder of their scale in it.
+    `dataset`: an option of the group that replaces the data sets of the cells. `data`: its folder;
+    without `dataset`, the folder of CIFAR, with ImageNet in `imagenet`. `outputs`: the folder of
+    all runs; scales other than `full` have a folder of their own in it.
     """
 
     scale: str = FULL
@@ -66,25 +66,24 @@ class Settings:
             raise UserError("dataset=image_folder: name the folder of images as well, with data")
         own = self.chosen.dataset
         if own is not None and (self.dataset or self.data) is not None:
-            raise UserError(f"scale={self.scale}: has {own} alone, leave dataset and data out")
+            raise UserError(f"scale={self.scale}: always uses {own}, leave dataset and data out")
 
     @property
     def chosen(self) -> Scale:
-        """The scale."""
         return SCALES[self.scale]
 
     @property
     def root(self) -> Path:
-        """The folder of these runs."""
+        """The folder of the runs of this scale."""
         return Path(self.outputs) if self.scale == FULL else Path(self.outputs, self.scale)
 
     @property
     def uses_stand_ins(self) -> bool:
-        """Whether images are made on the spot: at smoke scale, unless a folder is named."""
+        """Whether to train on generated images: at smoke scale, unless `data` is set."""
         return self.scale == "smoke" and self.data is None
 
     def dataset_root(self, name: str) -> str | None:
-        """Where the images of a data set are looked for; None: where its own file says."""
+        """Returns the folder of a data set, None for the default of its config file."""
         if self.uses_stand_ins:
             return None if name == "digits" else str(self.root / "data" / name)
         if self.data is None or self.dataset is not None or name != "imagenet1k":
@@ -94,7 +93,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """One cell, or one value of a sweep; `label` names it to people."""
+    """One cell, or one value of a sweep; `label` is its display name."""
 
     label: str
     cell: Cell
@@ -103,9 +102,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run with its seed, its folder, and everything that it serves.
+    """A run with its seed and folder.
 
-    `overrides` is the command line of train.py that trains it.
+    `overrides` is its command line for train.py, `labels` names all points that it serves.
     """
 
     config: Config
@@ -122,61 +121,60 @@ class PlannedRun:
         return RunFolder.of(self.config)
 
     def is_done(self) -> bool:
-        """Whether nothing is left to do, the report included."""
+        """Whether the run is finished and has its report."""
         return self.folder.is_finished() and self.folder.report_path.exists()
 
 
 def cells_of(scale: str) -> list[Cell]:
-    """The cells that a scale trains, in the paper's order."""
+    """Returns the cells that a scale trains, in the paper's order."""
     return [cell for cell in read_cells() if cell.column in SCALES[scale].columns]
 
 
 def point_configs(study: str, settings: Settings) -> dict[str, Config]:
-    """The configuration of each cell, by its experiment, and value of a sweep, as `tau=2`.
+    """Returns the configurations by experiment for cells, and by label (`tau=2`) for sweeps.
 
-    With seed 0, and without a name, which is free: `find_runs(config.output_root)` has the folder
-    by `run_hash(config)`. Images may be missing. Raises UserError for settings that do not fit
+    They have seed 0 and no name: `find_runs(config.output_root)` has their folders by
+    `run_hash(config)`. Images may be missing. Raises UserError for settings that do not fit
     together.
     """
     return {point.label: _config(point, settings) for point in _points(study, settings)}
 
 
 def studies_of(scale: str) -> list[str]:
-    """The tables and sweeps that a scale has cells of."""
-    settings = Settings(scale=scale)
-    own = [study for study in STUDIES if study not in ("all", *FIGURES)]
-    return [study for study in own if any(_points(study, settings))]
+    """Returns the tables and sweeps with cells at this scale."""
+    studies = [study for study in STUDIES if study not in ("all", *FIGURES)]
+    return [study for study in studies if any(_points(study, Settings(scale=scale)))]
 
 
 def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
-    """The runs of a study, seed by seed: points of one configuration share one run.
+    """Returns the runs of a study, seed by seed; points of the same configuration share a run.
 
-    A run that exists keeps its name; a new one is named after the first cell in the paper that it
-    serves. Raises UserError for settings that do not fit together.
+    Existing runs keep their names; new ones are named after the first cell of the paper with their
+    configuration. Raises UserError for settings that do not fit together.
     """
     points = list(_points(study, settings))
     if not points:
         raise UserError(f"study={study}: has no cells at {settings.scale} scale")
-    firsts: dict[str, str] = {}
+    first_cells: dict[str, str] = {}
     for cell in cells_of(settings.scale):
         if not study.startswith("table") or cell.table <= int(study[-1]):
             key = run_hash(_config(Point(cell.experiment, cell), settings))
-            firsts.setdefault(key, cell.experiment)
+            first_cells.setdefault(key, cell.experiment)
     existing = find_runs(settings.root)
-    grouped: dict[str, list[Point]] = {}
+    groups: dict[str, list[Point]] = {}
     for point in points:
-        grouped.setdefault(run_hash(_config(point, settings)), []).append(point)
+        groups.setdefault(run_hash(_config(point, settings)), []).append(point)
     return [
         planned_run(
             _config(group[0], settings),
             _overrides(group[0], settings),
             seed,
-            firsts.get(key, group[0].cell.experiment),
+            first_cells.get(key, group[0].cell.experiment),
             existing,
             tuple(point.label for point in group),
         )
         for seed in range(seeds)
-        for key, group in grouped.items()
+        for key, group in groups.items()
     ]
 
 
@@ -188,7 +186,7 @@ def planned_run(
     existing: Mapping[str, RunFolder],
     labels: tuple[str, ...],
 ) -> PlannedRun:
-    """A configuration with its seed and name: that of the folder which exists, or a new one."""
+    """Sets the seed and the name: that of the existing folder, or a new one."""
     config = dataclasses.replace(config, seed=seed)
     folder = existing.get(run_hash(config))
     name = default_name(config, experiment) if folder is None else folder.path.name
@@ -201,7 +199,6 @@ def planned_run(
 
 
 def _points(study: str, settings: Settings) -> Iterator[Point]:
-    """The cells and values of a study."""
     cells = cells_of(settings.scale)
     if study not in STUDIES:
         raise UserError(f"study={study}: must be one of {', '.join(STUDIES)}")
@@ -216,41 +213,36 @@ def _points(study: str, settings: Settings) -> Iterator[Point]:
 
 
 def _config(point: Point, settings: Settings) -> Config:
-    """With seed 0 and no name."""
-    config = _config_elsewhere(point, dataclasses.replace(settings, outputs="outputs"))
+    """Returns the configuration of a point with seed 0 and no name."""
+    config = _cached_config(point, dataclasses.replace(settings, outputs="outputs"))
     root = settings.dataset_root(config.dataset.name)
     dataset = config.dataset if root is None else dataclasses.replace(config.dataset, root=root)
     return dataclasses.replace(config, dataset=dataset, output_root=str(settings.root))
 
 
 @lru_cache(maxsize=1024)
-def _config_elsewhere(point: Point, settings: Settings) -> Config:
-    """The same, composed once wherever the runs are."""
+def _cached_config(point: Point, settings: Settings) -> Config:
     return parse(compose("train", _overrides(point, settings)).raw, needs_data=False)
 
 
 def _overrides(point: Point, settings: Settings) -> list[str]:
-    """The command line of train.py, without seed and name."""
-    column = point.cell.column
+    """Returns the command line of train.py without seed and name."""
     overrides = [f"experiment={point.cell.experiment}"]
     dataset = settings.dataset or settings.chosen.dataset
     if dataset is not None:
         overrides.append(f"dataset={dataset}")
-    root = settings.dataset_root(dataset or DATASETS[column])
+    root = settings.dataset_root(dataset or DATASETS[point.cell.column])
     if root is not None:
         overrides.append(f"dataset.root={quoted(root)}")
-    stack = _stack(point.cell.experiment) if settings.chosen.stacks else set()
-    overrides += settings.chosen.overrides(column, stack)
+    stack = set[str]()
+    if settings.chosen.stacks:
+        full = _cached_config(Point(point.cell.experiment, point.cell), Settings())
+        stack = set(full.augmentation.stack)
+    overrides += settings.chosen.overrides(point.cell.column, stack)
     overrides += [*point.change, f"devices={settings.devices}"]
     return [*overrides, f"output_root={quoted(str(settings.root))}"]
 
 
-@lru_cache(maxsize=1024)
-def _stack(experiment: str) -> set[str]:
-    """The augmentations of an experiment."""
-    return {*STACK} & {*compose("train", [f"experiment={experiment}"]).raw["augmentation"]}
-
-
 def quoted(text: str) -> str:
-    """As Hydra reads it back, whatever is in it."""
+    """Quotes any text for a Hydra override."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,7 +1,7 @@
-"""Trains the runs of a plan: none twice, interrupted ones from where they are, failed ones again.
+"""Trains the runs of a plan: skips finished runs, resumes interrupted ones, retries failed ones.
 
-At full and short scale each run has a process of its own, and so have runs that are trained at the
-same time; the small runs of other scales share this one.
+At full and short scale, and with several runs at a time, each run has its own process; the small
+runs of other scales share this one.
 """
 
 import os
@@ -41,19 +41,19 @@ TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 ATTEMPTS = 2
 POLL_SECONDS = 10.0
 
-# Trains one run and says in one line what went wrong, None if nothing; RunLocked if another
-# process has the run, KeyboardInterrupt if this one is to end.
+# Trains a run; returns the error in one line, or None. Raises RunLocked if another process trains
+# the run, and KeyboardInterrupt if this process is to stop.
 Start = Callable[[PlannedRun], str | None]
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 JOBS_WITHOUT_GPUS = 2
-Share = dict[str, str]  # an environment
+Share = dict[str, str]  # environment variables
 
 
 def prepare(runs: list[PlannedRun], settings: Settings, here: bool = True) -> None:
-    """Makes stand-in images where the settings use them, and checks every run that has to train.
+    """Makes stand-in images if the settings use them, and checks all runs that are to be trained.
 
-    Raises UserError before the first run starts, and leaves the devices of runs that will not be
-    `here` unchecked. Data sets that can be are downloaded.
+    Downloads data sets where possible. Raises UserError before the first run starts. Devices are
+    not checked unless the runs train on this machine (`here`).
     """
     pending = [run for run in runs if may_train(run)]
     if settings.uses_stand_ins:
@@ -62,12 +62,12 @@ def prepare(runs: list[PlannedRun], settings: Settings, here: bool = True) -> No
     for run in pending:
         if problem := missing_data(run.config.dataset.name, run.config.dataset.root):
             raise UserError(problem)
-    if pending:  # else torch need not be imported
+    if pending:  # avoids importing torch otherwise
         check_all([run.config for run in pending], here)
 
 
 def may_train(run: PlannedRun) -> bool:
-    """Whether something is left to do, and the folder can be read: else it fails alone."""
+    """Whether the run is not done and its folder is readable; otherwise it fails on its own."""
     try:
         return not run.is_done()
     except UserError:
@@ -77,21 +77,21 @@ def may_train(run: PlannedRun) -> bool:
 def train_all(
     runs: list[PlannedRun], start: Start, jobs: int = 1, poll: float = POLL_SECONDS
 ) -> dict[str, str]:
-    """Trains what is not done; returns the last error of each run that failed, by its name.
+    """Trains all runs that are not done; returns the last error of each failed run by its name.
 
-    Starts `jobs` runs at a time, in threads if they are more than one. A failed run is tried once
-    more after the others. A run that another process has is left until the others are done, and
-    then waited for, looking every `poll` seconds.
+    Trains `jobs` runs at a time, in threads if there are several. Failed runs are retried once
+    after the others. Runs that another process trains are waited for at the end, and polled every
+    `poll` seconds.
     """
-    attempts, failed, known = Counter[str](), dict[str, str](), set[str]()
+    attempts, failed, announced = Counter[str](), dict[str, str](), set[str]()
     while runs:
         held, again = list[PlannedRun](), list[PlannedRun]()
         for run, outcome in zip(runs, _outcomes(runs, start, jobs), strict=True):
             failed.pop(run.name, None)
             if isinstance(outcome, RunLocked):
-                if run.name not in known:
-                    print(f"{outcome}; it is waited for in the end", flush=True)
-                known.add(run.name)
+                if run.name not in announced:
+                    print(f"{outcome}; waiting for it after the other runs", flush=True)
+                announced.add(run.name)
                 held.append(run)
             elif outcome is not None:
                 failed[run.name] = outcome
@@ -105,7 +105,7 @@ def train_all(
 
 
 def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str | RunLocked | None]:
-    """How each run has ended, in their order."""
+    """Yields the outcome of each run in their order."""
 
     def outcome(run: PlannedRun) -> str | RunLocked | None:
         try:
@@ -123,11 +123,10 @@ def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str |
 
 
 def train_here(run: PlannedRun) -> str | None:
-    """Trains in this process."""
     from reproduction.reporting.report import write_report
     from reproduction.training.train import run_training
 
-    _begin(run)
+    _announce(run)
     try:
         write_report(run.folder, run_training(run.config))
     except RunLocked:
@@ -144,42 +143,44 @@ def train_here(run: PlannedRun) -> str | None:
 def train_all_apart(
     runs: list[PlannedRun], at_once: Sequence[Share] = ({},), logs: Path | None = None
 ) -> dict[str, str]:
-    """As train_all, each run in a process of its own, one for each share of the machine at a time.
+    """Like train_all, with a process for each run; each share of the machine has one at a time.
 
-    `logs` is a folder for what they print.
+    `logs` is a folder for their output.
     """
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-        print(f"{len(at_once)} runs at a time, what they print is in {logs}", flush=True)
+        print(f"{len(at_once)} runs at a time, logs in {logs}", flush=True)
     with Children(at_once) as children:
         start = partial(train_apart, children=children, logs=logs)
         return train_all(runs, start, len(at_once))
 
 
 def train_apart(run: PlannedRun, children: "Children", logs: Path | None = None) -> str | None:
-    """Trains by train.py in a process of its own."""
     if children.signals:
         raise RunInterrupted("interrupted")
-    _begin(run)
+    _announce(run)
     log = nullcontext() if logs is None else (logs / f"{run.name}.log").open("a")
     with log as output, tempfile.TemporaryFile("w+") as errors:
         status = children.run([sys.executable, str(TRAIN), *run.overrides], output, errors)
         errors.seek(0)
-        said = errors.read()
-        (output or sys.stderr).write(said)
+        stderr = errors.read()
+        (output or sys.stderr).write(stderr)
     if children.signals:
-        raise RunInterrupted(f"interrupted; {run.folder.path} goes on with the same command")
+        raise RunInterrupted(f"interrupted; the same command resumes {run.folder.path}")
     if status == 0 and run.is_done():
         return None
     _refuse_held(run)  # another process was faster
-    return said.strip().splitlines()[-1] if said.strip() else _ending(status)
+    if stderr.strip():
+        return stderr.strip().splitlines()[-1]
+    if status < 0:
+        return f"train.py was ended by {signal.Signals(-status).name}"
+    return f"train.py ended with status {status} and left no finished run"
 
 
-def _begin(run: PlannedRun) -> None:
-    """Says what begins; RunLocked if another process has the run."""
+def _announce(run: PlannedRun) -> None:
+    """Prints that a run starts; RunLocked if another process trains it."""
     _refuse_held(run)
-    begun = bool(run.folder.checkpoints())
-    print(f"{'going on with' if begun else 'starting'} {run.name}", flush=True)
+    print(f"{'resuming' if run.folder.checkpoints() else 'starting'} {run.name}", flush=True)
 
 
 def _refuse_held(run: PlannedRun) -> None:
@@ -187,16 +188,11 @@ def _refuse_held(run: PlannedRun) -> None:
         raise RunLocked(f"{run.folder.path} is being trained by another process")
 
 
-def _ending(status: int) -> str:
-    if status < 0:
-        return f"train.py was ended by {signal.Signals(-status).name}"
-    return f"train.py ended with status {status} and left no finished run"
-
-
 def shares(jobs: int | None, devices: int) -> list[Share]:
-    """What each of `jobs` runs at once gets of this machine, with `devices` processes for a run.
+    """Divides this machine among `jobs` runs at a time, each with `devices` processes.
 
-    GPUs go round; cores are divided. None for `jobs`: as many as have GPUs of their own, 2 without.
+    GPUs are assigned in turn, cores are divided. The default of `jobs` is as many as fit on
+    separate GPUs, or 2 without GPUs.
     """
     from reproduction.training.distributed import visible_gpus
 
@@ -213,11 +209,11 @@ def shares(jobs: int | None, devices: int) -> list[Share]:
 
 
 class Children:
-    """Runs commands, in any thread, one for each of the shares at a time.
+    """Runs commands from any thread, one at a time for each of the shares.
 
-    While it is entered they get SIGTERM for the first signal that this process gets, SIGKILL for
-    the second. With SIGTERM train.py ends after a step and goes on there; after SIGKILL from its
-    last checkpoint.
+    As a context manager it forwards signals: SIGTERM for the first one that this process receives,
+    SIGKILL for the second. On SIGTERM train.py stops after a step and resumes there; after SIGKILL
+    it resumes from its last checkpoint.
     """
 
     def __init__(self, shares: Sequence[Share]):
@@ -228,19 +224,17 @@ class Children:
             self.free.put(share)
 
     def __enter__(self) -> Self:
-        ours = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]  # nohup
-        self.before = {signum: signal.signal(signum, self._pass_on) for signum in ours}
+        # those that nohup ignores stay ignored
+        handled = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+        self.previous = {signum: signal.signal(signum, self._forward) for signum in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for signum, handler in self.before.items():
+        for signum, handler in self.previous.items():
             signal.signal(signum, handler)
 
     def run(self, command: list[str], output: IO[str] | None, errors: IO[str]) -> int:
-        """Runs the command to its end and returns its status.
-
-        `output` takes its stdout, None leaves it here; `errors` takes its stderr.
-        """
+        """Runs a command and returns its status; `output` None keeps the stdout of this process."""
         share = self.free.get()
         try:
             process = subprocess.Popen(
@@ -250,10 +244,10 @@ class Children:
                 stderr=errors,
                 text=True,
                 env=os.environ | share,
-                process_group=0,  # of its own, so that Ctrl-C reaches it once, through _pass_on
+                process_group=0,  # so that Ctrl-C reaches it only once, through _forward
             )
             self.processes.add(process)
-            if self.signals:  # one came before there was a process
+            if self.signals:  # received before the process existed
                 process.terminate()
             status = process.wait()
             self.processes.remove(process)
@@ -261,10 +255,10 @@ class Children:
         finally:
             self.free.put(share)
 
-    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+    def _forward(self, signum: int, frame: FrameType | None) -> None:
         self.signals += 1
-        if self.free.qsize() == self.count:  # nothing runs or is being started
-            raise RunInterrupted("interrupted; the same command goes on")
+        if self.free.qsize() == self.count:  # nothing is running or starting
+            raise RunInterrupted("interrupted; the same command resumes")
         for process in list(self.processes):
             if self.signals == 1:
                 process.terminate()

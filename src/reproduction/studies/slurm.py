@@ -1,4 +1,4 @@
-"""The runs of a plan as one SLURM job array: a script for sbatch, and its submission."""
+"""Submits the runs of a plan as one SLURM job array, or prints its script for sbatch."""
 
 import shlex
 import shutil
@@ -18,16 +18,16 @@ from reproduction.system.errors import PlainError, UserError
 from reproduction.system.storage import write_text
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
-GRACE_SECONDS = 120  # between SLURM's warning and the time limit
-NOTHING_LEFT = "nothing is left to submit: every run is finished or in work"
+GRACE_SECONDS = 120  # between the signal of SLURM and the time limit
+NOTHING_LEFT = "nothing to submit: all runs are finished or being trained"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What every run asks SLURM for; None: as the cluster gives it.
+    """The SLURM resources of each run; None leaves the default of the cluster.
 
     `devices` processes are spread over `nodes`, each with `cpus` cores. At most `parallel` runs
-    work at the same time. `sbatch` are further options of its own as they are typed.
+    train at the same time. `sbatch` has further options, passed on as they are.
     """
 
     devices: int = 1
@@ -47,22 +47,22 @@ class Resources:
 
     @property
     def processes(self) -> int:
-        """On each node."""
+        """Processes per node."""
         return self.devices // self.nodes
 
     @property
     def cores(self) -> int:
-        """On each node."""
+        """Cores per node."""
         return self.cpus * self.processes
 
 
 def array_script(
     study: str, runs: list[PlannedRun], settings: Settings, resources: Resources
 ) -> str | None:
-    """A script for sbatch: an array task for each run that is neither done nor in work, if any is.
+    """Returns a script with a task for each run that is neither done nor being trained, if any.
 
-    Checks these runs, and raises UserError for what keeps one from starting. The tasks find this
-    folder, the runs, their data and Python where they are here.
+    Checks these runs, and raises UserError if one cannot start. The tasks need this folder, the
+    runs, their data and Python under the same paths as here.
     """
     from reproduction.studies.runner import may_train, prepare
 
@@ -70,12 +70,12 @@ def array_script(
     if not left:
         return None
     prepare(left, settings, here=False)
-    _folder(settings).mkdir(parents=True, exist_ok=True)  # for the tasks' output, SLURM makes none
+    _folder(settings).mkdir(parents=True, exist_ok=True)  # SLURM does not create it for the logs
     return render(study, left, resources, _folder(settings))
 
 
 def render(study: str, runs: list[PlannedRun], resources: Resources, folder: Path) -> str:
-    """The script; what the tasks print goes to the folder."""
+    """Renders the script; tasks write their logs to `folder`."""
     most = "" if resources.parallel is None else f"%{resources.parallel}"
     options = {
         "job-name": study,
@@ -92,9 +92,9 @@ def render(study: str, runs: list[PlannedRun], resources: Resources, folder: Pat
         "cpus-per-task": resources.cores,
         "gpus-per-node": None if resources.no_gpu else resources.processes,
     }
-    written = [f"--{key}={shlex.quote(str(x))}" for key, x in options.items() if x is not None]
+    flags = [f"--{key}={shlex.quote(str(x))}" for key, x in options.items() if x is not None]
     device = "device=cpu" if resources.no_gpu else "device=cuda"
-    environment = Environment(  # noqa: S701 - a script for bash, whose values are quoted above
+    environment = Environment(  # noqa: S701 - for bash; all values are quoted
         loader=PackageLoader("reproduction.studies", "."),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -102,8 +102,8 @@ def render(study: str, runs: list[PlannedRun], resources: Resources, folder: Pat
     )
     return environment.get_template("array.sbatch.jinja").render(
         study=study,
-        options=[*written, "--requeue", *resources.sbatch],
-        runs=[_line([*run.overrides, device]) for run in runs],
+        options=[*flags, "--requeue", *resources.sbatch],
+        runs=[_shell_line([*run.overrides, device]) for run in runs],
         folder=shlex.quote(str(Path.cwd())),
         python=shlex.quote(sys.executable),
         train=shlex.quote(str(TRAIN)),
@@ -112,8 +112,8 @@ def render(study: str, runs: list[PlannedRun], resources: Resources, folder: Pat
     )
 
 
-def _line(words: Sequence[str]) -> str:
-    """As a shell reads it back; what Hydra has quoted stays readable."""
+def _shell_line(words: Sequence[str]) -> str:
+    """Quotes words for a shell, with double quotes around single ones for readability."""
     quoted = {word: f'"{word}"' for word in words if "'" in word and not set(word) & set('"$`\\!')}
     return " ".join(quoted.get(word) or shlex.quote(word) for word in words)
 
@@ -121,8 +121,8 @@ def _line(words: Sequence[str]) -> str:
 def print_script(
     study: str, runs: list[PlannedRun], settings: Settings, resources: Resources
 ) -> None:
-    """Prints the script, and nothing else; PlainError if nothing is left to submit."""
-    with redirect_stdout(sys.stderr):  # of downloads
+    """Prints only the script to stdout; PlainError if nothing is left to submit."""
+    with redirect_stdout(sys.stderr):  # messages of downloads
         script = array_script(study, runs, settings, resources)
     if script is None:
         raise PlainError(NOTHING_LEFT)
@@ -130,9 +130,9 @@ def print_script(
 
 
 def submit(study: str, runs: list[PlannedRun], settings: Settings, resources: Resources) -> str:
-    """Gives the script, which is kept, to sbatch; returns what to tell.
+    """Saves the script and submits it with sbatch; returns a message.
 
-    Raises UserError if there is no SLURM or it refuses the script.
+    Raises UserError if sbatch does not exist or refuses the script.
     """
     if shutil.which("sbatch") is None:
         raise UserError("launcher=slurm: there is no sbatch on this machine")
@@ -141,18 +141,18 @@ def submit(study: str, runs: list[PlannedRun], settings: Settings, resources: Re
         return NOTHING_LEFT
     path = _folder(settings) / f"{study}-{time.strftime('%Y-%m-%d_%H-%M-%S')}.sbatch"
     write_text(path, script)
-    ended = subprocess.run(
+    process = subprocess.run(
         ["sbatch", "--parsable", str(path)], stdout=subprocess.PIPE, text=True, check=False
     )
-    if ended.returncode != 0:
+    if process.returncode != 0:
         raise UserError(f"launcher=slurm: sbatch has refused {path}")
-    job = ended.stdout.strip().partition(";")[0]
+    job = process.stdout.strip().partition(";")[0]
     return (
-        f"submitted {path} as job {job}; its tasks print to {path.parent}/{study}-{job}_*.log\n"
-        "`make status` shows how far the runs are; the same command submits what is left again"
+        f"submitted {path} as job {job}; its tasks write to {path.parent}/{study}-{job}_*.log\n"
+        "`make status` shows the progress; the same command submits unfinished runs again"
     )
 
 
 def _folder(settings: Settings) -> Path:
-    """Of scripts and of what their tasks print."""
+    """Returns the folder of scripts and logs."""
     return settings.root / ".slurm"

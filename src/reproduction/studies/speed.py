@@ -1,4 +1,4 @@
-"""How fast the trainer trains and evaluates a configuration on the machine at hand."""
+"""Measures how fast the trainer trains and evaluates a configuration on this machine."""
 
 import math
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from reproduction.training.step import MicroBatch
 
 ROUNDS = 5
 ROUND_SECONDS = 0.5  # at least
-FEW_IMAGES, STEP_SECONDS = 2, 2.0  # on a CPU: tried first, and how long a step should take
+FEW_IMAGES, STEP_SECONDS = 2, 2.0  # on a CPU: batch size of the first trial, target time of a step
 
 
 def bare_trainer(
     config: Config, device: torch.device, classes: int, model: nn.Module | None = None
 ) -> Trainer:
-    """The trainer of a run without images and files: of `model`, or of one with new weights."""
-    nothing: Any = []
+    """Builds a trainer without data and files, with `model` or one with new weights."""
+    no_data: Any = []
     allow_tf32(config.recipe.tf32)
     torch.manual_seed(config.seed)
     module = build_module(without_weights(config.model), config.augmentation, classes)
@@ -44,15 +44,15 @@ def bare_trainer(
         classes=[str(label) for label in range(classes)],
         inputs=build_training_inputs(config, classes, device),
         batches=TrainingBatches(1, 1, config.seed),
-        train_loader=nothing,
-        eval_loader=nothing,
+        train_loader=no_data,
+        eval_loader=no_data,
         broken=BrokenImages(0),
     )
 
 
 def step_of(trainer: Trainer, batch_size: int) -> Callable[[], list[MicroBatch]]:
-    """One batch after another through `Trainer.train_step`, always of the same random images."""
-    images, targets = _made_up(trainer, batch_size)
+    """Returns a function that runs `Trainer.train_step` on the same random images each time."""
+    images, targets = _synthetic(trainer, batch_size)
 
     def step() -> list[MicroBatch]:
         parts = trainer.train_step(images, targets, batch_size)
@@ -63,10 +63,10 @@ def step_of(trainer: Trainer, batch_size: int) -> Callable[[], list[MicroBatch]]
 
 
 def measure_speed(config: Config, device: str, batch_size: int | None = None) -> Speed:
-    """Times the trainer's steps and its evaluation on made-up images; writes nothing.
+    """Times training steps and evaluation on synthetic images; writes nothing.
 
-    `device` is `cpu` or `cuda`. Unless `batch_size` is given it is the recipe's, on a CPU as much
-    of it as makes a step of two seconds. Raises UserError if it exceeds the GPU's memory.
+    `device` is `cpu` or `cuda`. The default of `batch_size` is that of the recipe, reduced on a CPU
+    to steps of two seconds. Raises UserError if the batch exceeds the memory of the GPU.
     """
     least = config.recipe.grad_accum_steps
     if batch_size is not None and batch_size < least:
@@ -74,26 +74,14 @@ def measure_speed(config: Config, device: str, batch_size: int | None = None) ->
     trainer = bare_trainer(as_measured(config), torch.device(device), sizes_of(config).classes)
     size = batch_size or (config.recipe.batch_size if device == "cuda" else _cpu_batch(trainer))
     try:
-        return _measure(trainer, size)
+        training, evaluation = (
+            [size / seconds for seconds in _rounds(work)]
+            for work in (step_of(trainer, size), _evaluation_of(trainer, size))
+        )
     except torch.OutOfMemoryError as error:
         raise UserError(f"--batch-size={size}: too large for the memory of this GPU") from error
-
-
-def _cpu_batch(trainer: Trainer) -> int:
-    """So many images that a step takes STEP_SECONDS; at most those of the recipe."""
-    few = max(FEW_IMAGES, trainer.recipe.grad_accum_steps)
-    step = step_of(trainer, few)
-    seconds = min(time_calls(step) for _ in range(2))
-    return max(few, min(trainer.recipe.batch_size, int(few * STEP_SECONDS / seconds)))
-
-
-def _measure(trainer: Trainer, batch_size: int) -> Speed:
-    training, evaluation = (
-        [batch_size / seconds for seconds in _rounds(work)]
-        for work in (step_of(trainer, batch_size), _evaluation_of(trainer, batch_size))
-    )
     return Speed(
-        batch_size=batch_size,
+        batch_size=size,
         training=median(training),
         slowest=min(training),
         fastest=max(training),
@@ -102,21 +90,29 @@ def _measure(trainer: Trainer, batch_size: int) -> Speed:
     )
 
 
+def _cpu_batch(trainer: Trainer) -> int:
+    """Returns a batch size with steps of STEP_SECONDS, at most that of the recipe."""
+    few = max(FEW_IMAGES, trainer.recipe.grad_accum_steps)
+    step = step_of(trainer, few)
+    seconds = min(time_calls(step) for _ in range(2))
+    return max(few, min(trainer.recipe.batch_size, int(few * STEP_SECONDS / seconds)))
+
+
 def _evaluation_of(trainer: Trainer, batch_size: int) -> Work:
-    batches, normalize = [[*_made_up(trainer, batch_size)]], trainer.update.inputs.normalize
+    batches, normalize = [[*_synthetic(trainer, batch_size)]], trainer.update.inputs.normalize
     precision = trainer.recipe.precision
     return lambda: evaluate(trainer.module, normalize, batches, trainer.world, precision)
 
 
-def _made_up(trainer: Trainer, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Random images as workers load them, and targets."""
+def _synthetic(trainer: Trainer, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Returns random images, in the format of the loaders, and classes."""
     device, size = trainer.world.device, trainer.config.model.image_size
     images = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8).to(device)
     return images, torch.arange(batch_size, device=device) % len(trainer.classes)
 
 
 def _rounds(work: Work) -> list[float]:
-    """Seconds of one call, warm, in each of ROUNDS."""
+    """Returns the seconds per call in each round, after a warm-up."""
     once = min(time_calls(work) for _ in range(2))
     calls = math.ceil(ROUND_SECONDS / once)
     return [time_calls(work, calls) / calls for _ in range(ROUNDS)]

@@ -1,4 +1,4 @@
-"""How far planned runs are: read from their folders, shown as a table."""
+"""The progress of planned runs, read from their folders and shown as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ COLOURS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "fai
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How far a run is: `epochs` that are evaluated, and the `top1` in percent after them.
+    """The progress of a run: evaluated epochs, and the last `top1` in percent.
 
-    `hours` are those of a finished run, `error` is what a failed one died of.
+    `hours` belongs to finished runs, `error` to failed ones.
     """
 
     status: Status
@@ -38,7 +38,7 @@ class State:
 
 
 def read_state(folder: RunFolder) -> State:
-    """The state of one run; UserError if its summary or its metrics are not readable."""
+    """Reads the state of one run; UserError if its summary or metrics are not readable."""
     summary = folder.read_summary()
     try:
         if folder.is_finished():
@@ -55,65 +55,66 @@ def read_state(folder: RunFolder) -> State:
     if is_held(folder):
         return State(status="running", epochs=epochs, top1=top1)
     if summary.get("status") == "failed":
-        told = None if summary.get("error") is None else in_one_line(str(summary["error"]))
-        return State(status="failed", epochs=epochs, top1=top1, error=told)
+        reason = None if summary.get("error") is None else in_one_line(str(summary["error"]))
+        return State(status="failed", epochs=epochs, top1=top1, error=reason)
     if not folder.config_path.exists():
         return State(status="not started")
-    return State(status="interrupted", epochs=epochs, top1=top1)  # killed ones still say running
-
-
-def _state(folder: RunFolder) -> State:
-    """The same, of a damaged one that it has failed."""
-    try:
-        return read_state(folder)
-    except UserError as error:
-        return State(status="failed", error=str(error))
+    return State(status="interrupted", epochs=epochs, top1=top1)  # or killed while running
 
 
 def _last_epoch(folder: RunFolder) -> dict[str, Any]:
-    """The line of the last whole epoch; empty before the first."""
+    """Returns the line of the last complete epoch, or an empty mapping before the first."""
     if not folder.metrics_path.exists():
         return {}
-    whole = islice(lines_backwards(folder.metrics_path), 1, None)  # what follows is cut off
-    return next((parse_json(line) for line in whole if b'"top1"' in line), {})
+    lines = islice(lines_backwards(folder.metrics_path), 1, None)  # without a truncated line
+    return next((parse_json(line) for line in lines if b'"top1"' in line), {})
 
 
 def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bool) -> Table:
-    """A row for each run.
+    """Returns a row for each run.
 
-    Hours are measured ones, `~` those of the same run with other seeds, else by the speed that was
+    Hours are measured; `~` marks estimates from other seeds of the run, or else from the speed
     measured on this hardware.
     """
-    states = [(run, _state(run.folder)) for run in runs]
-    estimated = _estimated(runs, settings)
+    states: list[tuple[PlannedRun, State]] = []
     measured: dict[str, list[float]] = {}
-    for run, state in states:
+    for run in runs:
+        try:
+            state = read_state(run.folder)
+        except UserError as error:
+            state = State(status="failed", error=str(error))
         if state.hours is not None:
             measured.setdefault(_without_seed(run), []).append(state.hours)
+        states.append((run, state))
+    estimated = _estimated(runs, settings)
     table = Table("run", "seed", "status", "epochs", "top-1", "hours")
     if with_folders:
         table.add_column("folder", overflow="fold")
-    is_known = True
     for run, state in states:
-        row = [
+        others = measured.get(_without_seed(run))
+        likely = fmean(others) if others else estimated.get(run.name)
+        if state.hours is not None:
+            hours = hours_text(state.hours)
+        else:
+            hours = "" if likely is None else f"~{hours_text(likely)}"
+        if not hours and not settings.uses_stand_ins:
+            table.caption = "for the missing hours, make cost measures this machine"
+        table.add_row(
             escape("\n".join(run.labels)),
             str(run.config.seed),
             _described(state),
             f"{state.epochs}/{run.config.recipe.epochs}",
             "" if state.top1 is None else f"{state.top1:.2f}",
-            _hours(state.hours, measured.get(_without_seed(run), []), estimated.get(run.name)),
-        ]
-        table.add_row(*row, *([escape(str(run.folder.path))] if with_folders else []))
-        is_known = is_known and row[-1] != ""
-    if not is_known and not settings.uses_stand_ins:
-        table.caption = "make cost measures this machine, for the hours that are not known"
+            hours,
+            *([escape(str(run.folder.path))] if with_folders else []),
+        )
     return table
 
 
 def _estimated(runs: Sequence[PlannedRun], settings: Settings) -> dict[str, float]:
-    """Run name -> hours, of those whose speed was measured on this hardware."""
+    """Returns hours by run name, for runs whose speed was measured on this hardware."""
     costs = read_costs(Path(settings.outputs, FILE))
-    if not costs or not runs:  # else torch need not be imported to name a GPU
+    if not costs or not runs:  # naming a GPU would import torch
         return {}
     speeds = costs.get(hardware_name(runs[0].config.device), {})
     return {
@@ -131,10 +132,3 @@ def _described(state: State) -> str:
     colour = COLOURS.get(state.status)
     text = state.status if colour is None else f"[{colour}]{state.status}[/]"
     return text if state.error is None else f"{text}: {escape(state.error)}"
-
-
-def _hours(own: float | None, of_other_seeds: list[float], estimated: float | None) -> str:
-    if own is not None:
-        return hours_text(own)
-    likely = fmean(of_other_seeds) if of_other_seeds else estimated
-    return "" if likely is None else f"~{hours_text(likely)}"
