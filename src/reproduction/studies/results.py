@@ -186,6 +186,8 @@ def results_page(results: Path = RESULTS) -> str:
         "for `python eval.py checkpoint=FOLDER`. Weights are not kept in this repository. To check",
         "a file, train its configuration again: on a CPU, with the same versions and number of",
         "threads, the weights are equal bit for bit.\n",
+        "The mixed share is the share of samples that HTM mixes, averaged over training. A round",
+        "is one seed with all stacks of a study.\n",
         *_paper(runs, studies),
     ]
     for path, study in studies.items():
