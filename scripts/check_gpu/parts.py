@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 # precision -> tolerated relative differences of losses and of gradients
 TOLERANCES = {"float32": (1e-3, 1e-2), "bf16": (4e-2, 0.5), "float16": (1e-2, 0.1)}
-MIN_NORM = 0.01  # times the largest gradient norm: the least that differences are divided by
+MIN_NORM = 0.01  # times the largest gradient norm: smaller norms are replaced by this in ratios
 CLIP, AVERAGE = "recipe.clip_grad_norm=1", "recipe.ema_decay=0.9"
 SKIP = "recipe.non_finite=skip"
 SPLIT = "augmentation.htm.tau=2.31"  # easy and hard samples in both batches

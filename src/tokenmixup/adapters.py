@@ -81,7 +81,7 @@ class Adapter:
 
     Paths are dotted, such as `encoder.layers`. The block must call `attn` for self-attention
     without a mask, with the normed tokens as its first argument. `parts` is called with that module
-    in every forward pass.
+    whenever its Parts are needed.
     """
 
     blocks: str  # path from the model to the sequence of blocks

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-REDUCED_FROM = 0.95  # share of receivers above which reducing columns is faster for any saliency
+REDUCED_FROM = 0.95  # share of receivers from which on reducing columns is always faster
 
 
 @torch.no_grad()

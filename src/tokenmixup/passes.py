@@ -58,8 +58,8 @@ class Output(NamedTuple):
 
         `mixed_samples`: number of easy samples; `mixed_tokens`: replaced tokens per easy sample;
         with HTM also `difficulty`: mean in nats; `gain_max`, `gain_mean`: gain in saliency of the
-        replaced tokens. With several layers these are totals; the values of a layer follow under
-        names such as `mixed_samples/1`.
+        replaced tokens. With several layers these are over all of them together; the values of each
+        layer follow under names such as `mixed_samples/1`.
         """
         if self.is_easy is None or self.mask is None or self.gain is None:
             zero = self.logits.new_zeros((), dtype=torch.float32)

@@ -115,8 +115,7 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
     """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
     Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats,
-    and writes them to a .json beside `path`. Raises ValueError if the model does not support
-    attention rollout.
+    and writes them to a .json beside `path`. Raises ValueError as in `saliency_maps`.
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
@@ -145,7 +144,7 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
 
     `images` is `b 3 h w`, `targets` `b c`. `full_rollout` covers all blocks to the last; it is left
     out if the HTM block is the last one, where it equals `one_step`. Raises ValueError if the model
-    does not support attention rollout.
+    does not support attention rollout, or its tokens form no grid.
     """
     model, layer = module.model.eval(), module.htm.first.layer
     steps = len(model.blocks) - 1 - layer
@@ -199,7 +198,7 @@ def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
 
 @torch.no_grad()
 def image_difficulty(module: Any, sample: Sample) -> np.ndarray:
-    """Returns the cross-entropy `b` of ScoreNet at the HTM block in nats."""
+    """Returns the difficulty `b` of each image in nats, by ScoreNet at the first HTM block."""
     layer, parts = module.htm.first.layer, []
     batches = (part.split(AT_ONCE) for part in (sample.images, sample.targets))
     for images, targets in zip(*batches, strict=True):

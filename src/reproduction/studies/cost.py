@@ -43,7 +43,7 @@ COSTS = TypeAdapter(dict[str, dict[str, Speed]])  # the file
 
 
 def as_measured(config: Config) -> Config:
-    """Returns the configuration to measure: one device, and HTM mixes all samples and tokens.
+    """Returns the configuration to measure: one device, and HTM mixes all samples (tau=inf, rho=0).
 
     Runs of the same speed have the same one.
     """
