@@ -110,10 +110,24 @@ GOALS = (
     Goal("gradient / attention", ">=", 30, "detectors: cct_7_3x1, batch of 128", "gradient"),
     Goal("gain matrix: repeated / ours", ">=", 10, GAIN, "by repetition"),
     Goal("gain matrix: broadcast / ours", ">=", 3, GAIN, "by broadcast"),
-    Goal("the same, freed memory kept: repeated / ours", ">=", 10, GAIN_KEPT, "by repetition"),
-    Goal("the same, freed memory kept: broadcast / ours", ">=", 3, GAIN_KEPT, "by broadcast"),
-    Goal("memory grows with b to the", "<=", 2, "gain matrix: growth with samples", "", "memory"),
-    Goal("memory grows with t to the", "<=", 1, "gain matrix: growth with tokens", "", "memory"),
+    Goal("gain matrix, freed memory kept: repeated / ours", ">=", 10, GAIN_KEPT, "by repetition"),
+    Goal("gain matrix, freed memory kept: broadcast / ours", ">=", 3, GAIN_KEPT, "by broadcast"),
+    Goal(
+        "gain matrix: memory grows as b to the power of",
+        "<=",
+        2,
+        "gain matrix: growth with samples",
+        "",
+        "memory",
+    ),
+    Goal(
+        "gain matrix: memory grows as t to the power of",
+        "<=",
+        1,
+        "gain matrix: growth with tokens",
+        "",
+        "memory",
+    ),
     Goal(
         "plain step: oracle / ours, CCT-7/3x1",
         ">=",
@@ -122,7 +136,7 @@ GOALS = (
         "plain, oracle",
     ),
     Goal("train.py --help [ms]", "<=", 2000, "start-up", "python train.py --help", "ms"),
-    Goal("a refusal [ms]", "<=", 3000, "start-up", "python train.py recipe.epochs=0", "ms"),
+    Goal("a refused command [ms]", "<=", 3000, "start-up", "python train.py recipe.epochs=0", "ms"),
 )
 
 
