@@ -1,8 +1,8 @@
 """Checks whether TokenMixup supports a model, and queries the model's structure.
 
-A supported model runs a plain sequence `blocks` over one token axis. Each block has `norm1`, an
-attention module of a known class, and an MLP. Norm and projections treat tokens independently, so
-that their outputs can be moved with the tokens.
+A supported model runs a plain sequence `blocks` over one token axis. Each block applies attention
+of a known class to `norm1` of its input, and then an MLP. Norm and projections treat tokens
+independently, so that their outputs can be moved with the tokens.
 """
 
 from typing import Any, cast

@@ -53,7 +53,7 @@ def smallest_of_families(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """docs/models.md: by timm's modules, how many are served, and why the others are not."""
+    """docs/models.md: by timm's modules, how many are supported, and why the others are not."""
     served = sum(verdict.reason is None for verdict in verdicts)
     lines = [
         "# Supported models\n",

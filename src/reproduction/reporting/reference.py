@@ -18,8 +18,9 @@ GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 INTRODUCTION = """# Configuration
 
 `python train.py group=option key=value ...`; `-m` sweeps over several values. A mistyped key, value
-or option ends in a one-line error before anything is written. `python train.py --help` shows the
-resolved values. `python scripts/write_docs.py` writes this page from `conf/` and the schema.
+or option ends in a one-line error before anything is written. `python train.py group=option --help`
+shows the values in use. `python scripts/write_docs.py` writes this page from `conf/` and the
+schema.
 """
 
 
