@@ -137,6 +137,12 @@ def test_files_with_digest_are_readable_by_other_programs(tmp_path: Path):
     assert same(load_file(tmp_path / "best.safetensors"), STATE["module"])
 
 
+def test_equal_weights_are_written_as_equal_bytes(tmp_path: Path):
+    for number in range(9):
+        write_plain(tmp_path / f"{number}.safetensors")
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
 @WRITERS
 def test_flipped_bits_are_detected_or_harmless(tmp_path: Path, write: Callable):
     path = tmp_path / "file"

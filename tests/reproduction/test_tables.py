@@ -9,10 +9,17 @@ from scipy.stats import ttest_rel
 
 from reproduction.reporting.cells import read_cells
 from reproduction.reporting.collect import METRICS, Collection, collect
-from reproduction.reporting.records import Record
+from reproduction.reporting.records import Record, records_of
 from reproduction.reporting.tables import Table
 from tests.reproduction.conftest import SMALL, Command, config_of
-from tests.reproduction.tables import Configs, set_time, shortened, tables_of, write_run
+from tests.reproduction.tables import (
+    Configs,
+    set_time,
+    shortened,
+    sources_of,
+    tables_of,
+    write_run,
+)
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
 
@@ -150,6 +157,14 @@ def test_quoted_rows_show_our_model_sizes(tmp_path: Path, configs: Configs):
     assert (shown["status"], shown["top-1 paper"]) == ("quoted", "82.56")
     assert shown["params (M) / paper"] == "3.76 / 68.0"  # from COUNTS
     assert shown["MACs (G) / paper"] == "1.18 (0.95) / -"
+
+
+def test_cells_of_several_columns_are_listed_once_without_printed_rows(
+    tmp_path: Path, configs: Configs
+):
+    sources = dataclasses.replace(sources_of(tmp_path, configs), papers=())
+    listed = [record.experiment for record in records_of(1, sources)]
+    assert listed == [cell.experiment for cell in sources.cells if cell.table == 1]
 
 
 def test_only_table_2_has_top_5(tmp_path: Path, configs: Configs):

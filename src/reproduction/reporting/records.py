@@ -221,7 +221,7 @@ def records_of(table: int, sources: Sources) -> list[Record]:
     rows = {row.row: row for row in sources.papers if row.table == table}
     records = []
     for column in dict.fromkeys(column for _, column in cells):
-        for name in rows or [name for name, _ in cells]:
+        for name in rows or dict.fromkeys(name for name, _ in cells):
             cell, row = cells.get((name, column)), rows.get(name)
             if cell is not None:
                 records.append(_trained(cell, row, sources))

@@ -53,10 +53,26 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
 def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
     """Writes a plain model's parameters and, if known, its classes atomically."""
     metadata = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK, **WRITER}
+    # save_file would ignore the umask and turn errors of the disk into text
+    content = save({k: v.contiguous() for k, v in state.items()}, metadata)
+    end = 8 + int.from_bytes(content[:8], "little")
     with replacing(path) as temporary:
-        # save_file would ignore the umask and turn errors of the disk into text
-        temporary.write_bytes(save({k: v.contiguous() for k, v in state.items()}, metadata))
+        with temporary.open("wb") as file:
+            file.write(_sorted_header(content[8:end]))
+            file.write(memoryview(content)[end:])
         write_digest(temporary)
+
+
+def _sorted_header(text: bytes) -> bytes:
+    """Returns a safetensors header, with its length, whose metadata are in alphabetical order.
+
+    `save` writes them in random order, so equal weights would be different files.
+    """
+    header = json.loads(text)
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
