@@ -7,7 +7,7 @@ BIN := .venv/bin
   reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
 
 help:  ## list all targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-19s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)

@@ -80,9 +80,7 @@ def _why_not(model: Any, last_layer: int | None) -> str | None:
     kind = type(model).__name__
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
-        has_stages = any(hasattr(model, name) for name in STAGES)
-        blocks = "its layers form stages" if has_stages else "it has none"
-        return f"{kind} needs one sequence of blocks over one token axis; {blocks}"
+        return f"{kind} {_why_no_blocks(model)}"
     if len({id(block) for block in blocks}) < len(blocks):
         return f"{kind} holds one block more than once"
     for index, block in enumerate(blocks if last_layer is None else blocks[: last_layer + 1]):
@@ -94,6 +92,14 @@ def _why_not(model: Any, last_layer: int | None) -> str | None:
     if not isinstance(getattr(model, "embed_dim", None), int):
         return f"{kind} has no embed_dim, the width of its tokens"
     return None
+
+
+def _why_no_blocks(model: Any) -> str:
+    if not type(model).__module__.startswith("timm."):
+        return "has no sequence named blocks; a plain transformer needs an Adapter"
+    has_stages = any(hasattr(model, name) for name in STAGES)
+    reason = "its layers form stages" if has_stages else "it has none"
+    return f"needs one sequence of blocks over one token axis; {reason}"
 
 
 def _why_not_block(block: Any) -> str | None:

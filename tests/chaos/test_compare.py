@@ -16,7 +16,7 @@ from reproduction.training.loop import Trainer
 from tests.chaos.__main__ import main, summary_line, write_outcomes
 from tests.chaos.child import PHASE_OF, PHASES, Note, notes_of
 from tests.chaos.runs import Outcome, differences, last_state
-from tests.chaos.settings import loading_errors, write_images
+from tests.chaos.settings import _agree, loading_errors, write_images
 from tests.reproduction.conftest import SMALL, trained_run
 
 
@@ -110,3 +110,16 @@ def test_main_puts_the_tables_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys,
 def test_child_phases_are_methods_of_the_trainer():
     assert set(PHASE_OF.values()) <= set(PHASES)
     assert all(callable(getattr(Trainer, name)) for name in PHASE_OF)
+
+
+@pytest.mark.parametrize(
+    ("row", "agrees"),
+    [
+        ({"top1": 1.0, "loss": 2.301726}, True),
+        ({"top1": 1.0, "loss": 2.3019}, False),
+        ({"top1": 2.0, "loss": 2.301724}, False),
+        ({"error": "failed"}, False),
+    ],
+)
+def test_evaluations_agree_in_counts_and_up_to_rounding_in_loss(row, agrees: bool):
+    assert _agree(row, {"top1": 1.0, "loss": 2.301724}) is agrees

@@ -20,10 +20,10 @@ def test_measure_of_a_batch_with_known_effects():
     effects = measure([batch], rho=0.0, kappa=1)
     assert effects["easy samples"] == pytest.approx(2 / 3)
     assert effects["order: rows that read another sample's memory"] == 1.0
-    assert effects["mask: tokens replaced a sample, paper"] == 1.0
+    assert effects["mask: tokens replaced per sample, paper"] == 1.0
     # each donor's best token is compared with the first easy sample's, which agrees with itself
-    assert 0 <= effects["mask: tokens decided alike"] <= 1
-    assert effects["class token: samples that give it to VTM"] == pytest.approx(1 / 3)
+    assert 0 <= effects["mask: tokens with the same decision"] <= 1
+    assert effects["class token: samples whose class token enters VTM"] == pytest.approx(1 / 3)
     assert effects["class token: samples whose last patch is lost"] == 0.0
     assert effects["class token: VTM's tokens that change"] == 1.0
 
@@ -34,7 +34,7 @@ def test_measure_finds_no_effects_where_the_rules_agree():
     targets = F.one_hot(torch.arange(4), 4).float()
     batch = Batch(saliency, torch.ones(4, dtype=torch.bool), targets, [], 0, False)
     effects = measure([batch], rho=0.01, kappa=2)
-    assert effects["mask: tokens decided alike"] == 1.0
+    assert effects["mask: tokens with the same decision"] == 1.0
     assert effects["mask: label mass that moves"] == 0.0
     assert effects["order: rows that read another sample's memory"] == 0.0
 
@@ -57,7 +57,7 @@ def test_script_measures_a_run_and_refuses_others(
     measure_differences.main()
     head, _, *rows = capfd.readouterr().out.splitlines()
     assert head.endswith("| small |")
-    assert any(row.startswith("| mask: tokens decided alike |") for row in rows)
+    assert any(row.startswith("| mask: tokens with the same decision |") for row in rows)
     for name, part in (("plain", "was trained without htm"), ("nothing", "is not a run folder")):
         monkeypatch.setattr(sys, "argv", ["measure_differences.py", f"outputs/{name}"])
         with pytest.raises(SystemExit) as end:

@@ -358,7 +358,9 @@ def test_epoch_line_shows_the_means_of_its_batches(command: Command, tmp_path: P
         samples = sum(line["mixed_samples"] for line in lines)
         tokens = sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines) / samples
         loss = sum(line["loss"] for line in lines) / len(lines)
-        line = f"epoch {epoch}/2  loss {loss:.3f}  mixed {samples / len(lines):.1f} samples a batch"
+        line = (
+            f"epoch {epoch}/2  loss {loss:.3f}  mixed {samples / len(lines):.1f} samples per batch"
+        )
         assert f"{line} ({tokens:.1f} tokens each)" in result.out
 
 

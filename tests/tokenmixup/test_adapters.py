@@ -240,7 +240,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     assert "is Linear, needs a" in str(why_not(Encoded(), adapter=replace(encoder, blocks="head")))
     wrong = replace(encoder, reads_class_token=True)
     assert "needs num_prefix_tokens >= 1" in str(why_not(Encoded(), adapter=wrong))
-    assert "needs one sequence of blocks" in str(why_not(Encoded()))
+    assert "a plain transformer needs an Adapter" in str(why_not(Encoded()))
     model = ViTForImageClassification(ViTConfig(**SIZES))
     attention: Any = model.vit.layers[0].attention
     attention.q_proj = nn.Sequential(attention.q_proj)

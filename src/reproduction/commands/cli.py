@@ -8,7 +8,7 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -100,13 +100,17 @@ def _print_hydra_output(config_name: str) -> None:
     """Prints Hydra's help, or the output of --cfg and --info."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
+    output = StringIO()
     try:
-        with redirect_stderr(StringIO()):  # hides Hydra's own message about --package
+        with redirect_stdout(output), redirect_stderr(StringIO()):  # hides a message on --package
             start(lambda _: None)()
     except SystemExit as end:
         if end.code:
             raise UserError("--package: must be a key that --cfg shows") from end
         raise
+    finally:
+        if output.getvalue():
+            say(output.getvalue().removesuffix("\n"))
 
 
 def _run_here(

@@ -55,7 +55,7 @@ def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]
     yield "order: rows that read another sample's memory", float(moved.float().mean())
     mixed = _mix(batch, rho).tokens[..., 0]
     overlap = _overlap(salient_places(mixed, kappa), salient_places(batch.saliency, kappa))
-    yield "order: tokens that VTM chooses otherwise at the HTM block", 1 - overlap
+    yield "order: VTM tokens that change at the HTM block", 1 - overlap
     yield from _map_effects(batch, kappa)
 
 
@@ -63,11 +63,11 @@ def _mask_effects(batch: Batch, rho: float) -> Iterator[tuple[str, float]]:
     paper, published = (_mix(batch, rho, mask_rule=rule) for rule in ("paper", "published"))
     easy = batch.is_easy
     ours, theirs = paper.mask[easy], published.mask[easy]
-    yield "mask: tokens replaced a sample, paper", float(ours.sum(dim=1).float().mean())
-    yield "mask: tokens replaced a sample, published", float(theirs.sum(dim=1).float().mean())
-    yield "mask: tokens decided alike", float((ours == theirs).float().mean())
+    yield "mask: tokens replaced per sample, paper", float(ours.sum(dim=1).float().mean())
+    yield "mask: tokens replaced per sample, published", float(theirs.sum(dim=1).float().mean())
+    yield "mask: tokens with the same decision", float((ours == theirs).float().mean())
     either = (ours | theirs).sum().clamp(min=1)
-    yield "mask: of tokens replaced by either, by both", float((ours & theirs).sum() / either)
+    yield "mask: overlap of the replaced tokens", float((ours & theirs).sum() / either)
     labels = (paper.targets[easy] - published.targets[easy]).abs().sum(dim=1) / 2
     yield "mask: label mass that moves", float(labels.mean())
     first = paper.targets[easy].argmax(dim=1) != published.targets[easy].argmax(dim=1)
@@ -94,7 +94,7 @@ def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
         paper, published = (rule(batch.saliency, kappa, prefix) for rule in rules)
         yield "class token: VTM's tokens that change", 1 - _overlap(paper, published)
         picked = (published == 0).any(dim=1).float().mean()
-        yield "class token: samples that give it to VTM", float(picked)
+        yield "class token: samples whose class token enters VTM", float(picked)
         lost = (paper == t).any(dim=1).float().mean()
         yield "class token: samples whose last patch is lost", float(lost)
     if batch.class_token and batch.maps:

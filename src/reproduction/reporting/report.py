@@ -120,7 +120,7 @@ def _headline(summary: dict[str, Any]) -> str:
     return (
         f"top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} "
         f"%, median of the last 10 epochs {summary['top1_median10']:.2f} %) after "
-        f"{summary['epochs']} epochs in {summary['seconds']:.0f} s"
+        f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)} in {summary['seconds']:.0f} s"
     )
 
 

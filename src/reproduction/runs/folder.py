@@ -97,8 +97,10 @@ class RunFolder:
         """Returns the resolved configuration. Raises UserError if this is not a run folder."""
         try:
             config = parse_yaml(self.config_path.read_text())
-        except FileNotFoundError as error:
-            raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            reason = "it is a file" if self.path.exists() else "there is no such folder"
+            reason = "it has no config.yaml" if self.path.is_dir() else reason
+            raise UserError(f"{self.path} is not a run folder: {reason}") from error
         except (OSError, ValueError) as error:
             reason = first_line(error)
             raise UserError(f"{self.path} is not a run folder: config.yaml: {reason}") from error

@@ -78,6 +78,7 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
         return f"augmentation.{error['msg'].removeprefix('Value error, ')}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
     message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
+    message = re.sub(r"\b10{12,}\b", lambda number: f"{float(number[0]):g}", message)
     return f"{key}={value}: must {message}"
 
 

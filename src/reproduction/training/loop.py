@@ -297,7 +297,7 @@ class Trainer:
         text = f"epoch {self.epoch:>{len(str(self.epochs))}}/{self.epochs}"
         text += f"  loss {loss / max(batches, 1):.3f}"
         if self.module.htm is not None:
-            text += f"  mixed {mixed / max(batches, 1):.1f} samples a batch"
+            text += f"  mixed {mixed / max(batches, 1):.1f} samples per batch"
             text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
         if self._is_evaluated:
             text += f"  top-1 {self.history[-1]['top1']:.2f} %"

@@ -36,7 +36,7 @@ from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, join_hardware
 from reproduction.system.ranks import is_a_rank, restarts
-from reproduction.system.terminal import warn
+from reproduction.system.terminal import say, warn
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import (
     World,
@@ -112,6 +112,7 @@ def train(config: Config) -> dict[str, Any]:
         facts: dict[str, Any] = {}
         if world.is_main:
             _report_restart(trainer.step)
+            _report_start(config, trainer)
             _warn_about_settings(config, trainer)
             facts = _collect_facts(config, trainer)
         logger = _open_logger(config, trainer)
@@ -181,11 +182,20 @@ def _open_logger(config: Config, trainer: Trainer) -> Logs:
     return logger
 
 
+def _report_start(config: Config, trainer: Trainer) -> None:
+    verb = f"resuming after step {trainer.step}" if trainer.step else "training"
+    mixing = "+".join(config.augmentation.stack) or "no mixing"
+    data = f"{trainer.batches.num_images:,} images of {config.dataset.name}"
+    say(f"{verb}: {config.model.name} on {data}, {mixing}, {trainer.world.device.type}")
+
+
 def _warn_about_settings(config: Config, trainer: Trainer) -> None:
     """Warns about settings that are allowed but probably mistakes."""
     module = trainer.module
     if config.recipe.precision == "float16" and trainer.world.device.type == "cpu":
-        warn("warning: float16 is slow on a CPU, try recipe.precision=float32")
+        warn(
+            "warning: float16 is slow on a CPU, up to minutes a batch: use recipe.precision=float32"
+        )
     guessing = math.log(len(trainer.classes))
     for htm in [] if module.htm is None else module.htm.each.values():
         if guessing <= cast(float, htm.tau) < math.inf:
