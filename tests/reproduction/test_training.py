@@ -175,7 +175,11 @@ def test_run_interrupted_within_a_step_resumes_from_its_last_epoch(
     assert "outputs/mine is kept as interrupted" in result.lines[-1]
     assert "resume=auto" in result.lines[-1]
     assert folder(tmp_path).read_summary()["status"] == "interrupted"
-    assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
+    assert result.out.startswith("training: cct_2_3x2 on ")
+    resumed = command("train", "name=mine", "resume=auto", *MIXED, *SMALL)
+    assert resumed.status == 0
+    expected = "training: " if step == 1 else "resuming after step 3: "
+    assert resumed.out.startswith(f"{expected}cct_2_3x2 on 60 images of digits, "), resumed.out
     assert folder(tmp_path).read_summary()["status"] == "finished"
     assert_same_result(folder(tmp_path), uninterrupted)
 

@@ -54,7 +54,7 @@ def test_wandb_gets_every_line_and_nothing_else(
         monkeypatch.setenv("WANDB_BASE_URL", service.url)
         result = command("train", *ONLINE, "name=mine")
     assert (result.status, result.err) == (0, "")
-    assert result.out.startswith(f"wandb: {service.url}/somebody/tokenmixup/runs/")
+    assert f"\nwandb: {service.url}/somebody/tokenmixup/runs/" in result.out
     assert_all_lines(service, folder(tmp_path))
     assert_same_result(folder(tmp_path), plain)
     sent = "\n".join(service.requests)
