@@ -65,8 +65,9 @@ class TrainingStep:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
 
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
-        draws are a function of seed, `step` and rank. Raises FloatingPointError if HTM finds a gain
-        that is not finite, unless `recipe.non_finite=skip`.
+        draws are a function of seed, `step` and rank. The share is cut into `grad_accum_steps`
+        consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
+        Raises FloatingPointError if a gain is not finite, unless `recipe.non_finite=skip`.
         """
         device, key = self.world.device, (self.seed, step, self.world.rank)
         images = images.to(device, non_blocking=True)
@@ -77,7 +78,22 @@ class TrainingStep:
         restorable = self._buffers_and_average() if self.skips or self.uses_scaler else []
         backup = [value.clone() for value in restorable]
 
-        micro_batches = self._accumulate_gradients(images, targets, global_size)
+        count = self.recipe.grad_accum_steps
+        no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
+        micro_batches: list[MicroBatch] = []
+        for micro_images, micro_targets in zip(
+            images.tensor_split(count), targets.tensor_split(count), strict=True
+        ):
+            # Only the last backward pass reduces the gradients over the ranks.
+            is_last = len(micro_batches) == count - 1
+            with nullcontext() if is_last else no_sync():
+                with autocast(device, self.recipe.precision):
+                    output: Output = self.parallel(micro_images, micro_targets)
+                loss = training_loss(output, self.score_loss_weight)
+                # DDP averages over the ranks: the world size turns that mean into a sum.
+                weight = len(micro_images) * self.world.size / global_size
+                self.scaler.scale(loss * weight).backward()
+            micro_batches.append(MicroBatch(loss.detach(), output))
         norm = self._clip_gradients()
 
         losses = [micro_batch.loss for micro_batch in micro_batches]
@@ -92,31 +108,6 @@ class TrainingStep:
             self.average.update(self.module.model)
         for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
-        return micro_batches
-
-    def _accumulate_gradients(
-        self, images: Tensor, targets: Tensor, global_size: int
-    ) -> list[MicroBatch]:
-        """Runs forward and backward passes over `grad_accum_steps` consecutive micro-batches.
-
-        Their sizes differ by at most one. Pairs are matched within each.
-        """
-        count = self.recipe.grad_accum_steps
-        no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
-        micro_batches: list[MicroBatch] = []
-        for micro_images, micro_targets in zip(
-            images.tensor_split(count), targets.tensor_split(count), strict=True
-        ):
-            # Only the last backward pass reduces the gradients over the ranks.
-            is_last = len(micro_batches) == count - 1
-            with nullcontext() if is_last else no_sync():
-                with autocast(self.world.device, self.recipe.precision):
-                    output: Output = self.parallel(micro_images, micro_targets)
-                loss = training_loss(output, self.score_loss_weight)
-                # DDP averages over the ranks: the world size turns that mean into a sum.
-                weight = len(micro_images) * self.world.size / global_size
-                self.scaler.scale(loss * weight).backward()
-            micro_batches.append(MicroBatch(loss.detach(), output))
         return micro_batches
 
     def _clip_gradients(self) -> Tensor:
