@@ -98,8 +98,9 @@ class RunFolder:
         try:
             config = parse_yaml(self.config_path.read_text())
         except (FileNotFoundError, NotADirectoryError) as error:
-            reason = "it is a file" if self.path.exists() else "there is no such folder"
-            reason = "it has no config.yaml" if self.path.is_dir() else reason
+            reason = "there is no such folder"
+            if self.path.exists():
+                reason = "it has no config.yaml" if self.path.is_dir() else "it is a file"
             raise UserError(f"{self.path} is not a run folder: {reason}") from error
         except (OSError, ValueError) as error:
             reason = first_line(error)
