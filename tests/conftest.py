@@ -1,6 +1,7 @@
 """Fixtures for all tests: small models, batches, and the texts drawn in figures."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,16 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("project")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collects what killed processes leave behind in a temporary folder, removed at the end."""
+    if hasattr(config, "workerinput"):  # of xdist, which inherits the folder
+        return
+    folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays there
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
 def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> CCT:
