@@ -27,6 +27,7 @@ from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
 
 LONGEST = 200  # characters of a value in an error line
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 MOST_TOKENS = 2**14  # one attention map of this size takes 1 GiB
 
 
@@ -78,8 +79,8 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
         return f"augmentation.{error['msg'].removeprefix('Value error, ')}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
     message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
-    message = re.sub(r"\b10{12,}\b", lambda number: f"{float(number[0]):g}", message)
-    return f"{key}={value}: must {message}"
+    bounds = [f"be {BOUNDS[x]} {y:.10g}" for x, y in error.get("ctx", {}).items() if x in BOUNDS]
+    return f"{key}={value}: must {bounds[0] if bounds else message}"
 
 
 def _has_item(value: Any, part: Any) -> bool:
