@@ -8,6 +8,9 @@ BIN := .venv/bin
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
+	@echo 'Tables, figures and sweeps take SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder DEVICES=1'
+	@echo 'OUTPUTS=outputs DRY_RUN=1 LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ...", which'
+	@echo '$(BIN)/python scripts/reproduce.py --help explains.'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)
@@ -49,9 +52,7 @@ test-lowest: .venv-tools/installed  ## run all tests with the lowest versions th
 	  --requirement requirements-dev.txt --editable .
 	.venv-lowest/bin/python -m pytest
 
-# The paper's tables and sweeps. Variables: SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder
-# DEVICES=1 OUTPUTS=outputs DRY_RUN=1 LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ...";
-# `$(BIN)/python scripts/reproduce.py --help` explains them.
+# The paper's tables and sweeps, with the variables that `make help` lists.
 COMMON_OPTIONS = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS)
@@ -121,14 +122,14 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 audit: .venv-tools/installed  ## check the locked packages for known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-bench: .venv/installed  ## benchmark the training cost on this machine; SECTIONS= PAIRS= COMPARE=
+bench: .venv/installed  ## benchmark the training cost on this machine; SECTIONS="steps gain" PAIRS=40 COMPARE=old.json
 	$(BIN)/python -m scripts.benchmark $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
 	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-check-gpu: .venv/installed  ## check a GPU against the CPU, then benchmark it, 9 minutes each; STAGE= OUTPUTS=
+check-gpu: .venv/installed  ## check a GPU against the CPU, then benchmark it, 9 minutes each; STAGE=correctness or figures
 	$(BIN)/python -m scripts.check_gpu $(if $(STAGE),--stage $(STAGE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS= RANK_KILLS= MINUTES=
+chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS=50 RANK_KILLS=10 MINUTES=40
 	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
@@ -144,7 +145,7 @@ study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 publish: .venv/installed  ## write results/NAME.json and a folder for a model hub; RUN=outputs/NAME
 	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
 
-check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=
+check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
 	$(BIN)/python scripts/check_published.py "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" \
 	  $(if $(DATA),--data "$(DATA)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 

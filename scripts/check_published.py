@@ -54,9 +54,9 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
 @one_line_errors("check_published.py")
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("weights", type=Path, help="a folder with the published files")
-    parser.add_argument("--data", default="data", help="folder of CIFAR and of imagenet/")
-    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="for evaluations/")
+    parser.add_argument("weights", type=Path, help="folder with the published files")
+    parser.add_argument("--data", default="data", help="folder with CIFAR and imagenet/")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of results")
     args = parser.parse_args()
     cells = {cell.experiment: cell for cell in read_cells()}
     files = weights_in(args.weights)

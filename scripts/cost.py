@@ -32,14 +32,14 @@ def measure(runs: list[PlannedRun], args: argparse.Namespace) -> tuple[str, dict
 @one_line_errors("cost.py")
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("studies", nargs="*", help="tables and sweeps (default: all)")
+    parser.add_argument("studies", nargs="*", help="such as table1 sweep-tau (default: all)")
     add_settings(parser)
-    parser.add_argument("--seeds", type=positive, help="number of seeds that the hours cover")
+    parser.add_argument("--seeds", type=positive, help="seeds per run (default: as reproduce.py)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--batch-size",
         type=positive,
-        help="default: the runs'; on a CPU, one that takes two seconds",
+        help="images per step (default: the runs' own; on a CPU, as many as take two seconds)",
     )
     args = parser.parse_args()
     settings = replace(settings_of(args), devices=1)  # hours_table divides by args.devices

@@ -12,9 +12,9 @@ from reproduction.system.terminal import Parser, one_line_errors, positive
 def main() -> None:
     """Writes RUN/saliency.png or PICTURE, with a .pdf and a .json; prints the entropies."""
     parser = Parser(description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help="a .png")
-    parser.add_argument("--images", metavar="N", type=positive, help="number for the entropies")
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    parser.add_argument("picture", metavar="PICTURE", nargs="?", type=Path, help=".png to write")
+    parser.add_argument("--images", metavar="N", type=positive, help="images for the entropies")
     args = parser.parse_args()
     folder = RunFolder(args.run)
     path = args.picture or folder.path / "saliency.png"

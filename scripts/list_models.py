@@ -33,8 +33,8 @@ def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="such as 'vit_*' (default: all)")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    mode.add_argument("--try", dest="tries", action="store_true", help="one of each family")
+    mode.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name}")
+    mode.add_argument("--try", dest="tries", action="store_true", help="train one of each family")
     args = parser.parse_args()
     names = timm.list_models("" if args.page or args.tries else args.pattern)
     if not names:

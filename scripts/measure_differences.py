@@ -29,7 +29,7 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
 @explaining_data()
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="folders of runs with htm")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run with HTM")
     table = columns(parser.parse_args().runs)
     print(f"| effect | {' | '.join(table)} |")
     print("|---|" + "---:|" * len(table))

@@ -10,10 +10,10 @@ from reproduction.system.terminal import Parser, one_line_errors, positive
 def main() -> None:
     """Writes latency.json next to the runs of the scale and prints it."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--batch-size", type=positive, help="default: the experiments', 128")
-    parser.add_argument("--repeats", type=positive, help="rounds (default: 20; smoke: 5)")
+    parser.add_argument("--batch-size", type=positive, help="images per step (default: 128)")
+    parser.add_argument("--repeats", type=positive, help="timed rounds (default: 20; smoke: 5)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--scale", choices=SCALES, default="full", help="of the experiments")
+    parser.add_argument("--scale", choices=SCALES, default="full", help="as for reproduce.py")
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
     args = parser.parse_args()
     settings = Settings(scale=args.scale, outputs=args.outputs)

@@ -9,8 +9,8 @@ from reproduction.system.terminal import Parser, one_line_errors
 @one_line_errors("publish.py")
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--folder", type=Path, help="default: outputs/published/NAME")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--folder", type=Path, help="of weights (default: outputs/published/NAME)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the .json")
     args = parser.parse_args()
     folder = args.folder or Path("outputs", "published", args.run.resolve().name)

@@ -32,8 +32,8 @@ def _shares(name: str, label: str, shares: dict[float, float], own: float) -> Ta
 @explaining_data()
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("run", metavar="run=FOLDER", help="a run folder")
-    parser.add_argument("--batches", type=positive, default=8, help="number of them (default: 8)")
+    parser.add_argument("run", metavar="run=FOLDER", help="folder of a trained run with HTM")
+    parser.add_argument("--batches", type=positive, default=8, help="batches to use (default: 8)")
     args = parser.parse_args()
     folder = RunFolder(args.run.removeprefix("run="))
     for layer in suggestions(folder, parse_saved(folder.read_config()), args.batches):

@@ -57,11 +57,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
     options.add_argument("--pairs", type=int, help="interleaved rounds (default: 40)")
     options.add_argument(
-        "--sizes", nargs="+", default=(), metavar="MODEL:BATCH", help="of the training steps"
+        "--sizes", nargs="+", default=(), metavar="MODEL:BATCH", help="training steps to time"
     )
     options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options.add_argument("--quick", action="store_true", help="tiny sizes, for a test")
-    options.add_argument("--compare", metavar="OLD.json", help="print what got slower")
+    options.add_argument("--compare", metavar="OLD.json", help="print what got slower since")
     options.add_argument("--page", metavar="FILE.md", help="put the tables on this page as well")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
     return options

@@ -69,7 +69,7 @@ PARTS = {name: limited for parts in STAGES.values() for name, limited in parts.i
 def parser() -> Parser:
     options = Parser(prog="check_gpu", description=__doc__, usage=argparse.SUPPRESS)
     options.add_argument("--stage", choices=STAGES, help="default: both")
-    options.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
+    options.add_argument("--parts", nargs="+", choices=PARTS, help="default: all of the stage")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--tiny", action="store_true", help="smallest sizes, for a test")
     options.add_argument("--page", metavar="FILE.md", help="put the table on this page as well")

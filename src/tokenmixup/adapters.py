@@ -7,7 +7,7 @@ Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class Adapted:
 
     def __init__(self, model: nn.Module, adapter: Adapter):
         self.model, self.adapter = model, adapter
-        blocks = found(model, adapter.blocks)
+        blocks = found(model, adapter, "blocks")
         if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
             kind = f"is {type(blocks).__name__}, needs a Sequential or ModuleList of blocks"
             raise ValueError(f"Adapter.blocks={adapter.blocks!r}: {kind}")
@@ -111,7 +111,7 @@ class Adapted:
             raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
         self.blocks = [AdaptedBlock(block, adapter) for block in blocks]
         width = adapter.embed_dim
-        self.embed_dim = width if isinstance(width, int) else found(model, width)
+        self.embed_dim = width if isinstance(width, int) else found(model, adapter, "embed_dim")
         self.num_prefix_tokens = adapter.num_prefix_tokens
         self.global_pool = "token" if adapter.reads_class_token else "avg"
         self.has_class_token = adapter.reads_class_token
@@ -122,25 +122,36 @@ class AdaptedBlock:
 
     def __init__(self, module: Any, adapter: Adapter):
         self.module, self.adapter = module, adapter
-        self.attention: Any = found(module, adapter.attn)
-        self.norm1: Any = found(module, adapter.norm)
+        self.attention: Any = found(module, adapter, "attn")
+        self.norm1: Any = found(module, adapter, "norm")
         if self.norm1 is self.attention:
             raise ValueError(f"Adapter.norm={adapter.norm!r}: is the attention")
 
     @property
     def attn(self) -> Parts:
-        parts = self.adapter.parts(self.attention)
+        try:
+            parts = self.adapter.parts(self.attention)
+        except (AttributeError, ValueError) as error:  # such as of another module
+            path = self.adapter.attn
+            raise ValueError(f"Adapter.attn={path!r}: Adapter.parts: {error}") from error
         if not isinstance(parts, Parts):
             raise ValueError(f"Adapter.parts: returned a {type(parts).__name__}, must be Parts")
         return parts
 
 
-def found(start: Any, path: str) -> Any:
-    """Returns the attribute at a dotted path. Raises ValueError if there is none."""
-    try:
-        return reduce(getattr, path.split("."), start)
-    except AttributeError as error:
-        raise ValueError(f"Adapter: {type(start).__name__} has no {path} ({error})") from error
+def found(start: Any, adapter: Adapter, field: str) -> Any:
+    """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
+    path, part = getattr(adapter, field), start
+    for name in str(path).split("."):
+        if not hasattr(part, name):
+            lack = f"{type(part).__name__} has no {name}"
+            if isinstance(part, nn.Module):
+                lack += f", its modules are {', '.join(dict(part.named_children())) or 'none'}"
+            raise ValueError(f"Adapter.{field}={path!r}: {lack}")
+        part = getattr(part, name)
+    if field in ("norm", "attn") and not isinstance(part, nn.Module):
+        raise ValueError(f"Adapter.{field}={path!r}: is {type(part).__name__}, needs a module")
+    return part
 
 
 def block_module(block: Any) -> Any:

@@ -189,29 +189,29 @@ class HTM(_Layered):
     key = "htm"
 
     layer: int | Sequence[int] = _per_layer(
-        "a block's index, 0 or more, or several in rising order",
+        "an integer >= 0, or several in rising order",
         lambda x: _is_whole(x) and x >= 0,
         int,
     )
     tau: float | Sequence[float] = _per_layer(
-        "a number, 0 or more (inf is allowed), or one for each layer",
+        "a number >= 0 or inf, or one for each layer",
         lambda x: _is_number(x) and x >= 0,
         float,
         2.0,
     )
     rho: float | Sequence[float] = _per_layer(
-        "a number in 0..1, or inf, or one for each layer",
+        "0 <= number <= 1 or inf, or one for each layer",
         lambda x: _is_number(x) and (0 <= x <= 1 or x == math.inf),
         float,
         0.005,
     )
     score_loss_weight: float = _option(
-        "a number, 0 or more and finite", lambda x: _is_number(x) and 0 <= x < math.inf, 0.001
+        "a finite number >= 0", lambda x: _is_number(x) and 0 <= x < math.inf, 0.001
     )
     pooling: Pooling = "auto"
     stop_gradient: bool = False
     detector: Detector = "attention"
-    rollout_steps: int = _option("0 or more blocks", lambda x: _is_whole(x) and x >= 0, 0)
+    rollout_steps: int = _option("an integer >= 0", lambda x: _is_whole(x) and x >= 0, 0)
     matching: Matching = "optimal"
     mask_rule: MaskRule = "paper"
     labels: Labels = "saliency"
@@ -249,12 +249,12 @@ class VTM(_Layered):
     key = "vtm"
 
     layer: int | Sequence[int] = _per_layer(
-        "a block's index, 1 or more, or several in rising order",
+        "an integer >= 1, or several in rising order",
         lambda x: _is_whole(x) and x >= 1,
         int,
     )
     kappa: int | Sequence[int] = _per_layer(
-        "an integer, 1 or more, or one for each layer",
+        "an integer >= 1, or one for each layer",
         lambda x: _is_whole(x) and x >= 1,
         int,
         3,
@@ -273,7 +273,5 @@ class ManifoldMixup(_Settings):
 
     key = "manifold_mixup"
 
-    alpha: float = _option(
-        "a number, more than 0 and finite", lambda x: _is_number(x) and 0 < x < math.inf, 2.0
-    )
-    layers: Sequence[int] = _option("different blocks' indices", _is_blocks, (0, 1, 2))
+    alpha: float = _option("a finite number > 0", lambda x: _is_number(x) and 0 < x < math.inf, 2.0)
+    layers: Sequence[int] = _option("different integers >= 0", _is_blocks, (0, 1, 2))

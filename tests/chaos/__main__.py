@@ -39,14 +39,14 @@ PARTS: Mapping[str, Part] = {
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="chaos", description=__doc__, usage=argparse.SUPPRESS)
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
     options.add_argument("--kills", type=positive, default=50, help="kills of whole runs")
     options.add_argument(
         "--rank-kills", type=positive, default=10, help="kills of one of two ranks"
     )
     options.add_argument("--minutes", type=positive, default=40, help="time limit for kills")
     options.add_argument("--seed", type=int, default=0, help="seed of the random moments")
-    options.add_argument("--page", metavar="FILE.md", help="page to put the tables on")
+    options.add_argument("--page", metavar="FILE.md", help="put the tables on this page as well")
     options.add_argument("--outputs", default="outputs", help="folder of all outputs")
     return options
 

@@ -160,7 +160,9 @@ def test_eval_warns_of_a_missing_checkpoint_and_uses_the_previous_one(
         "warning: checkpoint=outputs/mine/checkpoints/last.pt: there is no such file; going back "
         "to last-1.pt"
     ]
-    assert result.out.startswith("outputs/mine/checkpoints/last-1.pt: top-1 ")
+    state = torch.load(left.checkpoints()[1], weights_only=True)
+    after = f"(after epoch {state['epoch']}, step {state['step']})"
+    assert result.out.startswith(f"outputs/mine/checkpoints/last-1.pt {after}: top-1 ")
 
 
 def test_load_last_skips_checkpoints_newer_than_the_metrics(

@@ -46,6 +46,12 @@ def test_schedule_by_batch_changes_within_an_epoch():
     assert len(set(flat[3:])) == len(flat[3:])
 
 
+def test_a_single_epoch_trains_at_the_peak_without_a_warning(caplog: pytest.LogCaptureFixture):
+    recipe = recipe_of("recipe.epochs=1", "recipe.schedule_step=epoch")
+    assert rates(recipe) == [[recipe.lr, recipe.lr]]
+    assert not caplog.records  # timm would warn of a schedule without effect
+
+
 def test_vectors_and_embeddings_do_not_decay():
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     optimizer = build_optimizer(module, recipe_of("recipe.weight_decay=0.3"))

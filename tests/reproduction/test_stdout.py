@@ -1,10 +1,13 @@
 """Progress output."""
 
 import os
+import re
 
 import pytest
 
+from reproduction.commands import jobs
 from reproduction.system.terminal import say
+from tests.reproduction.conftest import Command
 
 
 def test_say_ignores_a_closed_pipe(monkeypatch: pytest.MonkeyPatch):
@@ -15,3 +18,12 @@ def test_say_ignores_a_closed_pipe(monkeypatch: pytest.MonkeyPatch):
         say("the first line detects it")
         say("later lines are dropped")
         monkeypatch.undo()
+
+
+def test_help_of_evaluation_and_export_lists_the_keys_that_apply(command: Command):
+    kinds = {
+        "eval": {*jobs.EVALUATED_RUN, *jobs.EVALUATED_FILE},
+        "export": {*jobs.EXPORTED_RUN, *jobs.EXPORTED_FILE},
+    }
+    for script, keys in kinds.items():
+        assert {*re.findall(r"^(\w+)  ", command(script, "--help").out, re.MULTILINE)} == keys

@@ -533,7 +533,7 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
         ({"htm": {"layer": 1, "rho": [0.1, 0.2]}}, "must be one number, or 1 for htm.layer=1"),
         ({"htm": {"layer": [1, 2], "order": "published"}}, "one layer with order=published"),
         ({"htm": {"layer": [1, 2], "detector": "gradient"}}, "one layer with detector=gradient"),
-        ({"vtm": {"layer": [0, 2]}}, "vtm.layer=.*a block's index, 1 or more"),
+        ({"vtm": {"layer": [0, 2]}}, "vtm.layer=.*an integer >= 1"),
         ({"vtm": {"layer": [1, 2], "kappa": [3, 0]}}, "vtm.kappa=.*: must be an integer"),
         ({"htm": {"layer": 1, "stop_gradient": "no"}}, "htm.stop_gradient='no'"),
         ({"checkpoint_blocks": "no"}, "checkpoint_blocks='no': must be True or False"),

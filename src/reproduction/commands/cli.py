@@ -191,7 +191,7 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
     if args.resolve:
         raise UserError("--resolve: needs --cfg job")
     with isolated_hydra():
-        parsed = read_overrides(args.overrides)
+        parsed = read_overrides(config_name, args.overrides)
         values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
         _check_hydra_keys(values)
         if "hydra/launcher" in values:

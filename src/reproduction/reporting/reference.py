@@ -84,7 +84,7 @@ def _keys(name: str, definitions: Mapping[str, Any]) -> dict[str, str]:
     """Returns the allowed values, in words, by key of a class of the schema or the library."""
     if name in LIBRARY:
         options = allowed_of(LIBRARY[name])
-        return {key: words.removeprefix("one of ") for key, (words, _) in options.items()}
+        return {key: re.sub("^(one of|an?) ", "", words) for key, (words, _) in options.items()}
     properties = definitions[name]["properties"].items()
     return {key: _allowed(schema) for key, schema in properties if "$ref" not in str(schema)}
 
@@ -129,7 +129,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return f"list: {_allowed(schema['items'])}"
     word = WORDS.get(schema["type"], schema["type"])
     limits = [(sign, schema[key]) for key, sign in BOUNDS.items() if schema.get(key, 1e9) < 1e9]
-    if [sign for sign, _ in limits] == [">=", "<="]:
-        most = f"{limits[1][1]:,}".removesuffix(".0")  # depends on the version of pydantic
-        return f"{word}, {limits[0][1]:g} to {most}"
+    if len(limits) == 2:
+        (sign, least), (below, most) = limits
+        return f"{least:g} {sign.replace('>', '<')} {word} {below} {most:.10g}"
     return " ".join([word, *(f"{sign} {limit:g}" for sign, limit in limits)])

@@ -1,5 +1,6 @@
 """Composes overrides into the plain values of one run. Imports Hydra, but not torch."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,8 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from reproduction.config import CONF_DIR, STACK
-from reproduction.runs.folder import flatten
-from reproduction.runs.parse import stack_problem
+from reproduction.runs.parse import stack_problem, unknown_key
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
 from reproduction.system.ranks import launched_ranks, local_ranks
@@ -44,7 +44,7 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     """Composes one point. Raises UserError for any invalid override."""
     register_resolvers()
     with isolated_hydra():
-        parsed = read_overrides(overrides)
+        parsed = read_overrides(config_name, overrides)
         _check_no_sweeps(parsed)
         _check_options(parsed)
         config, files = _compose_config(config_name, parsed)
@@ -60,7 +60,7 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     )
 
 
-def read_overrides(overrides: list[str]) -> list[Override]:
+def read_overrides(config_name: str, overrides: list[str]) -> list[Override]:
     """Parses the overrides with Hydra. Raises UserError for one that cannot be parsed."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = []
@@ -68,7 +68,13 @@ def read_overrides(overrides: list[str]) -> list[Override]:
         try:
             parsed += parser.parse_overrides([text])
         except (OverrideParseException, ValueError, RecursionError) as error:
-            raise UserError(f"{in_one_line(text, SHOWN)}: {_parse_problem(error)}") from error
+            shown = in_one_line(text, SHOWN)
+            if config_name != "train" and "=" not in text:  # a path
+                key = "checkpoint" if Path(text).is_file() else "run"
+                raise UserError(
+                    f"{shown}: must be key=value; did you mean {key}={shown}?"
+                ) from error
+            raise UserError(f"{shown}: {_parse_problem(error)}") from error
     for override in parsed:
         if not override.key_or_group:
             raise UserError(f"{override.input_line}: must name a key, as in key=value")
@@ -193,14 +199,9 @@ def describe_error(error: Exception) -> str:
             return f"{cause.full_key}: the stack does not name {key}, add it to augmentation=[...]"
         if parent == "logger" and key in options_of("logger"):
             return f"{cause.full_key}: logger does not name {key}, add it to logger=[...]"
-        node = cause.parent_node
-        tree: Any = OmegaConf.to_container(node) if isinstance(node, DictConfig) else {}
-        matches = [name for name, _ in flatten(tree) if name.rpartition(".")[2] == key]
-        hint = f", perhaps {' or '.join(matches)}" if matches and not parent else ""
-        known = ", ".join(str(k) for k in tree if k != "hydra") or "none"
-        return (
-            f"{cause.full_key}: unknown key{hint}; keys of {parent or 'the configuration'}: {known}"
-        )
+        tree: Any = OmegaConf.to_container(cause.parent_node._get_root())
+        whole = re.match("Could not override '(.+?)'", str(error))  # full_key may be only its start
+        return unknown_key(whole[1] if whole else cause.full_key, tree)
     if cause is not None and str(error).startswith(MERGING):
         typed = str(error).removeprefix(MERGING).strip()
         return f"{typed}: must keep the type of the default: {first_line(cause)}"

@@ -66,10 +66,11 @@ class RunFolder:
             )
         if self._has_no_config_yet():
             return
-        if pairs := differing(identity(dataclasses.asdict(config)), identity(self.read_config())):
+        ours, theirs = identity(dataclasses.asdict(config)), identity(self.read_config())
+        if pairs := differing(ours, theirs, "{key} is {theirs} there, {ours} here"):
             raise UserError(
-                f"name={config.name}: {self.path} holds a run with other {', '.join(pairs)}; "
-                "choose another name=..."
+                f"name={config.name}: {self.path} holds another run: {'; '.join(pairs)}; choose "
+                "another name=..."
             )
 
     @cached_property
@@ -253,11 +254,13 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Returns `key=ours (there theirs)` for differing values, or else the keys that one lacks."""
+def differing(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], text: str = "{key}={ours} (there {theirs})"
+) -> list[str]:
+    """Returns a text for each differing value, or else the keys that one lacks."""
     pairs = [(key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
     missing = [f"{key} (only in one of them)" for key in sorted(ours.keys() ^ theirs.keys())]
-    return [f"{key}={our} (there {their})" for key, our, their in pairs if our != their] or missing
+    return [text.format(key=k, ours=x, theirs=y) for k, x, y in pairs if x != y] or missing
 
 
 def run_hash(config: Config) -> str:

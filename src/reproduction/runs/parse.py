@@ -5,6 +5,7 @@ Imports neither torch nor Hydra, so that a mistyped command fails at once.
 
 import re
 from collections.abc import Iterator
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
 
 LONGEST = 200  # characters of a value in an error line
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 MOST_TOKENS = 2**14  # one attention map of this size takes 1 GiB
 
 
@@ -56,19 +58,15 @@ def parse_saved(raw: dict[str, Any], needs_data: bool = True) -> Config:
 def _describe(error: Any, raw: dict[str, Any]) -> str:
     """Formats a pydantic error as `key=value: what is allowed`."""
     path: list[str] = []
-    parent: Any = raw
     value: Any = raw
     for part in error["loc"]:
         if isinstance(value, dict) and part not in value and part in ("cct", "vit", "library"):
             continue  # a union tag, not a key
         path.append(str(part))
-        parent, value = value, value[part] if _has_item(value, part) else None
+        value = value[part] if _has_item(value, part) else None
     key, value = ".".join(path), in_one_line(str(value), LONGEST)
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = ", ".join(str(k) for k in parent if k != path[-1])
-        return (
-            f"{key}={value}: unknown key; {'.'.join(path[:-1]) or 'the configuration'} has {known}"
-        )
+        return unknown_key(key, raw, f"={value}")
     if error["type"] == "missing":
         return f"{key}: no value is set"
     if error["type"] == "union_tag_invalid":
@@ -78,8 +76,30 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
         return f"augmentation.{error['msg'].removeprefix('Value error, ')}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
     message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
-    message = re.sub(r"\b10{12,}\b", lambda number: f"{float(number[0]):g}", message)
-    return f"{key}={value}: must {message}"
+    bounds = [f"be {BOUNDS[x]} {y:.10g}" for x, y in error.get("ctx", {}).items() if x in BOUNDS]
+    return f"{key}={value}: must {bounds[0] if bounds else message}"
+
+
+def unknown_key(key: str, tree: dict[str, Any], value: str = "") -> str:
+    """Describes a key that is not in `tree`: similar keys, and those beside it."""
+    parent, _, last = key.rpartition(".")
+    ends = {name: name.rpartition(".")[2] for name in [*_keys(tree), "experiment"] if name != key}
+    closest = get_close_matches(last, ends.values(), n=1)
+    alike = [name for name, end in ends.items() if end in closest]
+    alike.sort(key=lambda name: -SequenceMatcher(None, key, name).ratio())
+    hint = f", perhaps {' or '.join(alike)}" if alike else ""
+    known = [end for name, end in ends.items() if name == f"{parent}.{end}"]
+    if not known:
+        parent, known = "the configuration", [name for name in ends if "." not in name]
+    return f"{key}{value}: unknown key{hint}; keys of {parent}: {', '.join(known)}"
+
+
+def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the dotted keys of all values and mappings."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
 
 
 def _has_item(value: Any, part: Any) -> bool:

@@ -38,7 +38,7 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
     """
 
     def check(path: Path, state: Any) -> None:
-        if not (isinstance(state, dict) and set(state) >= STATE_KEYS):
+        if not _is_last(state):
             raise UserError(f"checkpoint={path}: holds no training state")
         if state["run"] != run:
             raise UserError(f"checkpoint={path}: is of another run")
@@ -48,6 +48,10 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
     if not paths:
         return None
     return read_newest("checkpoint", paths, check)
+
+
+def _is_last(content: Any) -> bool:
+    return isinstance(content, dict) and set(content) >= STATE_KEYS
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
@@ -75,9 +79,10 @@ def _sorted_header(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
-    """Loads a plain model from the first readable file, of any known format; returns its path.
+def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> dict[str, Any]:
+    """Loads a plain model from the first readable file, of any known format.
 
+    Returns its path as `checkpoint` and, of a training state, the last completed epoch and step.
     Raises UserError if none is readable, or if parameters or classes do not fit.
     """
     path, content = read_newest("checkpoint", paths)
@@ -85,7 +90,8 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> Path:
     if weights.classes is not None:
         check_classes(path, weights.classes, classes)
     model.load_state_dict(matching_state(weights, model))
-    return path
+    progress = [name for name in ("epoch", "step") if _is_last(content)]
+    return {"checkpoint": str(path), **{name: content[name] for name in progress}}
 
 
 def check_classes(path: Path, trained: list[str], found: list[str]) -> None:

@@ -116,7 +116,7 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
     with join_world(resolve_device(config.device, config.devices)) as world:
         source = load_source(config.dataset.name, config.dataset.root, limit=None)
         model = build_model(without_weights(config.model), len(source.classes))
-        checkpoint = load_plain(checkpoints, model, source.classes)
+        loaded = load_plain(checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
         broken = build_broken_images(config, source)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
@@ -131,5 +131,5 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
             "images": len(source.held_out) - len(broken.known),
             "dataset": config.dataset.name,
             "root": config.dataset.root,
-            "checkpoint": str(checkpoint),
+            **loaded,
         }

@@ -195,6 +195,7 @@ def build_schedule(
         lr_min=recipe.min_lr,
         warmup_t=recipe.warmup_epochs * unit,
         warmup_lr_init=recipe.warmup_lr,
+        cycle_decay=0.0,  # of later cycles, of which there are none; 1 makes timm warn of one epoch
         t_in_epochs=not every_batch,
     )
 
