@@ -40,7 +40,7 @@ def main() -> int:
     if not names:
         raise UserError(f"{args.pattern}: timm has no such model")
     verdicts = survey(names)
-    served = [verdict for verdict in verdicts if verdict.reason is None]
+    supported = [verdict for verdict in verdicts if verdict.reason is None]
     status = 0
     if args.page:
         write_text(PAGE, page_of(verdicts))
@@ -53,8 +53,8 @@ def main() -> int:
         status = int(bool(failed) or is_outdated)
     else:
         for verdict in verdicts:
-            print(f"{verdict.name}: {verdict.reason or 'served'}")
-    print(f"{len(served)} of {len(verdicts)} models are served, timm {timm.__version__}")
+            print(f"{verdict.name}: {verdict.reason or 'supported'}")
+    print(f"{len(supported)} of {len(verdicts)} models are supported, timm {timm.__version__}")
     return status
 
 

@@ -177,7 +177,7 @@ def _call(adapter: Adapter, attend: Callable[..., Tensor], *called: Any, **given
     for name, value in (*enumerate(others, start=1), *kept.items()):
         if not (value is None or value is False or value is tokens):
             raise ValueError(
-                f"TokenMixup serves self-attention of tokens alone; argument {name} of the "
+                f"TokenMixup supports only self-attention without a mask; argument {name} of the "
                 "attention, such as a mask or positions, is not understood"
             )
     return adapter.returns(attend(tokens))

@@ -37,7 +37,7 @@ def test_survey_gives_the_reason_of_refusals():
     assert verdicts["vit_tiny_patch16_224"].parameters == 5_526_346  # with 10 classes
 
 
-def test_smallest_of_families_chooses_the_smallest_served_models():
+def test_smallest_of_families_chooses_the_smallest_supported_models():
     verdicts = [
         Verdict("vit_base_patch16_siglip_224", "vision_transformer", 90, None),
         Verdict("vit_small_patch16_siglip_256", "vision_transformer", 20, None),
@@ -80,8 +80,8 @@ def test_list_models_prints_verdicts_and_their_count(
     monkeypatch.setattr(sys, "argv", ["list_models.py", "test_vit*"])
     list_models.main()
     printed = capsys.readouterr().out
-    assert "test_vit: served" in printed
-    assert "5 of 5 models are served, timm" in printed
+    assert "test_vit: supported" in printed
+    assert "5 of 5 models are supported, timm" in printed
     monkeypatch.setattr(sys, "argv", ["list_models.py", "no_such_model"])
     with pytest.raises(SystemExit) as end:
         list_models.main()

@@ -54,10 +54,10 @@ def smallest_of_families(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
     """docs/models.md: by timm's modules, how many are supported, and why the others are not."""
-    served = sum(verdict.reason is None for verdict in verdicts)
+    supported = sum(verdict.reason is None for verdict in verdicts)
     lines = [
         "# Supported models\n",
-        f"{served} of the {len(verdicts)} models of timm {timm.__version__} are supported.",
+        f"{supported} of the {len(verdicts)} models of timm {timm.__version__} are supported.",
         "`python scripts/list_models.py --page` writes this page. Without `--page` it prints the",
         "verdict on every model. `make check-models` trains and evaluates the smallest model of",
         "each family. Models of torchvision and transformers, and your own:",
