@@ -60,12 +60,18 @@ def reproduce(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> dict[str, str]:
     """Trains the runs; returns the errors of those that failed twice."""
-    from reproduction.studies.runner import prepare, shares, train_all, train_all_apart, train_here
+    from reproduction.studies import runner
 
-    prepare(runs, settings)
+    runner.prepare(runs, settings)
+    if len(runs) > 1:
+        left = sum(map(runner.may_train, runs))
+        print(f"{left} of {len(runs)} runs are left to train", flush=True)
     if args.launcher == "joblib":
-        return train_all_apart(runs, shares(args.jobs, args.devices), settings.root / ".logs")
-    return train_all_apart(runs) if settings.chosen.is_apart else train_all(runs, train_here)
+        shares = runner.shares(args.jobs, args.devices)
+        return runner.train_all_apart(runs, shares, settings.root / ".logs")
+    if settings.chosen.is_apart:
+        return runner.train_all_apart(runs)
+    return runner.train_all(runs, runner.train_here)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ def test_faults_end_a_run_in_one_line_and_it_resumes_exactly(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, failing(getattr(owner, name), error, call))
             result = command("train", *MINE, "resume=auto")
-        assert_plain(result, "outputs/mine", *parts, "is kept as failed", "resume=auto")
+        assert_plain(
+            result, "outputs/mine", *parts, "is kept as failed, repeat the command to continue"
+        )
         assert folder(tmp_path).read_summary()["status"] == "failed"
     assert command("train", *MINE, "resume=auto").status == 0
     assert_same_result(folder(tmp_path), undisturbed)

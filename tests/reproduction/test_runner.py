@@ -86,8 +86,11 @@ def test_reproduce_trains_each_run_of_a_table_once(small, monkeypatch, capsys):
     assert [run.labels for run in runs] == [(label,) for label in TABLE3]
     assert all(run.is_done() for run in runs)
     assert len(steps) == 12  # 3 runs of 2 epochs of 2 batches
-    assert capsys.readouterr().out.count("finished") == 3
+    out = capsys.readouterr().out
+    assert out.startswith("3 of 3 runs are left to train\nrun 1 of 3: starting ")
+    assert out.rstrip().endswith("\n3 runs: 3 finished")
     assert call("table3") == 0
+    assert capsys.readouterr().out.startswith("0 of 3 runs are left to train\n┏")
     assert len(steps) == 12
     runs[1].folder.report_path.unlink()
     assert not runs[1].is_done()
@@ -102,7 +105,7 @@ def test_interrupted_run_resumes_from_its_last_epoch(small, monkeypatch):
     make_stand_ins("cifar100", Path("outputs/smoke/data/cifar100"))
     run_training(uninterrupted)
     steps = fail_on(monkeypatch, 1, KeyboardInterrupt(), 3)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="repeat the command to continue"):
         call("table3")
     states = [read_state(run.folder) for run in table3()]
     assert [state.status for state in states] == ["finished", "finished", "interrupted"]
@@ -131,6 +134,7 @@ def test_run_that_fails_twice_is_listed_with_its_error(small, monkeypatch, capsy
     states = [read_state(run.folder) for run in table3()]
     assert [state.status for state in states] == ["finished", "finished", "failed"]
     assert "failed: ZeroDivisionError: what ever" in result.out
+    assert result.out.count("run 3 of 3: ") == 2 and "\n3 runs: 2 finished, 1 failed" in result.out
     assert result.out.count("table3-random") == 2  # starts
 
 
@@ -220,7 +224,7 @@ def fake(name: str) -> Any:
 def test_train_all_waits_for_locked_runs_last(capsys):
     order: list[str] = []
 
-    def start(run: Any) -> str | None:
+    def start(run: Any, place: str) -> str | None:
         order.append(run.name)
         if run.name == "b" and order.count("b") < 4:
             raise RunLocked("b is being trained")
@@ -235,7 +239,7 @@ def test_train_all_accepts_a_run_finished_by_another_process():
     looks = iter([False, True])
     run = SimpleNamespace(name="a", is_done=lambda: next(looks))
 
-    def start(run: Any) -> str | None:
+    def start(run: Any, place: str) -> str | None:
         raise RunLocked("a is being trained")
 
     assert runner.train_all([run], start, poll=0.001) == {}  # type: ignore[list-item]
@@ -283,7 +287,7 @@ while True:
     before = signal.getsignal(signal.SIGTERM)
     watcher = signal_when(tmp_path / "ready", times)
     with pytest.raises(RunInterrupted, match="same command"), Children([{}]) as children:
-        runner.train_apart(run, children)
+        runner.train_apart(run, "", children)
     watcher.join()
     assert (tmp_path / "left").exists() == (times == 1)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -300,7 +304,7 @@ while True:
 def test_train_apart_returns_the_error_of_a_run(small, monkeypatch, tmp_path, code, error):
     run = stand_in_for_train(monkeypatch, tmp_path, code)
     with Children([{}]) as children:
-        assert runner.train_apart(run, children) == error
+        assert runner.train_apart(run, "", children) == error
 
 
 def test_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_path):
@@ -314,7 +318,7 @@ def test_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_path
 
     with pytest.raises(RunInterrupted, match="same command"), Children([{}]) as children:
         monkeypatch.setattr(subprocess, "Popen", slow)
-        runner.train_apart(run, children)
+        runner.train_apart(run, "", children)
     assert started[0].returncode == -signal.SIGTERM
 
 
@@ -381,7 +385,7 @@ while True:
 
 
 def test_signal_ends_the_wait_for_locked_runs(small, monkeypatch):
-    def locked(run: PlannedRun) -> str | None:
+    def locked(run: PlannedRun, place: str) -> str | None:
         raise RunLocked("is being trained")
 
     monkeypatch.setattr(time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
@@ -398,7 +402,7 @@ def test_dry_run_and_status_write_nothing(small, tmp_path, capsys, option):
     assert call("table3", option) == 0
     assert listing(tmp_path) == []
     out = capsys.readouterr().out
-    assert out.count("not started") == 3
+    assert out.count(" not started ") == 4 and "\n3 runs: 3 not started " in out
     assert ("outputs/smoke/table3-random-s0-" in out) == (option == "--dry-run")
     assert "~" not in out
 

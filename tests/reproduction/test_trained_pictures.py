@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +15,11 @@ import torch
 
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_module
+from reproduction.reporting import gallery, report
 from reproduction.reporting import trained as module_of_trained
+from reproduction.reporting.figures import figure
 from reproduction.reporting.gallery import (
+    _draw_pair,
     _frames,
     _over_image,
     _quote,
@@ -80,7 +88,18 @@ def test_image_difficulty_equals_that_of_a_training_pass():
     assert image_difficulty(run.module, sample).mean() == pytest.approx(float(expected))
 
 
-def test_last_bin_of_the_difficulty_includes_larger_values(tmp_path: Path):
+def test_last_bin_of_the_difficulty_includes_larger_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ranges = []
+
+    @contextmanager
+    def recorded(*args: Any, **settings: Any) -> Iterator[Any]:
+        with figure(*args, **settings) as ax:
+            yield ax
+            ranges.append(ax.get_xlim())
+
+    monkeypatch.setattr(gallery, "figure", recorded)
     run = trained()
     sample = some_images(run, 20)
     draw_difficulty(tmp_path / "a.png", run, sample)
@@ -88,6 +107,7 @@ def test_last_bin_of_the_difficulty_includes_larger_values(tmp_path: Path):
     assert content["edges"] == [step / 10 for step in range(10 * TOP + 1)]
     assert sum(content["counts"][20:26]) == 20  # around log(10) = 2.3
     assert (content["tau"], content["images"]) == (2.0, 20)
+    assert 2 < ranges[0][0] < ranges[0][1] < 3  # the picture shows no empty range
     with torch.no_grad():
         run.module.scorenet.head.bias[0] = 1000
     draw_difficulty(tmp_path / "a.png", run, sample)
@@ -111,7 +131,24 @@ def test_draw_pairs_is_reproducible_with_any_class_names(tmp_path: Path):
     for suffix in ("png", "pdf"):
         one, other = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "other"))
         assert one == other and len(one) > 10_000
-    assert _quote(names[0]) == '"a_$long$_name..."'
+    assert _quote(names[0]) == '"a_$long$_n..."'
+
+
+def test_pair_shows_the_donated_patches_in_donor_and_mixture(tmp_path: Path):
+    pictures = np.stack([np.zeros((6, 6, 3)), np.ones((6, 6, 3))])
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 4] = True  # the centre
+    donor, keep_ratio = torch.tensor([1, 1]), torch.tensor([0.75, 1.0])
+    mix: Any = SimpleNamespace(donor=donor, mask=mask, keep_ratio=keep_ratio)
+    with figure(tmp_path / "a.png", 1, 3) as row:
+        _draw_pair(row, mix, 0, pictures, ['"6"', '"3"'])
+        shown = [ax.images[0].get_array()[2:4, 2:4] for ax in row]
+        assert [len(ax.collections) for ax in row] == [0, 1, 1]
+        assert (shown[0] == 0).all() and (shown[1] == shown[2]).all()
+        assert (shown[1][0, 0] != 1).any()  # tinted
+        assert (row[2].images[0].get_array()[:2] == 0).all()
+        assert row[1].get_title() == 'donor: 1 of 9 tokens\n"3"'
+        assert row[2].get_title() == 'mixed, label:\n75% "6"\n+ 25% "3"'
 
 
 def test_draw_pairs_refuses_a_run_without_mixed_images(tmp_path: Path):
@@ -143,9 +180,31 @@ def test_report_states_why_figures_are_missing(command: Command, tmp_path: Path)
         in page
     )
     assert "](saliency.png)" in page and "](difficulty.png)" in page
+    assert re.search(
+        r"^# mine\n\ncct_2_3x2 \([\d,]+ parameters\), trained on 60 images of digits with "
+        r"htm\+vtm, seed 0, on .+: top-1 [\d.]+ % \(best [\d.]+ %\) after 1 epoch in [\w ]+ s\.\n",
+        page,
+    )
+    assert "median" not in page and "broken" not in page
     run.report_path.unlink()
     run.last_path.unlink()
     assert command(*line, "resume=auto").status == 0
     page = run.report_path.read_text()
     assert "No pictures of the trained model: checkpoint=" in page
     assert "](saliency.png)" not in page and "](accuracy.png)" in page
+
+
+def test_report_describes_its_run_and_counts_what_there_is():
+    config = config_of("augmentation=[]", "recipe.evaluate_every=4", "devices=2")
+    result = {"top1_last": 90.0, "top1_best": 91.0, "top1_median10": 89.5, "top5_last": 99.0}
+    result |= {"parameters": 1234, "macs": 5678, "images_per_second": 9.4, "steps": 70}
+    summary = {**result, "epochs": 14, "seconds": 7384, "hardware": "Some CPU", "git_revision": "a"}
+    assert report._description(config, summary) == (
+        "cct_2_3x2 (1,234 parameters), trained on digits with no mixing, seed 0, on Some CPU in "
+        "2 processes: top-1 90.00 % (best 91.00 %) after 14 epochs in 2 h 3 min."
+    )
+    table = report._table(config, {**summary, "broken_images": 3})
+    assert "| top-1, median of the last 3 evaluated epochs | 89.50 % |" in table  # 8, 12, 14
+    assert "| broken images, left out | 3 |" in table
+    assert "median" not in report._table(config, {**summary, "epochs": 3})
+    assert [report._duration(x) for x in (4.6, 207, 59.7)] == ["5 s", "3 min 27 s", "1 min 0 s"]

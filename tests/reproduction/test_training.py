@@ -532,6 +532,8 @@ def test_sweep_writes_a_run_and_a_wandb_run_per_point_and_trains_each_once(
     again = command("train", *sweep, "resume=auto")
     assert again.status == 0, again.err
     assert again.out.count("top-1") == 3
+    assert "run 2 of 3: augmentation.htm.tau=2 " in again.out
+    assert again.out.endswith("\n3 runs: 3 finished, 0 failed\n")
     assert [(run / "metrics.jsonl").read_bytes() for run in runs] == before
     assert len(list((tmp_path / "outputs").glob("*/wandb/offline-run-*"))) == 3
 
@@ -554,6 +556,7 @@ def test_failing_point_does_not_stop_a_sweep(
     result = command("train", "-m", "seed=0,1,2", *SMALL)
     assert result.status == 1
     assert "RuntimeError: unlucky" in result.lines[-1]
+    assert result.out.endswith("\n3 runs: 2 finished, 1 failed\n")
     summaries = [RunFolder(p).read_summary() for p in (tmp_path / "outputs").glob("cct*")]
     assert sorted(s["status"] for s in summaries) == ["failed", "finished", "finished"]
 

@@ -82,7 +82,10 @@ def run(
             if launcher == HERE:
                 failures += _run_here(points, settings, main)
             else:
-                failures += _launch(launcher, config_name, resolve, check_all, main)
+                failures += _launch(launcher, len(points), config_name, resolve, check_all, main)
+            if len(points) > 1:
+                done = len(points) - len(failures)
+                say(f"{len(points)} runs: {done} finished, {len(failures)} failed")
     except (UserError, PlainError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # from a path on the command line; runs raise PlainError instead
@@ -118,9 +121,9 @@ def _run_here(
 ) -> list[Exception]:
     """Runs the points one after the other in this process and returns their failures."""
     failures: list[Exception] = []
-    for number, (overrides, point_settings) in enumerate(zip(points, settings, strict=True)):
+    for number, (overrides, point_settings) in enumerate(zip(points, settings, strict=True), 1):
         if len(points) > 1:
-            say(f"#{number}: {' '.join(overrides)}")
+            say(f"run {number} of {len(points)}: {' '.join(overrides)}")
         try:
             main(point_settings)
         except (UserError, PlainError) as error:
@@ -130,6 +133,7 @@ def _run_here(
 
 def _launch(
     launcher: str,
+    points: int,
     config_name: str,
     resolve: Callable[[Composed], Settings],
     check_all: Callable[[list[Settings], bool], None],
@@ -146,7 +150,7 @@ def _launch(
         task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
         overrides = [str(override) for override in cast(list[Any], task)]
         try:
-            say(f"#{hydra_config.job.num}: {' '.join(overrides)}")
+            say(f"run {hydra_config.job.num + 1} of {points}: {' '.join(overrides)}")
             composed = compose(config_name, overrides)
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)

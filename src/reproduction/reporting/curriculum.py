@@ -201,12 +201,11 @@ def _draw_training(
         axes.set_ylim(0, max(1e-9, axes.get_ylim()[1]))
     samples, tokens, nats = panels
     samples.set_ylim(0, batch_size * 1.15)
-    samples.set_ylabel(f"mixed samples\nof {batch_size} in a batch")
-    tokens.set_ylabel("replaced tokens\nper mixed sample")
+    samples.set_ylabel(f"easy samples in a\nbatch of up to {batch_size}")
+    tokens.set_ylabel("replaced tokens\nper easy sample")
     nats.set_ylabel("mean difficulty\n[nats]")
-    nats.set_ylim(0, 1.2 * max(nats.get_ylim()[1], tau if math.isfinite(tau) else 0))
-    _draw_tau(nats.axhline, tau)
-    nats.legend(loc="upper right")
+    _draw_tau(nats, nats.axhline, tau)
+    nats.set_ylim(0, 1.05 * nats.get_ylim()[1])
     nats.set_xlabel("epoch")
 
 
@@ -235,12 +234,13 @@ def _draw_regimes(panels: Sequence[Axes], regimes: Regimes, epochs: int) -> None
         panels[0].text(x, 0.97, name, va="top", ha=place, transform=height)
 
 
-def _draw_tau(line: Callable[..., Any], tau: float) -> None:
+def _draw_tau(axes: Axes, line: Callable[..., Any], tau: float) -> None:
+    """Draws tau with `line` of the axes, unless it is infinite, and names it above them."""
+    meaning = "every sample is easy"
     if math.isfinite(tau):
-        label = f"tau = {tau:g}: below is easy"
-        line(tau, color=VERMILION, linestyle="--", linewidth=1.2, label=label)
-    else:
-        line(0, color="none", label="tau = inf: every sample is easy")
+        line(tau, color=VERMILION, linestyle="--", linewidth=1.2)
+        meaning = "below is easy"
+    axes.set_title(f"tau = {tau:g}: {meaning}", fontsize=9, loc="right", color=VERMILION)
 
 
 def _draw_distributions(axes: Axes, traces: Sequence[Trace], tau: float) -> None:
@@ -258,5 +258,4 @@ def _draw_distributions(axes: Axes, traces: Sequence[Trace], tau: float) -> None
         axes.stairs(share, one.edges, baseline=None, color=GREEN, alpha=0.7, linewidth=0.8)
     if all(one.edges == known[0].edges for one in known):
         axes.stairs(np.mean(shares, axis=0), known[0].edges, fill=True, color=GREEN, alpha=0.3)
-    _draw_tau(axes.axvline, tau)
-    axes.legend(loc="upper right")
+    _draw_tau(axes, axes.axvline, tau)

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from reproduction.reporting.curves import Line, running_mean
 from reproduction.system.storage import replacing
@@ -67,12 +68,13 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
     x = [line["step"] for line in steps]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (samples, tokens):
         _scatter_with_mean(samples, x, [line["mixed_samples"] for line in steps], BLUE)
-        samples.set_ylabel(f"mixed samples\nof {batch_size} in a batch")
+        samples.set_ylabel(f"easy samples in a\nbatch of up to {batch_size}")
         samples.set_ylim(0, batch_size * 1.03)
         _scatter_with_mean(tokens, x, [line["mixed_tokens"] for line in steps], ORANGE)
-        tokens.set_ylabel("replaced tokens\nper mixed sample")
+        tokens.set_ylabel("replaced tokens\nper easy sample")
         tokens.set_ylim(bottom=0)
         tokens.set_xlabel("training batch")
+        tokens.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
@@ -94,7 +96,8 @@ def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
         )
         accuracy.set_ylabel("held-out top-1 [%]")
         _scatter_with_mean(loss, x, [line["loss"] for line in steps], BLUE, "training")
-        loss.plot(epoch, [line["eval_loss"] for line in epochs], color=GREEN, label="held out")
+        held_out = [line["eval_loss"] for line in epochs]
+        loss.plot(epoch, held_out, color=GREEN, marker=".", label="held out")
         loss.set_ylabel("loss [nats]")
         loss.set_ylim(bottom=0)
         loss.set_xlabel("epoch")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from torch import Tensor
 
 from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
@@ -23,13 +24,13 @@ from tokenmixup.saliency import input_gradient
 from tokenmixup.scorenet import difficulty
 from tokenmixup.structure import check_rollout
 
-PAIRS = 4
-LONGEST = 16  # characters of a class name
-SHORT = 10  # characters of two class names on one line
+PAIRS = 3
+LONGEST = 13  # characters of a class name
+TINT = 0.35  # share of the colour of replaced tokens
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
 AT_ONCE = 64  # images per forward pass
-BINS_A_NAT = 10
+BINS_A_NAT, PICTURE_BINS = 10, 40
 
 
 def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
@@ -50,7 +51,7 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
         raise ValueError(f"the trained model mixes none of {number} images at block {block}")
     pictures = displayable(sample.images, trained.config)
     names = [_quote(trained.source.classes[target]) for target in sample.classes]
-    with figure(path, len(chosen), 3, figsize=(7, 2.75 * len(chosen)), squeeze=False) as axes:
+    with figure(path, len(chosen), 3, figsize=(5.6, 2.5 * len(chosen)), squeeze=False) as axes:
         for row, i in zip(axes, chosen, strict=True):
             _draw_pair(row, mix, i, pictures, names)
 
@@ -59,19 +60,20 @@ def _draw_pair(
     row: np.ndarray, mix: HorizontalMix, i: int, pictures: np.ndarray, names: list[str]
 ) -> None:
     j, keep, grid = int(mix.donor[i]), float(mix.keep_ratio[i]), _grid(mix.mask[i])
-    replaced = _over_image(grid, pictures.shape[1])
-    mixed = np.where(replaced[..., None], pictures[j], pictures[i])
-    space = "\n" if len(names[i] + names[j]) > SHORT else " "
-    label = f"label: {keep:.0%} {names[i]}{space}+ {1 - keep:.0%} {names[j]}"
+    replaced = _over_image(grid, pictures.shape[1])[..., None]
+    tinted = (1 - TINT) * pictures[j] + TINT * np.array(to_rgb(ORANGE))
+    donated = f"{grid.sum()} of {grid.size} tokens"
+    label = f"mixed, label:\n{keep:.0%} {names[i]}\n+ {1 - keep:.0%} {names[j]}"
     for ax, picture, title in (
-        (row[0], pictures[i], f"receiver: {names[i]}"),
-        (row[1], pictures[j], f"donor: {names[j]}"),
-        (row[2], mixed, f"{grid.sum()} of {grid.size} tokens replaced\n{label}"),
+        (row[0], pictures[i], f"receiver\n{names[i]}"),
+        (row[1], np.where(replaced, tinted, pictures[j]), f"donor: {donated}\n{names[j]}"),
+        (row[2], np.where(replaced, tinted, pictures[i]), label),
     ):
         ax.imshow(picture)
-        ax.set_title(title, parse_math=False)
+        ax.set_title(title, fontsize=11, parse_math=False)
         ax.set_axis_off()
-    row[2].add_collection(_frames(grid, len(mixed)), autolim=False)
+    for ax in row[1:]:
+        ax.add_collection(_frames(grid, len(replaced)), autolim=False)
 
 
 def _most_even(mix: HorizontalMix) -> list[int]:
@@ -170,8 +172,9 @@ def entropy(saliency: Tensor) -> float:
 
 
 def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
-    """Draws a histogram of the difficulty of `sample`, and writes it to a .json beside `path`.
+    """Draws a histogram of the difficulty of `sample`, and writes one to a .json beside `path`.
 
+    Its bins are the same for all runs with as many classes, so that Figure 4 can average them:
     `edges` are in nats, one more than `counts`. The last bin, above the difficulty of guessing, is
     open above. `tau` is "inf" if every image is mixed.
     """
@@ -181,11 +184,11 @@ def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
     edges = np.arange(top * BINS_A_NAT + 1) / BINS_A_NAT
     counts, _ = np.histogram(nats.clip(max=edges[-1]), edges)
     with figure(path, figsize=(6, 3)) as ax:
-        ax.stairs(counts, edges, fill=True, color=BLUE)
-        if tau < math.inf:
+        ax.hist(nats, PICTURE_BINS, color=BLUE)
+        if nats.min() < tau < nats.max():
             ax.axvline(tau, color=ORANGE)
         ax.set_title(f"{np.mean(nats < tau):.0%} of {len(nats)} images are easy (tau = {tau:g})")
-        ax.set_xlabel(f"difficulty [nats], {top} or more in the last bin")
+        ax.set_xlabel("difficulty [nats]")
         ax.set_ylabel("images")
     content = {
         "edges": edges.tolist(),

@@ -214,7 +214,7 @@ def _copy_saliency(experiment: str, sources: Sources, path: Path) -> tuple[str, 
 def _copy_pairs(experiment: str, sources: Sources, path: Path) -> tuple[str, str]:
     run = _copy_from_run(experiment, "mixed_pairs", sources, path)
     return (
-        "Receiver, donor and their mixture: the patches of the replaced tokens are framed, and the "
+        "Receiver, donor and their mixture: patches that come from the donor are orange, and the "
         f"label follows the saliency. From {run.name}.",
         "Rows of three images: receiver, donor, and the receiver with patches of the donor.",
     )

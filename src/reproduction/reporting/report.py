@@ -20,12 +20,12 @@ MANY = 512  # images of the histogram of difficulty
 CAPTIONS = {
     "accuracy.png": "Held-out accuracy, training loss and held-out loss.",
     "mixed_samples.png": (
-        "Samples mixed by HTM in each batch, and tokens replaced per mixed sample (dots: batches; "
+        "Easy samples, which HTM mixes, and the tokens that it replaces in each (dots: batches; "
         "line: running mean)."
     ),
     "mixed_pairs.png": (
         "Mixed pairs of the trained model at HTM's first block, on images without augmentation. "
-        "Patches of the donor are framed; they stand for tokens, which mix inside the network."
+        "Patches from the donor are orange; they stand for tokens, which mix inside the network."
     ),
     "saliency.png": (
         "Figure 3: saliency of the tokens that enter HTM's first block, by gradient and by "
@@ -33,8 +33,8 @@ CAPTIONS = {
         "maximum; entropies are means over a batch."
     ),
     "difficulty.png": (
-        "Difficulty of training images without augmentation at HTM's first block; those below tau, "
-        "the line, are easy. The difficulty includes the entropy of smoothed labels."
+        "Difficulty of training images without augmentation at HTM's first block; those below tau "
+        "are easy. The difficulty includes the entropy of smoothed labels."
     ),
 }
 
@@ -47,15 +47,16 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     if not is_first_rank():
         return
     report = folder.report_path
+    config = parse_saved(folder.read_config(), needs_data=False)
     try:
-        headline, table = _headline(summary), _table(summary)
+        headline = _headline(summary)
+        head = [f"# {folder.path.name}", _description(config, summary), _table(config, summary)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{folder.summary_path}: holds no result: {first_line(error)}") from error
     try:
         if not report.exists():
             clear_leftovers(folder.path)
-            sections = [f"# {folder.path.name}", table, *_draw(folder)]
-            write_text(report, "\n\n".join(sections) + "\n")
+            write_text(report, "\n\n".join([*head, *_draw(folder)]) + "\n")
     except OSError as error:  # the run itself is finished
         reason = f"{error.filename or folder.path}: {error.strerror}"
         warn(f"warning: no report ({reason}); resume=auto writes it")
@@ -108,7 +109,7 @@ def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
 
 
 def _picture(name: str) -> str:
-    return f"![{CAPTIONS[name]}]({name})\n\n{CAPTIONS[name]}"
+    return f"![{name.partition('.')[0].replace('_', ' ')}]({name})\n\n{CAPTIONS[name]}"
 
 
 def _reason(error: Exception) -> str:
@@ -118,26 +119,45 @@ def _reason(error: Exception) -> str:
 
 def _headline(summary: dict[str, Any]) -> str:
     return (
-        f"top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} "
-        f"%, median of the last 10 epochs {summary['top1_median10']:.2f} %) after "
-        f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)} in {summary['seconds']:.0f} s"
+        f"top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} %) after "
+        f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)} in "
+        f"{_duration(summary['seconds'])}"
     )
 
 
-def _table(summary: dict[str, Any]) -> str:
-    rows = {
-        "top-1, last epoch": f"{summary['top1_last']:.2f} %",
-        "top-1, best epoch": f"{summary['top1_best']:.2f} %",
-        "top-1, median of the last 10 epochs": f"{summary['top1_median10']:.2f} %",
-        "top-5, last epoch": f"{summary['top5_last']:.2f} %",
-        "epochs / batches": f"{summary['epochs']} / {summary['steps']}",
-        "broken images, left out": summary.get("broken_images", 0),
-        "parameters": f"{summary['parameters']:,}",
-        "MACs of one image": f"{summary['macs']:,}",
+def _description(config: Config, summary: dict[str, Any]) -> str:
+    """What was trained on what, with what and where, and the result."""
+    data = config.dataset
+    images = data.name if data.limit is None else f"{data.limit:,} images of {data.name}"
+    mixing = "+".join(config.augmentation.stack) or "no mixing"
+    processes = f" in {config.devices} processes" if config.devices > 1 else ""
+    return (
+        f"{config.model.name} ({summary['parameters']:,} parameters), trained on {images} with "
+        f"{mixing}, seed {config.seed}, on {summary['hardware']}{processes}: {_headline(summary)}."
+    )
+
+
+def _table(config: Config, summary: dict[str, Any]) -> str:
+    epochs, every = int(summary["epochs"]), config.recipe.evaluate_every
+    evaluated = [epoch for epoch in range(max(1, epochs - 9), epochs) if epoch % every == 0]
+    rows = {"top-5": f"{summary['top5_last']:.2f} %"}
+    if evaluated:
+        median = f"top-1, median of the last {len(evaluated) + 1} evaluated epochs"
+        rows[median] = f"{summary['top1_median10']:.2f} %"
+    if broken := summary.get("broken_images"):
+        rows["broken images, left out"] = f"{broken:,}"
+    rows |= {
         "training images per second": f"{summary['images_per_second']:,.0f}",
-        "seconds": f"{summary['seconds']:,.0f}",
-        "seed": summary["seed"],
-        "git revision": summary["git_revision"],
+        "MACs of one image": f"{summary['macs']:,}",
+        "git revision": str(summary["git_revision"]),
     }
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"| | |\n|---|---|\n{lines}"
+
+
+def _duration(seconds: float) -> str:
+    """Formats as `5 s`, `3 min 27 s` or `26 h 3 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -41,9 +41,9 @@ TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 ATTEMPTS = 2
 POLL_SECONDS = 10.0
 
-# Trains a run; returns the error in one line, or None. Raises RunLocked if another process trains
-# the run, and KeyboardInterrupt if this process is to stop.
-Start = Callable[[PlannedRun], str | None]
+# Trains a run, announced after a text such as `run 2 of 12: `; returns the error or None.
+# Raises RunLocked if another process trains it, and KeyboardInterrupt if this process is to stop.
+Start = Callable[[PlannedRun, str], str | None]
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 JOBS_WITHOUT_GPUS = 2
 Share = dict[str, str]  # environment variables
@@ -84,9 +84,11 @@ def train_all(
     `poll` seconds.
     """
     attempts, failed, announced = Counter[str](), dict[str, str](), set[str]()
+    total = len(runs)
+    places = {x.name: f"run {i} of {total}: " if total > 1 else "" for i, x in enumerate(runs, 1)}
     while runs:
         held, again = list[PlannedRun](), list[PlannedRun]()
-        for run, outcome in zip(runs, _outcomes(runs, start, jobs), strict=True):
+        for run, outcome in zip(runs, _outcomes(runs, start, jobs, places), strict=True):
             failed.pop(run.name, None)
             if isinstance(outcome, RunLocked):
                 if run.name not in announced:
@@ -104,12 +106,14 @@ def train_all(
     return failed
 
 
-def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str | RunLocked | None]:
+def _outcomes(
+    runs: list[PlannedRun], start: Start, jobs: int, places: dict[str, str]
+) -> Iterator[str | RunLocked | None]:
     """Yields the outcome of each run in their order."""
 
     def outcome(run: PlannedRun) -> str | RunLocked | None:
         try:
-            return None if run.is_done() else start(run)
+            return None if run.is_done() else start(run, places[run.name])
         except RunLocked as locked:
             return locked
         except UserError as error:
@@ -122,11 +126,11 @@ def _outcomes(runs: list[PlannedRun], start: Start, jobs: int) -> Iterator[str |
         yield from pool.map(outcome, runs)
 
 
-def train_here(run: PlannedRun) -> str | None:
+def train_here(run: PlannedRun, place: str) -> str | None:
     from reproduction.reporting.report import write_report
     from reproduction.training.train import run_training
 
-    _announce(run)
+    _announce(run, place)
     try:
         write_report(run.folder, run_training(run.config))
     except RunLocked:
@@ -155,10 +159,12 @@ def train_all_apart(
         return train_all(runs, start, len(at_once))
 
 
-def train_apart(run: PlannedRun, children: "Children", logs: Path | None = None) -> str | None:
+def train_apart(
+    run: PlannedRun, place: str, children: "Children", logs: Path | None = None
+) -> str | None:
     if children.signals:
         raise RunInterrupted("interrupted")
-    _announce(run)
+    _announce(run, place)
     log = nullcontext() if logs is None else (logs / f"{run.name}.log").open("a")
     with log as output, tempfile.TemporaryFile("w+") as errors:
         status = children.run([sys.executable, str(TRAIN), *run.overrides], output, errors)
@@ -177,10 +183,11 @@ def train_apart(run: PlannedRun, children: "Children", logs: Path | None = None)
     return f"train.py ended with status {status} and left no finished run"
 
 
-def _announce(run: PlannedRun) -> None:
+def _announce(run: PlannedRun, place: str) -> None:
     """Prints that a run starts; RunLocked if another process trains it."""
     _refuse_held(run)
-    print(f"{'resuming' if run.folder.checkpoints() else 'starting'} {run.name}", flush=True)
+    verb = "resuming" if run.folder.checkpoints() else "starting"
+    print(f"{place}{verb} {run.name}", flush=True)
 
 
 def _refuse_held(run: PlannedRun) -> None:

@@ -1,5 +1,6 @@
 """The progress of planned runs, read from their folders and shown as a table."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -87,7 +88,10 @@ def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bo
             measured.setdefault(_without_seed(run), []).append(state.hours)
         states.append((run, state))
     estimated = _estimated(runs, settings)
-    table = Table("run", "seed", "status", "epochs", "top-1", "hours")
+    counts = Counter(state.status for _, state in states)
+    summary = ", ".join(f"{number} {status}" for status, number in counts.most_common())
+    captions = [f"{len(states)} run{'s' * (len(states) != 1)}: {summary}"]
+    table = Table("run", "seed", "status", "epochs", "top-1", "hours", caption_justify="left")
     if with_folders:
         table.add_column("folder", overflow="fold")
     for run, state in states:
@@ -97,8 +101,6 @@ def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bo
             hours = hours_text(state.hours)
         else:
             hours = "" if likely is None else f"~{hours_text(likely)}"
-        if not hours and not settings.uses_stand_ins:
-            table.caption = "for the missing hours, make cost measures this machine"
         table.add_row(
             escape("\n".join(run.labels)),
             str(run.config.seed),
@@ -108,6 +110,9 @@ def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bo
             hours,
             *([escape(str(run.folder.path))] if with_folders else []),
         )
+        if not hours and not settings.uses_stand_ins:
+            captions[1:] = ["for the missing hours, make cost measures this machine"]
+    table.caption = "\n".join(captions)
     return table
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reproduction.config import Checkpoint, Recipe
+from reproduction.config import Checkpoint, Config, Recipe
 from reproduction.data.images import NO_IMAGE, SKIPPING
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError
@@ -32,7 +32,7 @@ SECONDS_AFTER_A_DEATH = 10  # time for the other ranks to end by themselves
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
-def record_failure(folder: RunFolder, error: Exception) -> str:
+def record_failure(config: Config, error: Exception) -> str:
     """Records that a run has failed and returns the line to print.
 
     Prints the traceback unless it is a PlainError. If torchrun will restart the ranks, records
@@ -47,11 +47,12 @@ def record_failure(folder: RunFolder, error: Exception) -> str:
     done, allowed = restarts()
     if done < allowed:
         return f"{reason}; all ranks restart"
-    return record_end(folder, "failed", reason)
+    return record_end(config, "failed", reason)
 
 
-def record_end(folder: RunFolder, status: str, reason: str) -> str:
+def record_end(config: Config, status: str, reason: str) -> str:
     """Records the status of a run that has begun and returns the line to print; never raises."""
+    folder = RunFolder.of(config)
     if not folder.config_path.exists():
         return reason
     outcome = f"{folder.path} is kept as {status}"
@@ -60,7 +61,8 @@ def record_end(folder: RunFolder, status: str, reason: str) -> str:
             folder.write_summary(status=status, error=reason)
         except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
             outcome = f"{folder.path} is kept as it is"
-    return f"{reason}; {outcome}, repeat the command with resume=auto to continue"
+    how = "" if config.resume == "auto" else " with resume=auto"
+    return f"{reason}; {outcome}, repeat the command{how} to continue"
 
 
 @contextmanager

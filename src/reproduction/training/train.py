@@ -77,7 +77,7 @@ def run_training(config: Config) -> dict[str, Any]:
                 folder.check(config)  # another process has just created it
             if folder.is_finished():
                 return folder.read_summary()
-            with handling(stop_at_once), _recording_end(folder):
+            with handling(stop_at_once), _recording_end(config):
                 if is_a_rank(config.devices):
                     return train(config)
                 return launch(train, config, config.devices, config.restarts)
@@ -90,16 +90,16 @@ def run_training(config: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def _recording_end(folder: RunFolder) -> Iterator[None]:
+def _recording_end(config: Config) -> Iterator[None]:
     """Records in the folder that the run failed or was interrupted."""
     try:
         yield
     except UserError:
         raise
     except KeyboardInterrupt as interrupt:
-        raise RunInterrupted(record_end(folder, "interrupted", "interrupted")) from interrupt
+        raise RunInterrupted(record_end(config, "interrupted", "interrupted")) from interrupt
     except Exception as error:
-        raise PlainError(record_failure(folder, error)) from error
+        raise PlainError(record_failure(config, error)) from error
 
 
 def train(config: Config) -> dict[str, Any]:
