@@ -15,6 +15,7 @@ from reproduction.training.loop import Trainer
 from reproduction.training.metrics import Line
 from scripts.benchmark.measure import CCT, VIT
 from scripts.benchmark.steps import sharp_trainer, step_config
+from tokenmixup.rules import CHOICES
 
 SMALL = "cct_2_3x2"
 BOTH, ALL = ["htm", "vtm"], ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"]
@@ -86,8 +87,8 @@ CLIP, AVERAGE = "recipe.clip_grad_norm=1", "recipe.ema_decay=0.9"
 SKIP = "recipe.non_finite=skip"
 SPLIT = "augmentation.htm.tau=2.31"  # easy and hard samples in both batches
 RULES = (
-    *("detector=gradient", "detector=random", "rho=0.01", "matching=random", "labels=count"),
-    *("mask_rule=published", "order=published", "pooling=average", "stop_gradient=true"),
+    *(f"{option}={name}" for option, table in CHOICES.items() for name in [*table][1:]),
+    *("rho=0.01", "pooling=average", "stop_gradient=true"),
 )
 AT_32 = ("model.image_size=32", "augmentation.vtm.kappa=2")
 CASES: dict[str, Case] = {

@@ -1,16 +1,18 @@
 """Alternative rules for Algorithm 1: the ablations of Table 4 and the published code's deviations.
 
-To add a rule, write a function, enter it in its table, and add its name to `settings.py`. The table
-of detectors is in `detectors.py`. Letters: b batch, t spatial tokens.
+To add a rule, write a function, enter it in its table, and add its name to `settings.py`; see
+docs/library.md. Letters: b batch, t spatial tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenmixup.assignment import check_finite
+from tokenmixup.detectors import DETECTORS
 from tokenmixup.horizontal import (
     Rules,
     easy_rows,
@@ -92,4 +94,13 @@ LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 ORDERS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "in_place": in_place,
     "published": easy_first,
+}
+
+# option of HTM -> its table, whose first entry is the default
+CHOICES: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "detector": DETECTORS,
+    "matching": MATCHINGS,
+    "mask_rule": MASK_RULES,
+    "labels": LABELS,
+    "order": ORDERS,
 }

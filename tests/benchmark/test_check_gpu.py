@@ -39,7 +39,7 @@ def test_parts_report_findings_and_no_errors(name: str):
 
 
 def test_stages_fit_into_nine_minutes():
-    assert len(CASES) == 31
+    assert len(CASES) >= 31
     assert all(sum(x.limit for x in parts.values()) <= STAGE_LIMIT for parts in STAGES.values())
 
 

@@ -158,8 +158,8 @@ def record() -> None:
     print(f"written to {REFUSED}")
 
 
-def test_table_holds_354_lines_of_49_kinds():
-    assert (sum(map(len, TABLE.values())), len(TABLE)) == (354, 49)
+def test_table_has_lost_no_line():
+    assert sum(map(len, TABLE.values())) >= 354 and len(TABLE) >= 49
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")

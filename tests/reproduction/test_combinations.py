@@ -15,6 +15,7 @@ from reproduction.system.errors import PlainError, UserError
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, at_step
 from tests.reproduction.test_training import assert_same_result
+from tokenmixup.rules import CHOICES as RULES
 
 STEPS = 6  # of the runs of SMALL
 CHOICES: dict[str, list[Any]] = {
@@ -31,12 +32,8 @@ CHOICES: dict[str, list[Any]] = {
     "augmentation.htm.tau": [0, 2.3, "inf"],
     "augmentation.htm.pooling": ["auto", "attention", "average"],
     "augmentation.htm.stop_gradient": ["true", "false"],
-    "augmentation.htm.detector": ["attention", "gradient", "random"],
     "augmentation.htm.rollout_steps": [0, 0, 1],
-    "augmentation.htm.matching": ["optimal", "random"],
-    "augmentation.htm.mask_rule": ["paper", "published"],
-    "augmentation.htm.labels": ["saliency", "count"],
-    "augmentation.htm.order": ["in_place", "published"],
+    **{f"augmentation.htm.{option}": [*table] for option, table in RULES.items()},
     "augmentation.vtm.layer": [1, 1, "[1,2]"],
     "augmentation.vtm.stop_gradient": ["true", "false"],
     "recipe.grad_accum_steps": [1, 3],

@@ -71,8 +71,10 @@ def test_options_are_named_like_their_files(group: str):
 
 @pytest.mark.parametrize("kind", [HTM, VTM, ManifoldMixup])
 def test_augmentation_files_list_all_library_options(kind: Any):
-    content = yaml.safe_load((CONF_DIR / "augmentation" / f"{kind.key}.yaml").read_text())
-    assert list(content[kind.key]) == [option.name for option in fields(kind)]
+    path = CONF_DIR / "augmentation" / f"{kind.key}.yaml"
+    content = yaml.safe_load(path.read_text())
+    hint = f"{path.name} needs a line for each field of {kind.__name__}, in the same order"
+    assert list(content[kind.key]) == [option.name for option in fields(kind)], hint
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -19,6 +19,7 @@ from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import small_trainer
 from tokenmixup import HTM, attach
+from tokenmixup.rules import CHOICES
 
 aten = torch.ops.aten
 DATA_DEPENDENT = (aten.nonzero, aten.masked_select, aten.repeat_interleave, aten._unique2)
@@ -113,18 +114,11 @@ def test_skipping_non_finite_updates_adds_no_wait():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"detector": "random"},
-        {"labels": "count"},
-        {"mask_rule": "published"},
-        {"order": "published"},
-    ],
-    ids=str,
+    ("option", "name"), [(option, name) for option, table in CHOICES.items() for name in table]
 )
-def test_rules_of_htm_add_no_wait(settings: dict[str, str]):
+def test_rules_of_htm_add_no_wait(option: str, name: Any):
     trainer = trainer_on("meta", ["htm", "vtm"])
-    htm = HTM(layer=1, **settings)  # type: ignore[arg-type]
+    htm = HTM(layer=1, **{option: name})
     module = attach(trainer.module.model, 10, htm=htm).to("meta").train()
     with counted() as counts:
         module(torch.zeros(6, 3, 32, 32, device="meta"), torch.zeros(6, 10, device="meta"))

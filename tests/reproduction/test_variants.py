@@ -1,18 +1,21 @@
 """Every detector, ablation and combination of the paper trains for a few steps on digits."""
 
 import math
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from reproduction.data.sources import load_source
 from reproduction.training.distributed import join_world
+from reproduction.training.step import MicroBatch
 from reproduction.training.train import build_trainer
 from tests.reproduction.conftest import SMALL_VIT, config_of
-from tokenmixup.detectors import DETECTORS
-from tokenmixup.rules import LABELS, MASK_RULES, MATCHINGS, ORDERS
+from tokenmixup import TokenMixup
+from tokenmixup.rules import CHOICES
 
 MODELS: dict[str, list[str]] = {
     "cct_2_3x2": ["augmentation.{}.layer=1"],
@@ -30,15 +33,8 @@ STACKS = [  # Table 5, and everything at once
     ["mixup", "cutmix", "htm", "vtm"],
     ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"],
 ]
-CHOICES: dict[str, Any] = {  # the first entry of each is the default
-    "detector": DETECTORS,
-    "matching": MATCHINGS,
-    "labels": LABELS,
-    "mask_rule": MASK_RULES,
-    "order": ORDERS,
-}
-SWITCHES = [  # Tables 3 and 4, and the published rules
-    *("rollout_steps=1", "tau=inf"),
+SWITCHES = [  # of Tables 3 and 4, and the published rules; another option belongs here
+    "rollout_steps=1",
     *(f"{key}={name}" for key, table in CHOICES.items() for name in [*table][1:]),
 ]
 VARIANTS = [(stack, "") for stack in STACKS] + [(["htm", "vtm"], switch) for switch in SWITCHES]
@@ -63,26 +59,42 @@ def overrides(model: str, stack: list[str], switch: str) -> list[str]:
     return line
 
 
+def three_steps(line: list[str]) -> tuple[TokenMixup, dict[str, Tensor], list[MicroBatch]]:
+    """Returns the trained module, its parameters before, and the steps of a run of digits."""
+    config = config_of(*line, "name=run")
+    with join_world(torch.device("cpu")) as world:
+        trainer = build_trainer(config, world, load_source("digits", None, config.dataset.limit))
+        before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+        trainer.module.train()
+        steps: list[MicroBatch] = []
+        for images, classes in islice(trainer.train_loader, 3):
+            steps += trainer.train_step(images, classes, len(images))
+    return trainer.module, before, steps
+
+
+@cache
+def losses_without_switch(model: str, precision: str) -> list[float]:
+    line = [*overrides(model, ["htm", "vtm"], ""), f"recipe.precision={precision}"]
+    return [step.loss.item() for step in three_steps(line)[2]]
+
+
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("stack", "switch"), VARIANTS, ids=str)
 def test_every_variant_trains(tmp_path, model: str, stack: list[str], switch: str, precision: str):
-    line = [*overrides(model, stack, switch), f"recipe.precision={precision}", "name=run"]
-    config = config_of(*line, f"output_root={tmp_path}")
-    with join_world(torch.device("cpu")) as world:
-        source = load_source("digits", None, config.dataset.limit)
-        trainer = build_trainer(config, world, source)
-        before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
-        trainer.module.train()
-        for images, targets in islice(trainer.train_loader, 3):
-            ((loss, output),) = trainer.train_step(images, targets, len(images))
-            assert math.isfinite(loss.item())
-            sums = output.targets.sum(dim=1)
-            torch.testing.assert_close(sums, torch.ones_like(sums))
-            mixes = "htm" in stack
-            assert int(output.stats["mixed_samples"]) == (len(images) if mixes else 0)
-            assert (output.stats["mixed_tokens"] > 0) == mixes
-    after: dict[str, Any] = dict(trainer.module.named_parameters())
+    line = [*overrides(model, stack, switch), f"recipe.precision={precision}"]
+    module, before, steps = three_steps([*line, f"output_root={tmp_path}"])
+    mixes = "htm" in stack
+    for loss, output in steps:
+        assert math.isfinite(loss.item())
+        sums = output.targets.sum(dim=1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+        assert int(output.stats["mixed_samples"]) == (len(output.logits) if mixes else 0)
+        assert (output.stats["mixed_tokens"] > 0) == mixes
+    after: dict[str, Any] = dict(module.named_parameters())
     assert all(p.isfinite().all() for p in after.values())
     moved = [name for name, p in after.items() if not torch.equal(p, before[name])]
     assert len(moved) == len(after)
+    if switch and switch != "order=published":  # which moves nothing if all samples are easy
+        losses = [step.loss.item() for step in steps]
+        assert losses != losses_without_switch(model, precision), f"{switch} changes nothing"

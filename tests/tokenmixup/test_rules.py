@@ -1,7 +1,7 @@
 """Ablations, detectors and published rules: each replaced rule alone, and nothing else moves."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from tokenmixup import HTM, HorizontalMix, Output, attach, mix_horizontal
 from tokenmixup import settings as names
 from tokenmixup.detectors import DETECTORS
 from tokenmixup.horizontal import algorithm_1
-from tokenmixup.rules import LABELS, MASK_RULES, MATCHINGS, ORDERS, rules_of
+from tokenmixup.rules import CHOICES, MATCHINGS, rules_of
 from tokenmixup.vertical import PLACES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -42,17 +42,14 @@ def test_without_settings_the_rules_are_the_papers(batch: Batch, rho: float):
 @pytest.mark.parametrize(
     ("choice", "table"),
     [
-        (names.Detector, DETECTORS),
-        (names.Matching, MATCHINGS),
-        (names.MaskRule, MASK_RULES),
-        (names.Labels, LABELS),
-        (names.Order, ORDERS),
+        *((get_type_hints(HTM)[option], table) for option, table in CHOICES.items()),
         (names.ClassTokenOffset, PLACES),
     ],
-    ids=["detector", "matching", "mask", "labels", "order", "places"],
+    ids=[*CHOICES, "class_token_offset"],
 )
 def test_every_name_has_its_rule(choice: Any, table: dict[str, Any]):
-    assert get_args(choice) == tuple(table)
+    hint = "settings.py and the table need the same names in the same order"
+    assert get_args(choice) == tuple(table), hint
 
 
 @pytest.mark.parametrize("detector", DETECTORS)
@@ -91,15 +88,30 @@ def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
 
 @pytest.mark.parametrize("matching", MATCHINGS)
 @given(batches(), st.sampled_from(RHOS), st.integers(0, 2**31))
-def test_easy_samples_have_different_donors(matching: str, batch: Batch, rho: float, seed: int):
+def test_hard_samples_are_their_own_donors(matching: str, batch: Batch, rho: float, seed: int):
     torch.manual_seed(seed)
     found = mix(batch, rho, matching=matching)
     easy = batch.is_easy
     places = torch.arange(len(easy))
     assert torch.equal(found.donor[~easy], places[~easy])
-    assert found.donor[easy].unique().numel() == int(easy.sum())
     taken = batch.saliency[found.donor]
     assert torch.equal(found.mask, easy[:, None] & (taken - batch.saliency > rho))
+
+
+@pytest.mark.parametrize("matching", ["optimal", "random"])
+@given(batches(), st.integers(0, 2**31))
+def test_easy_samples_have_different_donors(matching: str, batch: Batch, seed: int):
+    torch.manual_seed(seed)
+    donor = mix(batch, 0.0, matching=matching).donor[batch.is_easy]
+    assert donor.unique().numel() == int(batch.is_easy.sum())
+
+
+@pytest.mark.parametrize("matching", MATCHINGS)
+def test_a_matching_may_get_no_easy_sample(matching: str):
+    batch = next_batch()
+    found = mix(batch._replace(is_easy=torch.zeros_like(batch.is_easy)), 0.0, matching=matching)
+    assert found.donor.tolist() == [*range(len(batch.tokens))]
+    assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.targets, batch.targets)
 
 
 @pytest.mark.parametrize("matching", MATCHINGS)
@@ -233,14 +245,9 @@ def test_htm_refuses_bad_choices(bad: dict[str, Any]):
 # Whole models
 
 VARIANTS: list[dict[str, Any]] = [
-    {"detector": "gradient"},
-    {"detector": "random"},
     {"rollout_steps": 1},
     {"rollout_steps": 2},
-    {"matching": "random"},
-    {"labels": "count"},
-    {"mask_rule": "published"},
-    {"order": "published"},
+    *({option: name} for option, table in CHOICES.items() for name in [*table][1:]),
 ]
 
 
