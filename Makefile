@@ -8,9 +8,9 @@ BIN := .venv/bin
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
-	@echo 'Tables, figures and sweeps take SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder DEVICES=1'
-	@echo 'OUTPUTS=outputs DRY_RUN=1 LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ...", which'
-	@echo '$(BIN)/python scripts/reproduce.py --help explains.'
+	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python scripts/reproduce.py --help):'
+	@echo '  SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder DEVICES=1 OUTPUTS=outputs DRY_RUN=1'
+	@echo '  LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ..."'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)

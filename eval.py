@@ -13,9 +13,11 @@ def main(settings: WeightsTask) -> None:
     result = evaluate_checkpoint(settings.config, settings.checkpoints, settings.result)
     if not is_first_rank():
         return
-    after = f" (after epoch {result['epoch']}, step {result['step']})" if "step" in result else ""
+    place = ""
+    if "step" in result:
+        place = f" (step {result['step']}, {result['epoch']} epochs completed)"
     say(
-        f"{result['checkpoint']}{after}: "
+        f"{result['checkpoint']}{place}: "
         f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, "
         f"loss {result['eval_loss']:.4f} on {result['images']} images of {result['dataset']}"
     )

@@ -63,9 +63,6 @@ def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) 
     from reproduction.studies import runner
 
     runner.prepare(runs, settings)
-    if len(runs) > 1:
-        left = sum(map(runner.may_train, runs))
-        print(f"{left} of {len(runs)} runs are left to train", flush=True)
     if args.launcher == "joblib":
         shares = runner.shares(args.jobs, args.devices)
         return runner.train_all_apart(runs, shares, settings.root / ".logs")

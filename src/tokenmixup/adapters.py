@@ -132,8 +132,7 @@ class AdaptedBlock:
         try:
             parts = self.adapter.parts(self.attention)
         except (AttributeError, ValueError) as error:  # such as of another module
-            path = self.adapter.attn
-            raise ValueError(f"Adapter.attn={path!r}: Adapter.parts: {error}") from error
+            raise ValueError(f"Adapter.parts of {self.adapter.attn}: {error}") from error
         if not isinstance(parts, Parts):
             raise ValueError(f"Adapter.parts: returned a {type(parts).__name__}, must be Parts")
         return parts
@@ -144,10 +143,11 @@ def found(start: Any, adapter: Adapter, field: str) -> Any:
     path, part = getattr(adapter, field), start
     for name in str(path).split("."):
         if not hasattr(part, name):
-            lack = f"{type(part).__name__} has no {name}"
-            if isinstance(part, nn.Module):
-                lack += f", its modules are {', '.join(dict(part.named_children())) or 'none'}"
-            raise ValueError(f"Adapter.{field}={path!r}: {lack}")
+            modules = ", ".join(dict(part.named_children())) if isinstance(part, nn.Module) else ""
+            has = f", its modules are {modules}" if modules else ""
+            raise ValueError(
+                f"Adapter.{field}={path!r}: {type(part).__name__} has no {name!r}{has}"
+            )
         part = getattr(part, name)
     if field in ("norm", "attn") and not isinstance(part, nn.Module):
         raise ValueError(f"Adapter.{field}={path!r}: is {type(part).__name__}, needs a module")

@@ -65,7 +65,7 @@ def main() -> None:
         setattr(Trainer, name, _noting(notes, phase, getattr(Trainer, name)))
     setattr(Trainer, "train_step", _counting(notes, Trainer.train_step))
     setattr(report, "write_report", _noting(notes, "report", report.write_report))
-    setattr(report, "_draw", lambda folder: {})  # drawing takes longer than these runs
+    setattr(report, "_draw", lambda folder, config: [])  # drawing takes longer than these runs
     sys.argv = [str(TRAIN), *sys.argv[2:]]
     runpy.run_path(str(TRAIN), run_name="__main__")
 

@@ -106,7 +106,7 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
 def no_pictures() -> Iterator[None]:
     """Skips the figures of reports, which take longer than a small run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_draw", lambda folder: [])
+        patch.setattr(report, "_draw", lambda folder, config: [])
         yield
 
 

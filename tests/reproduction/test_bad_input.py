@@ -200,7 +200,7 @@ def test_existing_run_is_refused_or_resumed(command: Command, tmp_path: Path):
     assert "resume=auto" in again.err and "another name" in again.err
     other = command("train", "name=mine", "resume=auto", "seed=5", *SMALL)
     assert other.status == 2
-    assert "holds another run: seed is 0 there, 5 here; choose another name=" in other.err
+    assert "holds another run, this one has seed=5 instead of 0; choose another name=" in other.err
     same = command("train", "name=mine", "resume=auto", "dataset.workers=1", *SMALL)
     assert same.status == 0
     assert "mine: top-1" in same.out

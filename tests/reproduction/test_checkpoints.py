@@ -161,7 +161,7 @@ def test_eval_warns_of_a_missing_checkpoint_and_uses_the_previous_one(
         "to last-1.pt"
     ]
     state = torch.load(left.checkpoints()[1], weights_only=True)
-    after = f"(after epoch {state['epoch']}, step {state['step']})"
+    after = f"(step {state['step']}, {state['epoch']} epochs completed)"
     assert result.out.startswith(f"outputs/mine/checkpoints/last-1.pt {after}: top-1 ")
 
 

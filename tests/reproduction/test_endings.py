@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from reproduction.config import Config
 from reproduction.reporting import report
 from reproduction.runs.folder import RunFolder
 from reproduction.training import loop, train
@@ -153,7 +154,7 @@ def test_run_whose_folder_vanishes_names_it(
 def test_failing_report_does_not_fail_the_run(
     monkeypatch: pytest.MonkeyPatch, undisturbed: RunFolder, capsys: pytest.CaptureFixture[str]
 ):
-    def full(folder: RunFolder) -> list[str]:
+    def full(folder: RunFolder, config: Config) -> list[str]:
         raise file_error(errno.ENOSPC)
 
     monkeypatch.setattr(report, "_draw", full)

@@ -119,7 +119,7 @@ def test_run_created_by_another_process_meanwhile_is_checked_again(
     monkeypatch.setattr(RunFolder, "is_finished", create_other)
     result = command("train", "name=mine", "resume=auto", *SMALL)
     assert result.status == 2
-    assert "holds another run: seed is 1 there, 0 here" in result.lines[-1]
+    assert "holds another run, this one has seed=0 instead of 1" in result.lines[-1]
 
 
 def test_run_without_a_newer_option_is_another_run(tmp_path: Path):

@@ -6,9 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
 from reproduction.reporting import pictures as module
+from reproduction.reporting.curriculum import Trace, _draw_training
+from reproduction.reporting.curves import Epoch
 from reproduction.reporting.figures import figure
 from reproduction.reporting.pictures import Picture, draw_pictures
 from reproduction.reporting.render import as_json, as_markdown
@@ -158,6 +162,14 @@ def test_figure_4_draws_no_tau_when_all_samples_are_mixed(
     write_htm(tmp_path, changed)
     draw(tmp_path, changed, only="figure4")
     assert drawn_texts["figure4"].count("tau = inf: every sample is easy") == 2
+
+
+def test_figure_4_shows_a_tau_above_the_curve():
+    epochs = np.ones((5, len(Epoch._fields)))
+    _, panels = plt.subplots(3)
+    _draw_training(panels, [Trace(0, epochs, "")], epochs, batch_size=8, tau=5.0)
+    assert panels[2].get_ylim()[1] > 5
+    plt.close()
 
 
 def test_figure_3_and_pairs_are_of_the_lowest_finished_seed(tmp_path: Path, configs: Configs):

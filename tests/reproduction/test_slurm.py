@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 SLOW = """import runpy, time
 from reproduction.reporting import report
 from reproduction.training.loop import Trainer
-report._draw = lambda folder: []
+report._draw = lambda folder, config: []
 step = Trainer.train_step
 def slow(*args):
     time.sleep(0.1)

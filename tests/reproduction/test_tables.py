@@ -98,7 +98,7 @@ def test_short_runs_are_not_in_full_tables(tmp_path: Path, configs: Configs):
     write_run(tmp_path, shortened(configs)[HTM], name="short")
     tables, collection = tables_of(tmp_path, configs)
     assert not any(record.runs for table in tables.values() for record in table.records)
-    assert "recipe.epochs=1 (there 1510)" in reasons(collection)["short"]
+    assert "recipe.epochs=1 instead of 1510" in reasons(collection)["short"]
     short, _ = tables_of(tmp_path, shortened(configs), "short")
     assert record(short[1], HTM).runs == ("short",)
 

@@ -428,7 +428,7 @@ def test_eval_gives_the_results_of_the_run(command: Command, tmp_path: Path):
     result = json.loads((folder(tmp_path).path / "evaluation-last.json").read_text())
     epoch = folder(tmp_path).read_metrics()[1][-1]
     assert result.items() >= epoch.items() and result["step"] == summary["steps"]
-    assert "last.pt (after epoch 2, step 6): top-1" in last.out
+    assert "last.pt (step 6, 2 epochs completed): top-1" in last.out
     best = command("eval", "run=outputs/mine", "weights=best", "dataset.workers=1")
     assert f"top-1 {summary['top1_best']:.2f} %" in best.out
     other = shutil.copy(folder(tmp_path).best_path, tmp_path)
@@ -556,7 +556,7 @@ def test_failing_point_does_not_stop_a_sweep(
     result = command("train", "-m", "seed=0,1,2", *SMALL)
     assert result.status == 1
     assert "RuntimeError: unlucky" in result.lines[-1]
-    assert result.out.endswith("\n3 runs: 2 finished, 1 failed\n")
+    assert result.out.endswith("\n3 runs: 2 finished, 1 not finished\n")
     summaries = [RunFolder(p).read_summary() for p in (tmp_path / "outputs").glob("cct*")]
     assert sorted(s["status"] for s in summaries) == ["failed", "finished", "finished"]
 

@@ -85,7 +85,7 @@ def run(
                 failures += _launch(launcher, len(points), config_name, resolve, check_all, main)
             if len(points) > 1:
                 done = len(points) - len(failures)
-                say(f"{len(points)} runs: {done} finished, {len(failures)} failed")
+                say(f"{len(points)} runs: {done} finished, {len(failures)} not finished")
     except (UserError, PlainError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # from a path on the command line; runs raise PlainError instead
@@ -150,7 +150,8 @@ def _launch(
         task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
         overrides = [str(override) for override in cast(list[Any], task)]
         try:
-            say(f"run {hydra_config.job.num + 1} of {points}: {' '.join(overrides)}")
+            place = f"run {hydra_config.job.num + 1} of {points}: " if points > 1 else ""
+            say(f"{place}{' '.join(overrides)}")
             composed = compose(config_name, overrides)
             if gpus:
                 os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)

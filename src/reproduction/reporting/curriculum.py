@@ -205,7 +205,7 @@ def _draw_training(
     tokens.set_ylabel("replaced tokens\nper easy sample")
     nats.set_ylabel("mean difficulty\n[nats]")
     _draw_tau(nats, nats.axhline, tau)
-    nats.set_ylim(0, 1.05 * nats.get_ylim()[1])
+    nats.set_ylim(0, 1.05 * max(nats.get_ylim()[1], tau if math.isfinite(tau) else 0))
     nats.set_xlabel("epoch")
 
 

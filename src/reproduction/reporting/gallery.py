@@ -184,7 +184,7 @@ def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
     edges = np.arange(top * BINS_A_NAT + 1) / BINS_A_NAT
     counts, _ = np.histogram(nats.clip(max=edges[-1]), edges)
     with figure(path, figsize=(6, 3)) as ax:
-        ax.hist(nats, PICTURE_BINS, color=BLUE)
+        ax.hist(nats.clip(max=edges[-1]), PICTURE_BINS, color=BLUE)
         if nats.min() < tau < nats.max():
             ax.axvline(tau, color=ORANGE)
         ax.set_title(f"{np.mean(nats < tau):.0%} of {len(nats)} images are easy (tau = {tau:g})")

@@ -47,16 +47,17 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     if not is_first_rank():
         return
     report = folder.report_path
-    config = parse_saved(folder.read_config(), needs_data=False)
+    config = None if report.exists() else parse_saved(folder.read_config(), needs_data=False)
     try:
         headline = _headline(summary)
-        head = [f"# {folder.path.name}", _description(config, summary), _table(config, summary)]
+        head = [] if config is None else [_description(config, summary), _table(config, summary)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{folder.summary_path}: holds no result: {first_line(error)}") from error
     try:
-        if not report.exists():
+        if config is not None:
             clear_leftovers(folder.path)
-            write_text(report, "\n\n".join([*head, *_draw(folder)]) + "\n")
+            sections = [f"# {folder.path.name}", *head, *_draw(folder, config)]
+            write_text(report, "\n\n".join(sections) + "\n")
     except OSError as error:  # the run itself is finished
         reason = f"{error.filename or folder.path}: {error.strerror}"
         warn(f"warning: no report ({reason}); resume=auto writes it")
@@ -65,9 +66,8 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
         say(f"report and pictures: {report}")
 
 
-def _draw(folder: RunFolder) -> list[str]:
+def _draw(folder: RunFolder, config: Config) -> list[str]:
     """Draws the pictures; returns Markdown with each picture or the reason why it is missing."""
-    config = parse_saved(folder.read_config())
     steps, epochs = folder.read_metrics()
     steps = [line for line in steps if not line.get("skipped")]
     if not steps or not epochs:
@@ -130,10 +130,11 @@ def _description(config: Config, summary: dict[str, Any]) -> str:
     data = config.dataset
     images = data.name if data.limit is None else f"{data.limit:,} images of {data.name}"
     mixing = "+".join(config.augmentation.stack) or "no mixing"
+    place = f", on {summary['hardware']}" if summary.get("hardware") else ""
     processes = f" in {config.devices} processes" if config.devices > 1 else ""
     return (
         f"{config.model.name} ({summary['parameters']:,} parameters), trained on {images} with "
-        f"{mixing}, seed {config.seed}, on {summary['hardware']}{processes}: {_headline(summary)}."
+        f"{mixing}, seed {config.seed}{place}{processes}: {_headline(summary)}."
     )
 
 
@@ -147,6 +148,7 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
     if broken := summary.get("broken_images"):
         rows["broken images, left out"] = f"{broken:,}"
     rows |= {
+        "training batches": f"{summary['steps']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",
         "MACs of one image": f"{summary['macs']:,}",
         "git revision": str(summary["git_revision"]),

@@ -1,5 +1,6 @@
 """Composes overrides into the plain values of one run. Imports Hydra, but not torch."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,13 +69,11 @@ def read_overrides(config_name: str, overrides: list[str]) -> list[Override]:
         try:
             parsed += parser.parse_overrides([text])
         except (OverrideParseException, ValueError, RecursionError) as error:
-            shown = in_one_line(text, SHOWN)
-            if config_name != "train" and "=" not in text:  # a path
-                key = "checkpoint" if Path(text).is_file() else "run"
-                raise UserError(
-                    f"{shown}: must be key=value; did you mean {key}={shown}?"
-                ) from error
-            raise UserError(f"{shown}: {_parse_problem(error)}") from error
+            problem = _parse_problem(error)
+            if config_name != "train" and os.path.exists(text):
+                key = "run" if os.path.isdir(text) else "checkpoint"
+                problem = f"must be key=value; did you mean {key}={in_one_line(text)}?"
+            raise UserError(f"{in_one_line(text, SHOWN)}: {problem}") from error
     for override in parsed:
         if not override.key_or_group:
             raise UserError(f"{override.input_line}: must name a key, as in key=value")
@@ -194,18 +193,28 @@ def describe_error(error: Exception) -> str:
             group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{group}={option}: there is no such option, allowed: {', '.join(options_of(group))}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        parent, _, key = cause.full_key.rpartition(".")
-        if parent == "augmentation" and key in STACK:
-            return f"{cause.full_key}: the stack does not name {key}, add it to augmentation=[...]"
-        if parent == "logger" and key in options_of("logger"):
-            return f"{cause.full_key}: logger does not name {key}, add it to logger=[...]"
-        tree: Any = OmegaConf.to_container(cause.parent_node._get_root())
-        whole = re.match("Could not override '(.+?)'", str(error))  # full_key may be only its start
-        return unknown_key(whole[1] if whole else cause.full_key, tree)
+        return _describe_key_error(error, cause)
     if cause is not None and str(error).startswith(MERGING):
         typed = str(error).removeprefix(MERGING).strip()
         return f"{typed}: must keep the type of the default: {first_line(cause)}"
     return str(error)
+
+
+def _describe_key_error(error: Exception, cause: ConfigKeyError | ConfigAttributeError) -> str:
+    missing = str(cause.full_key)
+    parent, _, key = missing.rpartition(".")
+    if parent == "augmentation" and key in STACK:
+        return f"{missing}: the stack does not name {key}, add it to augmentation=[...]"
+    if parent == "logger" and key in options_of("logger"):
+        return f"{missing}: logger does not name {key}, add it to logger=[...]"
+    if parent == "model.options":
+        return f"{missing}: is not set yet, must be added by +{missing}=..."
+    tree: Any = OmegaConf.to_container(cause.parent_node._get_root())
+    if "run" not in tree:  # of eval.py and export.py
+        tree["experiment"] = None  # a group that leaves no key
+    # Hydra names the key as typed: longer if it leads on, shorter if its value is a mapping.
+    typed = re.findall("Could not override '(.+?)'", str(error))
+    return unknown_key(max([missing, *typed], key=len), tree)
 
 
 @contextmanager

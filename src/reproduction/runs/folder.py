@@ -66,11 +66,10 @@ class RunFolder:
             )
         if self._has_no_config_yet():
             return
-        ours, theirs = identity(dataclasses.asdict(config)), identity(self.read_config())
-        if pairs := differing(ours, theirs, "{key} is {theirs} there, {ours} here"):
+        if pairs := differing(identity(dataclasses.asdict(config)), identity(self.read_config())):
             raise UserError(
-                f"name={config.name}: {self.path} holds another run: {'; '.join(pairs)}; choose "
-                "another name=..."
+                f"name={config.name}: {self.path} holds another run, this one has "
+                f"{', '.join(pairs)}; choose another name=..."
             )
 
     @cached_property
@@ -254,13 +253,13 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def differing(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], text: str = "{key}={ours} (there {theirs})"
-) -> list[str]:
-    """Returns a text for each differing value, or else the keys that one lacks."""
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Returns `key=ours instead of theirs` for each difference, or else the keys that one lacks."""
     pairs = [(key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
     missing = [f"{key} (only in one of them)" for key in sorted(ours.keys() ^ theirs.keys())]
-    return [text.format(key=k, ours=x, theirs=y) for k, x, y in pairs if x != y] or missing
+    return [
+        f"{key}={our} instead of {their}" for key, our, their in pairs if our != their
+    ] or missing
 
 
 def run_hash(config: Config) -> str:

@@ -4,7 +4,7 @@ Imports neither torch nor Hydra, so that a mistyped command fails at once.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
 
 LONGEST = 200  # characters of a value in an error line
+UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # types of pydantic errors
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 MOST_TOKENS = 2**14  # one attention map of this size takes 1 GiB
 
@@ -41,7 +42,9 @@ def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> 
     try:
         config = TypeAdapter(Config).validate_python(raw)
     except ValidationError as error:
-        raise UserError("; ".join(_describe(e, raw) for e in error.errors())) from None
+        errors = error.errors()
+        unknown = [_locate(e["loc"], raw)[0] for e in errors if e["type"] in UNKNOWN]
+        raise UserError("; ".join(_describe(e, raw, unknown) for e in errors)) from None
     if lines := list(problems(config, needs_data, trains)):
         raise UserError("; ".join(lines))
     return config
@@ -55,24 +58,30 @@ def parse_saved(raw: dict[str, Any], needs_data: bool = True) -> Config:
     return parse({**raw, "model": model}, needs_data, trains=False)
 
 
-def _describe(error: Any, raw: dict[str, Any]) -> str:
-    """Formats a pydantic error as `key=value: what is allowed`."""
+def _locate(places: Sequence[str | int], raw: dict[str, Any]) -> tuple[str, Any]:
+    """Returns the dotted key and the value at a pydantic error's place."""
     path: list[str] = []
     value: Any = raw
-    for part in error["loc"]:
+    for part in places:
         if isinstance(value, dict) and part not in value and part in ("cct", "vit", "library"):
             continue  # a union tag, not a key
         path.append(str(part))
         value = value[part] if _has_item(value, part) else None
-    key, value = ".".join(path), in_one_line(str(value), LONGEST)
-    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return unknown_key(key, raw, f"={value}")
+    return ".".join(path), value
+
+
+def _describe(error: Any, raw: dict[str, Any], unknown: Sequence[str]) -> str:
+    """Formats a pydantic error as `key=value: what is allowed`."""
+    key, found = _locate(error["loc"], raw)
+    value = in_one_line(str(found), LONGEST)
+    if error["type"] in UNKNOWN:
+        return unknown_key(key, raw, f"={value}", unknown)
     if error["type"] == "missing":
         return f"{key}: no value is set"
     if error["type"] == "union_tag_invalid":
         tag = error["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag}={error['ctx']['tag']}: must be {error['ctx']['expected_tags']}"
-    if error["type"] == "value_error" and path[:1] == ["augmentation"]:  # from the library
+    if error["type"] == "value_error" and key.startswith("augmentation."):  # from the library
         return f"augmentation.{error['msg'].removeprefix('Value error, ')}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
     message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
@@ -80,18 +89,26 @@ def _describe(error: Any, raw: dict[str, Any]) -> str:
     return f"{key}={value}: must {bounds[0] if bounds else message}"
 
 
-def unknown_key(key: str, tree: dict[str, Any], value: str = "") -> str:
-    """Describes a key that is not in `tree`: similar keys, and those beside it."""
+def unknown_key(
+    key: str, tree: dict[str, Any], value: str = "", unknown: Sequence[str] = ()
+) -> str:
+    """Describes an unknown key: the known keys that are most similar, and those beside it.
+
+    `tree` holds the known keys, and may hold those in `unknown`.
+    """
+    unknown = [key, *unknown]
+    names = [x for x in _keys(tree) if not any(f"{x}.".startswith(f"{y}.") for y in unknown)]
     parent, _, last = key.rpartition(".")
-    ends = {name: name.rpartition(".")[2] for name in [*_keys(tree), "experiment"] if name != key}
+    while parent and parent not in names:
+        parent = parent.rpartition(".")[0]
+    ends = {name: name.rpartition(".")[2] for name in names}
     closest = get_close_matches(last, ends.values(), n=1)
     alike = [name for name, end in ends.items() if end in closest]
     alike.sort(key=lambda name: -SequenceMatcher(None, key, name).ratio())
     hint = f", perhaps {' or '.join(alike)}" if alike else ""
-    known = [end for name, end in ends.items() if name == f"{parent}.{end}"]
-    if not known:
-        parent, known = "the configuration", [name for name in ends if "." not in name]
-    return f"{key}{value}: unknown key{hint}; keys of {parent}: {', '.join(known)}"
+    beside = [end for name, end in ends.items() if name.rpartition(".")[0] == parent]
+    keys = f"keys of {parent or 'the configuration'}: {', '.join(beside)}"
+    return f"{key}{value}: unknown key{hint}; {keys if beside else f'{parent} has no keys'}"
 
 
 def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

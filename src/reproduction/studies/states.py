@@ -90,8 +90,9 @@ def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bo
     estimated = _estimated(runs, settings)
     counts = Counter(state.status for _, state in states)
     summary = ", ".join(f"{number} {status}" for status, number in counts.most_common())
-    captions = [f"{len(states)} run{'s' * (len(states) != 1)}: {summary}"]
     table = Table("run", "seed", "status", "epochs", "top-1", "hours", caption_justify="left")
+    table.caption = f"{len(states)} run{'s' * (len(states) != 1)}: {summary}"
+    is_unknown = False
     if with_folders:
         table.add_column("folder", overflow="fold")
     for run, state in states:
@@ -110,9 +111,9 @@ def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bo
             hours,
             *([escape(str(run.folder.path))] if with_folders else []),
         )
-        if not hours and not settings.uses_stand_ins:
-            captions[1:] = ["for the missing hours, make cost measures this machine"]
-    table.caption = "\n".join(captions)
+        is_unknown |= not hours
+    if is_unknown and not settings.uses_stand_ins:
+        table.caption += "\nfor the missing hours, make cost measures this machine"
     return table
 
 

@@ -90,7 +90,7 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> dict[
     if weights.classes is not None:
         check_classes(path, weights.classes, classes)
     model.load_state_dict(matching_state(weights, model))
-    progress = [name for name in ("epoch", "step") if _is_last(content)]
+    progress = ("epoch", "step") if _is_last(content) else ()
     return {"checkpoint": str(path), **{name: content[name] for name in progress}}
 
 
