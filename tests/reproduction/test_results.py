@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from scipy.stats import ttest_rel
 
@@ -40,6 +41,7 @@ def test_published_folder_evaluates_without_other_arguments(command: Command, tm
     summary = run.read_summary()
     assert {key: result[key] for key in METRICS} == {key: summary[key] for key in METRICS}
     assert result["log"] == run.read_metrics()[1]
+    assert result["threads"] == torch.get_num_threads()
     assert result["mixed_share"] == 1 and result["config"]["augmentation.htm.tau"] == "inf"
     digest = hashlib.sha256(Path(moved, WEIGHTS).read_bytes()).hexdigest()
     assert result["weights_sha256"] == digest

@@ -59,6 +59,7 @@ SUMMARY_KEYS = {
     "attention",
     "seconds",
     "images_per_second",
+    "threads",
     "seed",
     "versions",
     "git_revision",
@@ -533,7 +534,7 @@ def test_sweep_writes_a_run_and_a_wandb_run_per_point_and_trains_each_once(
     assert again.status == 0, again.err
     assert again.out.count("top-1") == 3
     assert "run 2 of 3: augmentation.htm.tau=2 " in again.out
-    assert again.out.endswith("\n3 runs: 3 finished, 0 failed\n")
+    assert again.out.endswith("\n3 of 3 runs are finished\n")
     assert [(run / "metrics.jsonl").read_bytes() for run in runs] == before
     assert len(list((tmp_path / "outputs").glob("*/wandb/offline-run-*"))) == 3
 
@@ -556,7 +557,7 @@ def test_failing_point_does_not_stop_a_sweep(
     result = command("train", "-m", "seed=0,1,2", *SMALL)
     assert result.status == 1
     assert "RuntimeError: unlucky" in result.lines[-1]
-    assert result.out.endswith("\n3 runs: 2 finished, 1 not finished\n")
+    assert result.out.endswith("\n2 of 3 runs are finished\n")
     summaries = [RunFolder(p).read_summary() for p in (tmp_path / "outputs").glob("cct*")]
     assert sorted(s["status"] for s in summaries) == ["failed", "finished", "finished"]
 

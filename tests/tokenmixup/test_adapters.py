@@ -235,15 +235,20 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     assert "norm_first=False" in str(why_not(Encoded(norm_first=False), adapter=encoder))
     assert "batch_first=True" in str(why_not(Encoded(batch_first=False), adapter=encoder))
     for field, path, reason in (
-        ("blocks", "encode.layers", "Encoded has no encode, its modules are embed, encoder, head"),
-        ("attn", "attn.q", "TransformerEncoderLayer has no attn, its modules are self_attn, "),
-        ("norm", "self_attn.norm", "MultiheadAttention has no norm, its modules are out_proj"),
+        (
+            "blocks",
+            "encode.layers",
+            "Encoded has no 'encode', its modules are embed, encoder, head",
+        ),
+        ("attn", "attn.q", "TransformerEncoderLayer has no 'attn', its modules are self_attn"),
+        ("norm", "self_attn.norm", "MultiheadAttention has no 'norm', its modules are out_proj"),
         ("norm", "training", "is bool, needs a module"),
-        ("attn", "linear1", "Adapter.parts: is a Linear, not torch's own MultiheadAttention"),
-        ("embed_dim", "head.width", "Linear has no width, its modules are none"),
+        ("embed_dim", "head.width", "Linear has no 'width'"),
     ):
         told = str(why_not(Encoded(), adapter=replace(encoder, **{field: path})))
         assert told.startswith(f"Adapter.{field}='{path}': {reason}")
+    told = str(why_not(Encoded(), adapter=replace(encoder, attn="linear1")))
+    assert told == "Adapter.parts of linear1: is a Linear, not torch's own MultiheadAttention"
     wrong = replace(encoder, embed_dim="head.weight")
     assert "is not the path of an int" in str(why_not(Encoded(), adapter=wrong))
     assert "is Linear, needs a" in str(why_not(Encoded(), adapter=replace(encoder, blocks="head")))
@@ -309,7 +314,7 @@ def test_an_adapter_that_does_not_fit_is_found_out(batch):
         "Parts do not fit together": wrong(proj=nn.Linear(63, 64)),
         "Parts differs from that of its attention": replace(adapter, parts=shifting),
         "is the attention": replace(adapter, norm="mix"),
-        r"Adapter\.attn='mlp': Adapter\.parts: .* no attribute": replace(adapter, attn="mlp"),
+        r"Adapter\.parts of mlp: .* no attribute": replace(adapter, attn="mlp"),
         "must be an int >= 0": replace(adapter, num_prefix_tokens=-1),
         "num_prefix_tokens=99 leaves none": replace(adapter, num_prefix_tokens=99),
         "returns a Tensor and Adapter.returns a tuple": replace(

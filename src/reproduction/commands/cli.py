@@ -84,8 +84,8 @@ def run(
             else:
                 failures += _launch(launcher, len(points), config_name, resolve, check_all, main)
             if len(points) > 1:
-                done = len(points) - len(failures)
-                say(f"{len(points)} runs: {done} finished, {len(failures)} not finished")
+                finished = len(points) - len(failures)
+                say(f"{finished} of {len(points)} runs are finished")
     except (UserError, PlainError, HydraException, OmegaConfBaseException) as error:
         failures.append(error)
     except OSError as error:  # from a path on the command line; runs raise PlainError instead

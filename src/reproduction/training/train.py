@@ -221,6 +221,7 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         "seed": config.seed,
         "devices": config.devices,
         "hardware": join_hardware(earlier, hardware_name(device.type)),
+        "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
     }
