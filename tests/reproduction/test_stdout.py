@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +20,18 @@ def test_say_ignores_a_closed_pipe(monkeypatch: pytest.MonkeyPatch):
         say("the first line detects it")
         say("later lines are dropped")
         monkeypatch.undo()
+
+
+def test_scripts_end_silently_when_nobody_reads():
+    script = "from reproduction.system.terminal import one_line_errors\n"
+    script += "with one_line_errors('script'):\n    print('a', flush=True)\n    print('b' * 10**6)"
+    for lines in (script, script.replace("flush=True", "flush=False")):
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", lines], stdout=pipe, stderr=pipe) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 0
 
 
 def test_help_of_evaluation_and_export_lists_the_keys_that_apply(command: Command):

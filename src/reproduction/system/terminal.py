@@ -34,6 +34,10 @@ def one_line_errors(program: str) -> Iterator[None]:
     """
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return
     except (UserError, OSError) as error:
         status, line = 2, in_one_line(str(error))
     except PlainError as error:
@@ -58,9 +62,13 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:  # also a log file on a full disk
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())  # the interpreter flushes again at exit
-        os.close(devnull)
+        _discard_output()
+
+
+def _discard_output() -> None:
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())  # the interpreter flushes again at exit
+    os.close(devnull)
 
 
 def warn(text: str) -> None:
