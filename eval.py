@@ -15,7 +15,8 @@ def main(settings: WeightsTask) -> None:
         return
     place = ""
     if "step" in result:
-        place = f" (step {result['step']}, {result['epoch']} epochs completed)"
+        epochs = f"{result['epoch']} completed epoch{'s' * (result['epoch'] != 1)}"
+        place = f" (step {result['step']}, {epochs})"
     say(
         f"{result['checkpoint']}{place}: "
         f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, "

@@ -161,8 +161,9 @@ def test_eval_warns_of_a_missing_checkpoint_and_uses_the_previous_one(
         "to last-1.pt"
     ]
     state = torch.load(left.checkpoints()[1], weights_only=True)
-    after = f"(step {state['step']}, {state['epoch']} epochs completed)"
-    assert result.out.startswith(f"outputs/mine/checkpoints/last-1.pt {after}: top-1 ")
+    epochs = "1 completed epoch" if state["epoch"] == 1 else f"{state['epoch']} completed epochs"
+    place = f"(step {state['step']}, {epochs})"
+    assert result.out.startswith(f"outputs/mine/checkpoints/last-1.pt {place}: top-1 ")
 
 
 def test_load_last_skips_checkpoints_newer_than_the_metrics(

@@ -429,7 +429,7 @@ def test_eval_gives_the_results_of_the_run(command: Command, tmp_path: Path):
     result = json.loads((folder(tmp_path).path / "evaluation-last.json").read_text())
     epoch = folder(tmp_path).read_metrics()[1][-1]
     assert result.items() >= epoch.items() and result["step"] == summary["steps"]
-    assert "last.pt (step 6, 2 epochs completed): top-1" in last.out
+    assert "last.pt (step 6, 2 completed epochs): top-1" in last.out
     best = command("eval", "run=outputs/mine", "weights=best", "dataset.workers=1")
     assert f"top-1 {summary['top1_best']:.2f} %" in best.out
     other = shutil.copy(folder(tmp_path).best_path, tmp_path)

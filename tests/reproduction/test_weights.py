@@ -523,7 +523,7 @@ def test_export_of_a_run_needs_no_data_and_does_not_overwrite(command: Command, 
     results = set()
     for name in ("outputs/mine/checkpoints/last.pt", "a.safetensors"):
         result = command("eval", f"checkpoint={name}", "model.embed_dim=16", "device=cpu")
-        after = " (step 6, 2 epochs completed)" if name.endswith("last.pt") else ""
+        after = " (step 6, 2 completed epochs)" if name.endswith("last.pt") else ""
         assert result.out.startswith(f"{name}{after}: top-1 "), result.err
         results.add(result.out.splitlines()[0].partition(": ")[2])
     assert len(results) == 1
