@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 from reproduction.config import CONF_DIR
 from reproduction.data.build import build_training_images
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, cache_in_memory
-from reproduction.data.sources import Source
 from reproduction.system.timing import Work, time_in_turns
 from scripts.benchmark.measure import CCT, VIT, Row, Scope, summarize
 from scripts.benchmark.steps import step_config
@@ -57,7 +56,7 @@ def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]
 def _load(model: str, images: ImageSource, number: int) -> Callable[[], object]:
     """Returns work that loads a batch with the transforms of the model's recipe."""
     config = step_config(model, [], "float32")
-    training = build_training_images(config, Source(images, images, []))
+    training = build_training_images(config, images)
     keys = [(0, index % len(images)) for index in range(number)]
     return lambda: default_collate(training.__getitems__(keys))
 

@@ -8,10 +8,12 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -158,8 +160,11 @@ def run_part(name: str, scope: Scope) -> dict[str, Any]:
             try:
                 _, stderr = process.communicate(timeout=PARTS[name].limit)
                 end = f"status {process.returncode}: {stderr.strip()[-STDERR_CHARACTERS:]}"
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+            except BaseException as error:  # also Ctrl-C, which does not reach the part's session
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
                 end = f"stopped at its limit of {PARTS[name].limit} s"
         findings = json.loads(path.read_text()) if path.exists() else []
     if process.returncode != 0:
@@ -172,7 +177,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     machine = report["machine"]
     lines = [
         f"{machine['hardware']}, {machine['device']}, torch {machine['torch']}, revision "
-        f"{str(machine['git_revision'])[:12]}."
+        f"{machine['git_revision']}."
         + (" A test with tiny sizes, not a measurement." if machine["tiny"] else ""),
         "",
         "| part | what | found | |",

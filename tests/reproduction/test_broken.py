@@ -52,7 +52,7 @@ def epoch_of(config: Config, broken: BrokenImages, epoch: int) -> tuple[list[Any
 def readable_batches(config: Config, epoch: int) -> list[tuple[Tensor, Tensor]]:
     """Returns the expected batches: their images one by one, without the broken ones."""
     source = load_source("image_folder", config.dataset.root, None)
-    images = build_training_images(config, source)
+    images = build_training_images(config, source.train)
     batches = TrainingBatches(len(source.train), 5, config.seed)
     batches.start_at(epoch, 0)
     kept = ([images[key] for key in batch if key[1] not in NUMBERS] for batch in batches)

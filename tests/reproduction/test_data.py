@@ -109,7 +109,7 @@ def test_training_batches_refuse_too_few_images():
 def epoch_of_images(workers: int, seed: int = 0, epoch: int = 0) -> torch.Tensor:
     config = config_of("recipe=cifar_cct", "dataset.limit=24", f"seed={seed}")
     source = load_source("digits", None, 24)
-    images = build_training_images(config, source)
+    images = build_training_images(config, source.train)
     batches = TrainingBatches(24, 10, seed)
     batches.epoch = epoch
     return torch.cat([x for x, _ in data_loader(images, batches, workers, pin_memory=False)])
@@ -195,7 +195,7 @@ def test_dead_worker_ends_a_run_that_can_resume(
 def test_augmented_images_do_not_depend_on_their_batch():
     config = config_of("recipe=cifar_cct", "seed=3")
     source = load_source("digits", None, None)
-    images = build_training_images(config, source)
+    images = build_training_images(config, source.train)
     batch = images.__getitems__([(2, 7), (2, 5), (4, 7)])
     for (epoch, index), (image, target) in zip([(2, 7), (2, 5), (4, 7)], batch, strict=True):
         with seeded(Purpose.AUGMENT, 3, epoch, index):

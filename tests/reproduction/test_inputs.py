@@ -39,7 +39,7 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
     """Compares values after the recipe's complete augmentation."""
     config = config_of("recipe=cifar_cct", "dataset=digits", f"seed={seed}")
     source = load_source("digits", None, 12)
-    ours = build_training_images(config, source)
+    ours = build_training_images(config, source.train)
     transforms = config.recipe.transforms
     timms = create_transform(
         (3, 32, 32),

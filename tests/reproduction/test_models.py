@@ -12,7 +12,6 @@ from reproduction.models.build import (
     attention_kernel,
     build_model,
     build_module,
-    check_tokens,
     count_macs,
     count_parameters,
     without_weights,
@@ -21,7 +20,6 @@ from reproduction.models.cct import CCT
 from reproduction.system.errors import UserError
 from tests.conftest import small_cct
 from tests.reproduction.conftest import config_of
-from tokenmixup import attach
 
 IMAGENET = [f"table2/imagenet1k_{name}" for name in ("baseline", "htm", "vtm", "htm_vtm")]
 
@@ -164,18 +162,15 @@ def test_other_timm_transformers_are_built_checked_and_counted(architecture, opt
     config = config_of("model=vit_tiny_patch16_224", *overrides)
     with torch.device("meta"):
         module = build_module(config.model, config.augmentation, classes)
-    check_tokens(module, config.model)
     assert count_macs(module.model, 224).total > 1e9
     assert module.model.training
 
 
-def test_check_tokens_refuses_kappa_above_the_number_of_tokens():
-    config = config_of("model.image_size=16").model
-    module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 16})
-    check_tokens(module, config)
-    module = attach(build_model(config, 10), 10, vtm={"layer": 1, "kappa": 17})
+def test_kappa_above_the_number_of_tokens_is_refused():
+    small = ("model.image_size=16", "augmentation=[vtm]")
+    config_of(*small, "augmentation.vtm.kappa=16")
     with pytest.raises(UserError, match=r"vtm.kappa=17: cct_2_3x2 has 16 tokens"):
-        check_tokens(module, config)
+        config_of(*small, "augmentation.vtm.kappa=17")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +180,14 @@ def test_check_tokens_refuses_kappa_above_the_number_of_tokens():
         ("cct_2_3x2", ["model.attn_drop=0.1"], "composed"),  # the CPU kernel has no dropout
         ("resnet18", [], None),
         ("resnet18", ["model.name=sk", "model.architecture=skresnet18"], None),
+        (
+            "resnet18",
+            [
+                *("model.name=b32", "model.package=torchvision", "model.architecture=vit_b_32"),
+                "model.image_size=224",
+            ],
+            "flash",
+        ),
     ],
 )
 def test_attention_kernel_is_detected(name: str, overrides: list[str], kernel: str | None):

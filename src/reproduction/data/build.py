@@ -1,6 +1,5 @@
 """Builds data sets, transforms and loaders from the configuration."""
 
-import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -38,7 +37,7 @@ def build_source(dataset: Dataset) -> Source:
     return load_source(dataset.name, dataset.root, dataset.limit)
 
 
-def build_training_images(config: Config, source: Source) -> TrainingImages:
+def build_training_images(config: Config, source: ImageSource) -> TrainingImages:
     """Returns the training images with timm's augmentation: `3 s s` uint8."""
     settings, size = config.recipe.transforms, config.model.image_size
     try:
@@ -57,7 +56,7 @@ def build_training_images(config: Config, source: Source) -> TrainingImages:
     except (ValueError, AssertionError, NotImplementedError) as error:  # invalid policy
         policy = settings.auto_augment
         raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
-    return TrainingImages(source.train, transform, config.seed, config.dataset.skips)
+    return TrainingImages(source, transform, config.seed, config.dataset.skips)
 
 
 def build_evaluation_transform(config: Config) -> Transform:
@@ -75,8 +74,7 @@ def build_training_loader(
     config: Config, source: Source, batches: TrainingBatches, pin: bool, broken: BrokenImages
 ) -> Loader:
     """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
-    in_memory = dataclasses.replace(source, train=_cached(config.dataset, source.train))
-    images = build_training_images(config, in_memory)
+    images = build_training_images(config, _cached(config.dataset, source.train))
     loader = data_loader(images, batches, config.dataset.workers, pin)
     return ReadableBatches(loader, broken, first=0) if config.dataset.skips else loader
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from timm.layers import Attention
@@ -25,8 +25,9 @@ from reproduction.models.weights import matching_state, read_weights
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import keep_freed_memory
 from tokenmixup import TokenMixup, attach, why_not
+from tokenmixup.adapters import attention_module
 from tokenmixup.contexts import evaluating
-from tokenmixup.structure import declared_prefix
+from tokenmixup.structure import view_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -95,28 +96,6 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
         raise UserError(f"model={config.name}: {error}") from error
 
 
-def check_tokens(module: TokenMixup, config: AnyModel) -> None:
-    """Raises UserError if the blocks have too few tokens for VTM. Also works on meta."""
-    if module.vtm is None:
-        return
-    kappa = max(vtm.kappa for vtm in module.vtm.each.values())
-    lengths = list[int]()
-    model: Any = module.model
-    device = next(model.parameters()).device
-    hook = model.blocks[0].register_forward_pre_hook(
-        lambda block, args: lengths.append(args[0].shape[1])
-    )
-    with evaluating(model), torch.no_grad():
-        model(torch.zeros(1, 3, config.image_size, config.image_size, device=device))
-    hook.remove()
-    tokens = lengths[0] - declared_prefix(model)
-    if kappa > tokens:
-        raise UserError(
-            f"augmentation.vtm.kappa={kappa}: {config.name} has {tokens} tokens, allowed is "
-            f"1..{tokens}"
-        )
-
-
 def without_weights(config: AnyModel) -> AnyModel:
     """Returns the configuration without initial weights, for loading others."""
     config = dataclasses.replace(config, weights=None)
@@ -176,8 +155,8 @@ def attention_kernel(model: nn.Module, image_size: int) -> str | None:
         return None
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
     with evaluating(model), torch.no_grad(), _Operations() as operations:
-        for block in cast(Any, model).blocks:
-            block.attn.training = True  # but not its sub-modules, such as normalisation
+        for block in view_of(model).blocks:
+            attention_module(block).training = True  # but not its sub-modules, as normalisation
         model(image)
     matches = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
     return next((match[1] for match in matches if match), "composed")
@@ -210,7 +189,7 @@ def compile_blocks(module: TokenMixup) -> None:
     """
     from torch._dynamo import config  # takes a second to import
 
-    parts = [*_unchanged_parts(module)]
+    parts = [*_compiled_parts(module)]
     config.recompile_limit = max(config.recompile_limit, BATCH_SIZES * len(parts))
     for part in parts:
         # bound to the part, so that copies of the module get their own
@@ -220,8 +199,11 @@ def compile_blocks(module: TokenMixup) -> None:
         module.rules = module.rules._replace(choose=choose, weigh=weigh)
 
 
-def _unchanged_parts(module: TokenMixup) -> Iterator[nn.Module]:
-    """Yields ScoreNets and blocks, but only the MLP of blocks whose attention is replaced."""
+def _compiled_parts(module: TokenMixup) -> Iterator[nn.Module]:
+    """Yields ScoreNets and blocks, but only the MLP of blocks whose attention is replaced.
+
+    Unlike `unchanged_blocks` also blocks with hooks: only `forward` is compiled.
+    """
     model: Any = module.model
     yield from module.scorenets.values()
     replaced = module.replaced_attention()

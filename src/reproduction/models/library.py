@@ -106,6 +106,8 @@ def _check_sizes(
         built_patch = built_patch[0]
     if len(blocks) != depth:
         raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
+    if built_patch is None:
+        raise UserError(f"model.architecture={architecture}: has no grid of patches of one size")
     if built_patch != patch_size:
         raise UserError(f"model.patch_size={patch_size}: {architecture} has {built_patch}")
 

@@ -124,7 +124,7 @@ def read_file(origin: str, path: Path) -> Any:
     return content
 
 
-def read_newest(key: str, paths: list[Path], check: Check = lambda path, content: None) -> Newest:
+def read_newest(paths: list[Path], check: Check = lambda path, content: None) -> Newest:
     """Returns the first readable checkpoint of a run and its content.
 
     `check` raises UserError for unusable content. Warns on stderr about skipped checkpoints. Raises
@@ -133,7 +133,7 @@ def read_newest(key: str, paths: list[Path], check: Check = lambda path, content
     errors: list[UserError] = []
     for path in paths:
         try:
-            content = read_file(f"{key}={path}", path)
+            content = read_file(f"checkpoint={path}", path)
             check(path, content)
         except UserError as error:
             if _is_transient(error.__cause__):

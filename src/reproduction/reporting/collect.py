@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
+from reproduction.reporting.cells import SCALES
 from reproduction.reporting.curves import lines_backwards
 from reproduction.runs.folder import RunFolder, differing, identity
 from reproduction.runs.locking import is_held
@@ -20,7 +21,8 @@ from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
 
 REPORT = "report"
-NO_RUNS = (REPORT, "data")  # folders under outputs/ that are skipped unless they hold a run
+# folders under outputs/ that are skipped unless they hold a run
+NO_RUNS = (REPORT, "data", "benchmark", "check-gpu", "evaluations", "published", *SCALES)
 MOST_KEYS = 3  # largest number of differing keys that a reason lists
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 ORDERED = (  # pairs whose first metric is never below the second

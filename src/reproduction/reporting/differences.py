@@ -44,7 +44,8 @@ class Batch(NamedTuple):
 def measure(batches: list[Batch], rho: float, kappa: int) -> dict[str, float]:
     """Returns the mean effects over batches: shares, counts of tokens and correlations."""
     rows = [dict(_effects(batch, rho, kappa)) for batch in batches]
-    return {key: float(np.mean([row[key] for row in rows if key in row])) for key in rows[0]}
+    keys = dict.fromkeys(key for row in rows for key in row)  # a batch may lack some
+    return {key: float(np.mean([row[key] for row in rows if key in row])) for key in keys}
 
 
 def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]]:
@@ -62,6 +63,8 @@ def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]
 def _mask_effects(batch: Batch, rho: float) -> Iterator[tuple[str, float]]:
     paper, published = (_mix(batch, rho, mask_rule=rule) for rule in ("paper", "published"))
     easy = batch.is_easy
+    if not easy.any():
+        return
     ours, theirs = paper.mask[easy], published.mask[easy]
     yield "mask: tokens replaced per sample, paper", float(ours.sum(dim=1).float().mean())
     yield "mask: tokens replaced per sample, published", float(theirs.sum(dim=1).float().mean())

@@ -1,7 +1,6 @@
 """The style of all figures, and the curves of one run, drawn from its metrics.jsonl."""
 
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,10 +78,8 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
 
 def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
     """Draws held-out accuracy, training loss and held-out loss."""
-    batches = Counter(line["epoch"] for line in steps)
-    first = {epoch: sum(batches[e] for e in batches if e < epoch) for epoch in batches}
-    length = max(batches.values())
-    x = [line["epoch"] - 1 + (line["step"] - first[line["epoch"]]) / length for line in steps]
+    batches_per_epoch = max(line["step"] / line["epoch"] for line in steps)
+    x = [line["step"] / batches_per_epoch for line in steps]
     epoch = [line["epoch"] for line in epochs]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
         accuracy.plot(epoch, [line["top1"] for line in epochs], color=GREEN, marker=".")

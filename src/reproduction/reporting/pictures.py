@@ -26,6 +26,7 @@ from reproduction.reporting.latency import PAPERS, Latency, in_ms, printed_laten
 from reproduction.reporting.latency import command as latency_command
 from reproduction.reporting.records import Sources, SweepRecord
 from reproduction.reporting.tables import Table
+from reproduction.system.errors import first_line
 
 CIFAR, IMAGENET = "table1/cifar100_htm", "table2/imagenet1k_htm"  # whose runs the figures show
 
@@ -232,5 +233,8 @@ def _copy_from_run(experiment: str, name: str, sources: Sources, path: Path) -> 
             f"{run.name} has no {name}.png and .pdf; unless its report.md says why, delete "
             f"report.md and run {command}."
         )
-    copy_picture(source, path, sources.mark(experiment))
+    try:
+        copy_picture(source, path, sources.mark(experiment))
+    except (OSError, SyntaxError) as error:  # a broken file; Pillow raises SyntaxError for some
+        raise Missing(f"{source} cannot be copied: {first_line(error)}.") from error
     return run

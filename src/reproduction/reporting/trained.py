@@ -63,7 +63,7 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
     source = build_source(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_weights(config.model), stack, len(source.classes))
-    path, state = read_newest("checkpoint", folder.checkpoints() or [folder.last_path])
+    path, state = read_newest(folder.checkpoints() or [folder.last_path])
     module.load_state_dict(module_state(f"checkpoint={path}", state, module))
     module.model.eval()
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -72,7 +72,7 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
 
 def training_batches(trained: Trained, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields augmented images and classes in an order that depends on the seed of the run."""
-    images = build_training_images(trained.config, trained.source)
+    images = build_training_images(trained.config, trained.source.train)
     number = len(trained.source.train)
     order = np.random.default_rng(trained.config.seed).permutation(number).tolist()
     size = min(size, number)

@@ -275,7 +275,9 @@ def _resolve_devices(devices: Any) -> Any:
     if ranks is None:
         return devices
     if devices not in (1, ranks):
-        raise UserError(f"devices={devices}: torchrun has started {ranks} ranks, leave devices out")
+        raise UserError(
+            f"devices={devices}: torchrun has started {ranks} ranks, allowed is {ranks}"
+        )
     return ranks
 
 

@@ -1,5 +1,6 @@
 """A study of your own: a file that fixes its runs and comparisons before the first run."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -64,9 +65,9 @@ def read_study(path: Path) -> OwnStudy:
         raise UserError(f"{path}: {key}: {first['msg']}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable: {first_line(error)}") from error
-    for override in study.overrides:
+    for override in chain(study.overrides, study.smoke, *study.stacks.values()):
         if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
-            raise UserError(f"{path}: overrides: {override}: a study must not set {key}")
+            raise UserError(f"{path}: {override}: a study must not set {key}")
     for contrast in study.contrasts:
         for name in (contrast.of, contrast.against):
             if name not in study.stacks:

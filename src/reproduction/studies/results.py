@@ -21,6 +21,7 @@ from reproduction.models.weights import read_file
 from reproduction.reporting.cells import FULL, read_cells
 from reproduction.reporting.collect import METRICS
 from reproduction.reporting.columns import spread_text
+from reproduction.reporting.render import report_folder
 from reproduction.reporting.statistics import compare, holm, p_text, spread
 from reproduction.reporting.tables import LEVEL
 from reproduction.runs.folder import RunFolder, hash_of, identity
@@ -101,7 +102,7 @@ def write_study_report(path: Path, settings: Settings, planned: Sequence[Planned
         scale = settings.scale.upper()
         lines.append(f"\n**WARNING. {scale} SCALE: a trial run, not the study itself.**")
     lines += _study(path, study, by_stack, len(planned), is_page=False)
-    report = settings.root / "report" / f"{path.stem}.md"
+    report = report_folder(settings.root) / f"{path.stem}.md"
     report.parent.mkdir(parents=True, exist_ok=True)
     write_text(report, "\n".join(lines) + "\n")
     return report
@@ -116,13 +117,14 @@ def _result(source: RunFolder, saved: dict[str, Any], shown: dict[str, Any]) -> 
     (steps, epochs), summary = source.read_metrics(), source.read_summary()
     try:
         mixed = [line["mixed_samples"] for line in steps if not line.get("skipped")]
+        batch_size = summary["images"] / summary["steps"]  # at most recipe.batch_size
         return {
             "name": source.path.name,
             "hash": hash_of(saved),
             **{key: summary[key] for key in ("seed", *METRICS, "epochs", "hardware", "devices")},
             "threads": summary.get("threads"),
             "hours": round(summary["seconds"] / 3600, 3),
-            "mixed_share": round(fmean(mixed) / saved["recipe"]["batch_size"], 4),
+            "mixed_share": round(fmean(mixed) / batch_size, 4),
             **{key: summary[key] for key in ("git_revision", "versions", "parameters", "macs")},
             "config": _jsonable(identity(shown)),
             "log": epochs,

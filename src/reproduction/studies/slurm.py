@@ -64,9 +64,9 @@ def array_script(
     Checks these runs, and raises UserError if one cannot start. The tasks need this folder, the
     runs, their data and Python under the same paths as here.
     """
-    from reproduction.studies.runner import may_train, prepare
+    from reproduction.studies.runner import prepare
 
-    left = [run for run in runs if may_train(run) and not is_held(run.folder)]
+    left = [run for run in runs if not run.is_done() and not is_held(run.folder)]
     if not left:
         return None
     prepare(left, settings, here=False)

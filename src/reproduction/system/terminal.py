@@ -51,7 +51,7 @@ def one_line_errors(program: str) -> Iterator[None]:
 
 
 def print_tables(*tables: Any) -> None:
-    """Prints rich tables. Imports rich here, so that train.py does not."""
+    """Prints rich tables. Imports rich here, so that a refused command does not."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")

@@ -47,7 +47,7 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
     paths = folder.checkpoints()
     if not paths:
         return None
-    return read_newest("checkpoint", paths, check)
+    return read_newest(paths, check)
 
 
 def _is_last(content: Any) -> bool:
@@ -85,7 +85,7 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> dict[
     Returns its path as `checkpoint` and, of a training state, the last completed epoch and step.
     Raises UserError if none is readable, or if parameters or classes do not fit.
     """
-    path, content = read_newest("checkpoint", paths)
+    path, content = read_newest(paths)
     weights = extract_weights(f"checkpoint={path}", content)
     if weights.classes is not None:
         check_classes(path, weights.classes, classes)
@@ -108,7 +108,7 @@ def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:
 
     Raises UserError if none is readable, or if it does not fit the model.
     """
-    path, content = read_newest("checkpoint", checkpoints)
+    path, content = read_newest(checkpoints)
     weights = extract_weights(f"checkpoint={path}", content)
     with torch.device("meta"):
         model = build_model(without_weights(config), count_classes(config, weights.state))

@@ -1,4 +1,4 @@
-"""One process or many: ranks started by torchrun or by `launch`."""
+"""One process or many: ranks started by torchrun or by `run_on_ranks`."""
 
 import errno
 import logging
@@ -30,7 +30,7 @@ from reproduction.system.errors import (
     first_line,
 )
 from reproduction.system.hardware import usable_cores
-from reproduction.system.ranks import launched_ranks, local_ranks, restarts
+from reproduction.system.ranks import is_a_rank, launched_ranks, local_ranks, restarts
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -42,7 +42,7 @@ Shared = TypeVar("Shared")
 GLOO = "gloo/transport"  # in gloo's messages about a lost peer; NCCL raises a DistError
 SECONDS_FOR_PEERS = 2
 START_METHOD = "spawn"  # of ranks; CUDA does not work after a fork
-QUIET_LOGGERS = (  # `launch` reports the same in one line
+QUIET_LOGGERS = (  # `run_on_ranks` reports the same in one line
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.multiprocessing.spawn",
@@ -106,7 +106,8 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            # NCCL would warn that it has to guess the device
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
 
 def resolve_device(device: str, devices: int) -> str:
@@ -193,15 +194,18 @@ def _reporting_lost_peers() -> Iterator[None]:
         raise RankFailed(f"another rank is gone ({first_line(error)})") from error
 
 
-def launch(
+def run_on_ranks(
     function: Callable[[Settings], Result], settings: Settings, devices: int, max_restarts: int = 0
 ) -> Result:
-    """Runs `function(settings)` on `devices` ranks and returns the first rank's result.
+    """Runs `function(settings)` here if this is a rank, else on `devices` new ranks.
 
-    If a rank fails or is killed, torch's elastic launcher restarts all of them, at most
-    `max_restarts` times. UserError and Stopped are raised as such, any other error as RankFailed.
+    Returns the first rank's result. If a new rank fails or is killed, torch's elastic launcher
+    restarts all of them, at most `max_restarts` times. UserError and Stopped are raised as such,
+    any other error as RankFailed.
     The launcher's signal handlers stay set.
     """
+    if is_a_rank(devices):
+        return function(settings)
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

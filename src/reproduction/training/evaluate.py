@@ -1,6 +1,7 @@
 """Accuracy and loss of the plain model on held-out images, during a run or of a checkpoint."""
 
 import json
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -17,15 +18,15 @@ from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
-from reproduction.system.ranks import is_a_rank, is_first_rank
+from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import load_plain
 from reproduction.training.distributed import (
     World,
     allow_tf32,
     join_world,
-    launch,
     resolve_device,
+    run_on_ranks,
 )
 from reproduction.training.endings import (
     explaining_data,
@@ -33,6 +34,7 @@ from reproduction.training.endings import (
     handling,
     stop_at_once,
 )
+from tokenmixup.contexts import evaluating
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,25 +62,26 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
 
-    `loader` yields images `b 3 h w` (uint8) and classes `b`.
+    `loader` yields images `b 3 h w` (uint8) and classes `b`. Raises PlainError if no image is
+    readable or the loss is not finite.
     """
-    was_training = model.training
-    model.eval()
     seen, totals = 0, torch.zeros(3, dtype=torch.float64, device=world.device)
-    for batch in loader:
-        images, targets = (x.to(world.device, non_blocking=True) for x in batch)
-        if not len(images):  # all of them are broken
-            continue
-        with autocast(world.device, precision):
-            logits = model(normalize(images))
-        seen += len(images)
-        totals += _count(logits.float(), targets)  # does not wait for the device
-    model.train(was_training)
+    with evaluating(model):
+        for batch in loader:
+            images, targets = (x.to(world.device, non_blocking=True) for x in batch)
+            if not len(images):  # all of them are broken
+                continue
+            with autocast(world.device, precision):
+                logits = model(normalize(images))
+            seen += len(images)
+            totals += _count(logits.float(), targets)  # does not wait for the device
     images_seen, top1, top5, loss = world.sum(
         torch.cat([totals.new_tensor([seen]), totals])
     ).tolist()
     if not images_seen:
         raise PlainError("none of the held-out images is readable")
+    if not math.isfinite(loss):
+        raise PlainError(f"the held-out loss is {loss}")
     return {
         "top1": 100 * top1 / images_seen,
         "top5": 100 * top5 / images_seen,
@@ -101,10 +104,7 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
     resolve_device(config.device, config.devices)
     evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints)
     with handling(stop_at_once):
-        if is_a_rank(config.devices):
-            scores = evaluate_on_rank(config)
-        else:
-            scores = launch(evaluate_on_rank, config, config.devices)
+        scores = run_on_ranks(evaluate_on_rank, config, config.devices)
     if is_first_rank():
         result.parent.mkdir(parents=True, exist_ok=True)
         write_text(result, json.dumps(scores, indent=2) + "\n")

@@ -56,7 +56,8 @@ class WandbLog:
         self.run.define_metric("epoch")
         for name in ("top1", "top5", "eval_loss"):
             self.run.define_metric(name, step_metric="epoch")
-        for name in ("loss", "lr", "mixed_*", "score_loss", "difficulty*", "gain_*", "images_*"):
+        by_step = "loss lr mixed_* score_loss difficulty* gain_* images_* skipped"
+        for name in by_step.split():
             self.run.define_metric(name, step_metric="step")
 
     def _open(self, config: Config, logger: Wandb) -> Any:

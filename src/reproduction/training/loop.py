@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -176,7 +176,8 @@ class Trainer:
             yield
         except BaseException:
             if self.world.size == 1:
-                self._write(self.metrics.fetch())
+                with suppress(Exception):  # the first error counts
+                    self._write(self.metrics.fetch())
             raise
 
     def _global_size(self, batch: int, own: int) -> int:
@@ -245,8 +246,6 @@ class Trainer:
                 self.recipe.precision,
             )
         self.broken.agree(self.world.union)
-        if not math.isfinite(result["eval_loss"]):
-            raise PlainError(f"step {self.step}: the held-out loss is {result['eval_loss']}")
         line = {"epoch": self.epoch, **result}
         self.history.append(line)
         if self.world.is_main:
@@ -316,6 +315,7 @@ class Trainer:
             "top5_best": max(top5),
             "epochs": self.epoch,
             "steps": self.step,
+            "images": self.images,
             "broken_images": len(self.broken.known),
             "seconds": round(self.seconds, 1),
             "images_per_second": round(self.images / self.metrics.seconds, 1),

@@ -51,10 +51,11 @@ class BatchMetrics:
     ) -> None:
         """Collects a batch without waiting for the device; all have equally many micro-batches."""
         self.layers = [mix.layer for mix in micro_batches[0].output.layers]
-        flag = self.zero if not_finite is None else not_finite
-        for micro_batch in micro_batches:
-            self.rows.append(torch.stack([flag, *_row(*micro_batch)]))
-            flag = self.zero
+        flags = [self.zero] * len(micro_batches)
+        if not_finite is not None:
+            flags[0] = not_finite  # of the batch
+        pairs = zip(flags, micro_batches, strict=True)
+        self.rows += [torch.stack([flag, *_row(*part)]) for flag, part in pairs]
         self.images.append(sum(len(micro_batch.output.logits) for micro_batch in micro_batches))
         self.heads.append({"step": step, "epoch": epoch, "lr": lr})
 

@@ -10,7 +10,6 @@ from reproduction.data.loaders import Broken, TrainingBatches
 from reproduction.models.build import (
     build_module,
     check_compiler,
-    check_tokens,
     count_parameters,
     initial_weights,
     without_weights,
@@ -35,7 +34,7 @@ def preflight(config: Config, here: bool = True) -> None:
         if config.compile:
             check_compiler(device)
     source = build_source(config.dataset)
-    images = build_training_images(config, source)
+    images = build_training_images(config, source.train)
     try:
         if all(isinstance(images[(0, index)], Broken) for index in range(len(source.train))):
             raise UserError(f"dataset.root={config.dataset.root}: no training image is readable")
@@ -53,7 +52,6 @@ def preflight(config: Config, here: bool = True) -> None:
             without_weights(config.model), config.augmentation, len(source.classes)
         )
     _check_size(module, config)
-    check_tokens(module, config.model)
     if config.model.weights is not None:
         initial_weights(config.model, module.model)
     fewest = batches.global_size(len(batches) - 1) // config.devices

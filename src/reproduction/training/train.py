@@ -35,15 +35,15 @@ from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, join_hardware
-from reproduction.system.ranks import is_a_rank, restarts
+from reproduction.system.ranks import restarts
 from reproduction.system.terminal import say, warn
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import (
     World,
     allow_tf32,
     join_world,
-    launch,
     resolve_device,
+    run_on_ranks,
 )
 from reproduction.training.endings import (
     explaining_data,
@@ -78,9 +78,7 @@ def run_training(config: Config) -> dict[str, Any]:
             if folder.is_finished():
                 return folder.read_summary()
             with handling(stop_at_once), _recording_end(config):
-                if is_a_rank(config.devices):
-                    return train(config)
-                return launch(train, config, config.devices, config.restarts)
+                return run_on_ranks(train, config, config.devices, config.restarts)
     except RunInterrupted as interrupted:
         if isinstance(interrupted.__cause__, Stopped):
             forward_signal(interrupted.__cause__.signum)
