@@ -39,6 +39,13 @@ def test_measure_finds_no_effects_where_the_rules_agree():
     assert effects["order: rows that read another sample's memory"] == 0.0
 
 
+def test_a_batch_without_easy_samples_does_not_count_for_the_mask():
+    easy, hard = random_batches(2, b=16, t=9, prefix=1)[:2]
+    hard = hard._replace(is_easy=torch.zeros(16, dtype=torch.bool))
+    key = "mask: tokens with the same decision"
+    assert measure([hard, easy], 0.005, 2)[key] == measure([easy], 0.005, 2)[key]
+
+
 def test_random_batches_are_reproducible():
     one, other = (measure(random_batches(3, b=16, t=9, prefix=1), 0.005, 2) for _ in range(2))
     assert one == other

@@ -49,6 +49,7 @@ def test_plan_own_keeps_the_name_of_an_existing_run(tmp_path: Path):
         ({"stack": {}}, "stack: "),
         ({"overrides": ["recipe.lrr=1"]}, "recipe.lrr: unknown key"),
         ({"overrides": ["seed=3"]}, "seed=3: a study must not set seed"),
+        ({"stacks": {"none": ["seed=7"]}, "contrasts": []}, "seed=7: a study must not set seed"),
         ({"overrides": ["+devices=2"]}, "a study must not set devices"),
     ],
 )

@@ -200,6 +200,14 @@ def test_figures_show_the_mark_of_the_scale(tmp_path, configs, drawn_texts):
     assert copied != (run / "saliency.png").read_bytes()
 
 
+def test_a_damaged_picture_of_a_run_is_named(tmp_path: Path, configs: Configs):
+    run = write_htm(tmp_path, configs)
+    picture = run / "saliency.png"
+    picture.write_bytes(picture.read_bytes()[:60])
+    missing = str(draw(tmp_path, configs, "smoke")["figure3"].missing)
+    assert f"{picture} cannot be copied: " in missing
+
+
 def test_figures_that_a_run_lacks_are_named(tmp_path: Path, configs: Configs):
     run = write_htm(tmp_path, configs)
     (run / "mixed_pairs.pdf").unlink()

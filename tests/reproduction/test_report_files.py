@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 
 from reproduction.reporting.cells import read_cells
+from reproduction.reporting.collect import report_folder
 from reproduction.reporting.pictures import draw_pictures
 from reproduction.reporting.render import (
     as_csv,
     as_json,
     as_latex,
     as_markdown,
-    report_folder,
     write_page,
 )
 from reproduction.reporting.tables import Table

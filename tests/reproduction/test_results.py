@@ -28,12 +28,13 @@ from reproduction.studies.results import (
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command
 
+UNEVEN = ["recipe.batch_size=40"]  # of 60 images: two batches of 30
 FIRST = RESULTS / "cifar10_5k.yaml"
 
 
 def test_published_folder_evaluates_without_other_arguments(command: Command, tmp_path: Path):
     """Also after it is moved; its result equals the run's files."""
-    assert command("train", "name=mine", "augmentation.htm.tau=inf", *SMALL).status == 0
+    assert command("train", "name=mine", "augmentation.htm.tau=inf", *SMALL, *UNEVEN).status == 0
     run = RunFolder(tmp_path / "outputs/mine")
     path = publish(run.path, tmp_path / "results", tmp_path / "hub")
     moved = shutil.move(tmp_path / "hub", tmp_path / "elsewhere")

@@ -281,6 +281,9 @@ def test_array_script_omits_finished_and_running_runs(tmp_path: Path, monkeypatc
     assert left.name in script and held.name not in script and done.name not in script
     assert array_script("table3", [done, held], settings, Resources()) is None
     holder.close()
+    (done.folder.path / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json"):
+        array_script("table3", [done], settings, Resources())
 
 
 def test_script_option_only_prints_the_script(tmp_path: Path, monkeypatch, capsys):

@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 
 from reproduction.commands.jobs import resolve_evaluation
 from reproduction.data.sources import _open
+from reproduction.models.build import build_model
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.studies.results import publish
 from reproduction.system.errors import STOP_SIGNALS
+from reproduction.training.checkpoint import save_plain
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import (
@@ -30,6 +32,7 @@ from tests.reproduction.conftest import (
     SMALL_VIT,
     Command,
     at_step,
+    config_of,
     small_trainer,
     trained_run,
     write_images,
@@ -437,6 +440,15 @@ def test_eval_gives_the_results_of_the_run(command: Command, tmp_path: Path):
         file = command("eval", f"checkpoint={path}", "model.embed_dim=16")
         assert f"top-1 {summary['top1_best']:.2f} %" in file.out
     assert len(list((tmp_path / "outputs/evaluations").glob("best-cct_2_3x2-digits-*.json"))) == 2
+
+
+def test_eval_of_diverged_weights_fails(command: Command, tmp_path: Path):
+    settings = ["model.embed_dim=16", "device=cpu"]
+    model = build_model(config_of(*settings).model, 10)
+    path = tmp_path / "diverged.safetensors"
+    save_plain(path, {name: value * math.nan for name, value in model.state_dict().items()}, None)
+    result = command("eval", f"checkpoint={path}", *settings)
+    assert result.status == 1 and "the held-out loss is nan" in result.lines[-1]
 
 
 def test_eval_of_other_images_keeps_the_runs_statistics(command: Command, tmp_path: Path):

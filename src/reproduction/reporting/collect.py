@@ -33,6 +33,15 @@ ORDERED = (  # pairs whose first metric is never below the second
 LONGEST = 300  # characters of a text from a run folder
 
 
+def report_folder(outputs: Path) -> Path:
+    """Creates the folder of the report; UserError if it is a run folder."""
+    folder = outputs / REPORT
+    if (folder / "config.yaml").exists():
+        raise UserError(f"{folder}: is the folder of a run, the report needs this name")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """The accuracies of a finished run in percent, by METRICS, and its provenance if known."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from reproduction.reporting.collect import REPORT, Collection
+from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import NOTHING, short_revision
 from reproduction.reporting.pictures import Picture
 from reproduction.reporting.tables import Table
@@ -125,15 +125,6 @@ def _latex(text: str) -> str:
 
 def _markdown(text: str) -> str:
     return html.escape(" ".join(text.split()), quote=False).translate(str.maketrans(MARKDOWN))
-
-
-def report_folder(outputs: Path) -> Path:
-    """Creates the folder of the report; UserError if it is a run folder."""
-    folder = outputs / REPORT
-    if (folder / "config.yaml").exists():
-        raise UserError(f"{folder}: is the folder of a run, the report needs this name")
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 def write_page(

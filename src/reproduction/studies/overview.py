@@ -5,12 +5,12 @@ from pathlib import Path
 
 from reproduction.config import Config
 from reproduction.reporting.cells import read_cells
-from reproduction.reporting.collect import collect
+from reproduction.reporting.collect import collect, report_folder
 from reproduction.reporting.latency import read_latency
 from reproduction.reporting.model_stats import Counts, PaperRow, measure, read_paper
 from reproduction.reporting.pictures import draw_pictures
 from reproduction.reporting.records import Sources, Sweep
-from reproduction.reporting.render import report_folder, write_page
+from reproduction.reporting.render import write_page
 from reproduction.reporting.tables import TABLES, Table, build_sweep, build_table
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse

@@ -19,9 +19,8 @@ from reproduction.commands.jobs import PUBLISHED as WEIGHTS
 from reproduction.config import STACK
 from reproduction.models.weights import read_file
 from reproduction.reporting.cells import FULL, read_cells
-from reproduction.reporting.collect import METRICS
+from reproduction.reporting.collect import METRICS, report_folder
 from reproduction.reporting.columns import spread_text
-from reproduction.reporting.render import report_folder
 from reproduction.reporting.statistics import compare, holm, p_text, spread
 from reproduction.reporting.tables import LEVEL
 from reproduction.runs.folder import RunFolder, hash_of, identity
@@ -103,7 +102,6 @@ def write_study_report(path: Path, settings: Settings, planned: Sequence[Planned
         lines.append(f"\n**WARNING. {scale} SCALE: a trial run, not the study itself.**")
     lines += _study(path, study, by_stack, len(planned), is_page=False)
     report = report_folder(settings.root) / f"{path.stem}.md"
-    report.parent.mkdir(parents=True, exist_ok=True)
     write_text(report, "\n".join(lines) + "\n")
     return report
 
@@ -190,7 +188,9 @@ def results_page(results: Path = RESULTS) -> str:
         "To check a file, train its configuration again at its git revision: on a CPU, with the",
         "same versions and number of threads, the weights are equal bit for bit. The files of",
         "cifar10_5k and digits100 lack the threads (digits100: `OMP_NUM_THREADS=1`), and their",
-        "sha256 may differ for equal weights, as the order of the metadata was random.\n",
+        "sha256 may differ for equal weights, as the order of the metadata was random. Their mixed",
+        "shares were corrected later: the code of their revisions divides by recipe.batch_size,",
+        "but an epoch is split into equal batches of at most that size.\n",
         "The mixed share is the share of samples that HTM mixes, averaged over training. A round",
         "is one seed with all stacks of a study.\n",
         *_paper(runs, studies),

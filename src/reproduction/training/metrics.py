@@ -30,9 +30,8 @@ class BatchMetrics:
     def __init__(self, world: World):
         self.world = world
         self.zero = torch.zeros((), device=world.device)
-        self.rows: list[Tensor] = []  # of each micro-batch
-        self.images: list[int] = []  # of each batch
-        self.heads: list[Line] = []  # step, epoch and learning rate of each batch
+        # of each batch: step, epoch and learning rate; images; a row of each micro-batch
+        self.batches: list[tuple[Line, int, list[Tensor]]] = []
         self.layers: list[int] = []  # of HTM
         self.seconds = 0.0  # spent on all fetched batches
         self.restart_clock()
@@ -51,24 +50,26 @@ class BatchMetrics:
     ) -> None:
         """Collects a batch without waiting for the device; all have equally many micro-batches."""
         self.layers = [mix.layer for mix in micro_batches[0].output.layers]
-        flags = [self.zero] * len(micro_batches)
-        if not_finite is not None:
-            flags[0] = not_finite  # of the batch
-        pairs = zip(flags, micro_batches, strict=True)
-        self.rows += [torch.stack([flag, *_row(*part)]) for flag, part in pairs]
-        self.images.append(sum(len(micro_batch.output.logits) for micro_batch in micro_batches))
-        self.heads.append({"step": step, "epoch": epoch, "lr": lr})
+        rows = list[Tensor]()
+        flag = self.zero if not_finite is None else not_finite
+        for micro_batch in micro_batches:
+            rows.append(torch.stack([flag, *_row(*micro_batch)]))
+            flag = self.zero
+        images = sum(len(micro_batch.output.logits) for micro_batch in micro_batches)
+        # one statement, so that a signal leaves no half of a batch
+        self.batches.append(({"step": step, "epoch": epoch, "lr": lr}, images, rows))
 
     def fetch(self) -> list[Line]:
         """Returns one line per collected batch, summed over all ranks, and clears the collection.
 
         `skipped` is 1 if the loss or a gradient is not finite.
         """
-        if not self.rows:
+        if not self.batches:
             return []
-        rows = torch.stack(self.rows).double()
-        rows = rows.unflatten(0, (len(self.heads), -1))  # batch, micro-batch, column
-        images = rows.new_tensor(self.images)[:, None]
+        heads, counts, parts = zip(*self.batches, strict=True)
+        rows = torch.stack([row for part in parts for row in part]).double()
+        rows = rows.unflatten(0, (len(heads), -1))  # batch, micro-batch, column
+        images = rows.new_tensor(counts)[:, None]
         sums = self.world.sum(torch.cat([images, rows.sum(dim=1)], dim=1))
         maxima = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1))
         table = torch.cat([sums, maxima], dim=1).tolist()  # waits for the device
@@ -77,9 +78,9 @@ class BatchMetrics:
         speed = sum(row[0] for row in table) / elapsed
         lines = [
             {**head, **self._line(row, sums.shape[1]), "images_per_second": round(speed, 1)}
-            for head, row in zip(self.heads, table, strict=True)
+            for head, row in zip(heads, table, strict=True)
         ]
-        self.rows, self.images, self.heads = [], [], []
+        self.batches = []
         self.restart_clock()
         return lines
 
