@@ -62,36 +62,26 @@ STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(LAUNCHER)
 LATENCY = $(if $(filter-out 0,$(DRY_RUN))$(filter slurm,$(LAUNCHER)),,$(BIN)/python scripts/measure_latency.py \
   $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)"))
 
-reproduce-table1: .venv/installed  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
-	$(STUDY) table1
+reproduce-table1:  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
+reproduce-table2:  ## train Table 2: ViT-B/16 on ImageNet-1K
+reproduce-table3:  ## train Table 3: saliency detectors, and measure their latency
+reproduce-table4:  ## train Table 4: HTM without one of its parts
+reproduce-table5:  ## train Table 5: comparison and combination with other mixup methods
+reproduce-figure3:  ## train the run of Figure 3: saliency by gradient, full rollout, one step
+reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over training
+reproduce-table1 reproduce-table2 reproduce-table4 reproduce-table5 reproduce-figure3 reproduce-figure4: \
+    reproduce-%: .venv/installed
+	$(STUDY) $*
 
-reproduce-table2: .venv/installed  ## train Table 2: ViT-B/16 on ImageNet-1K
-	$(STUDY) table2
-
-reproduce-table3: .venv/installed  ## train Table 3: saliency detectors, and measure their latency
+reproduce-table3: .venv/installed
 	$(STUDY) table3
 	$(LATENCY)
 
-reproduce-table4: .venv/installed  ## train Table 4: HTM without one of its parts
-	$(STUDY) table4
-
-reproduce-table5: .venv/installed  ## train Table 5: comparison and combination with other mixup methods
-	$(STUDY) table5
-
-reproduce-figure3: .venv/installed  ## train the run of Figure 3: saliency by gradient, full rollout, one step
-	$(STUDY) figure3
-
-reproduce-figure4: .venv/installed  ## train the runs of Figure 4: mixed samples per batch over training
-	$(STUDY) figure4
-
-sweep-tau: .venv/installed  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
-	$(STUDY) sweep-tau
-
-sweep-rho: .venv/installed  ## train HTM with rho from 0 to inf (replaces no token)
-	$(STUDY) sweep-rho
-
-sweep-kappa: .venv/installed  ## train VTM with kappa from 1 to all 256 tokens
-	$(STUDY) sweep-kappa
+sweep-tau:  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
+sweep-rho:  ## train HTM with rho from 0 to inf (replaces no token)
+sweep-kappa:  ## train VTM with kappa from 1 to all 256 tokens
+sweep-tau sweep-rho sweep-kappa: .venv/installed
+	$(STUDY) $@
 
 reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
 	$(STUDY) all

@@ -46,8 +46,7 @@ def main() -> None:
     if settings.uses_stand_ins:
         raise UserError(f"scale={args.scale}: runs of seconds on synthetic images are not measured")
     chosen = args.studies or studies_of(args.scale)
-    seeds = args.seeds or settings.chosen.seeds
-    studies = {study: plan(study, settings, seeds) for study in chosen}
+    studies = {study: plan(study, settings, args.seeds) for study in chosen}
     distinct = list({run.name: run for runs in studies.values() for run in runs}.values())
     hardware, speeds = measure(distinct, args)
     print_tables(

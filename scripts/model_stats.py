@@ -3,15 +3,14 @@
 import sys
 
 from reproduction.reporting.model_stats import as_table, differences, measure, read_paper
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
+from reproduction.runs.compose import config_of
 from reproduction.system.terminal import Parser, one_line_errors, print_tables
 
 
 def main() -> int:
     """Prints the table; returns 1 if a figure of the paper differs for no known reason."""
     Parser(description=__doc__).parse_args()
-    stats = [measure(row, parse(compose("train", row.command_line).raw)) for row in read_paper()]
+    stats = [measure(row, config_of(row.command_line)) for row in read_paper()]
     print_tables(as_table(stats))
     return int(any(note is None for row in stats for _, note in differences(row)))
 

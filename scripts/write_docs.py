@@ -6,8 +6,7 @@ from pathlib import Path
 from reproduction.config import CONF_DIR, Config
 from reproduction.reporting.recipes import as_table, compare_recipes, read_recipes
 from reproduction.reporting.reference import configuration_page
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
+from reproduction.runs.compose import config_of
 from reproduction.studies.results import results_page
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import one_line_errors
@@ -24,8 +23,7 @@ def experiments() -> dict[str, Config]:
     folder = CONF_DIR / "experiment"
     paths = [path for name in TABLES for path in sorted((folder / name).glob("*.yaml"))]
     names = [str(path.relative_to(folder).with_suffix("")) for path in paths]
-    composed = (compose("train", [f"experiment={name}"]).raw for name in names)
-    return dict(zip(names, (parse(raw, needs_data=False) for raw in composed), strict=True))
+    return {name: config_of([f"experiment={name}"]) for name in names}
 
 
 def differences_page() -> str:

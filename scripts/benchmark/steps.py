@@ -13,8 +13,7 @@ from torch import nn
 
 from reproduction.config import Config
 from reproduction.models.build import attention_kernel, count_macs
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
+from reproduction.runs.compose import config_of
 from reproduction.studies.cost import FLOPS_PER_MAC
 from reproduction.studies.speed import bare_trainer, step_of
 from reproduction.system.timing import spread_of, time_in_turns
@@ -125,7 +124,7 @@ def step_config(model: str, stack: list[str], precision: str, *overrides: str) -
     settings += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}"]
     settings += ["augmentation.htm.tau=inf"] if "htm" in stack else []
     settings += overrides  # the last value of a key counts
-    return parse(compose("train", settings).raw, needs_data=False)
+    return config_of(settings)
 
 
 def sharp_trainer(

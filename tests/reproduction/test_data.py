@@ -244,7 +244,7 @@ def test_evaluation_loaders_give_each_image_to_one_rank_once(ranks):
     source = load_source("digits", None, None)
     config = config_of(f"recipe.batch_size={7 * ranks}")
     loaders = [
-        build_evaluation_loader(config, source, r, ranks, False, BrokenImages(0))
+        build_evaluation_loader(config, source, r, ranks, False, BrokenImages(skips=False))
         for r in range(ranks)
     ]
     seen = [index for loader in loaders for batch in loader.batch_sampler for index in batch]

@@ -46,8 +46,8 @@ def folder_config(root: Path, *overrides: str) -> Config:
 def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> list[torch.Tensor]:
     """Loads two training epochs and the held-out images; first calls `meanwhile`."""
     batches = TrainingBatches(len(source.train), 5, config.seed)
-    loader = build_training_loader(config, source, batches, False, BrokenImages(0))
-    evaluation = build_evaluation_loader(config, source, 0, 1, False, BrokenImages(0))
+    loader = build_training_loader(config, source, batches, False, BrokenImages(skips=False))
+    evaluation = build_evaluation_loader(config, source, 0, 1, False, BrokenImages(skips=False))
     meanwhile()
     tensors = []
     for epoch in range(2):

@@ -224,7 +224,7 @@ def read(root: Path, memory: int = 0) -> None:
     config = replace(base(), dataset=dataset)
     source = load_source("image_folder", str(root), None)
     batches = TrainingBatches(len(source.train), 2, 0)
-    broken = BrokenImages(0)
+    broken = BrokenImages(skips=False)
     assert len(list(build_training_loader(config, source, batches, False, broken))) >= 1
     assert len(list(build_evaluation_loader(config, source, 0, 1, False, broken))) >= 1
 

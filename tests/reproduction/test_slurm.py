@@ -261,7 +261,7 @@ def test_reproduce_submits_unfinished_runs(calls: Path, tmp_path: Path, monkeypa
     assert call("--partition", "gpu") == 0
     out = capsys.readouterr().out
     (script,) = (tmp_path / "outputs/digits/.slurm").iterdir()
-    assert f"submitted {script.relative_to(tmp_path)} as job 70" in out and "make status" in out
+    assert f"submitted {script.relative_to(tmp_path)} as job 70" in out and "--status" in out
     assert calls.read_text() == f"sbatch --parsable {script.relative_to(tmp_path)}\n"
     assert (tmp_path / "submitted").read_text() == script.read_text()
     assert "#SBATCH --array=0-2\n" in script.read_text()

@@ -179,7 +179,7 @@ def test_only_table_2_has_top_5(tmp_path: Path, configs: Configs):
 
 def test_run_is_running_while_a_process_holds_it(tmp_path: Path, configs: Configs, monkeypatch):
     write_run(tmp_path, configs[HTM], 1, status="running")
-    monkeypatch.setattr("reproduction.reporting.collect.is_held", lambda folder: True)
+    monkeypatch.setattr("reproduction.runs.locking.is_held", lambda folder: True)
     tables, _ = tables_of(tmp_path, configs)
     assert record(tables[1], HTM).status == "seed 1 running"
 
@@ -194,7 +194,7 @@ def test_unfinished_and_failed_runs_are_listed_with_their_error(tmp_path: Path, 
     tables, _ = tables_of(tmp_path, configs)
     cell = record(tables[1], HTM)
     assert cell.status == (
-        "1 finished; seed 1 interrupted, in epoch 12 of 1510; seed 2 failed; seed 3 not begun"
+        "1 finished; seed 1 interrupted, in epoch 12 of 1510; seed 2 failed; seed 3 interrupted"
     )
     assert cell.seeds == (0,)
     (note,) = [note for note in tables[3].notes if "bad" in note]

@@ -93,12 +93,6 @@ def build_evaluation_loader(
     return ReadableBatches(loader, broken, first=len(source.train))
 
 
-def build_broken_images(config: Config, source: Source) -> BrokenImages:
-    """Returns the record of skipped images over both splits; unused if they are not skipped."""
-    images = len(source.train) + len(source.held_out)
-    return BrokenImages(images if config.dataset.skips else 0)
-
-
 def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
     """Decodes images that fit into `memory_mib`. Raises UserError for a broken file."""
     if not dataset.memory_mib:

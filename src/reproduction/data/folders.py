@@ -1,6 +1,7 @@
 """The layout of data sets on disk. Imports no heavy package, so that checks are fast."""
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -28,8 +29,9 @@ SIZES = {
 }
 
 
+@cache
 def data_sizes(name: str, root: str | None) -> Sizes:
-    """Returns the sizes of a data set. Counts the files of an image folder.
+    """Returns the sizes of a data set. Counts the files of an image folder, once in a process.
 
     Raises UserError if the image folder is missing or invalid.
     """

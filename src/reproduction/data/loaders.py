@@ -148,13 +148,10 @@ def data_loader(
 
 
 class BrokenImages:
-    """The broken images that a run has met so far. Each is reported once on stderr.
+    """The broken images that a run has met so far, if it `skips` them. Each is reported once."""
 
-    `num_images` is 0 if broken images are not skipped.
-    """
-
-    def __init__(self, num_images: int):
-        self.num_images = num_images
+    def __init__(self, skips: bool):
+        self.skips = skips
         self.known: set[int] = set()
 
     def note(self, number: int, reason: str) -> None:
@@ -162,9 +159,10 @@ class BrokenImages:
             self.known.add(number)
             warn(f"warning: left out: {reason}")
 
-    def agree(self, union: Callable[[set[int], int], set[int]]) -> None:
-        """Collects the broken images of all ranks by `World.union`, a collective call."""
-        self.known = union(self.known, self.num_images)
+    def agree(self, gather: Callable[[set[int]], list[set[int]]]) -> None:
+        """Collects the broken images of all ranks by `World.gather`, a collective call."""
+        if self.skips:
+            self.known = set().union(*gather(self.known))
 
 
 class ReadableBatches:

@@ -1,8 +1,9 @@
 """The trained cells of the paper's tables with their printed values, and the scales of a study."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -60,13 +61,14 @@ class Scale:
     seeds: int = 3
     is_apart: bool = True
 
-    def overrides(self, column: str, stack: set[str]) -> list[str]:
+    def overrides(self, column: str, stack: Iterable[str]) -> list[str]:
         """Returns the overrides of a cell in `column` with the augmentations `stack`."""
-        overrides = list(self.columns[column])
-        for key, more in self.stacks.items():
-            if set(key.split("+")) <= stack:
-                overrides += more
-        return overrides
+        return [*self.columns[column], *self.stack_overrides(stack)]
+
+    def stack_overrides(self, stack: Iterable[str]) -> list[str]:
+        """Returns the entries of `stacks` that apply to the augmentations `stack`."""
+        chosen = (more for key, more in self.stacks.items() if {*key.split("+")} <= {*stack})
+        return [*chain.from_iterable(chosen)]
 
 
 FEW_STEPS = (

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from reproduction.config import CONF_DIR, STACK
-from reproduction.runs.parse import stack_problem, unknown_key
+from reproduction.config import CONF_DIR, STACK, Config
+from reproduction.runs.parse import parse, stack_problem, unknown_key
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
 from reproduction.system.ranks import launched_ranks, local_ranks
@@ -59,6 +59,11 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
         overrides={o.key_or_group: str(o.input_line) for o in parsed},
         experiment=experiments[-1] if experiments else None,
     )
+
+
+def config_of(overrides: Sequence[str]) -> Config:
+    """Returns the configuration of these overrides of train.py. The images may be missing."""
+    return parse(compose("train", list(overrides)).raw, needs_data=False)
 
 
 def read_overrides(config_name: str, overrides: list[str]) -> list[Override]:

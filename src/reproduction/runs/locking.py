@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.system.errors import RunLocked, UserError
@@ -15,6 +15,7 @@ from reproduction.system.ranks import is_first_rank, launcher, restarts
 
 PATIENCE = 0.5  # seconds: a reader may hold the lock briefly, or its owner may be exiting
 PATIENCE_OF_RESTARTED = 60.0  # the previous first rank may still be shutting down
+Status = Literal["finished", "running", "interrupted", "failed", "not started"]
 ATTEMPTS = 50  # to open a lock while other processes remove its folder
 
 
@@ -47,6 +48,21 @@ def is_held(folder: RunFolder) -> bool:
             return not _try_lock(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
+
+
+def read_status(folder: RunFolder) -> Status:
+    """Returns the status of a run. A killed one, whose summary says `running`, is interrupted.
+
+    The lock's owner must not call this.
+    """
+    status = folder.read_summary().get("status")
+    if status == "finished":
+        return "finished"
+    if is_held(folder):
+        return "running"
+    if status == "failed":
+        return "failed"
+    return "interrupted" if folder.config_path.exists() else "not started"
 
 
 def _lock(folder: RunFolder) -> IO[str]:

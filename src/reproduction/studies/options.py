@@ -59,8 +59,7 @@ def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
     settings = settings_of(args)
     if args.study not in STUDIES:
         return plan_own(Path(args.study), settings, args.seeds)
-    default = 1 if args.study == "figure3" else settings.chosen.seeds  # Figure 3 shows one model
-    return plan(args.study, settings, args.seeds or default)
+    return plan(args.study, settings, args.seeds)
 
 
 def name_of(args: argparse.Namespace) -> str:

@@ -12,8 +12,7 @@ from reproduction.reporting.pictures import draw_pictures
 from reproduction.reporting.records import Sources, Sweep
 from reproduction.reporting.render import write_page
 from reproduction.reporting.tables import TABLES, Table, build_sweep, build_table
-from reproduction.runs.compose import compose
-from reproduction.runs.parse import parse
+from reproduction.runs.compose import config_of
 from reproduction.studies.plan import SWEEPS, Settings, point_configs
 from reproduction.system.errors import UserError
 
@@ -70,7 +69,4 @@ def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:
 
 def count(papers: Sequence[PaperRow]) -> Sizes:
     """Counts parameters and MACs of each row's model on the meta device, in about ten seconds."""
-    return {
-        (row.table, row.row): measure(row, parse(compose("train", row.command_line).raw)).counts
-        for row in papers
-    }
+    return {(x.table, x.row): measure(x, config_of(x.command_line)).counts for x in papers}

@@ -8,10 +8,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from reproduction.config import FORBID, Count, FolderName, folder_name
-from reproduction.reporting.cells import FULL, SCALES
-from reproduction.runs.compose import compose, error_context
+from reproduction.reporting.cells import FULL
+from reproduction.runs.compose import config_of, error_context
 from reproduction.runs.folder import default_name, find_runs
-from reproduction.runs.parse import parse
 from reproduction.studies.plan import PlannedRun, Settings, planned_run, quoted
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_yaml
@@ -93,7 +92,7 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
                 f"devices={settings.devices}",
                 f"output_root={quoted(str(settings.root))}",
             ]
-            config = parse(compose("train", overrides).raw, needs_data=False)
+            config = config_of(overrides)
             folder_name(default_name(config, f"{path.stem}/{stack}"))  # raises for a bad name
             stacks[stack] = overrides, config
     default = study.seeds if settings.scale == FULL else 1
@@ -106,11 +105,10 @@ def plan_own(path: Path, settings: Settings, seeds: int | None = None) -> list[P
 
 def _scale_overrides(study: OwnStudy, overrides: list[str], settings: Settings) -> list[str]:
     """Returns the overrides of a stack for the scale and the folder of the images."""
-    raw = compose("train", overrides).raw
-    root = settings.dataset_root(raw["dataset"]["name"])
+    config = config_of(overrides)
+    root = settings.dataset_root(config.dataset.name)
     paths = [] if root is None else [f"dataset.root={quoted(root)}"]
     if settings.scale == FULL:
         return paths
-    stacks = SCALES[settings.scale].stacks.items()
-    mixing = [x for name, more in stacks if name in raw["augmentation"] for x in more]
+    mixing = settings.chosen.stack_overrides(config.augmentation.stack)
     return [*study.smoke, *mixing, *paths]

@@ -21,9 +21,8 @@ from reproduction.reporting.cells import (
     Scale,
     read_cells,
 )
-from reproduction.runs.compose import compose
+from reproduction.runs.compose import config_of
 from reproduction.runs.folder import RunFolder, default_name, find_runs, run_hash
-from reproduction.runs.parse import parse
 from reproduction.system.errors import UserError
 
 DATASET_OPTIONS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
@@ -146,7 +145,7 @@ def studies_of(scale: str) -> list[str]:
     return [study for study in studies if any(_points(study, Settings(scale=scale)))]
 
 
-def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
+def plan(study: str, settings: Settings, seeds: int | None = None) -> list[PlannedRun]:
     """Returns the runs of a study, seed by seed; points of the same configuration share a run.
 
     Existing runs keep their names; new ones are named after the first cell of the paper with their
@@ -160,6 +159,7 @@ def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
         if not study.startswith("table") or cell.table <= int(study[-1]):
             key = run_hash(_config(Point(cell.experiment, cell), settings))
             first_cells.setdefault(key, cell.experiment)
+    default = 1 if study == "figure3" else settings.chosen.seeds  # Figure 3 shows one model
     existing = find_runs(settings.root)
     groups: dict[str, list[Point]] = {}
     for point in points:
@@ -173,7 +173,7 @@ def plan(study: str, settings: Settings, seeds: int) -> list[PlannedRun]:
             existing,
             tuple(point.label for point in group),
         )
-        for seed in range(seeds)
+        for seed in range(seeds or default)
         for key, group in groups.items()
     ]
 
@@ -222,7 +222,7 @@ def _config(point: Point, settings: Settings) -> Config:
 
 @lru_cache(maxsize=1024)
 def _cached_config(point: Point, settings: Settings) -> Config:
-    return parse(compose("train", _overrides(point, settings)).raw, needs_data=False)
+    return config_of(_overrides(point, settings))
 
 
 def _overrides(point: Point, settings: Settings) -> list[str]:
@@ -234,10 +234,10 @@ def _overrides(point: Point, settings: Settings) -> list[str]:
     root = settings.dataset_root(dataset or DATASETS[point.cell.column])
     if root is not None:
         overrides.append(f"dataset.root={quoted(root)}")
-    stack = set[str]()
+    stack: list[str] = []
     if settings.chosen.stacks:
         full = _cached_config(Point(point.cell.experiment, point.cell), Settings())
-        stack = set(full.augmentation.stack)
+        stack = full.augmentation.stack
     overrides += settings.chosen.overrides(point.cell.column, stack)
     overrides += [*point.change, f"devices={settings.devices}"]
     return [*overrides, f"output_root={quoted(str(settings.root))}"]

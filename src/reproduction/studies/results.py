@@ -261,8 +261,9 @@ def _study(
     seeds = planned // len(by_stack)
     yield f"\n## {study.title}\n"
     yield f"{study.about.strip()}\n"
-    yield f"Fixed before the first run by `results/{path.name}`;"
-    yield f"`make study FILE=results/{path.name}` trains it. {study.pilot.strip()}\n"
+    file = f"results/{path.name}" if is_page else path
+    yield f"Fixed before the first run by `{file}`;"
+    yield f"`make study FILE={file}` trains it. {study.pilot.strip()}\n"
     done = sum(len(runs) for runs in by_stack.values())
     yield f"{done} of {planned} runs are finished, {rounds} of {seeds} rounds are complete.\n"
     yield "| stack | n | last | best of the last 10 | best | mixed share | hours | files |"

@@ -149,7 +149,7 @@ def submit(study: str, runs: list[PlannedRun], settings: Settings, resources: Re
     job = process.stdout.strip().partition(";")[0]
     return (
         f"submitted {path} as job {job}; its tasks write to {path.parent}/{study}-{job}_*.log\n"
-        "`make status` shows the progress; the same command submits unfinished runs again"
+        "reproduce.py --status shows their progress; the same command submits unfinished runs again"
     )
 
 

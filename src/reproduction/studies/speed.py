@@ -46,7 +46,7 @@ def bare_trainer(
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=no_data,
         eval_loader=no_data,
-        broken=BrokenImages(0),
+        broken=BrokenImages(skips=False),
     )
 
 

@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from reproduction.reporting.curves import lines_backwards
 from reproduction.runs.folder import RunFolder, run_hash
-from reproduction.runs.locking import is_held
+from reproduction.runs.locking import Status, read_status
 from reproduction.studies.cost import FILE, hours_text, read_costs, run_hours, speed_key
 from reproduction.studies.plan import PlannedRun, Settings
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.reading import parse_json
 
-Status = Literal["finished", "running", "interrupted", "failed", "not started"]
 COLOURS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red"}
 
 
@@ -40,11 +39,11 @@ class State:
 
 def read_state(folder: RunFolder) -> State:
     """Reads the state of one run; UserError if its summary or metrics are not readable."""
-    summary = folder.read_summary()
+    summary, status = folder.read_summary(), read_status(folder)
     try:
-        if folder.is_finished():
+        if status == "finished":
             return State(
-                status="finished",
+                status=status,
                 epochs=int(summary["epochs"]),
                 top1=float(summary["top1_last"]),
                 hours=float(summary["seconds"]) / 3600,
@@ -53,14 +52,9 @@ def read_state(folder: RunFolder) -> State:
         epochs, top1 = (int(last["epoch"]), float(last["top1"])) if last else (0, None)
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise UserError(f"{folder.path}: not readable: {first_line(error)}") from error
-    if is_held(folder):
-        return State(status="running", epochs=epochs, top1=top1)
-    if summary.get("status") == "failed":
-        reason = None if summary.get("error") is None else in_one_line(str(summary["error"]))
-        return State(status="failed", epochs=epochs, top1=top1, error=reason)
-    if not folder.config_path.exists():
-        return State(status="not started")
-    return State(status="interrupted", epochs=epochs, top1=top1)  # or killed while running
+    cause = summary.get("error") if status == "failed" else None
+    reason = None if cause is None else in_one_line(str(cause))
+    return State(status=status, epochs=epochs, top1=top1, error=reason)
 
 
 def _last_epoch(folder: RunFolder) -> dict[str, Any]:

@@ -83,13 +83,12 @@ class World:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def union(self, numbers: set[int], bound: int) -> set[int]:
-        """The union of all ranks' numbers, which are below `bound`; all ranks have to call it."""
-        if self.size == 1 or not bound:
-            return numbers
-        counts = torch.zeros(bound, dtype=torch.int32, device=self.device)
-        counts[sorted(numbers)] = 1
-        return set(self.sum(counts).nonzero().flatten().tolist())
+    def gather(self, value: Shared) -> list[Shared]:
+        """Returns the values of all ranks on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def share(self, value: Shared) -> Shared:
         """Returns the first rank's value on every rank."""

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.config import Config
-from reproduction.data.build import build_broken_images, build_evaluation_loader
+from reproduction.data.build import build_evaluation_loader
 from reproduction.data.inputs import Normalize, build_normalize
+from reproduction.data.loaders import BrokenImages
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
@@ -118,14 +119,14 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
         model = build_model(without_weights(config.model), len(source.classes))
         loaded = load_plain(checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
-        broken = build_broken_images(config, source)
+        broken = BrokenImages(config.dataset.skips)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin, broken)
         with explaining_memory("evaluation", config.recipe), explaining_data():
             scores = evaluate(
                 place(model, world.device), normalize, loader, world, config.recipe.precision
             )
-        broken.agree(world.union)
+        broken.agree(world.gather)
         return {
             **scores,
             "images": len(source.held_out) - len(broken.known),

@@ -182,7 +182,7 @@ class Trainer:
 
     def _global_size(self, batch: int, own: int) -> int:
         """Images in a global batch, of which this rank has `own`; broken images do not count."""
-        if not self.broken.num_images:
+        if not self.broken.skips:
             return self.batches.global_size(batch)
         own_images = torch.tensor(float(own), device=self.world.device)
         return int(self.world.sum(own_images).item())
@@ -206,7 +206,7 @@ class Trainer:
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; PlainError if a non-finite update ends the run."""
-        self.broken.agree(self.world.union)
+        self.broken.agree(self.world.gather)
         lines = self.metrics.fetch()
         self._write(lines)
         self.non_finite.check(lines)
@@ -245,7 +245,7 @@ class Trainer:
                 self.world,
                 self.recipe.precision,
             )
-        self.broken.agree(self.world.union)
+        self.broken.agree(self.world.gather)
         line = {"epoch": self.epoch, **result}
         self.history.append(line)
         if self.world.is_main:

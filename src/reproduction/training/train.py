@@ -13,14 +13,13 @@ import torch
 
 from reproduction.config import Config, ViT
 from reproduction.data.build import (
-    build_broken_images,
     build_evaluation_loader,
     build_source,
     build_training_inputs,
     build_training_loader,
     statistics_warning,
 )
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.models.build import (
     attention_kernel,
@@ -137,7 +136,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
-    broken = build_broken_images(config, source)
+    broken = BrokenImages(config.dataset.skips)
     pin = world.device.type == "cuda"
     trainer = Trainer(
         config,
