@@ -13,7 +13,9 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
     """Title -> effect -> value."""
     table = {
         "random, 64 tokens": measure(random_batches(0), RHO, KAPPA),
-        "random, class token and 196": measure(random_batches(0, t=196, prefix=1), RHO, KAPPA),
+        "random, 196 tokens and class token": measure(
+            random_batches(0, t=196, prefix=1), RHO, KAPPA
+        ),
     }
     for run in runs:
         folder = RunFolder(run)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
     from tokenmixup.scorenet import ScoreNet, difficulty
     from tokenmixup.structure import why_not
-    from tokenmixup.vertical import select_salient, vertical_attention
+    from tokenmixup.vertical import salient_indices, vertical_attention
 
 __version__ = "0.2.0"
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "mix_horizontal",
     "optimal_assignment",
     "rollout_saliency",
-    "select_salient",
+    "salient_indices",
     "torch_encoder",
     "training_loss",
     "vertical_attention",
@@ -67,3 +67,7 @@ def __getattr__(name: str) -> Any:
             if hasattr(found := import_module(f"{__name__}.{home}"), name):
                 return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -48,7 +48,7 @@ def optimal_assignment(gain: Tensor) -> Tensor:
 def check_finite(gain: Tensor) -> None:
     """Raises FloatingPointError if a gain is not finite."""
     if not gain.isfinite().all():
-        raise FloatingPointError("the saliency gain is not finite: the attention has diverged")
+        raise FloatingPointError("the saliency gain is not finite: the model has diverged")
 
 
 def _columns_reduced(gain: np.ndarray) -> np.ndarray:

@@ -29,12 +29,12 @@ class Positions(NamedTuple):
     rope: Tensor | None = None  # b|1 h|1 n 2e: sines, then cosines, of every token's angle
     bias: Tensor | None = None  # b|1 h|1 n|1 n, added to the scaled scores, query x key
 
-    def of_memory(self, places: Sequence[Tensor]) -> "Positions":
-        """Appends the terms of a memory whose tokens were at `places`, each `b kappa` in 0..n-1."""
+    def of_memory(self, indices: Sequence[Tensor]) -> "Positions":
+        """Appends the terms of a memory of tokens with these indices, each `b kappa` in 0..n-1."""
         rope, bias = self
         if rope is None and bias is None:
             return self
-        index = torch.cat(list(places), dim=1)  # b m
+        index = torch.cat(list(indices), dim=1)  # b m
         if rope is not None:
             rope = rope.expand(len(index), -1, -1, -1)
             rope = torch.cat([rope, rope.take_along_dim(index[:, None, :, None], dim=2)], dim=2)

@@ -4,7 +4,7 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -68,6 +68,11 @@ class BlockInput:
         return positions(attn, self.tokens.shape[1], self.given, dropout=False)
 
 
+def by_mean_attention(entry: BlockInput) -> Tensor:
+    """Saliency by Eq. 3 as printed, also if there is a class token: the mean over all queries."""
+    return replace(entry, class_token=False, saliency=None).own_saliency()
+
+
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image, `b t`."""
     assert entry.pixels is not None, "the gradient is computed before the forward pass"
@@ -90,6 +95,7 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
 Detector = Callable[[BlockInput], Tensor]
 DETECTORS: dict[str, Detector] = {
     "attention": BlockInput.own_saliency,
+    "mean_attention": by_mean_attention,
     "gradient": by_gradient,
     "random": BlockInput.own_saliency,  # for the pairs; `rules.py` draws the tokens at random
 }

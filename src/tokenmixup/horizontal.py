@@ -70,10 +70,14 @@ def in_place(is_easy: Tensor) -> None:
 class Rules(NamedTuple):
     """The exchangeable parts of Algorithm 1, by default the paper's; `rules.py` has others."""
 
-    match: Callable[[Tensor, Tensor], Tensor] = optimal_donors  # gain, is_easy -> donor
-    choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens  # -> mask
-    weigh: Callable[[Tensor, Tensor], Tensor] = saliency_ratio  # mixed saliency, mask -> keep_ratio
-    order: Callable[[Tensor], Tensor | None] = in_place  # is_easy -> b int64, None: no reordering
+    # gain b b, is_easy b -> donor b, a hard sample's is itself
+    match: Callable[[Tensor, Tensor], Tensor] = optimal_donors
+    # own saliency b t, the donor's b t, is_easy b, rho -> mask b t, True: take the donor's token
+    choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens
+    # saliency of the mixed tokens b t, mask b t -> keep_ratio b 1
+    weigh: Callable[[Tensor, Tensor], Tensor] = saliency_ratio
+    # is_easy b -> new order b, None: unchanged
+    order: Callable[[Tensor], Tensor | None] = in_place
     skips_non_finite: bool = False  # a gain that is not finite: mix nothing, instead of raising
 
 
@@ -93,8 +97,11 @@ def algorithm_1(
 
     `tokens`: `b n d`; the first `n - t`, the prefix, are never replaced. `targets`: `b c`.
     `measure` returns the difficulty of each sample, `b`; `detect` the saliency of each spatial
-    token, `b t`. Raises ValueError if `t > n`, FloatingPointError if a gain is not finite.
+    token, `b t`. Raises ValueError if `t > n` or the targets are not `b c`, FloatingPointError if a
+    gain is not finite.
     """
+    if targets.ndim != 2 or len(targets) != len(tokens):
+        raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")
     difficulty = measure(tokens, targets)  # 1: Eq. 1
     saliency = detect().detach().float()  # 2: Eq. 3
     if saliency.shape[1] > tokens.shape[1]:
@@ -135,8 +142,7 @@ def mix_horizontal(
     easy sample gets a donor of its own. A spatial token is replaced by the donor's if that is more
     salient by more than rho (Eq. 9, `eq:mask`, and 10, `eq:mix_x`). Labels are weighted by the
     saliency kept and taken (Eq. 11, `eq:mix_y`), and unchanged if both are 0. The first `n - t`
-    tokens, the prefix, are never replaced. Raises ValueError if `t > n`, FloatingPointError if a
-    gain is not finite.
+    tokens, the prefix, are never replaced. Raises the errors of `algorithm_1`.
     """
     difficulty = 1 - is_easy.float()  # 0 or 1, and tau is 1
     return algorithm_1(tokens, targets, 1.0, rho, lambda *_: difficulty, lambda: saliency, rules)

@@ -44,7 +44,7 @@ from tokenmixup.structure import (
     view_of,
     why_not,
 )
-from tokenmixup.vertical import PLACES, Memory
+from tokenmixup.vertical import INDICES, Memory
 
 
 def attach(
@@ -58,21 +58,14 @@ def attach(
 ) -> "TokenMixup":
     """Wraps a transformer with pre-norm attention `blocks` for training with TokenMixup.
 
-    `htm`, `vtm`, `manifold_mixup`: settings, as mappings or dataclasses; None disables a method.
+    `model`: a stock model, used in place; `num_classes`: of its logits. `htm`, `vtm`,
+    `manifold_mixup`: settings, as mappings or dataclasses; None disables a method.
     `checkpoint_blocks`: recomputes activations in the backward pass (gradient checkpointing) of all
     blocks but those of HTM, VTM, its sources and manifold mixup. `adapter`: needed if the model has
     other names than timm's and is no known class of torchvision or transformers. Raises ValueError
     for an unsupported model, a layer that it does not have, or an invalid setting.
     """
-    return TokenMixup(
-        model,
-        num_classes,
-        built(HTM, htm),
-        built(VTM, vtm),
-        built(ManifoldMixup, manifold_mixup),
-        checkpoint_blocks,
-        adapter,
-    )
+    return TokenMixup(model, num_classes, htm, vtm, manifold_mixup, checkpoint_blocks, adapter)
 
 
 class TokenMixup(nn.Module):
@@ -81,20 +74,23 @@ class TokenMixup(nn.Module):
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
     TypeError without targets; ValueError for images or targets of another kind, for the model's own
     gradient checkpointing, which would rerun blocks without hooks, and for DataParallel, whose
-    replicas would share hooks; FloatingPointError if the saliency is not finite.
+    replicas would share hooks, and for a model that skips or repeats a block; FloatingPointError if
+    the saliency is not finite. `rules` and `detect` are HTM's and may be replaced.
     """
 
     def __init__(
         self,
         model: nn.Module,
         num_classes: int,
-        htm: HTM | None,
-        vtm: VTM | None,
-        manifold_mixup: ManifoldMixup | None = None,
+        htm: HTM | Mapping[str, Any] | None = None,
+        vtm: VTM | Mapping[str, Any] | None = None,
+        manifold_mixup: ManifoldMixup | Mapping[str, Any] | None = None,
         checkpoint_blocks: bool = False,
         adapter: Adapter | None = None,
     ):
         super().__init__()
+        htm, vtm = built(HTM, htm), built(VTM, vtm)
+        manifold_mixup = built(ManifoldMixup, manifold_mixup)
         if type(num_classes) is not int or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
         if type(checkpoint_blocks) is not bool:
@@ -128,7 +124,7 @@ class TokenMixup(nn.Module):
                 check_rollout(model, layer, htm.rollout_steps, adapter)
                 scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
                 self.scorenets[str(layer)] = scorenet.to(like.device, like.dtype)
-            self.rules, self._detect = rules_of(htm), detector_of(htm)
+            self.rules, self.detect = rules_of(htm), detector_of(htm)
         self._reads_class_token = reads_class_token(view)
 
     @property
@@ -145,7 +141,8 @@ class TokenMixup(nn.Module):
         state = self._begin(images, targets)
         with self._mixing(state):
             logits = self._logits(images)
-        assert len(state.mixes) == len(self._htm_at), "a block of htm.layer did not run"
+        for layer in self._htm_at.keys() - state.mixes.keys():
+            raise ValueError(f"htm.layer={layer}: this block did not run")
         return state.output(logits)
 
     def _logits(self, images: Tensor) -> Any:
@@ -153,9 +150,10 @@ class TokenMixup(nn.Module):
         return out if self.adapter is None else self.adapter.logits(out)
 
     def stop_mixing(self) -> None:
-        """Disables all mixing in training and freezes the ScoreNets.
+        """Disables all mixing in training for good and freezes the ScoreNets.
 
-        A DistributedDataParallel wrapper waits for their gradients: wrap the module again.
+        Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
+        waits for the gradients of the ScoreNets: wrap the module again.
         """
         self._htm_at, self._vtm_at, self._sources, self._manifold = {}, {}, range(0), None
         self.scorenets.requires_grad_(False)
@@ -170,7 +168,7 @@ class TokenMixup(nn.Module):
         """Returns what HTM's first layer makes of these images; None without HTM.
 
         Runs the model in its current mode: training mode has dropout and updates running
-        statistics.
+        statistics. Raises the errors of a training pass.
         """
         state = self._begin(images, targets)
         with self._mixing(state):
@@ -193,7 +191,8 @@ class TokenMixup(nn.Module):
                 f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
-        state = ForwardState(targets, view_of(self.model, self.adapter))
+        weight = 0.0 if self.htm is None else self.htm.score_loss_weight
+        state = ForwardState(targets, view_of(self.model, self.adapter), weight)
         if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
                 exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
@@ -201,8 +200,8 @@ class TokenMixup(nn.Module):
         if self._manifold is not None:
             state.manifold = draw_manifold_mix(self._manifold, images)
         for layer, vtm in self._vtm_at.items():
-            place = PLACES[vtm.class_token_offset]
-            state.memories[layer] = Memory(vtm.kappa, place, vtm.stop_gradient)
+            select = INDICES[vtm.class_token_offset]
+            state.memories[layer] = Memory(vtm.kappa, select, vtm.stop_gradient)
         return state
 
     @contextmanager
@@ -257,7 +256,7 @@ class TokenMixup(nn.Module):
         """Returns the stand-in for the attention of each block that has one in training."""
         replaced: dict[int, StandIn] = dict.fromkeys(self._sources, attend_and_remember)
         for layer in self._htm_at:
-            if layer in self._sources or self._detect is BlockInput.own_saliency:
+            if layer in self._sources or self.detect is BlockInput.own_saliency:
                 replaced[layer] = attend_as_projected  # HTM has projected the tokens
         return replaced | dict.fromkeys(self._vtm_at, attend_to_memory)
 
@@ -269,6 +268,8 @@ class TokenMixup(nn.Module):
             raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
         if any(value is not None for value in args[1:]):
             raise ValueError(f"block {index} gets further positional arguments: not supported")
+        if state.entry is not None and index <= state.entry.index:
+            raise ValueError(f"block {index} runs again: must run once in a forward pass, in order")
         entry = state.entry = self._block_input(state, index, args[0], given)
         if state.manifold is not None and state.manifold.layer == index:
             entry.tokens = state.manifold(entry.tokens)
@@ -299,7 +300,7 @@ class TokenMixup(nn.Module):
 
     def _saliency_of(self, entry: BlockInput) -> Tensor:
         """Returns the detector's saliency. Raises ValueError unless it is `b t`."""
-        saliency = self._detect(entry)
+        saliency = self.detect(entry)
         b, n, _ = entry.tokens.shape
         if saliency.shape != (b, n - entry.num_prefix_tokens):
             raise ValueError(

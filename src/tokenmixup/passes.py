@@ -33,7 +33,7 @@ class LayerMix(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Output of a training forward pass. Without HTM all but the first two are None or empty.
+    """Output of a training forward pass. Without HTM all but the first two have their defaults.
 
     Rows are in the order of the images. With `order=published`, `logits` and `targets` are in the
     published code's order, easy samples first.
@@ -46,11 +46,7 @@ class Output(NamedTuple):
     mask: Tensor | None = None  # b t bool, tokens replaced at any layer
     gain: Tensor | None = None  # b t, their gain in saliency, summed over the layers
     layers: tuple[LayerMix, ...] = ()
-
-    @property
-    def score_logits(self) -> Tensor | None:
-        """The logits of the first layer's ScoreNet, `b c`."""
-        return self.layers[0].score_logits if self.layers else None
+    score_loss_weight: float = 0.0  # the setting of HTM
 
     @property
     def stats(self) -> dict[str, Tensor]:
@@ -83,16 +79,17 @@ def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> d
     }
 
 
-def training_loss(output: Output, score_loss_weight: float) -> Tensor:
+def training_loss(output: Output, score_loss_weight: float | None = None) -> Tensor:
     """Returns cross-entropy(logits, mixed targets) + lambda x ScoreNet's loss, in float32.
 
-    The paper trains both jointly (Section 3.1) without giving lambda; the default of
-    `HTM.score_loss_weight` is the published code's.
+    `score_loss_weight`: lambda, by default `HTM.score_loss_weight`, whose default is the published
+    code's. The paper trains both jointly (Section 3.1) without giving lambda.
     """
+    weight = output.score_loss_weight if score_loss_weight is None else score_loss_weight
     loss = F.cross_entropy(output.logits.float(), output.targets.float())
     if output.score_loss is None:
         return loss
-    return loss.add(output.score_loss, alpha=score_loss_weight)
+    return loss.add(output.score_loss, alpha=weight)
 
 
 @dataclass
@@ -101,6 +98,7 @@ class ForwardState:
 
     targets: Tensor  # b c, as mixed so far
     view: Any  # the model, or its view with timm's names, see `adapters.py`
+    score_loss_weight: float = 0.0
     pixels: Tensor | None = None  # b h w, magnitude of the input gradient
     manifold: ManifoldMix | None = None
     num_patches: int | None = None  # of the patch embedding's output
@@ -154,6 +152,7 @@ class ForwardState:
             reduce(torch.logical_or, [mix.mask for mix in layers]),
             reduce(torch.add, [mix.gain for mix in layers]),
             layers,
+            self.score_loss_weight,
         )
 
 
@@ -193,7 +192,7 @@ def attend_to_memory(state: ForwardState, block: Any, tokens: Tensor, **given: A
     entry = _entry_of(block, state)
     memory = state.memories[entry.index]
     where = positions(block.attn, tokens.shape[1], given)
-    where = where.of_memory(memory.places)
+    where = where.of_memory(memory.indices)
     own = [] if entry.projected else [entry.tokens]
     context = block.norm1(torch.cat([*own, *memory.tokens], dim=1))
     return vertical_attention(block.attn, tokens, context, where, entry.projected)

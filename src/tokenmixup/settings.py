@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 
 Pooling = Literal["auto", "attention", "average", "class_token"]
-Detector = Literal["attention", "gradient", "random"]
+Detector = Literal["attention", "mean_attention", "gradient", "random"]
 Matching = Literal["optimal", "random"]
 MaskRule = Literal["paper", "published"]
 Labels = Literal["saliency", "count"]
@@ -93,7 +93,7 @@ class _Layered(_Settings):
             value = getattr(self, name)
             if _is_list(value) and len(value) != len(self.layers):
                 raise ValueError(
-                    f"{self.key}.{name}={value}: must be one number, or {len(self.layers)} for "
+                    f"{self.key}.{name}={value}: must be one number, or one for each of "
                     f"{self.key}.layer={self.layer}"
                 )
 
@@ -173,11 +173,13 @@ class HTM(_Layered):
     `tau`: difficulty in nats below which a sample is easy (0: none, inf: all).
     `rho`: a token is replaced if that raises its saliency by more than rho (inf: none).
     With several layers `tau` and `rho` may be lists, one value for each layer.
-    `score_loss_weight`: lambda of ScoreNet's loss, an argument of `training_loss`.
+    `score_loss_weight`: lambda, the weight of ScoreNet's loss in `training_loss`.
     `pooling`: of ScoreNet; auto is class_token if the model classifies by a class token that enters
     the blocks, else attention.
     `stop_gradient`: ScoreNet's loss trains ScoreNet alone.
-    `detector`: source of saliency (Table 3). random replaces as many tokens as attention would.
+    `detector`: source of saliency (Table 3). attention is that of the class token if the model
+    classifies by it, else the mean over all queries (Eq. 3), as always with mean_attention. random
+    replaces as many tokens as attention would.
     `rollout_steps`: further blocks over which attention is rolled out.
     `matching`, `labels`: rules for donors and for the mixing of targets (Table 4).
     `mask_rule`, `order`: published selects the deviations of the published code; see

@@ -8,6 +8,7 @@ independently, so that their outputs can be moved with the tokens.
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tokenmixup.adapters import Adapted, Adapter, adapter_of, attention_module
 from tokenmixup.scorenet import Pooling
@@ -45,6 +46,10 @@ def why_not(
             f"{type(model).__name__} is already compiled: attach first, then compile "
             "module.unchanged_blocks()"
         )
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        return f"it is in a {type(model).__name__}: attach first, then wrap"
+    if hasattr(model, "scorenets"):
+        return "TokenMixup is already attached to it"
     try:
         view = view_of(model, adapter)
         if isinstance(view, Adapted):

@@ -13,47 +13,36 @@ from torch import Tensor, nn
 from tokenmixup.attention import Positions, attend, project, projections
 
 
-def salient_places(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
+def salient_indices(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
     """Indices in 0..n-1 of the kappa most salient tokens: `b t` -> `b kappa` int64.
 
     Prefix tokens are never selected. Raises ValueError if kappa > t.
     """
     if kappa > saliency.shape[1]:
         raise ValueError(f"vtm.kappa={kappa}: there are only {saliency.shape[1]} spatial tokens")
-    places = saliency.topk(kappa, dim=1).indices
-    return places + num_prefix_tokens if num_prefix_tokens else places
+    indices = saliency.topk(kappa, dim=1).indices
+    return indices + num_prefix_tokens if num_prefix_tokens else indices
 
 
-def places_counted_without_prefix(
-    saliency: Tensor, kappa: int, num_prefix_tokens: int = 0
-) -> Tensor:
+def indices_without_prefix(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
     """The published indices: of patches, though they are used for tokens that include the prefix.
 
-    With a class token each is one too low: it can be the class token, and never is the last patch.
+    Each is too low by the number of prefix tokens: with a class token it can be that token, and
+    never is the last patch.
     """
-    return salient_places(saliency, kappa)
+    return salient_indices(saliency, kappa)
 
 
 # by `vtm.class_token_offset`: saliency `b t`, kappa, prefix tokens -> `b kappa`
-PLACES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
-    "paper": salient_places,
-    "published": places_counted_without_prefix,
+INDICES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "paper": salient_indices,
+    "published": indices_without_prefix,
 }
 
 
-def take_tokens(tokens: Tensor, places: Tensor) -> Tensor:
-    """Gathers tokens `b n d` at `places`, `b m`: returns `b m d`, with gradient."""
-    return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[2]))
-
-
-def select_salient(
-    tokens: Tensor, saliency: Tensor, kappa: int, num_prefix_tokens: int = 0
-) -> Tensor:
-    """Returns the kappa most salient spatial tokens: `b n d`, `b t` -> `b kappa d`, with gradient.
-
-    Prefix tokens are never selected. Raises ValueError if kappa > t.
-    """
-    return take_tokens(tokens, salient_places(saliency, kappa, num_prefix_tokens))
+def take_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
+    """Gathers tokens `b n d` at `indices`, `b m`: returns `b m d`, with gradient."""
+    return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 @dataclass
@@ -61,16 +50,16 @@ class Memory:
     """Salient tokens of the sources, collected in one forward pass for a layer of VTM."""
 
     kappa: int
-    place: Callable[[Tensor, int, int], Tensor]  # an entry of PLACES
+    select: Callable[[Tensor, int, int], Tensor]  # an entry of INDICES
     stop_gradient: bool = False  # whether the sources get no gradient from the memory
     tokens: list[Tensor] = field(default_factory=list)  # b kappa d of each source
-    places: list[Tensor] = field(default_factory=list)  # b kappa, their indices in 0..n-1
+    indices: list[Tensor] = field(default_factory=list)  # b kappa, in 0..n-1
 
     def remember(self, tokens: Tensor, saliency: Tensor, num_prefix_tokens: int) -> None:
         """Stores the most salient of a block's tokens: `b n d`, by their saliency, `b t`."""
-        places = self.place(saliency, self.kappa, num_prefix_tokens)
-        self.tokens.append(take_tokens(tokens.detach() if self.stop_gradient else tokens, places))
-        self.places.append(places)
+        indices = self.select(saliency, self.kappa, num_prefix_tokens)
+        self.tokens.append(take_tokens(tokens.detach() if self.stop_gradient else tokens, indices))
+        self.indices.append(indices)
 
 
 def vertical_attention(

@@ -215,8 +215,8 @@ def test_saliency_in_training_follows_what_the_class_is_read_from(
     model = build(name, **({} if pool is None else {"global_pool": pool})).eval()
     module = attach(model, CLASSES, htm={"layer": LAYER})
     used: list[Tensor] = []
-    detect = module._detect
-    module._detect = lambda entry: used.append(detect(entry)) or used[-1]
+    detect = module.detect
+    module.detect = lambda entry: used.append(detect(entry)) or used[-1]
     images, targets = a_batch()
     with watching(model) as seen:
         model(images)

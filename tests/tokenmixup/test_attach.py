@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -44,8 +45,7 @@ def test_htm_that_mixes_nothing_is_the_plain_model_bit_for_bit(build, batch, set
 def test_without_settings_training_is_the_plain_model(build, batch):
     output = train_output(attach(build(), CLASSES), batch)
     assert torch.equal(output.logits, build().train()(batch[0]))
-    assert output.score_logits is None
-    assert output.score_loss is None
+    assert output.score_loss is None and output.layers == ()
     assert output.stats["mixed_samples"] == 0
     expected = F.cross_entropy(output.logits, batch[1])
     assert torch.equal(training_loss(output, 0.5), expected)
@@ -173,18 +173,42 @@ def test_vtms_memory_can_be_kept_from_teaching_its_sources(batch):
 
 
 def test_score_loss_uses_the_targets_that_entered(build, batch):
-    output = train_output(attach(build(), CLASSES, htm={"layer": 1, **EVERYTHING}), batch)
-    assert output.score_logits is not None and output.score_loss is not None
+    htm = {"layer": 1, "score_loss_weight": 0.25, **EVERYTHING}
+    output = train_output(attach(build(), CLASSES, htm=htm), batch)
+    assert output.score_loss is not None
     assert not torch.equal(output.targets, batch[1])
-    torch.testing.assert_close(output.score_loss, F.cross_entropy(output.score_logits, batch[1]))
+    score_logits = output.layers[0].score_logits
+    torch.testing.assert_close(output.score_loss, F.cross_entropy(score_logits, batch[1]))
     torch.testing.assert_close(output.stats["difficulty"], output.score_loss.detach())
     expected = F.cross_entropy(output.logits, output.targets) + 0.25 * output.score_loss
-    torch.testing.assert_close(training_loss(output, 0.25), expected)
+    torch.testing.assert_close(training_loss(output), expected)
+    assert training_loss(output, 0.5) > training_loss(output)
+
+
+def test_a_model_that_repeats_or_skips_a_block_is_refused():
+    class Flipped(VisionTransformer):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) + super().forward(x.flip(-1))) / 2
+
+    class Cut(VisionTransformer):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.blocks[0](self.patch_embed(x)).mean(dim=1))
+
+    options: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2}
+    images, targets = torch.randn(2, 3, 16, 16), torch.eye(CLASSES)[:2]
+    settings: Any
+    for settings in ({"htm": {"layer": 1}}, {"vtm": {"layer": 1}}):
+        module = attach(Flipped(num_classes=CLASSES, **options), CLASSES, **settings)
+        with pytest.raises(ValueError, match=r"block \d runs again"):
+            module(images, targets)
+    module = attach(Cut(num_classes=CLASSES, **options), CLASSES, htm={"layer": 1})
+    with pytest.raises(ValueError, match=r"htm\.layer=1: this block did not run"):
+        module(images, targets)
 
 
 def test_stats_count_easy_samples_and_replaced_tokens(build, batch):
-    score_logits = train_output(attach(build(), CLASSES, htm={"layer": 1}), batch).score_logits
-    assert score_logits is not None
+    output = train_output(attach(build(), CLASSES, htm={"layer": 1}), batch)
+    score_logits = output.layers[0].score_logits
     difficulty = F.cross_entropy(score_logits, batch[1], reduction="none").detach()
     tau = float(difficulty.median())  # not easy itself: 2 of 6 are easier
     torch.manual_seed(0)
@@ -460,11 +484,16 @@ def with_gradient_hook(model: Any) -> nn.Module:
     return model
 
 
+def with_tokenmixup(model: Any) -> nn.Module:
+    return attach(model, CLASSES)
+
+
 def with_own_forward(model: Any) -> nn.Module:
     model.blocks[1].attn.forward = lambda x, **given: x
     return model
 
 
+@pytest.mark.parametrize("checkpoint_blocks", [False, True])
 @pytest.mark.parametrize(
     ("settings", "unchanged"),
     [
@@ -475,15 +504,16 @@ def with_own_forward(model: Any) -> nn.Module:
         ({"manifold_mixup": {"layers": [0, 3]}}, [1, 2, 4]),
     ],
 )
-def test_unchanged_blocks_compile_once_to_the_same_numbers(settings, unchanged):
+def test_unchanged_blocks_compile_once_to_the_same_numbers(settings, unchanged, checkpoint_blocks):
     torch.compiler.reset()
     images, targets = torch.randn(4, 3, 32, 32), torch.eye(CLASSES)[torch.arange(4) % CLASSES]
     counter = CompileCounterWithBackend("aot_eager")
+    settings = {**settings, "checkpoint_blocks": checkpoint_blocks}
     modules = [attach(small_vit(depth=5), CLASSES, **settings) for _ in range(2)]
     blocks = modules[0].unchanged_blocks()
     assert blocks == [modules[0].model.blocks[index] for index in unchanged]
     for block in blocks:
-        block.compile(backend=counter, dynamic=False)
+        block.forward = torch.compile(block.forward, backend=counter, dynamic=False)
     graphs = []
     for seed in range(3):
         outputs = []
@@ -507,10 +537,13 @@ def test_unchanged_blocks_compile_once_to_the_same_numbers(settings, unchanged):
         (with_own_forward, "block 1 is .*Block, whose Attention has a forward of its own"),
         (nn.utils.parametrizations.weight_norm, None),
         (torch.compile, "is already compiled"),
+        (nn.DataParallel, "is in a DataParallel: attach first"),
+        (with_tokenmixup, "TokenMixup is already attached"),
     ],
 )
 def test_attach_refuses_what_its_own_projection_would_bypass(build, change, message):
     model: Any = build()
+    plain = model
     if message is None:
         change(model.blocks[1].attn.qkv)
         message = "whose qkv is ParametrizedLinear, not a plain Linear"
@@ -518,7 +551,7 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
         model = change(model)
     with pytest.raises(ValueError, match=message):
         attach(model, CLASSES, htm={"layer": 1})
-    if change not in (torch.compile,):
+    if model is plain:
         attach(model, CLASSES, htm={"layer": 0})  # where the block is not touched
 
 
@@ -529,8 +562,14 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
         ({"htm": {"layer": [1, 1]}}, r"htm.layer=\[1, 1\]: must be in rising order"),
         ({"htm": {"layer": []}}, "htm.layer=.*, or several in rising order"),
         ({"htm": {"layer": [1, 9]}}, "htm.layer=9: .* has blocks 0..3"),
-        ({"htm": {"layer": [1, 2], "tau": [1, 2, 3]}}, "must be one number, or 2 for htm.layer"),
-        ({"htm": {"layer": 1, "rho": [0.1, 0.2]}}, "must be one number, or 1 for htm.layer=1"),
+        (
+            {"htm": {"layer": [1, 2], "tau": [1, 2, 3]}},
+            "must be one number, or one for each of htm.layer",
+        ),
+        (
+            {"htm": {"layer": 1, "rho": [0.1, 0.2]}},
+            "must be one number, or one for each of htm.layer=1",
+        ),
         ({"htm": {"layer": [1, 2], "order": "published"}}, "one layer with order=published"),
         ({"htm": {"layer": [1, 2], "detector": "gradient"}}, "one layer with detector=gradient"),
         ({"vtm": {"layer": [0, 2]}}, "vtm.layer=.*an integer >= 1"),
@@ -606,7 +645,7 @@ def test_copies_run_their_own_parts(build, batch):
         for parameter in twin.scorenet.parameters():
             parameter.zero_()
     output = train_output(twin, batch)
-    assert output.score_logits is not None and (output.score_logits == 0).all()
+    assert (output.layers[0].score_logits == 0).all()
 
 
 @pytest.mark.parametrize("settings", [{"detector": "gradient"}, {"rollout_steps": 1}])
@@ -622,8 +661,8 @@ def test_the_gradient_detector_pools_to_the_models_own_grid():
     model = small_vit(img_size=64, patch_size=(8, 32))
     module = attach(model, CLASSES, htm={"layer": 1, "detector": "gradient", **EVERYTHING}).train()
     entries = []
-    detect = module._detect
-    module._detect = lambda entry: entries.append(entry) or detect(entry)
+    detect = module.detect
+    module.detect = lambda entry: entries.append(entry) or detect(entry)
     module(torch.randn(2, 3, 64, 64), torch.eye(CLASSES)[:2])
     (entry,) = entries
     assert entry.grid == (8, 2)

@@ -118,6 +118,12 @@ def test_saliency_of_more_than_the_tokens_is_refused():
         )
 
 
+def test_class_indices_as_targets_are_refused():
+    classes, is_easy = torch.arange(2), torch.ones(2).bool()
+    with pytest.raises(ValueError, match=r"targets \[2\]: must be probabilities b c"):
+        mix_horizontal(torch.randn(2, 4, 3), classes, torch.rand(2, 4), is_easy, 0.0)
+
+
 def test_the_gradient_of_taken_tokens_goes_to_their_donors():
     tokens = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     donor, mask = torch.tensor([2, 0, 1]), torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1]]).bool()

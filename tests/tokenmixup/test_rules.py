@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tests.conftest import CLASSES, small_cct, small_vit
 from tests.tokenmixup.test_horizontal import RHOS, Batch, batches
-from tokenmixup import HTM, HorizontalMix, Output, attach, mix_horizontal
+from tokenmixup import HTM, HorizontalMix, Output, attach, attention_saliency, mix_horizontal
 from tokenmixup import settings as names
-from tokenmixup.detectors import DETECTORS
+from tokenmixup.detectors import DETECTORS, block_map
 from tokenmixup.horizontal import algorithm_1
 from tokenmixup.rules import CHOICES, MATCHINGS, rules_of
-from tokenmixup.vertical import PLACES
+from tokenmixup.structure import reads_class_token
+from tokenmixup.vertical import INDICES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ALL: dict[str, Any] = {"tau": float("inf"), "rho": 0.002}  # every sample is mixed
@@ -43,7 +44,7 @@ def test_without_settings_the_rules_are_the_papers(batch: Batch, rho: float):
     ("choice", "table"),
     [
         *((get_type_hints(HTM)[option], table) for option, table in CHOICES.items()),
-        (names.ClassTokenOffset, PLACES),
+        (names.ClassTokenOffset, INDICES),
     ],
     ids=[*CHOICES, "class_token_offset"],
 )
@@ -62,16 +63,29 @@ def test_saliency_is_a_share_of_each_spatial_token(detector: Any):
         return found[-1]
 
     module = attach(small_vit(), CLASSES, htm={"layer": 1, "detector": detector})
-    module._detect = noted
+    module.detect = noted
     module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
     (saliency,) = found
     assert saliency.shape == (3, 16) and (saliency >= 0).all()
     assert (saliency.sum(dim=1) <= 1.001).all() and (saliency.sum(dim=1) > 0.1).all()
 
 
+def test_mean_attention_is_the_mean_over_all_queries_also_with_a_class_token():
+    def compare(entry: Any) -> torch.Tensor:
+        found = DETECTORS["mean_attention"](entry)
+        attn = block_map(entry.blocks[1], entry.tokens, entry.given)
+        torch.testing.assert_close(found, attention_saliency(attn, 1, class_token=False))
+        assert not torch.allclose(found, attention_saliency(attn, 1))
+        return found
+
+    module = attach(small_vit(), CLASSES, htm={"layer": 1, "detector": "mean_attention"})
+    module.detect = compare
+    module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
+
+
 def test_a_detector_that_keeps_the_prefix_is_refused():
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
-    module._detect = lambda entry: torch.ones(entry.tokens.shape[:2])
+    module.detect = lambda entry: torch.ones(entry.tokens.shape[:2])
     with pytest.raises(ValueError, match=r"returns \[3, 17\], must be .*, \[3, 16\]"):
         module(torch.randn(3, 3, 32, 32), torch.eye(CLASSES)[:3])
 
@@ -269,7 +283,8 @@ def test_every_variant_changes_training_and_leaves_evaluation_alone(build, batch
         assert torch.equal(ours.targets, theirs.targets)  # all are easy, but not VTM's choice
         assert not torch.allclose(ours.logits, theirs.logits)
     else:
-        assert not torch.allclose(ours.targets, theirs.targets)
+        changes = settings != {"detector": "mean_attention"} or reads_class_token(usual.model)
+        assert torch.allclose(ours.targets, theirs.targets) != changes
     assert torch.equal(module.eval()(batch[0]), build().eval()(batch[0]))
 
 
@@ -307,7 +322,7 @@ def owners(order: str, rho: float) -> tuple[HorizontalMix, Tensor, list[Tensor],
         module.model(images)
     mix, memory = state.mixes[2], state.memories[3]
     assert 0 < mix.is_easy.sum() < 6
-    return mix, seen[0], [tokens[..., 0] for tokens in memory.tokens], memory.places
+    return mix, seen[0], [tokens[..., 0] for tokens in memory.tokens], memory.indices
 
 
 @pytest.mark.parametrize("order", ["in_place", "published"])
@@ -317,8 +332,8 @@ def test_vtm_chooses_at_the_block_of_htm_by_saliency_that_moves_with_its_token(o
     torch.manual_seed(0)
     htm = {"layer": 1, **ALL, "order": order}
     module = attach(small_cct(), CLASSES, htm=htm, vtm={"layer": 2, "kappa": 5})
-    detect, seen = module._detect, []
-    module._detect = lambda entry: seen.append(detect(entry)) or seen[0]
+    detect, seen = module.detect, []
+    module.detect = lambda entry: seen.append(detect(entry)) or seen[0]
     state = module._begin(images, F.one_hot(torch.arange(6) % CLASSES, CLASSES).float())
     with torch.no_grad(), module._mixing(state):
         module.model(images)
@@ -326,7 +341,7 @@ def test_vtm_chooses_at_the_block_of_htm_by_saliency_that_moves_with_its_token(o
     moved = torch.where(state.mixes[1].mask, saliency[state.mixes[1].donor], saliency)
     expected = moved if order == "in_place" else saliency
     assert not torch.equal(moved, saliency)
-    assert torch.equal(state.memories[2].places[1], expected.topk(5, dim=1).indices)
+    assert torch.equal(state.memories[2].indices[1], expected.topk(5, dim=1).indices)
 
 
 def test_memory_belongs_to_the_sample_that_reads_it():
@@ -358,7 +373,7 @@ def test_the_class_token_is_selected_by_the_published_offset_only(rule: str):
         state = module._begin(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
         with torch.no_grad(), module._mixing(state):
             module.model(images)
-        found.append(torch.cat(state.memories[3].places, dim=1))
+        found.append(torch.cat(state.memories[3].indices, dim=1))
     places = torch.cat(found)
     if rule == "paper":
         assert places.min() == 1 and places.max() == 16

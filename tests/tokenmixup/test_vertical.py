@@ -1,29 +1,37 @@
 import pytest
 import torch
 from timm.layers import Attention
+from torch import Tensor
 
-from tokenmixup import VTM, select_salient, vertical_attention
+from tokenmixup import VTM, salient_indices, vertical_attention
 from tokenmixup.attention import projections
+from tokenmixup.vertical import Memory
 
 
-def test_select_salient_takes_the_best_and_never_a_prefix_token():
+def remembered(tokens: Tensor, saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
+    memory = Memory(kappa, salient_indices)
+    memory.remember(tokens, saliency, num_prefix_tokens)
+    return memory.tokens[0]
+
+
+def test_memory_holds_the_most_salient_tokens_and_never_a_prefix_token():
     """Payload: every token's value is its own index."""
     tokens = torch.arange(7.0)[None, :, None].expand(2, 7, 1)
     saliency = torch.tensor([[0.1, 0.5, 0.0, 0.3, 0.1], [0.9, 0.0, 0.0, 0.0, 0.8]])
-    chosen = select_salient(tokens, saliency, 2, num_prefix_tokens=2)
+    chosen = remembered(tokens, saliency, 2, num_prefix_tokens=2)
     assert chosen.squeeze(-1).tolist() == [[3.0, 5.0], [2.0, 6.0]]
 
 
-def test_select_salient_keeps_the_gradient():
+def test_memory_keeps_the_gradient():
     tokens = torch.zeros(1, 3, 1, requires_grad=True)
-    select_salient(tokens, torch.tensor([[0.1, 0.7, 0.2]]), 1).sum().backward()
+    remembered(tokens, torch.tensor([[0.1, 0.7, 0.2]]), 1).sum().backward()
     assert tokens.grad is not None
     assert tokens.grad.flatten().tolist() == [0.0, 1.0, 0.0]
 
 
-def test_select_salient_refuses_more_tokens_than_there_are():
+def test_memory_refuses_more_tokens_than_there_are():
     with pytest.raises(ValueError, match="kappa=4"):
-        select_salient(torch.zeros(1, 3, 1), torch.ones(1, 3), 4)
+        remembered(torch.zeros(1, 3, 1), torch.ones(1, 3), 4)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -25,7 +25,7 @@ from tokenmixup import (
 )
 from tokenmixup.attention import attention_map, positions
 from tokenmixup.rules import easy_first, rules_of
-from tokenmixup.vertical import places_counted_without_prefix, salient_places
+from tokenmixup.vertical import indices_without_prefix, salient_indices
 
 BATCHES = 8
 
@@ -55,7 +55,7 @@ def _effects(batch: Batch, rho: float, kappa: int) -> Iterator[tuple[str, float]
     moved = easy_first(batch.is_easy) != rows
     yield "order: rows that read another sample's memory", float(moved.float().mean())
     mixed = _mix(batch, rho).tokens[..., 0]
-    overlap = _overlap(salient_places(mixed, kappa), salient_places(batch.saliency, kappa))
+    overlap = _overlap(salient_indices(mixed, kappa), salient_indices(batch.saliency, kappa))
     yield "order: VTM tokens that change at the HTM block", 1 - overlap
     yield from _map_effects(batch, kappa)
 
@@ -93,7 +93,7 @@ def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
         one = rollout_saliency(batch.maps[:1], prefix, batch.class_token)
         yield "rollout: rank correlation of one map with two", _correlation(composed, one)
     if batch.class_token:
-        rules = (salient_places, places_counted_without_prefix)
+        rules = (salient_indices, indices_without_prefix)
         paper, published = (rule(batch.saliency, kappa, prefix) for rule in rules)
         yield "class token: VTM's tokens that change", 1 - _overlap(paper, published)
         picked = (published == 0).any(dim=1).float().mean()

@@ -50,7 +50,6 @@ class TrainingStep:
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
-        self.score_loss_weight = 0.0 if module.htm is None else module.htm.score_loss_weight
         self.mixes = True
         self.parallel = self._wrap_module()
         self.optimizer = build_optimizer(module, recipe)
@@ -89,7 +88,7 @@ class TrainingStep:
             with nullcontext() if is_last else no_sync():
                 with autocast(device, self.recipe.precision):
                     output: Output = self.parallel(micro_images, micro_targets)
-                loss = training_loss(output, self.score_loss_weight)
+                loss = training_loss(output)
                 # DDP averages over the ranks: the world size turns that mean into a sum.
                 weight = len(micro_images) * self.world.size / global_size
                 self.scaler.scale(loss * weight).backward()
