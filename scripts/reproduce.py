@@ -6,7 +6,6 @@ from pathlib import Path
 
 from reproduction.studies.options import (
     check_launcher,
-    name_of,
     resources_of,
     runs_of,
     settings_of,
@@ -42,10 +41,10 @@ def reproduce(args: argparse.Namespace) -> int:
         print_tables(state_table(runs, settings, with_folders=args.dry_run))
         return 0
     if args.script:
-        print_script(name_of(args), runs, settings, resources_of(args))
+        print_script(Path(args.study).stem, runs, settings, resources_of(args))
         return 0
     if args.launcher == "slurm":
-        print(submit(name_of(args), runs, settings, resources_of(args)))
+        print(submit(Path(args.study).stem, runs, settings, resources_of(args)))
         return 0
     failed = train(args, settings, runs)
     print_tables(state_table(runs, settings, with_folders=False))

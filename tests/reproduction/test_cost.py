@@ -38,6 +38,7 @@ from reproduction.studies.speed import measure_speed
 from reproduction.studies.states import state_table
 from reproduction.system.errors import UserError
 from reproduction.training.loop import Trainer
+from reproduction.training.step import TrainingStep
 from tests.reproduction.conftest import config_of, write_images
 from tests.reproduction.tables import Configs
 
@@ -163,6 +164,15 @@ def test_measure_speed_limits_cpu_steps_to_two_seconds(monkeypatch):
     assert measure_speed(in_parts, "cpu").batch_size == 12
     with pytest.raises(UserError, match=r"--batch-size=2: recipe.grad_accum_steps=3"):
         measure_speed(in_parts, "cpu", 2)
+
+
+def test_a_batch_beyond_the_memory_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TrainingStep, "__call__", full)
+    with pytest.raises(UserError, match=r"--batch-size=10: too large for the memory of this GPU"):
+        measure_speed(config_of(*SMALL), "cpu", 10)
 
 
 def texts(table: Table) -> list[str]:

@@ -189,6 +189,8 @@ def test_find_runs_prefers_the_finished_folder_of_a_run(tmp_path: Path):
         RunFolder.of(replace(config, name=name)).create(config)
     RunFolder(chosen.root / "b").write_summary(status="finished", top1_last=1.0)
     assert find_runs(chosen.root)[run_hash(config)].path.name == "b"
+    (chosen.root / "a" / "summary.json").write_text("{")
+    assert find_runs(chosen.root)[run_hash(config)].path.name == "b"
 
 
 def test_find_runs_ignores_other_folders(tmp_path: Path):

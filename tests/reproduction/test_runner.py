@@ -407,6 +407,15 @@ def test_dry_run_and_status_write_nothing(small, tmp_path, capsys, option):
     assert "~" not in out
 
 
+def test_status_names_a_folder_that_is_not_readable_and_goes_on(small, capsys):
+    run = table3()[0]
+    run.folder.path.parent.mkdir(parents=True)
+    run.folder.path.write_text("")  # a file where the folder would be
+    assert call("table3", "--status") == 0
+    out = capsys.readouterr().out
+    assert "Not a directory" in out and "3 runs: 2 not started, 1 failed" in out
+
+
 def test_dry_run_shows_measured_hours(small, capsys):
     run = table3()[0]
     run.folder.create(run.config)

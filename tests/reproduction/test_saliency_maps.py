@@ -34,8 +34,8 @@ def test_saliency_maps_equal_the_saliency_that_htm_uses(build, batch):
     for name, options in settings.items():
         module = attach(build(), CLASSES, htm={"layer": 1, **options})
         used = []
-        detect = module._detect
-        module._detect = lambda entry, detect=detect, used=used: (
+        detect = module.detect
+        module.detect = lambda entry, detect=detect, used=used: (
             used.append(detect(entry)) or used[-1]
         )
         module.model.eval()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import MethodType
 from typing import Any, NoReturn, TypeVar, cast
 
 import hydra
@@ -46,7 +47,7 @@ from reproduction.system.errors import (
     in_one_line,
 )
 from reproduction.system.ranks import is_first_rank, launched_ranks
-from reproduction.system.terminal import say
+from reproduction.system.terminal import Parser, say
 
 Settings = TypeVar("Settings")
 
@@ -213,7 +214,9 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
 def _parse_arguments(argv: list[str]) -> Namespace:
     """Parses Hydra's options. Raises UserError for unsupported and conflicting ones."""
     parser = get_args_parser()
-    setattr(parser, "error", _raise_option_error)  # argparse would also print its usage
+    setattr(
+        parser, "error", MethodType(Parser.error, parser)
+    )  # argparse would also print its usage
     args = parser.parse_args(argv)
     for option in UNSUPPORTED_OPTIONS:
         if getattr(args, option, None):
@@ -230,10 +233,6 @@ def _check_hydra_keys(keys: Iterable[str]) -> None:
     for key in keys:
         if key.startswith("hydra") and not key[6:].startswith("launcher"):
             raise UserError(f"{key}: not available here; of Hydra only hydra.launcher is")
-
-
-def _raise_option_error(message: str) -> NoReturn:
-    raise UserError(f"{message}; see --help")
 
 
 def _print_error(line: str) -> None:

@@ -30,6 +30,11 @@ class Cell:
     def table(self) -> int:
         return int(self.experiment.partition("/")[0].removeprefix("table"))
 
+    @property
+    def dataset(self) -> str:
+        """The data set of the column, an option of the config group."""
+        return self.column.lower().replace("-", "")
+
 
 @cache
 def read_cells() -> tuple[Cell, ...]:

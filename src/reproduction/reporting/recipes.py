@@ -9,16 +9,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from reproduction.config import Config
-from reproduction.runs.folder import flatten
+from reproduction.runs.folder import identity
 from reproduction.system.errors import UserError
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
-LEFT_OUT = (  # where and how a run is made, not its result
-    *("name", "device", "restarts", "resume", "output_root", "checkpoint.*", "logger.*"),
+LEFT_OUT = (  # besides where and how a run is made, which `identity` leaves out
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
-    "model.checkpoint_blocks",
-    *("dataset.name", "dataset.root", "dataset.workers", "dataset.memory_mib"),
-    *("dataset.broken_images", "recipe.log_every", "recipe.evaluate_every"),
+    *("dataset.name", "dataset.broken_images", "recipe.log_every", "recipe.evaluate_every"),
 )
 NOT_STATED = "not stated"
 
@@ -74,8 +71,8 @@ def _settings(config: Config) -> Iterator[tuple[str, Any]]:
     values = dataclasses.asdict(config) | {
         "augmentation": {name: part for name, part in stack.items() if part is not None}
     }
-    for key, value in flatten(values):
-        if not any(fnmatch(key, pattern) for pattern in LEFT_OUT):
+    for key, value in identity(values).items():
+        if key not in LEFT_OUT:
             yield key, value
 
 

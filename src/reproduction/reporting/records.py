@@ -54,7 +54,7 @@ class Sources:
         for cell in self.cells:
             if cell.experiment in experiments and cell.experiment in self.configs:
                 name = self.configs[cell.experiment].dataset.name
-                if name != cell.column.lower().replace("-", ""):
+                if name != cell.dataset:
                     others.add(f"{name} instead of {cell.column}")
         scale = [] if self.scale == FULL else [f"{self.scale} scale"]
         return ", ".join([*scale, *sorted(others)]) or None

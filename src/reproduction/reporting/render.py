@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
 
 from reproduction.reporting.collect import Collection
 from reproduction.reporting.columns import NOTHING, short_revision
@@ -166,8 +167,7 @@ def write_page(
 
 def _image(path: Path) -> dict[str, Any]:
     """Returns a .png in base64 with its size in pixels."""
-    content = path.read_bytes()
-    width, height = (
-        int.from_bytes(content[i : i + 4], "big") for i in (16, 20)
-    )  # of the IHDR chunk
-    return {"base64": base64.b64encode(content).decode(), "width": width, "height": height}
+    with Image.open(path) as image:
+        width, height = image.size
+    content = base64.b64encode(path.read_bytes()).decode()
+    return {"base64": content, "width": width, "height": height}

@@ -43,10 +43,12 @@ class Composed:
 
 def compose(config_name: str, overrides: list[str]) -> Composed:
     """Composes one point. Raises UserError for any invalid override."""
-    register_resolvers()
+    # `${share:n,k}`: n / k, rounded down; the schema reports values of other types
+    OmegaConf.register_new_resolver(
+        "share", lambda n, k: n // k if isinstance(n, int) else 0, replace=True
+    )
     with isolated_hydra():
         parsed = read_overrides(config_name, overrides)
-        _check_no_sweeps(parsed)
         _check_options(parsed)
         config, files = _compose_config(config_name, parsed)
     values = _resolve_values(config, files, overrides)
@@ -106,21 +108,17 @@ def _chooses_files(override: Override) -> bool:
     return key.startswith("hydra") or is_group
 
 
-def _check_no_sweeps(parsed: list[Override]) -> None:
+def _check_options(parsed: list[Override]) -> None:
+    """Raises UserError for several values, and for unknown or repeated options.
+
+    Hydra itself accepts lists for any group and paths that leave it, and loops on an empty name.
+    """
     for override in parsed:
         if override.is_sweep_override():
             raise UserError(
                 f"{override.input_line}: several values need --multirun (-m), a list needs "
                 "brackets: key=[a,b]"
             )
-
-
-def _check_options(parsed: list[Override]) -> None:
-    """Raises UserError for unknown or repeated options.
-
-    Hydra itself accepts lists for any group and paths that leave it, and loops on an empty name.
-    """
-    for override in parsed:
         group, value = override.key_or_group, override.value()
         known = [] if group.startswith("hydra") or override.is_delete() else options_of(group)
         if not known or isinstance(value, dict) or (value is None and group == "experiment"):
@@ -292,12 +290,3 @@ def _resolve_workers(values: dict[str, Any]) -> None:
     if isinstance(dataset, dict) and dataset.get("workers") == "auto":
         ranks = local_ranks() or (devices if isinstance(devices, int) else 1)
         dataset["workers"] = max(1, min(MOST_WORKERS, usable_cores() // max(1, ranks)))
-
-
-def register_resolvers() -> None:
-    """Registers `${share:n,k}`: n / k, rounded down."""
-    OmegaConf.register_new_resolver("share", _share, replace=True)
-
-
-def _share(n: Any, k: int) -> int:
-    return n // k if isinstance(n, int) else 0  # the schema reports other types

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -211,15 +212,16 @@ def _has_numbers(line: dict[str, Any], keys: tuple[str, ...]) -> bool:
 def find_runs(root: str | Path) -> dict[str, RunFolder]:
     """Returns the runs directly under `root` by hash, preferring finished ones."""
     runs: dict[str, RunFolder] = {}
+    finished: dict[str, RunFolder] = {}
     for path in sorted(Path(root).glob("*/config.yaml")):
         folder = RunFolder(path.parent)
-        try:
+        # not a run, or broken: train.py reports it
+        with suppress(UserError, TypeError, RecursionError):
             key = hash_of(folder.read_config())
-            if key not in runs or (folder.is_finished() and not runs[key].is_finished()):
-                runs[key] = folder
-        except (UserError, TypeError, RecursionError):  # not a run, or broken: train.py reports it
-            continue
-    return runs
+            runs.setdefault(key, folder)
+            if folder.is_finished():
+                finished.setdefault(key, folder)
+    return runs | finished
 
 
 def check_writable(path: Path, setting: str) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.reporting.cells import FULL, SCALES, about
+from reproduction.runs.compose import options_of
 from reproduction.studies.own import plan_own
-from reproduction.studies.plan import DATASET_OPTIONS, STUDIES, PlannedRun, Settings, plan
+from reproduction.studies.plan import STUDIES, PlannedRun, Settings, plan
 from reproduction.studies.slurm import Resources
 from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, positive
@@ -38,7 +39,9 @@ def study_parser(description: str | None) -> Parser:
 def add_settings(options: argparse.ArgumentParser) -> None:
     """Adds the options that `settings_of` reads."""
     options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
-    options.add_argument("--dataset", choices=DATASET_OPTIONS, help="instead of the tables' own")
+    options.add_argument(
+        "--dataset", choices=options_of("dataset"), help="instead of the tables' own"
+    )
     options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
     options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
@@ -60,11 +63,6 @@ def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
     if args.study not in STUDIES:
         return plan_own(Path(args.study), settings, args.seeds)
     return plan(args.study, settings, args.seeds)
-
-
-def name_of(args: argparse.Namespace) -> str:
-    """Returns the name of the study, or the stem of its file."""
-    return args.study if args.study in STUDIES else Path(args.study).stem
 
 
 def resources_of(args: argparse.Namespace) -> Resources:

@@ -11,22 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from reproduction.config import Config
-from reproduction.reporting.cells import (
-    CIFAR_10,
-    CIFAR_100,
-    FULL,
-    IMAGENET,
-    SCALES,
-    Cell,
-    Scale,
-    read_cells,
-)
+from reproduction.reporting.cells import FULL, SCALES, Cell, Scale, read_cells
 from reproduction.runs.compose import config_of
 from reproduction.runs.folder import RunFolder, default_name, find_runs, run_hash
 from reproduction.system.errors import UserError
-
-DATASET_OPTIONS = ("cifar10", "cifar100", "imagenet1k", "image_folder", "digits")
-DATASETS = {CIFAR_10: "cifar10", CIFAR_100: "cifar100", IMAGENET: "imagenet1k"}
 
 # Each sweep: its base experiment, its key, and its values, which include the paper's own.
 SWEEPS = {
@@ -231,7 +219,7 @@ def _overrides(point: Point, settings: Settings) -> list[str]:
     dataset = settings.dataset or settings.chosen.dataset
     if dataset is not None:
         overrides.append(f"dataset={dataset}")
-    root = settings.dataset_root(dataset or DATASETS[point.cell.column])
+    root = settings.dataset_root(dataset or point.cell.dataset)
     if root is not None:
         overrides.append(f"dataset.root={quoted(root)}")
     stack: list[str] = []

@@ -14,7 +14,7 @@ from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.models.build import build_module, count_macs, place, without_weights
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.cost import Speed, as_measured, sizes_of
-from reproduction.system.errors import UserError
+from reproduction.system.errors import PlainError, UserError
 from reproduction.system.timing import Work, time_calls
 from reproduction.training.distributed import World, allow_tf32
 from reproduction.training.evaluate import evaluate
@@ -78,7 +78,9 @@ def measure_speed(config: Config, device: str, batch_size: int | None = None) ->
             [size / seconds for seconds in _rounds(work)]
             for work in (step_of(trainer, size), _evaluation_of(trainer, size))
         )
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, PlainError) as error:  # of evaluation, of a training step
+        if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
+            raise
         raise UserError(f"--batch-size={size}: too large for the memory of this GPU") from error
     return Speed(
         batch_size=size,

@@ -76,7 +76,7 @@ def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bo
     for run in runs:
         try:
             state = read_state(run.folder)
-        except UserError as error:
+        except (UserError, OSError) as error:
             state = State(status="failed", error=str(error))
         if state.hours is not None:
             measured.setdefault(_without_seed(run), []).append(state.hours)

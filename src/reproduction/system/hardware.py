@@ -19,7 +19,7 @@ def hardware_name(device: str) -> str:
     if device != "cpu":
         import torch
 
-        if device == "cuda" or torch.cuda.is_available():
+        if torch.cuda.is_available():
             return torch.cuda.get_device_name()
     cores = usable_cores()
     return f"{_processor()} ({cores} core{'s' if cores > 1 else ''})"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +40,6 @@ from tokenmixup.contexts import evaluating
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
 
 
-class Evaluation(TypedDict):
-    """Accuracies in percent and the loss in nats, over all images."""
-
-    top1: float
-    top5: float
-    eval_loss: float
-
-
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
     """Mixed precision as configured; float32 disables it."""
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "float32")
@@ -60,11 +52,12 @@ def evaluate(
     loader: Iterable[list[Tensor]],
     world: World,
     precision: str,
-) -> Evaluation:
+) -> dict[str, float]:
     """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
 
-    `loader` yields images `b 3 h w` (uint8) and classes `b`. Raises PlainError if no image is
-    readable or the loss is not finite.
+    Returns `top1` and `top5` in percent and `eval_loss`, the mean cross-entropy in nats. `loader`
+    yields images `b 3 h w` (uint8) and classes `b`. Raises PlainError if no image is readable or
+    the loss is not finite.
     """
     seen, totals = 0, torch.zeros(3, dtype=torch.float64, device=world.device)
     with evaluating(model):

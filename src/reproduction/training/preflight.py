@@ -69,22 +69,18 @@ def _check_size(module: nn.Module, config: Config) -> None:
 
 
 def _check_micro_batches(images: int, model: nn.Module, config: Config) -> None:
-    """Raises UserError if a rank's smallest share, `images`, is too small for the micro-batches."""
+    """Raises UserError if a rank's smallest share, `images`, is too small for its micro-batches."""
     count = config.recipe.grad_accum_steps
     if images < count:
         raise UserError(
             f"recipe.grad_accum_steps={count}: some batches leave {images} images to a rank, "
             f"allowed is 1..{images}"
         )
-    if images // count == 1:
-        _check_single_image(model.train(), config)
-
-
-def _check_single_image(model: nn.Module, config: Config) -> None:
-    """Raises UserError if batch normalisation would get a single value."""
+    if images // count > 1:
+        return
     size = config.model.image_size
-    try:
-        model(torch.zeros(1, 3, size, size, device="meta"))
+    try:  # batch normalisation refuses a single value
+        model.train()(torch.zeros(1, 3, size, size, device="meta"))
     except ValueError as error:
         raise UserError(
             f"recipe.batch_size={config.recipe.batch_size}: some passes get one image, "

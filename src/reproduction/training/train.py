@@ -108,7 +108,6 @@ def train(config: Config) -> dict[str, Any]:
         trainer = build_trainer(config, world, source)
         facts: dict[str, Any] = {}
         if world.is_main:
-            _report_restart(trainer.step)
             _report_start(config, trainer)
             _warn_about_settings(config, trainer)
             facts = _collect_facts(config, trainer)
@@ -157,13 +156,6 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     return trainer
 
 
-def _report_restart(step: int) -> None:
-    """Reports that the ranks were restarted, and from which step they resume."""
-    done, allowed = restarts()
-    if done > 0:
-        warn(f"restart {done} of {allowed}: all ranks resume after step {step}")
-
-
 def _open_logger(config: Config, trainer: Trainer) -> Logs:
     """Opens the loggers on the first rank; if this fails, all ranks raise its UserError."""
     logger = Logs()
@@ -180,6 +172,10 @@ def _open_logger(config: Config, trainer: Trainer) -> Logs:
 
 
 def _report_start(config: Config, trainer: Trainer) -> None:
+    """Reports what is trained, and after a restart of the ranks from which step they resume."""
+    done, allowed = restarts()
+    if done > 0:
+        warn(f"restart {done} of {allowed}: all ranks resume after step {trainer.step}")
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
     mixing = "+".join(config.augmentation.stack) or "no mixing"
     data = f"{trainer.batches.num_images:,} images of {config.dataset.name}"
