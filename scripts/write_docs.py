@@ -1,9 +1,8 @@
 """Generates the pages of docs/ that come from code and data."""
 
 import argparse
-from pathlib import Path
 
-from reproduction.config import CONF_DIR, Config
+from reproduction.config import CONF_DIR, ROOT, Config
 from reproduction.reporting.recipes import as_table, compare_recipes, read_recipes
 from reproduction.reporting.reference import configuration_page
 from reproduction.runs.compose import config_of
@@ -11,7 +10,7 @@ from reproduction.studies.results import results_page
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import one_line_errors
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 CONFIGURATION, DIFFERENCES = DOCS / "configuration.md", DOCS / "differences.md"
 RESULTS = DOCS / "results.md"
 BEGIN, END = "<!-- written by scripts/write_docs.py -->\n\n", "\n<!-- end -->\n"

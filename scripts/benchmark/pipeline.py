@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from reproduction.config import CONF_DIR
+from reproduction.config import TRAIN
 from reproduction.data.build import build_training_images
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, cache_in_memory
 from reproduction.system.timing import Work, time_in_turns
@@ -111,7 +111,6 @@ def _steps(report: Mapping[str, Any], model: str) -> Iterator[tuple[str, float |
         yield f"{model}, cuda", None
 
 
-TRAIN = CONF_DIR.parent / "train.py"
 COMMANDS = {"--help": 0, "recipe.epochs=0": 2}  # argument -> exit status
 
 

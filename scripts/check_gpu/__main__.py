@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reproduction.config import CONF_DIR
+from reproduction.config import ROOT
 from reproduction.runs.folder import check_writable
 from reproduction.system.hardware import hardware_name, keep_freed_memory
 from reproduction.system.storage import write_text
@@ -31,7 +31,6 @@ from scripts.benchmark.report import check_page, put_on_page
 from scripts.check_gpu import correctness, figures
 from scripts.check_gpu.parts import Finding, Part, Scope, losses
 
-ROOT = CONF_DIR.parent
 FILE, MARKDOWN, MARK = "check.json", "check.md", "check-gpu"
 WORDS = {True: "ok", False: "WRONG", None: ""}
 STDERR_CHARACTERS = 300  # shown of a part that fails

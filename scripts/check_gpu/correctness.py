@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from reproduction.config import CONF_DIR
+from reproduction.config import ROOT
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import PlainError
 from reproduction.training.distributed import join_world
@@ -44,7 +44,7 @@ from scripts.check_gpu.parts import (
     steps_of,
 )
 
-SOURCE = CONF_DIR.parent / "src"
+SOURCE = ROOT / "src"
 ONLY_ON_GPU = "needs a GPU"
 GIB = 2**30
 
@@ -126,7 +126,7 @@ def quickstart(scope: Scope) -> Iterator[Finding]:
 
 
 def _start(script: str, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(CONF_DIR.parent / script), *overrides]
+    command = [sys.executable, str(ROOT / script), *overrides]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 

@@ -11,7 +11,8 @@ from pydantic.dataclasses import dataclass
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, built
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+ROOT = Path(__file__).resolve().parents[2]
+CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
 STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
 FORBID = ConfigDict(extra="forbid")  # shared by all settings classes
 LONGEST_NAME = 200  # bytes; most file systems allow 255

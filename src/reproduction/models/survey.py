@@ -5,16 +5,16 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 import torch
 from torch import nn
 
+from reproduction.config import ROOT
 from tokenmixup import Output, attach, training_loss, why_not
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+PAGE = ROOT / "docs" / "models.md"
 CLASSES = 10
 # Words of a model name that describe its size.
 SIZES = re.compile(

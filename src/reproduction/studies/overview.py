@@ -13,7 +13,7 @@ from reproduction.reporting.records import Sources, Sweep
 from reproduction.reporting.render import write_page
 from reproduction.reporting.tables import TABLES, Table, build_sweep, build_table
 from reproduction.runs.compose import config_of
-from reproduction.studies.plan import SWEEPS, Settings, point_configs
+from reproduction.studies.plan import SWEEPS, Settings, point_configs, sweep_label
 from reproduction.system.errors import UserError
 
 Sizes = dict[tuple[int, str], Counts]  # by table and row
@@ -60,7 +60,7 @@ def sweeps_of(configs: Mapping[str, Config]) -> list[Sweep]:
     """Returns the sweeps, with their values at this scale."""
     sweeps = []
     for name, (experiment, key, _) in SWEEPS.items():
-        start = f"{key.rpartition('.')[2]}="
+        start = sweep_label(key, "")
         values = {x.removeprefix(start): x for x in configs if x.startswith(start)}
         if values:
             sweeps.append(Sweep(name=name, experiment=experiment, key=key, values=values))

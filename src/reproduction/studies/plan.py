@@ -127,6 +127,11 @@ def point_configs(study: str, settings: Settings) -> dict[str, Config]:
     return {point.label: _config(point, settings) for point in _points(study, settings)}
 
 
+def sweep_label(key: str, value: str) -> str:
+    """Returns the name of a point of a sweep, such as `tau=2`."""
+    return f"{key.rpartition('.')[2]}={value}"
+
+
 def studies_of(scale: str) -> list[str]:
     """Returns the tables and sweeps with cells at this scale."""
     studies = [study for study in STUDIES if study not in ("all", *FIGURES)]
@@ -197,7 +202,7 @@ def _points(study: str, settings: Settings) -> Iterator[Point]:
         if study in ("all", sweep):
             (cell,) = (cell for cell in cells if cell.experiment == experiment)
             for value in settings.chosen.sweeps.get(sweep, values).split():
-                yield Point(f"{key.rpartition('.')[2]}={value}", cell, (f"{key}={value}",))
+                yield Point(sweep_label(key, value), cell, (f"{key}={value}",))
 
 
 def _config(point: Point, settings: Settings) -> Config:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from reproduction.commands.jobs import PUBLISHED as WEIGHTS
-from reproduction.config import STACK
+from reproduction.config import ROOT, STACK
 from reproduction.models.weights import read_file
 from reproduction.reporting.cells import FULL, read_cells
 from reproduction.reporting.collect import METRICS, report_folder
@@ -33,7 +33,7 @@ from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
 from reproduction.training.loop import MEDIAN_EPOCHS
 
-RESULTS = Path(__file__).resolve().parents[3] / "results"
+RESULTS = ROOT / "results"
 LEAST_ROUNDS = 3  # for a test
 Result = Mapping[str, Any]
 Runs = dict[str, dict[int, Result]]  # by stack and seed

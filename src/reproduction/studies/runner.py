@@ -23,6 +23,7 @@ from typing import IO, Self
 
 from reproduction.commands.jobs import check_all
 from reproduction.commands.launchers import gpu_share
+from reproduction.config import TRAIN
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.runs.locking import is_held
@@ -37,7 +38,6 @@ from reproduction.system.errors import (
 )
 from reproduction.system.hardware import usable_cores
 
-TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 ATTEMPTS = 2
 POLL_SECONDS = 10.0
 

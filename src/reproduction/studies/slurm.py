@@ -12,12 +12,12 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from reproduction.config import TRAIN
 from reproduction.runs.locking import is_held
 from reproduction.studies.plan import PlannedRun, Settings
 from reproduction.system.errors import PlainError, UserError
 from reproduction.system.storage import write_text
 
-TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 GRACE_SECONDS = 120  # between the signal of SLURM and the time limit
 NOTHING_LEFT = "nothing to submit: all runs are finished or being trained"
 
