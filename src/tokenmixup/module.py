@@ -72,10 +72,10 @@ class TokenMixup(nn.Module):
     """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
-    TypeError without targets; ValueError for images or targets of another kind, for the model's own
-    gradient checkpointing, which would rerun blocks without hooks, and for DataParallel, whose
-    replicas would share hooks, and for a model that skips or repeats a block; FloatingPointError if
-    the saliency is not finite. `rules` and `detect` are HTM's and may be replaced.
+    TypeError without targets; ValueError for images or targets of another kind, a model that skips
+    or repeats a block, the model's own gradient checkpointing, which would rerun blocks without
+    hooks, and DataParallel, whose replicas would share hooks; FloatingPointError if the saliency is
+    not finite. HTM's `rules` and `detect` may be replaced.
     """
 
     def __init__(

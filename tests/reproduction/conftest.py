@@ -18,6 +18,8 @@ from reproduction.commands.cli import run
 from reproduction.commands.jobs import resolve
 from reproduction.config import Config
 from reproduction.data import sources
+from reproduction.data.folders import data_sizes
+from reproduction.data.sources import _open
 from reproduction.reporting import report
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
@@ -194,6 +196,8 @@ def small_trainer(stack: list[str], *overrides: str, device: str = "cpu") -> Tra
 
 def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:
     """Writes images whose brightness encodes the class to root/train and root/val."""
+    _open.cache_clear()  # older versions of pytest use the path of a deleted folder again
+    data_sizes.cache_clear()
     rng = np.random.default_rng(0)
     for split, number in (("train", train), ("val", held_out)):
         for label, name in enumerate(classes):
