@@ -143,7 +143,7 @@ class TokenMixup(nn.Module):
             logits = self._logits(images)
         for layer in self._htm_at.keys() - state.mixes.keys():
             raise ValueError(f"htm.layer={layer}: this block did not run")
-        return state.output(logits)
+        return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
     def _logits(self, images: Tensor) -> Any:
         out = self.model(images)
@@ -191,8 +191,7 @@ class TokenMixup(nn.Module):
                 f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
-        weight = 0.0 if self.htm is None else self.htm.score_loss_weight
-        state = ForwardState(targets, view_of(self.model, self.adapter), weight)
+        state = ForwardState(targets, view_of(self.model, self.adapter))
         if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
                 exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there

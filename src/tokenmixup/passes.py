@@ -98,7 +98,6 @@ class ForwardState:
 
     targets: Tensor  # b c, as mixed so far
     view: Any  # the model, or its view with timm's names, see `adapters.py`
-    score_loss_weight: float = 0.0
     pixels: Tensor | None = None  # b h w, magnitude of the input gradient
     manifold: ManifoldMix | None = None
     num_patches: int | None = None  # of the patch embedding's output
@@ -133,7 +132,7 @@ class ForwardState:
             if layer > entry.index:
                 memory.remember(entry.tokens, saliency, entry.num_prefix_tokens)
 
-    def output(self, logits: Any) -> Output:
+    def output(self, logits: Any, score_loss_weight: float = 0.0) -> Output:
         """Returns the output of the pass. Raises ValueError if the logits are not `b c`."""
         shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
         if shape != (expected := [*self.targets.shape]):
@@ -152,7 +151,7 @@ class ForwardState:
             reduce(torch.logical_or, [mix.mask for mix in layers]),
             reduce(torch.add, [mix.gain for mix in layers]),
             layers,
-            self.score_loss_weight,
+            score_loss_weight,
         )
 
 

@@ -214,9 +214,8 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
 def _parse_arguments(argv: list[str]) -> Namespace:
     """Parses Hydra's options. Raises UserError for unsupported and conflicting ones."""
     parser = get_args_parser()
-    setattr(
-        parser, "error", MethodType(Parser.error, parser)
-    )  # argparse would also print its usage
+    # argparse would also print its usage
+    setattr(parser, "error", MethodType(Parser.error, parser))
     args = parser.parse_args(argv)
     for option in UNSUPPORTED_OPTIONS:
         if getattr(args, option, None):

@@ -16,7 +16,7 @@ from reproduction.config import Config
 from reproduction.reporting.cells import SCALES
 from reproduction.reporting.curves import lines_backwards
 from reproduction.runs.folder import RunFolder, differing, identity
-from reproduction.runs.locking import read_status
+from reproduction.runs.locking import status_of
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
 
@@ -195,7 +195,7 @@ def _read(folder: RunFolder) -> Run:
     if type(seed) is not int:
         raise UserError("is not a run folder: config.yaml holds no seed")
     summary = folder.read_summary()
-    status: str = read_status(folder)
+    status: str = status_of(folder, summary)
     result = error = None
     if status == "finished":
         result = _result(summary, config)

@@ -4,10 +4,10 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.system.errors import RunLocked, UserError
@@ -50,12 +50,12 @@ def is_held(folder: RunFolder) -> bool:
         return False
 
 
-def read_status(folder: RunFolder) -> Status:
+def status_of(folder: RunFolder, summary: Mapping[str, Any]) -> Status:
     """Returns the status of a run. A killed one, whose summary says `running`, is interrupted.
 
     The lock's owner must not call this.
     """
-    status = folder.read_summary().get("status")
+    status = summary.get("status")
     if status == "finished":
         return "finished"
     if is_held(folder):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from reproduction.reporting.curves import lines_backwards
 from reproduction.runs.folder import RunFolder, run_hash
-from reproduction.runs.locking import Status, read_status
+from reproduction.runs.locking import Status, status_of
 from reproduction.studies.cost import FILE, hours_text, read_costs, run_hours, speed_key
 from reproduction.studies.plan import PlannedRun, Settings
 from reproduction.system.errors import UserError, first_line, in_one_line
@@ -39,7 +39,8 @@ class State:
 
 def read_state(folder: RunFolder) -> State:
     """Reads the state of one run; UserError if its summary or metrics are not readable."""
-    summary, status = folder.read_summary(), read_status(folder)
+    summary = folder.read_summary()
+    status = status_of(folder, summary)
     try:
         if status == "finished":
             return State(

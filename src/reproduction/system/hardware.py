@@ -14,7 +14,7 @@ CPU_INFO = Path("/proc/cpuinfo")  # Linux only
 def hardware_name(device: str) -> str:
     """Returns the name of the GPU, or of the processor with its number of usable cores.
 
-    `device` is `auto`, `cpu` or `cuda`; `auto` uses a GPU if one is available.
+    `device` is `auto`, `cpu` or `cuda`; without a GPU all of them mean the processor.
     """
     if device != "cpu":
         import torch
