@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
     from tokenmixup.scorenet import ScoreNet, difficulty
     from tokenmixup.structure import why_not
-    from tokenmixup.timm_task import TokenMixupTask
+    from tokenmixup.timm_task import TokenMixupTask as TokenMixupTask  # not for `import *`
     from tokenmixup.vertical import salient_indices, vertical_attention
 
 __version__ = "0.2.0"

@@ -16,10 +16,10 @@ from tokenmixup.passes import training_loss
 class TokenMixupTask(TrainingTask):
     """`task(images, targets)` -> {"loss", "output": logits `b c`, **Output.stats}.
 
-    `module`: of `attach`, on `device`. `targets`: classes `b`, which get `smoothing`, or
-    probabilities `b c` of timm's Mixup, which smooths by itself. Raises ValueError for both
-    smoothings together. The plain model is evaluated, and is the `state_dict` of a checkpoint;
-    the ScoreNets are its `task_state`.
+    `module`: as returned by `attach`, on `device`. `targets`: classes `b`, which get `smoothing`,
+    or probabilities `b c`, as from timm's Mixup, which smooths by itself. With them a `smoothing`
+    raises ValueError. The plain model is evaluated, and is the `state_dict` of a checkpoint; the
+    ScoreNets are its `task_state`.
     """
 
     def __init__(
@@ -44,12 +44,9 @@ class TokenMixupTask(TrainingTask):
         output = self.trainable_module(input, target)
         return {"loss": training_loss(output), "output": output.logits, **output.stats}
 
-    def prepare_distributed(
-        self, device_ids: list[Any] | None = None, **options: Any
-    ) -> "TokenMixupTask":
-        self.trainable_module = DistributedDataParallel(
-            self.trainable_module, device_ids=device_ids, **options
-        )
+    def prepare_distributed(self, device_ids: Any = None, **options: Any) -> "TokenMixupTask":
+        module = self.trainable_module
+        self.trainable_module = DistributedDataParallel(module, device_ids=device_ids, **options)
         return self
 
     def compile(self, backend: str = "inductor", mode: str | None = None, **options: Any) -> Any:
@@ -70,18 +67,15 @@ class TokenMixupTask(TrainingTask):
         parameters = parameters[:-2] if exclude_head else parameters
         return [*parameters, *module.scorenets.parameters()]
 
-    def get_task_state(self, module: nn.Module | None = None, ema: bool = False) -> dict[str, Any]:
-        module = unwrap_model(module or self.get_trainable_module(ema))
-        return {"scorenets": module.scorenets.state_dict()}
+    def get_task_state(self, module: Any = None, ema: bool = False) -> dict[str, Any]:
+        return {"scorenets": self._scorenets(module, ema).state_dict()}
 
     def load_task_state(
-        self,
-        state: dict[str, Any] | None,
-        strict: bool = True,
-        module: nn.Module | None = None,
-        ema: bool = False,
+        self, state: Any, strict: bool = True, module: Any = None, ema: bool = False
     ) -> None:
-        """Does nothing without a state, as with weights of the plain model."""
+        """Loads nothing without a state, as from weights of the plain model."""
         if state:
-            module = unwrap_model(module or self.get_trainable_module(ema))
-            module.scorenets.load_state_dict(state["scorenets"], strict)
+            self._scorenets(module, ema).load_state_dict(state["scorenets"], strict)
+
+    def _scorenets(self, module: nn.Module | None, ema: bool) -> Any:
+        return unwrap_model(module or self.get_trainable_module(ema)).scorenets
