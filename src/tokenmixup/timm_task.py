@@ -9,8 +9,7 @@ from timm.utils.model import unwrap_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenmixup.module import TokenMixup
-from tokenmixup.passes import training_loss
+from tokenmixup import TokenMixup, training_loss
 
 
 class TokenMixupTask(TrainingTask):
