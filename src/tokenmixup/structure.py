@@ -31,6 +31,7 @@ BLOCKS = {
     ("timm.models.cait", "LayerScaleBlock"),
 }
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
 STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
 
 
@@ -48,21 +49,38 @@ def why_not(
         )
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         return f"it is in a {type(model).__name__}: attach first, then wrap"
+    if is_sharded(model):
+        return "it is sharded by fully_shard: attach first, then shard"
     if hasattr(model, "scorenets"):
         return "TokenMixup is already attached to it"
     try:
         view = view_of(model, adapter)
-        if isinstance(view, Adapted):
-            return _why_not_adapted(view)
+        adapted = isinstance(view, Adapted)
+        return _why_not_adapted(view) if adapted else _why_not(model, last_layer)
     except ValueError as error:  # the adapter does not fit
         return str(error)
-    return _why_not(model, last_layer)
 
 
 def view_of(model: Any, adapter: Adapter | None = None) -> Any:
     """Returns the model itself, or its view with timm's names if it needs an adapter."""
     adapter = adapter or adapter_of(model)
     return model if adapter is None else Adapted(model, adapter)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
+
+
+def head_size(model: Any) -> int | None:
+    """Returns the number of logits of a linear head; None if the model does not say it."""
+    classifier = getattr(model, "get_classifier", None)
+    heads = (getattr(model, name, None) for name in HEADS)
+    head = classifier() if classifier else next((x for x in heads if x is not None), None)
+    while isinstance(head, nn.Sequential | tuple) and len(head):
+        head = head[-1]
+    return head.out_features if isinstance(head, nn.Linear) else None
 
 
 def _why_not_adapted(view: Adapted) -> str | None:
