@@ -7,7 +7,7 @@ is the plain model, bit for bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -188,6 +188,22 @@ class TokenMixup(nn.Module):
         """Names of the parameters without weight decay; timm's optimisers call this."""
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
+
+    @property
+    def group_matcher(self) -> Callable[..., Callable[[str], int]]:
+        """The model's layer groups, for timm's layer-wise learning rates. ScoreNets join the last.
+
+        Raises AttributeError if the model has none, so that timm sees none.
+        """
+        return partial(self._group_matcher, self.model.group_matcher)
+
+    def _group_matcher(self, own: Any, coarse: bool = False) -> Callable[[str], int]:
+        from timm.models import group_parameters  # its optimiser has called
+
+        layers = group_parameters(self.model, own(coarse=coarse), reverse=True)
+        named = {f"model.{name}": layer for name, layer in layers.items()}
+        scorenets = (f"scorenets.{name}" for name, _ in self.scorenets.named_parameters())
+        return (named | dict.fromkeys(scorenets, max(layers.values()))).__getitem__
 
     def _begin(self, images: Tensor, targets: Tensor) -> ForwardState:
         """Checks the batch, computes the input gradient, draws for manifold mixup."""

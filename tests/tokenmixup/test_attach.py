@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -552,6 +553,50 @@ def test_weight_decay_spares_what_the_model_exempts():
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     assert module.no_weight_decay() >= {"model.pos_embed", "model.cls_token"}
     assert attach(small_cct(), CLASSES).no_weight_decay() == set()
+
+
+def factors(model: nn.Module, **options: Any) -> dict[str, tuple[float, float]]:
+    """Learning rate factor and weight decay of each parameter, by name, with timm's optimiser."""
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=1.0, weight_decay=0.05, **options)
+    of = {
+        id(parameter): (group.get("lr_scale", 1.0), group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "deit_tiny_distilled_patch16_224",
+        "eva02_tiny_patch14_224",
+        "beit_base_patch16_224",
+        "cait_xxs24_224",  # its groups are a function, not patterns
+        "vit_relpos_small_patch16_224",
+        "naflexvit_base_patch16_gap",
+        "vit_base_patch16_rope_reg1_gap_256",
+        "vit_small_r26_s32_224",
+    ],
+)
+def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: dict[str, float]):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=CLASSES)
+        plain = factors(model, **options)
+        ours = factors(attach(model, CLASSES, htm={"layer": [0, 1]}), **options)
+    scorenets = {key: ours.pop(key) for key in [*ours] if key.startswith("scorenets.")}
+    assert ours == {f"model.{key}": value for key, value in plain.items()}
+    assert len(scorenets) >= 4 and {rate for rate, _ in scorenets.values()} == {1.0}
+    assert len({rate for rate, _ in plain.values()}) > (10 if options else 0)
+
+
+@pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
+def test_a_model_without_layer_groups_learns_at_one_rate(options: dict[str, float]):
+    plain, ours = (factors(x, **options) for x in (small_cct(), attach(small_cct(), CLASSES)))
+    assert ours == {f"model.{key}": value for key, value in plain.items()}
+    assert not hasattr(attach(small_cct(), CLASSES), "group_matcher")
 
 
 class Adapted(nn.Linear):
