@@ -41,6 +41,7 @@ from tokenmixup.structure import (
     has_class_token,
     head_size,
     is_sharded,
+    layer_group,
     reads_class_token,
     scorenet_pooling,
     view_of,
@@ -190,20 +191,13 @@ class TokenMixup(nn.Module):
         return {f"model.{name}" for name in exempt()}
 
     @property
-    def group_matcher(self) -> Callable[..., Callable[[str], int]]:
+    def group_matcher(self) -> Callable[..., Any]:
         """The model's layer groups, for timm's layer-wise learning rates. ScoreNets join the last.
 
         Raises AttributeError if the model has none, so that timm sees none.
         """
-        return partial(self._group_matcher, self.model.group_matcher)
-
-    def _group_matcher(self, own: Any, coarse: bool = False) -> Callable[[str], int]:
-        from timm.models import group_parameters  # its optimiser has called
-
-        layers = group_parameters(self.model, own(coarse=coarse), reverse=True)
-        named = {f"model.{name}": layer for name, layer in layers.items()}
-        scorenets = (f"scorenets.{name}" for name, _ in self.scorenets.named_parameters())
-        return (named | dict.fromkeys(scorenets, max(layers.values()))).__getitem__
+        own: Any = self.model.group_matcher
+        return lambda coarse=False: partial(layer_group, own(coarse=coarse))
 
     def _begin(self, images: Tensor, targets: Tensor) -> ForwardState:
         """Checks the batch, computes the input gradient, draws for manifold mixup."""

@@ -5,6 +5,8 @@ of a known class to `norm1` of its input, and then an MLP. Norm and projections 
 independently, so that their outputs can be moved with the tokens.
 """
 
+import math
+import re
 from typing import Any, cast
 
 from torch import nn
@@ -32,6 +34,7 @@ BLOCKS = {
 }
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
+JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
 STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
 
 
@@ -81,6 +84,24 @@ def head_size(model: Any) -> int | None:
     while isinstance(head, nn.Sequential | tuple) and len(head):
         head = head[-1]
     return head.out_features if isinstance(head, nn.Linear) else None
+
+
+def layer_group(groups: Any, name: str) -> Any:
+    """Returns timm's ordinal of a parameter of the attached module, as of the plain model's.
+
+    `groups`: what the model's `group_matcher` returns: a function of names, or regular expressions.
+    """
+    own = name.removeprefix("model.")
+    if own == name:  # of a ScoreNet
+        return JOINS_LAST
+    if callable(groups):
+        return groups(own)
+    for ordinal, patterns in enumerate(groups.values()):
+        pairs = [(patterns, None)] if isinstance(patterns, str) else patterns or ()
+        for pattern, suffix in pairs:
+            if found := re.match(pattern, own):
+                return tuple(map(float, (ordinal, *found.groups(), *(suffix or ()))))
+    return (math.inf,)
 
 
 def _why_not_adapted(view: Adapted) -> str | None:

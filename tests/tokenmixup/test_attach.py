@@ -592,6 +592,15 @@ def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: di
     assert len({rate for rate, _ in plain.values()}) > (10 if options else 0)
 
 
+def test_scorenets_learn_at_the_highest_rate_of_a_model_without_a_head():
+    model: Any = small_vit()
+    model.reset_classifier(0)
+    module = attach(model, CLASSES, htm={"layer": 1})
+    plain, ours = (factors(x, layer_decay=0.5) for x in (model, module))
+    assert ours["scorenets.1.head.weight"][0] == max(rate for rate, _ in plain.values()) == 1
+    assert {f"model.{key}": value for key, value in plain.items()}.items() <= ours.items()
+
+
 @pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
 def test_a_model_without_layer_groups_learns_at_one_rate(options: dict[str, float]):
     plain, ours = (factors(x, **options) for x in (small_cct(), attach(small_cct(), CLASSES)))
