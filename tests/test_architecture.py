@@ -41,6 +41,7 @@ STANDARD_LIBRARY = {
     "inspect",
     "itertools",
     "math",
+    "re",
     "typing",
 }
 
