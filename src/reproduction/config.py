@@ -267,8 +267,8 @@ class Checkpoint:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Wandb:
-    mode: Literal["online", "offline", "disabled"]
-    project: str
+    mode: Literal["online", "offline", "disabled"] | None
+    project: str | None
     entity: str | None
 
 

@@ -6,14 +6,17 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from reproduction.data import loaders
 from reproduction.data.build import (
     build_evaluation_loader,
     build_training_images,
@@ -34,6 +37,33 @@ from tests.reproduction.conftest import SMALL, Command, config_of, write_images
 from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
+
+
+def a_loader(workers: int) -> torch.utils.data.DataLoader[Any]:
+    config = config_of(*SMALL)
+    images = build_training_images(config, load_source("digits", None, None).train)
+    return data_loader(images, TrainingBatches(60, 20, seed=0), workers, pin_memory=False)
+
+
+def test_workers_send_batches_from_a_long_temporary_folder(tmp_path: Path, monkeypatch):
+    """The paths of sockets in it would be too long."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    loader = a_loader(workers=1)
+    loader.timeout = 20  # seconds: else a fault would hang the test
+    assert [len(targets) for _, targets in loader] == [20, 20, 20]
+    monkeypatch.setattr(loaders, "SHORT", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match=rf"TMPDIR={folder}: 75 bytes at most.*workers=0"):
+        a_loader(workers=1)
+    a_loader(workers=0)
+
+
+def test_workers_are_refused_without_shared_memory(monkeypatch):
+    monkeypatch.setattr(loaders, "disk_usage", lambda path: SimpleNamespace(free=2**16))
+    with pytest.raises(UserError, match=r"dev.shm: .* 65536 bytes of shared memory.*workers=0"):
+        a_loader(workers=2)
+    a_loader(workers=0)
 
 
 def test_digits_are_split_by_class():

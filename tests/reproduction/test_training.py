@@ -1,10 +1,12 @@
 """Small runs: run folders, resuming, interruptions, precision, sweeps, evaluation."""
 
 import gc
+import itertools
 import json
 import math
 import shutil
 import signal
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from reproduction.commands.jobs import resolve_evaluation
+from reproduction.commands.jobs import check_all, resolve, resolve_evaluation
+from reproduction.data.loaders import EvaluationImages, TrainingImages
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.runs.compose import compose
@@ -25,7 +28,6 @@ from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.studies.results import publish
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.checkpoint import save_plain
-from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import (
     SMALL,
@@ -245,16 +247,37 @@ def test_run_stopped_in_its_last_step_only_evaluates_when_resumed(
     assert [len(lines) for lines in folder(tmp_path).read_metrics()] == [2, 1]
 
 
-def test_signal_during_evaluation_ends_the_run_after_its_epoch(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("images", "call", "lines"),
+    [(TrainingImages, 0, [0, 0]), (TrainingImages, 4, [4, 1]), (EvaluationImages, 0, [3, 0])],
+    ids=["the first batch", "a batch", "evaluation"],
+)
+def test_signal_ends_the_wait_for_a_batch_and_the_run_resumes_there(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: RunFolder,
+    images: Any,
+    call: int,
+    lines: list[int],
 ):
-    def evaluate_and_signal(*args: Any) -> Any:
-        signal.raise_signal(signal.SIGTERM)
-        return evaluate(*args)
+    """The loader would wait for its image, as on a file system that hangs."""
+    name = "__getitems__" if images is TrainingImages else "__getitem__"
+    original, calls = getattr(images, name), itertools.count(-1 if images is TrainingImages else 0)
 
-    monkeypatch.setattr("reproduction.training.loop.evaluate", evaluate_and_signal)
-    assert command("train", "name=mine", *SMALL).status == 130
-    assert [len(lines) for lines in folder(tmp_path).read_metrics()] == [3, 1]
+    def hang(self: Any, key: Any) -> Any:
+        if next(calls) == call:  # the first call for training is that of the checks
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(1)
+        return original(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(images, name, hang)
+        result = command("train", "name=mine", *MIXED, *SMALL)
+    assert result.status == 130 and "is kept as interrupted" in result.err
+    assert [len(found) for found in folder(tmp_path).read_metrics()] == lines
+    assert command("train", "name=mine", "resume=auto", *MIXED, *SMALL).status == 0
+    assert_same_result(folder(tmp_path), uninterrupted)
 
 
 def test_second_ctrl_c_ends_the_run_at_once(command: Command, tmp_path: Path, monkeypatch):
@@ -335,13 +358,44 @@ def test_tau_above_the_loss_of_guessing_causes_a_warning(
     assert ("guessing scores 2.30 nats" in result.err) == is_warned
 
 
-@pytest.mark.parametrize("precision", ["bf16", "float16"])
-def test_low_precision_trains(command: Command, tmp_path: Path, precision: str):
-    result = command("train", "name=mine", *MIXED, *SMALL, f"recipe.precision={precision}")
+def test_low_precision_trains(command: Command, tmp_path: Path):
+    result = command("train", "name=mine", *MIXED, *SMALL, "recipe.precision=bf16")
     assert result.status == 0, result.err
-    assert ("float16 is slow" in result.err) == (precision == "float16")
     steps, _ = folder(tmp_path).read_metrics()
     assert steps[-1]["loss"] < 5
+
+
+def test_float16_on_a_cpu_is_refused_where_it_would_train_or_evaluate(
+    command: Command, tmp_path: Path
+):
+    half = "recipe.precision=float16"
+    result = command("train", "name=mine", *SMALL, half)
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert f"{half}: takes minutes a batch on a CPU" in result.err
+    assert "recipe.precision=float32" in result.err and not (tmp_path / "outputs").exists()
+    check_all([resolve(compose("train", ["name=mine", *SMALL, half]))], here=False)  # to submit it
+    assert command("train", "name=mine", *SMALL).status == 0
+    run = folder(tmp_path)
+    text = run.config_path.read_text()
+    run.config_path.write_text(text.replace("precision: float32", "precision: float16"))
+    refused = command("eval", "run=outputs/mine", "device=cpu")
+    assert refused.status == 2 and f"eval.py: {half}: takes minutes" in refused.err
+    allowed = command("eval", "run=outputs/mine", "device=cpu", "recipe.precision=float32")
+    assert allowed.status == 0, allowed.err
+    other = command("eval", "run=outputs/mine", "recipe.lr=1")
+    assert "recipe.lr=1: not allowed here, allowed are run, weights" in other.err
+
+
+def test_a_finished_run_is_not_extended_and_the_line_says_how_to_go_on(
+    command: Command, tmp_path: Path
+):
+    assert command("train", "name=mine", *SMALL).status == 0
+    result = command("train", "name=mine", "resume=auto", *SMALL, "recipe.epochs=5")
+    (line,) = result.lines
+    assert result.status == 2 and "recipe.epochs=5 instead of 2" in line
+    best = "model.weights=outputs/mine/checkpoints/best.safetensors"
+    assert "a finished run cannot be extended" in line and best in line
+    assert command("train", "name=next", best, *SMALL, "recipe.epochs=1").status == 0
 
 
 def test_sgd_with_clipping_trains(command: Command, tmp_path: Path):
@@ -598,5 +652,5 @@ def test_several_htm_layers_have_their_own_metrics_and_can_be_swept(
             assert line["difficulty"] == pytest.approx(sum(each) / 2)
             assert line["score_loss"] == pytest.approx(sum(each))
     result = command("train", "-m", "augmentation.htm.layer=[0],0,[0,1]", *SMALL)
-    assert result.status == 2 and "2 points of the sweep are this one run" in result.err
+    assert result.status == 2 and "2 points of the sweep share this folder" in result.err
     assert command("train", "-m", "augmentation.htm.layer=[0],[0,1]", *SMALL).status == 0

@@ -5,9 +5,13 @@ Unreadable images can be skipped; each is reported once and counted.
 
 import math
 import multiprocessing
+import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.util import Finalize
+from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +25,13 @@ from reproduction.data.seeding import Purpose, preserved_generators, seed_genera
 from reproduction.system.errors import STOP_SIGNALS, UserError
 from reproduction.system.terminal import warn
 
+LONGEST_FOLDER = 75  # bytes: a socket's path has 107, multiprocessing appends 32
+SHORT = "/tmp"  # noqa: S108 - the workers create a private folder in it
+SHARED = Path("/dev/shm")  # noqa: S108 - workers send batches through it
+SEMAPHORES = 2**15  # bytes for each worker of both loaders: 3 semaphores, which are pages
+ENLARGE = (
+    "enlarge it, as by docker run --shm-size=8g, or choose dataset.workers=0, which needs none"
+)
 START = "fork"  # shares images in memory; spawned ranks would default to another method
 Transform = Callable[[Image.Image], Tensor]
 Batch = list[Tensor]  # images, classes
@@ -134,6 +145,8 @@ def data_loader(
     pin_memory: bool,
 ) -> DataLoader[Item]:
     """Returns a loader of `batches`, which are lists of keys."""
+    if workers:
+        _check_places(workers)
     return DataLoader(
         images,
         batch_sampler=batches,
@@ -141,7 +154,7 @@ def data_loader(
         multiprocessing_context=START if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_stop_signals,
+        worker_init_fn=_prepare_worker,
         collate_fn=collate_readable if images.skips else None,
         generator=torch.Generator(),  # worker seeds must not draw from dropout's generator
     )
@@ -181,10 +194,29 @@ class ReadableBatches:
             yield batch
 
 
-def _ignore_stop_signals(worker: int) -> None:
+def _prepare_worker(worker: int) -> None:
     """Keeps a worker running until its parent ends it, if a signal reaches the process group."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    tempfile.tempdir = _socket_folder()
+
+
+def _socket_folder() -> str:
+    """The temporary folder, or /tmp if the paths of sockets in it would be too long to listen at.
+
+    Workers send batches through sockets: the loader would wait forever.
+    """
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else SHORT
+
+
+def _check_places(workers: int) -> None:
+    """Raises UserError if the sockets or semaphores of workers have no place."""
+    if not os.access(_socket_folder(), os.W_OK | os.X_OK):
+        longest = f"{LONGEST_FOLDER} bytes at most, as {SHORT} is not writable"
+        raise UserError(f"TMPDIR={tempfile.gettempdir()}: {longest}; or choose dataset.workers=0")
+    if SHARED.is_dir() and (free := disk_usage(SHARED).free) < SEMAPHORES * (workers + 2):
+        raise UserError(f"{SHARED}: has only {free} bytes of shared memory left; {ENLARGE}")
 
 
 def _end_workers() -> None:

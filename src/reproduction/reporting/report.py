@@ -147,6 +147,8 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         rows[median] = f"{summary['top1_median10']:.2f} %"
     if broken := summary.get("broken_images"):
         rows["broken images, left out"] = f"{broken:,}"
+    if initial := summary.get("initial_weights"):
+        rows["initial weights"] = initial
     rows |= {
         "training batches": f"{summary['steps']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",

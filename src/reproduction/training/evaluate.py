@@ -95,7 +95,7 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
 
     Raises UserError if it does not fit the model, PlainError if a rank dies or memory runs out.
     """
-    resolve_device(config.device, config.devices)
+    resolve_device(config.device, config.devices, config.recipe.precision)
     evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints)
     with handling(stop_at_once):
         scores = run_on_ranks(evaluate_on_rank, config, config.devices)
@@ -107,7 +107,8 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
 
 def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]:
     allow_tf32(config.recipe.tf32)
-    with join_world(resolve_device(config.device, config.devices)) as world:
+    device = resolve_device(config.device, config.devices, config.recipe.precision)
+    with join_world(device) as world:
         source = load_source(config.dataset.name, config.dataset.root, limit=None)
         model = build_model(without_weights(config.model), len(source.classes))
         loaded = load_plain(checkpoints, model, source.classes)

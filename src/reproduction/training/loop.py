@@ -78,6 +78,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []  # metrics of the evaluated epochs
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # the one resumed from
+        self.initial_weights: str | None = None  # what was read from a file
         self.agreement = Agreement(world, config.checkpoint)
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -115,11 +116,13 @@ class Trainer:
         ):
             while self.epoch < self.epochs:
                 self._begin_epoch()
-                self._train_epoch(display)
-                if self.agreement.to_stop:
-                    self._save()
-                    raise Stopped(self.agreement.to_stop)
-                self._end_epoch()
+                try:
+                    self._train_epoch(display)
+                    self._end_epoch()
+                except Stopped:
+                    if self.agreement.to_stop:  # not at a second Ctrl-C
+                        self._save()
+                    raise
                 display.line(self._describe())
                 for warning in self.mixed_share.warnings():
                     display.line(warning)
@@ -153,8 +156,9 @@ class Trainer:
 
     def _train_epoch(self, display: ProgressDisplay) -> None:
         """Trains on the remaining batches of the epoch, until its end or a signal."""
-        with self._writing_metrics_on_error():
-            for images, classes in islice(self.train_loader, self.total_steps - self.step):
+        remaining = islice(self.train_loader, self.total_steps - self.step)
+        with self._flushing_on_error():
+            for images, classes in self.agreement.waiting_for(remaining):
                 batch = self.step % len(self.batches)
                 size = self._global_size(batch, len(images))
                 lr = self.schedule(self.epoch, batch)
@@ -173,16 +177,18 @@ class Trainer:
                     self._save()
                     self.metrics.restart_clock()
             self._flush()
+        if self.agreement.to_stop:
+            raise Stopped(self.agreement.to_stop)
 
     @contextmanager
-    def _writing_metrics_on_error(self) -> Iterator[None]:
+    def _flushing_on_error(self) -> Iterator[None]:
         """Writes pending metrics on an error; not with several ranks, as their sums need all."""
         try:
             yield
         except BaseException:
             if self.world.size == 1:
                 with suppress(Exception):  # the first error counts
-                    self._write(self.metrics.fetch())
+                    self._flush()
             raise
 
     def _global_size(self, batch: int, own: int) -> int:
@@ -230,11 +236,18 @@ class Trainer:
                 self.logger.log(line)
 
     def _end_epoch(self) -> None:
-        """Counts the epoch; evaluates every `recipe.evaluate_every` epochs and after the last."""
+        """Counts the epoch; evaluates every `recipe.evaluate_every` epochs and after the last.
+
+        An epoch whose evaluation is interrupted does not count yet: a resumed run evaluates it.
+        """
         self.epoch += 1
         if self.epoch % self.recipe.evaluate_every == 0 or self.epoch == self.epochs:
             start = time.perf_counter()
-            self._evaluate()
+            try:
+                self._evaluate()
+            except Stopped:
+                self.epoch -= 1
+                raise
             self.eval_seconds += time.perf_counter() - start
 
     def _evaluate(self) -> None:
@@ -246,7 +259,7 @@ class Trainer:
             result = evaluate(
                 model,
                 self.update.inputs.normalize,
-                self.eval_loader,
+                self.agreement.waiting_for(self.eval_loader),
                 self.world,
                 self.recipe.precision,
             )

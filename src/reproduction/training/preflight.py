@@ -11,7 +11,7 @@ from reproduction.models.build import (
     build_module,
     check_compiler,
     count_parameters,
-    initial_weights,
+    load_initial_weights,
     without_weights,
 )
 from reproduction.models.library import timm_name
@@ -30,7 +30,7 @@ def preflight(config: Config, here: bool = True) -> None:
     if not is_first_rank():
         return
     if here:
-        device = resolve_device(config.device, config.devices)
+        device = resolve_device(config.device, config.devices, config.recipe.precision)
         if config.compile:
             check_compiler(device)
     source = build_source(config.dataset)
@@ -52,8 +52,7 @@ def preflight(config: Config, here: bool = True) -> None:
             without_weights(config.model), config.augmentation, len(source.classes)
         )
     _check_size(module, config)
-    if config.model.weights is not None:
-        initial_weights(config.model, module.model)
+    load_initial_weights(config.model, module.model)
     fewest = batches.global_size(len(batches) - 1) // config.devices
     _check_micro_batches(fewest, module.model, config)
 

@@ -26,6 +26,7 @@ from reproduction.models.build import (
     build_module,
     count_macs,
     count_parameters,
+    load_initial_weights,
     place,
     pretrained_statistics,
     without_weights,
@@ -101,8 +102,10 @@ def _recording_end(config: Config) -> Iterator[None]:
 
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
-    device = resolve_device(config.device, config.devices)
+    device = resolve_device(config.device, config.devices, config.recipe.precision)
     allow_tf32(config.recipe.tf32)
+    if config.compile:
+        torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # downloaded by the first rank in preflight
         trainer = build_trainer(config, world, source)
@@ -132,6 +135,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     model = config.model if newest is None else without_weights(config.model)
     torch.manual_seed(config.seed)
     module = build_module(model, config.augmentation, len(source.classes))
+    initial_weights = load_initial_weights(model, module.model)
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
@@ -149,6 +153,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin, broken),
         broken=broken,
     )
+    trainer.initial_weights = initial_weights
     if newest is not None:
         trainer.restore(*newest)
     if world.share(trainer.step) != trainer.step:
@@ -180,15 +185,13 @@ def _report_start(config: Config, trainer: Trainer) -> None:
     mixing = "+".join(config.augmentation.stack) or "no mixing"
     data = f"{trainer.batches.num_images:,} images of {config.dataset.name}"
     say(f"{verb}: {config.model.name} on {data}, {mixing}, {trainer.world.device.type}")
+    if trainer.initial_weights is not None:
+        say(f"initial weights: {trainer.initial_weights}")
 
 
 def _warn_about_settings(config: Config, trainer: Trainer) -> None:
     """Warns about settings that are allowed but probably mistakes."""
     module = trainer.module
-    if config.recipe.precision == "float16" and trainer.world.device.type == "cpu":
-        warn(
-            "warning: float16 is slow on a CPU, up to minutes a batch: use recipe.precision=float32"
-        )
     guessing = math.log(len(trainer.classes))
     for htm in [] if module.htm is None else module.htm.each.values():
         if guessing <= cast(float, htm.tau) < math.inf:
@@ -205,7 +208,7 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     model, device = trainer.module.model, trainer.world.device
     with autocast(device, config.recipe.precision):
         kernel = attention_kernel(model, config.model.image_size)
-    earlier = trainer.folder.read_summary().get("hardware") if trainer.step > 0 else None
+    earlier = trainer.folder.read_summary() if trainer.step > 0 else {}
     return {
         "name": config.name,
         "parameters": count_parameters(trainer.module),
@@ -213,7 +216,8 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         "attention": kernel,
         "seed": config.seed,
         "devices": config.devices,
-        "hardware": join_hardware(earlier, hardware_name(device.type)),
+        "initial_weights": trainer.initial_weights or earlier.get("initial_weights"),
+        "hardware": join_hardware(earlier.get("hardware"), hardware_name(device.type)),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
