@@ -20,7 +20,6 @@ from reproduction.data.build import (
     statistics_warning,
 )
 from reproduction.data.loaders import (
-    BrokenImages,
     TrainingBatches,
     data_loader,
 )
@@ -244,7 +243,7 @@ def test_evaluation_loaders_give_each_image_to_one_rank_once(ranks):
     source = load_source("digits", None, None)
     config = config_of(f"recipe.batch_size={7 * ranks}")
     loaders = [
-        build_evaluation_loader(config, source, r, ranks, False, BrokenImages(skips=False))
+        build_evaluation_loader(config, source, r, ranks, False)
         for r in range(ranks)
     ]
     seen = [index for loader in loaders for batch in loader.batch_sampler for index in batch]

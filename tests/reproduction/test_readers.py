@@ -20,7 +20,7 @@ from reproduction.config import Config
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.folders import missing_data
 from reproduction.data.images import load_image
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import load_source
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import config_of, write_images
@@ -224,9 +224,8 @@ def read(root: Path, memory: int = 0) -> None:
     config = replace(base(), dataset=dataset)
     source = load_source("image_folder", str(root), None)
     batches = TrainingBatches(len(source.train), 2, 0)
-    broken = BrokenImages(skips=False)
-    assert len(list(build_training_loader(config, source, batches, False, broken))) >= 1
-    assert len(list(build_evaluation_loader(config, source, 0, 1, False, broken))) >= 1
+    assert len(list(build_training_loader(config, source, batches, False))) >= 1
+    assert len(list(build_evaluation_loader(config, source, 0, 1, False))) >= 1
 
 
 def check(root: Path, message: str | None) -> None:

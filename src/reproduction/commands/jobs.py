@@ -72,10 +72,11 @@ def resolve_export(composed: Composed) -> WeightsTask:
 def _output_file(output: Any) -> Path:
     if not isinstance(output, str) or not output.endswith(".safetensors"):
         raise UserError(f"output={output}: must be a file ending in .safetensors")
-    if os.path.lexists(output):
+    path = Path(os.path.expanduser(output))
+    if os.path.lexists(path):
         raise UserError(f"output={output}: already exists")
-    check_writable(Path(output), f"output={output}")
-    return Path(output)
+    check_writable(path, f"output={output}")
+    return path
 
 
 def resolve_evaluation(composed: Composed) -> WeightsTask:
@@ -103,7 +104,8 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
 def images_of(config: Config) -> list[Any]:
     """Returns the settings that identify the held-out images and their normalisation."""
     data = config.dataset
-    return [data.name, data.root, data.mean, data.std]
+    limit = [] if data.eval_limit is None else [data.eval_limit]
+    return [data.name, data.root, data.mean, data.std, *limit]
 
 
 def _select_weights(
@@ -125,8 +127,9 @@ def _select_weights(
         raise UserError(f"weights={weights}: must be last or best")
     if run is not None:
         _check_allowed(composed, run_keys)
-        return _weights_of_run(RunFolder(str(run)), is_best=weights == "best")
-    path = Path(str(checkpoint))
+        folder = RunFolder(os.path.expanduser(str(run)))
+        return _weights_of_run(folder, is_best=weights == "best")
+    path = Path(os.path.expanduser(str(checkpoint)))
     if path.is_dir():
         if not (path / PUBLISHED).is_file():
             raise UserError(f"checkpoint={checkpoint}: the folder holds no {PUBLISHED}")

@@ -248,6 +248,8 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     values = dict(flatten(config))
     is_fixed = values.get("dataset.name") in [*SIZES]  # a list: a broken file's may be unhashable
     excluded = (*NOT_IDENTITY, *(["dataset.root"] if is_fixed else []))
+    if values.get("dataset.eval_limit") is None:  # as in runs from before this option
+        excluded += ("dataset.eval_limit",)
     return {
         key: value
         for key, value in values.items()
