@@ -73,8 +73,8 @@ def test_cache_in_memory_keeps_folders_that_fit_and_stops_reading_headers_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     paths: list[str] = []
-    size_of = images.image_size
-    monkeypatch.setattr(images, "image_size", lambda path: paths.append(path) or size_of(path))
+    opened = images._open_image
+    monkeypatch.setattr(images, "_open_image", lambda path: paths.append(path) or opened(path))
     root = write_images(tmp_path / "images", ["cat"], train=5, held_out=2, size=TWO_FIT)
     source = load_source("image_folder", str(root), None)
     assert cache_in_memory(source.train, 1, threads=1) is source.train

@@ -4,6 +4,7 @@ Only this module and compose.py import Hydra.
 """
 
 import os
+import re
 import sys
 import traceback
 from argparse import Namespace
@@ -51,6 +52,7 @@ from reproduction.system.terminal import Parser, say
 
 Settings = TypeVar("Settings")
 
+HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
@@ -166,7 +168,7 @@ def _launch(
             return PlainError(first_line(error))
         return None
 
-    sweep = get_args_parser().parse_args(sys.argv[1:]).overrides
+    sweep = _parse_arguments(sys.argv[1:]).overrides
     with isolated_hydra(job_name=config_name), handling(stop_at_once):
         starter = GlobalHydra.instance().hydra
         assert starter is not None
@@ -212,11 +214,15 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
 
 
 def _parse_arguments(argv: list[str]) -> Namespace:
-    """Parses Hydra's options. Raises UserError for unsupported and conflicting ones."""
+    """Parses Hydra's options, and ~ in paths, which shells leave to programs after `key=`.
+
+    Raises UserError for unsupported and conflicting options.
+    """
     parser = get_args_parser()
     # argparse would also print its usage
     setattr(parser, "error", MethodType(Parser.error, parser))
     args = parser.parse_args(argv)
+    args.overrides = [re.sub(HOME, lambda _: str(Path.home()), text) for text in args.overrides]
     for option in UNSUPPORTED_OPTIONS:
         if getattr(args, option, None):
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")

@@ -72,11 +72,10 @@ def resolve_export(composed: Composed) -> WeightsTask:
 def _output_file(output: Any) -> Path:
     if not isinstance(output, str) or not output.endswith(".safetensors"):
         raise UserError(f"output={output}: must be a file ending in .safetensors")
-    path = Path(os.path.expanduser(output))
-    if os.path.lexists(path):
+    if os.path.lexists(output):
         raise UserError(f"output={output}: already exists")
-    check_writable(path, f"output={output}")
-    return path
+    check_writable(Path(output), f"output={output}")
+    return Path(output)
 
 
 def resolve_evaluation(composed: Composed) -> WeightsTask:
@@ -127,9 +126,8 @@ def _select_weights(
         raise UserError(f"weights={weights}: must be last or best")
     if run is not None:
         _check_allowed(composed, run_keys)
-        folder = RunFolder(os.path.expanduser(str(run)))
-        return _weights_of_run(folder, is_best=weights == "best")
-    path = Path(os.path.expanduser(str(checkpoint)))
+        return _weights_of_run(RunFolder(str(run)), is_best=weights == "best")
+    path = Path(str(checkpoint))
     if path.is_dir():
         if not (path / PUBLISHED).is_file():
             raise UserError(f"checkpoint={checkpoint}: the folder holds no {PUBLISHED}")

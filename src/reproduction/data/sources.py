@@ -41,7 +41,7 @@ def report_other_files(source: Source) -> None:
     """Warns of files beside the images that are left out because of their ending."""
     if source.others:
         counts = ", ".join(f"{count:,} {ending}" for ending, count in source.others.most_common())
-        warn(f"warning: left out {source.others.total():,} files by their ending: {counts}")
+        warn(f"warning: files left out by their ending: {counts}")
 
 
 def load_source(
