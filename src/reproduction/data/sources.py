@@ -71,11 +71,14 @@ def _open(name: str, root: str | None) -> Source:
     return _LOADERS[name](name, root)
 
 
+@lru_cache(maxsize=2)
 def _skipped(images: ImageSource) -> ImageSource:
+    """Returns the same object again for the same images, so that each is reported once."""
     assert isinstance(images, FileImages), "checked by parse()"
     return SkippedFiles(images.samples, images.upright)
 
 
+@lru_cache(maxsize=2)
 def _limited(key: str, images: ImageSource, limit: int | None, classes: int) -> ImageSource:
     """Returns the first `limit` images in round-robin order of classes, so they stay balanced."""
     if limit is None:
