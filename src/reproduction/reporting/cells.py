@@ -77,7 +77,7 @@ class Scale:
 
 
 FEW_STEPS = (
-    "recipe.epochs=2",
+    "recipe.epochs=1",
     "recipe.batch_size=8",
     "recipe.precision=float32",
     "recipe.log_every=1",
