@@ -4,6 +4,8 @@ import gc
 import itertools
 import json
 import math
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -14,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from reproduction.commands.jobs import check_all, resolve, resolve_evaluation
+from reproduction.config import ROOT
 from reproduction.data.loaders import EvaluationImages, TrainingImages
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
@@ -185,7 +189,9 @@ def test_run_interrupted_within_a_step_resumes_from_its_last_epoch(
     resumed = command("train", "name=mine", "resume=auto", *MIXED, *SMALL)
     assert resumed.status == 0
     expected = "training: " if step == 1 else "resuming after step 3: "
-    assert resumed.out.startswith(f"{expected}cct_2_3x2 on 60 images of digits, "), resumed.out
+    assert resumed.out.startswith(f"{expected}cct_2_3x2 on 60 images of digits, 10 classes, "), (
+        resumed.out
+    )
     assert folder(tmp_path).read_summary()["status"] == "finished"
     assert_same_result(folder(tmp_path), uninterrupted)
 
@@ -532,9 +538,12 @@ def test_best_weights_hold_the_plain_model(command: Command, tmp_path: Path):
 
 def test_image_folder_trains_and_evaluates_by_its_root(command: Command, tmp_path: Path):
     root = write_images(tmp_path / "images", ["dark", "grey", "light"], train=8, held_out=4)
+    (root / "train" / "dark" / "notes.TXT").touch()
     small = [x for x in SMALL if "limit" not in x]
     result = command("train", "name=mine", "dataset=image_folder", f"dataset.root={root}", *small)
     assert result.status == 0, result.err
+    assert "on 24 images of image_folder, 3 classes, 12 held out, htm+vtm" in result.out
+    assert "warning: files left out by their ending: 1 .txt" in result.err
     evaluated = command("eval", "run=outputs/mine", "dataset.workers=0")
     assert "on 12 images of image_folder" in evaluated.out
     assert (folder(tmp_path).path / "evaluation-last.json").exists()
@@ -567,9 +576,51 @@ def test_resume_refuses_changed_images(
     assert result.status == 2 and "was trained on the classes dark, light" in result.lines[-1]
 
 
+def test_a_tilde_is_the_home_folder_in_every_path(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(home := tmp_path / "home"))
+    write_images(home / "images", ["dark", "light"], train=8, held_out=4)
+    small = [*(x for x in SMALL if "limit" not in x), "output_root=~/o", "dataset.root=~/images"]
+    small += ["dataset=image_folder", "dataset.workers=0"]
+    assert command("train", "name=mine", *small).status == 0
+    best, export = "~/o/mine/checkpoints/best.safetensors", "~/weights.safetensors"
+    assert command("eval", "run=~/o/mine").status == 0
+    assert command("eval", f"checkpoint={best}", "model.embed_dim=16", *small[-4:]).status == 0
+    assert command("export", "run=~/o/mine", f"output={export}").status == 0
+    assert command("export", f"checkpoint={export}", "output=~/x.safetensors").status == 2
+    assert command("train", "name=again", f"model.weights={export}", *small).status == 0
+    assert sorted(path.name for path in home.iterdir()) == ["images", "o", "weights.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_the_documented_commands_fine_tune_a_pretrained_vit(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "path/to/images", ["cat", "dog", "elk"], train=8, held_out=4)
+    start = timm.create_model("test_vit", img_size=32).state_dict()
+    save_file(start, "start.safetensors")
+    page = (ROOT / "docs" / "training.md").read_text().replace("\\\n", "")
+    section = page.partition("## Fine-tuning on your own images\n")[2].partition("\n## ")[0]
+    section = section.replace(
+        "model.pretrained=augreg_in21k_ft_in1k", "model.weights=start.safetensors"
+    )
+    small = [*SMALL_VIT, "model.image_size=32", "recipe.epochs=1", "device=cpu"]
+    for script, line in re.findall(r"^python (?:scripts/)?(\w+)\.py (.*)$", section, re.M):
+        result = command(script, *shlex.split(line), *(small if script == "train" else []))
+        assert result.status == 0, result.err
+    tuned = timm.create_model(
+        "test_vit", num_classes=3, img_size=32, checkpoint_path="mine.safetensors"
+    ).state_dict()
+    change = (tuned["patch_embed.proj.weight"] - start["patch_embed.proj.weight"]).abs().max()
+    assert 0 < change < start["patch_embed.proj.weight"].std() / 10
+    assert tuned["head.weight"].shape == (3, 64)
+
+
 def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
     vit = ["model=vit_tiny_patch16_224", *SMALL_VIT, "recipe.max_steps=2"]
-    small = ["dataset.limit=8", "recipe.batch_size=4", "recipe.epochs=2", "device=cpu"]
+    small = ["dataset.limit=10", "recipe.batch_size=5", "recipe.epochs=2", "device=cpu"]
     result = command("train", "name=mine", "model.image_size=32", *vit, *small)
     assert result.status == 0, result.err
     assert command("eval", "run=outputs/mine").status == 0

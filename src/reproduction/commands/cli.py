@@ -4,6 +4,7 @@ Only this module and compose.py import Hydra.
 """
 
 import os
+import re
 import sys
 import traceback
 from argparse import Namespace
@@ -53,6 +54,7 @@ from reproduction.system.terminal import Parser, say, warn
 Settings = TypeVar("Settings")
 
 REPEAT = "repeat the command with resume=auto to continue"
+HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
@@ -178,7 +180,7 @@ def _launch(
             return PlainError(first_line(error))
         return None
 
-    sweep = get_args_parser().parse_args(sys.argv[1:]).overrides
+    sweep = _parse_arguments(sys.argv[1:]).overrides
     starting = handling(stop_at_once) if parallel is None else parallel.starting()
     with isolated_hydra(job_name=config_name), starting:
         starter = GlobalHydra.instance().hydra
@@ -225,11 +227,15 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
 
 
 def _parse_arguments(argv: list[str]) -> Namespace:
-    """Parses Hydra's options. Raises UserError for unsupported and conflicting ones."""
+    """Parses Hydra's options, and ~ in paths, which shells leave to programs after `key=`.
+
+    Raises UserError for unsupported and conflicting options.
+    """
     parser = get_args_parser()
     # argparse would also print its usage
     setattr(parser, "error", MethodType(Parser.error, parser))
     args = parser.parse_args(argv)
+    args.overrides = [re.sub(HOME, lambda _: str(Path.home()), text) for text in args.overrides]
     for option in UNSUPPORTED_OPTIONS:
         if getattr(args, option, None):
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")

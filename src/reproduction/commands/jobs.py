@@ -109,7 +109,8 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
 def images_of(config: Config) -> list[Any]:
     """Returns the settings that identify the held-out images and their normalisation."""
     data = config.dataset
-    return [data.name, data.root, data.mean, data.std]
+    limit = [] if data.eval_limit is None else [data.eval_limit]
+    return [data.name, data.root, data.mean, data.std, *limit]
 
 
 def _select_weights(

@@ -9,18 +9,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import compile_blocks
 from reproduction.models.names import State
 from reproduction.models.weights import module_state
 from reproduction.runs.folder import RunFolder, run_hash
-from reproduction.system.errors import PlainError, Stopped, UserError, first_line
+from reproduction.system.errors import Stopped, UserError, first_line
 from reproduction.system.hardware import give_back_freed_memory
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.distributed import World
@@ -53,14 +52,13 @@ class Trainer:
         batches: TrainingBatches,
         train_loader: Loader,
         eval_loader: Loader,
-        broken: BrokenImages,
     ):
         recipe = config.recipe
         self.config, self.recipe, self.world = config, recipe, world
         self.folder, self.classes = folder, classes
         self.logger = Logs()
         self.module, self.batches = module, batches
-        self.train_loader, self.eval_loader, self.broken = train_loader, eval_loader, broken
+        self.train_loader, self.eval_loader = train_loader, eval_loader
         if config.compile:
             compile_blocks(module)
         self.update = TrainingStep(module, inputs, recipe, world, config.seed)
@@ -97,7 +95,6 @@ class Trainer:
                 setattr(self, name, state[name])
             self.metrics.seconds = state["train_seconds"]
             self.non_finite.load_state_dict(state["non_finite"])
-            self.broken.known = set(state["broken_images"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
@@ -160,7 +157,7 @@ class Trainer:
         with self._flushing_on_error():
             for images, classes in self.agreement.waiting_for(remaining):
                 batch = self.step % len(self.batches)
-                size = self._global_size(batch, len(images))
+                size = self.batches.global_size(batch)
                 lr = self.schedule(self.epoch, batch)
                 micro_batches = self.train_step(images, classes, size)
                 self.step, self.images = self.step + 1, self.images + size
@@ -191,24 +188,11 @@ class Trainer:
                     self._flush()
             raise
 
-    def _global_size(self, batch: int, own: int) -> int:
-        """Images in a global batch, of which this rank has `own`; broken images do not count."""
-        if not self.broken.skips:
-            return self.batches.global_size(batch)
-        own_images = torch.tensor(float(own), device=self.world.device)
-        return int(self.world.sum(own_images).item())
-
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Runs one step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
 
-        Raises PlainError if images or memory run short, or if a gain is not finite.
+        Raises PlainError if memory runs short, or if a gain is not finite.
         """
-        least = self.recipe.grad_accum_steps
-        if len(images) < least:  # the others are broken
-            raise PlainError(
-                f"step {self.step + 1}: {len(images)} of this share's images are readable, "
-                f"recipe.grad_accum_steps={least} needs {least} or more"
-            )
         try:
             with explaining_memory(f"step {self.step + 1}", self.recipe):
                 return self.update(images, classes, self.step, global_size)
@@ -217,7 +201,6 @@ class Trainer:
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; PlainError if a non-finite update ends the run."""
-        self.broken.agree(self.world.gather)
         lines = self.metrics.fetch()
         self._write(lines)
         self.non_finite.check(lines)
@@ -263,7 +246,6 @@ class Trainer:
                 self.world,
                 self.recipe.precision,
             )
-        self.broken.agree(self.world.gather)
         line = {"epoch": self.epoch, **result}
         self.history.append(line)
         if self.world.is_main:
@@ -304,7 +286,6 @@ class Trainer:
             "num_images": self.batches.num_images,
             "run": run_hash(self.config),
             "non_finite": self.non_finite.state_dict(),
-            "broken_images": sorted(self.broken.known),
             "train_seconds": self.metrics.seconds,
             **{name: getattr(self, name) for name in SAVED},
         }
@@ -334,7 +315,7 @@ class Trainer:
             "epochs": self.epoch,
             "steps": self.step,
             "images": self.images,
-            "broken_images": len(self.broken.known),
+            "broken_images": self.history[-1].get("broken_images", 0),
             "seconds": round(self.seconds, 1),
             "images_per_second": round(self.images / self.metrics.seconds, 1),
             **({"skipped_steps": self.non_finite.skipped} if self.non_finite.counts else {}),

@@ -6,7 +6,7 @@ from torch import nn
 from reproduction.config import Config, ViT
 from reproduction.data.build import build_source, build_training_images
 from reproduction.data.images import NO_IMAGE, SKIPPING
-from reproduction.data.loaders import Broken, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import (
     build_module,
     check_compiler,
@@ -36,11 +36,11 @@ def preflight(config: Config, here: bool = True) -> None:
     source = build_source(config.dataset)
     images = build_training_images(config, source.train)
     try:
-        if all(isinstance(images[(0, index)], Broken) for index in range(len(source.train))):
-            raise UserError(f"dataset.root={config.dataset.root}: no training image is readable")
+        images[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
-        is_broken = NO_IMAGE in str(error)
-        reason = f"{error}; {SKIPPING}" if is_broken else first_line(error)
+        reason = str(error) if NO_IMAGE in str(error) else first_line(error)
+        if NO_IMAGE in str(error) and not config.dataset.skips:
+            reason = f"{reason}; {SKIPPING}"
         raise UserError(f"the first training image: {reason}") from error
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices

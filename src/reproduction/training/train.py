@@ -19,8 +19,8 @@ from reproduction.data.build import (
     build_training_loader,
     statistics_warning,
 )
-from reproduction.data.loaders import BrokenImages, TrainingBatches
-from reproduction.data.sources import Source
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.sources import Source, report_other_files
 from reproduction.models.build import (
     attention_kernel,
     build_module,
@@ -111,7 +111,7 @@ def train(config: Config) -> dict[str, Any]:
         trainer = build_trainer(config, world, source)
         facts: dict[str, Any] = {}
         if world.is_main:
-            _report_start(config, trainer)
+            _report_start(config, trainer, source)
             _warn_about_settings(config, trainer)
             facts = _collect_facts(config, trainer)
         logger = _open_logger(config, trainer)
@@ -139,7 +139,6 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
-    broken = BrokenImages(config.dataset.skips)
     pin = world.device.type == "cuda"
     trainer = Trainer(
         config,
@@ -149,9 +148,8 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         classes=source.classes,
         inputs=build_training_inputs(config, len(source.classes), world.device),
         batches=batches,
-        train_loader=build_training_loader(config, source, batches, pin, broken),
-        eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin, broken),
-        broken=broken,
+        train_loader=build_training_loader(config, source, batches, pin),
+        eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin),
     )
     trainer.initial_weights = initial_weights
     if newest is not None:
@@ -176,15 +174,17 @@ def _open_logger(config: Config, trainer: Trainer) -> Logs:
     return logger
 
 
-def _report_start(config: Config, trainer: Trainer) -> None:
+def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
     """Reports what is trained, and after a restart of the ranks from which step they resume."""
     done, allowed = restarts()
     if done > 0:
         warn(f"restart {done} of {allowed}: all ranks resume after step {trainer.step}")
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
     mixing = "+".join(config.augmentation.stack) or "no mixing"
-    data = f"{trainer.batches.num_images:,} images of {config.dataset.name}"
+    train, held_out, classes = len(source.train), len(source.held_out), len(source.classes)
+    data = f"{train:,} images of {config.dataset.name}, {classes:,} classes, {held_out:,} held out"
     say(f"{verb}: {config.model.name} on {data}, {mixing}, {trainer.world.device.type}")
+    report_other_files(source)
     if trainer.initial_weights is not None:
         say(f"initial weights: {trainer.initial_weights}")
 
