@@ -180,21 +180,18 @@ def _report_start(config: Config, trainer: Trainer) -> None:
     mixing = "+".join(config.augmentation.stack) or "no mixing"
     data = f"{trainer.batches.num_images:,} images of {config.dataset.name}"
     say(f"{verb}: {config.model.name} on {data}, {mixing}, {trainer.world.device.type}")
-    if thresholds := _htm_thresholds(config, trainer):
-        say("htm: tau = {tau} nats, rho = {rho}".format_map(thresholds))
+    for name, numbers in _htm_numbers(config, trainer).items():
+        say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in numbers)}")
 
 
-def _htm_thresholds(config: Config, trainer: Trainer) -> dict[str, str]:
-    """HTM's tau and rho, one for each layer if they differ, with numbers for `auto`."""
+def _htm_numbers(config: Config, trainer: Trainer) -> dict[str, list[float | str]]:
+    """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
     htm = trainer.module.htm
     if htm is None or isinstance(config.model, Library):
         return {}
-    each = htm.each.values()
-    rows = {"tau": [x.tau for x in each], "rho": [x.rho_for(config.model.tokens) for x in each]}
-    return {
-        name: ", ".join(f"{value:.4g}" for value in (row if len({*row}) > 1 else row[:1]))
-        for name, row in rows.items()
-    }
+    each, tokens = htm.each.values(), config.model.tokens
+    rows = {"tau": [x.tau for x in each], "rho": [x.rho_for(tokens) for x in each]}
+    return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
 
 
 def _warn_about_settings(config: Config, trainer: Trainer) -> None:
@@ -221,10 +218,10 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     with autocast(device, config.recipe.precision):
         kernel = attention_kernel(model, config.model.image_size)
     earlier = trainer.folder.read_summary().get("hardware") if trainer.step > 0 else None
-    thresholds = _htm_thresholds(config, trainer)
+    numbers = _htm_numbers(config, trainer)
     return {
         "name": config.name,
-        **({"htm": thresholds} if thresholds else {}),
+        **({"htm": numbers} if numbers else {}),
         "parameters": count_parameters(trainer.module),
         "macs": count_macs(model, config.model.image_size).total,
         "attention": kernel,
