@@ -106,7 +106,7 @@ def test_last_bin_of_the_difficulty_includes_larger_values(
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["edges"] == [step / 10 for step in range(10 * TOP + 1)]
     assert sum(content["counts"][20:26]) == 20  # around log(10) = 2.3
-    assert (content["tau"], content["images"]) == (2.0, 20)
+    assert (content["tau"], content["images"]) == (1.0, 20)
     assert 2 < ranges[0][0] < ranges[0][1] < 3  # the picture shows no empty range
     with torch.no_grad():
         run.module.scorenet.head.bias[0] = 1000
