@@ -38,7 +38,6 @@ from reproduction.studies.speed import measure_speed
 from reproduction.studies.states import state_table
 from reproduction.system.errors import UserError
 from reproduction.training.loop import Trainer
-from reproduction.training.step import TrainingStep
 from tests.reproduction.conftest import config_of, write_images
 from tests.reproduction.tables import Configs
 
@@ -170,7 +169,7 @@ def test_a_batch_beyond_the_memory_of_the_gpu_is_refused(monkeypatch: pytest.Mon
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(TrainingStep, "__call__", full)
+    monkeypatch.setattr(Trainer, "train_step", full)
     with pytest.raises(UserError, match=r"--batch-size=10: too large for the memory of this GPU"):
         measure_speed(config_of(*SMALL), "cpu", 10)
 

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reproduction.training.distributed import World
-from reproduction.training.loop import Trainer
+from reproduction.training.distributed import World, data_parallel
+from reproduction.training.loop import MicroBatch, Trainer, metrics_of
 from reproduction.training.metrics import BatchMetrics
-from reproduction.training.step import MicroBatch, TrainingStep
 from tests.reproduction.conftest import small_trainer
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ class Twice(World):
 
 def line_of(parts: list[MicroBatch], world: World = ALONE) -> dict[str, float]:
     metrics = BatchMetrics(world)
-    metrics.add(1, 1, 0.1, parts)
+    metrics.add({}, 1, [metrics_of(part, torch.zeros(())) for part in parts])
     (line,) = metrics.fetch()
     return line
 
@@ -112,7 +111,8 @@ def test_images_per_second_cover_all_batches_since_the_last_fetch(
     metrics = BatchMetrics(World(0, 1, CPU))
     for seconds, batches, speed in ((2.0, 3, 9.0), (4.0, 2, 3.0)):
         for step in range(batches):
-            metrics.add(step, 1, 0.1, trainer.train_step(*images_of(6), 6))
+            parts = trainer.train_step(*images_of(6), 6)
+            metrics.add({"step": step}, 6, [metrics_of(x, trainer.not_finite) for x in parts])
         now[0] += seconds
         assert [line["images_per_second"] for line in metrics.fetch()] == [speed] * batches
 
@@ -127,7 +127,8 @@ def alone() -> Iterator[None]:
 
 def test_gradients_are_reduced_once_per_update(alone: None):
     trainer = trainer_of([], 3, *PLAIN)
-    step = TrainingStep(trainer.module, trainer.update.inputs, trainer.recipe, World(0, 2, CPU), 0)
+    trainer.world = World(0, 2, CPU)
+    trainer.parallel = data_parallel(trainer.module, trainer.world)
     sums = []
 
     def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -136,9 +137,9 @@ def test_gradients_are_reduced_once_per_update(alone: None):
         done.set_result(bucket.buffer())
         return done
 
-    step.parallel.register_comm_hook(None, count)
-    for number in range(2):
-        step(*images_of(6), number, 12)
+    trainer.parallel.register_comm_hook(None, count)
+    for _ in range(2):
+        trainer.train_step(*images_of(6), 12)
     assert sums.count(True) == 2
 
 

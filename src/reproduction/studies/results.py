@@ -31,7 +31,7 @@ from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
-from reproduction.training.loop import MEDIAN_EPOCHS
+from reproduction.training.history import MEDIAN_EPOCHS
 
 RESULTS = ROOT / "results"
 LEAST_ROUNDS = 3  # for a test

@@ -27,6 +27,7 @@ from reproduction.system.errors import STOP_SIGNALS, PlainError, RankFailed, Sto
 from reproduction.system.ranks import is_first_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.distributed import World
+from reproduction.training.metrics import non_finite_error
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # only of the run's folder
@@ -82,6 +83,16 @@ def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
             f"{task} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
             f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
         ) from error
+
+
+@contextmanager
+def explaining_step(step: int, recipe: Recipe) -> Iterator[None]:
+    """Turns a lack of memory, or a gain that is not finite, into a PlainError with the step."""
+    try:
+        with explaining_memory(f"step {step}", recipe):
+            yield
+    except FloatingPointError as error:
+        raise non_finite_error(step, str(error)) from error
 
 
 @contextmanager

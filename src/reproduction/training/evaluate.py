@@ -27,8 +27,8 @@ from reproduction.training.distributed import (
     World,
     allow_tf32,
     join_world,
+    on_ranks,
     resolve_device,
-    run_on_ranks,
 )
 from reproduction.training.endings import (
     explaining_data,
@@ -99,7 +99,7 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
     resolve_device(config.device, config.devices, config.recipe.precision)
     evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints)
     with handling(stop_at_once):
-        scores = run_on_ranks(evaluate_on_rank, config, config.devices)
+        scores = on_ranks(evaluate_on_rank, config.devices)(config)
     if is_first_rank():
         result.parent.mkdir(parents=True, exist_ok=True)
         write_text(result, json.dumps(scores, indent=2) + "\n")
