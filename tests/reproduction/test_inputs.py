@@ -107,12 +107,11 @@ def test_erased_boxes_are_not_mixed(stack: str):
     assert inputs.erase is not None and plain.erase is None
     for step in range(20):
         images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
-        erased, targets = inputs(images, torch.arange(8), 0, step, 0)
-        mixed, same_targets = plain(images, torch.arange(8), 0, step, 0)
-        noise = inputs.erase(torch.full_like(mixed, torch.inf), 0, step, 0)
+        erased, mixed = (of(images, torch.arange(8), 0, step, 0) for of in (inputs, plain))
+        noise = inputs.erase(torch.full_like(mixed.images, torch.inf), 0, step, 0)
         assert (noise != torch.inf).flatten(1).any(dim=1).all()
-        assert torch.equal(erased, torch.where(noise == torch.inf, mixed, noise))
-        assert torch.equal(targets, same_targets)
+        assert torch.equal(erased.images, torch.where(noise == torch.inf, mixed.images, noise))
+        assert torch.equal(erased.targets(10, 0.1), mixed.targets(10, 0.1))
 
 
 def test_inputs_are_a_function_of_seed_step_and_rank():
@@ -121,7 +120,8 @@ def test_inputs_are_a_function_of_seed_step_and_rank():
 
     def prepared(*key: int) -> tuple[Tensor, Tensor]:
         torch.rand(3)  # unrelated draws
-        return inputs(images, torch.arange(16) % 10, *key)
+        mixed = inputs(images, torch.arange(16) % 10, *key)
+        return mixed.images, mixed.targets(10, 0.1)
 
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     results = [prepared(*key) for key in keys]

@@ -16,6 +16,7 @@ from tests.reproduction.conftest import small_trainer
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
 PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.warmup_epochs=0"]
+RHO = "augmentation.htm.rho=0.0002"  # of which tokens are replaced
 SGD = [*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1"]  # Adam's steps take the sign of noise
 
 
@@ -69,7 +70,7 @@ def test_clipping_uses_the_unscaled_norm(precision: str):
 
 def test_pairs_are_matched_within_a_micro_batch():
     mixed = [
-        line_of(trainer_of(["htm"], count, *PLAIN).train_step(*images_of(6), 6))
+        line_of(trainer_of(["htm"], count, *PLAIN, RHO).train_step(*images_of(6), 6))
         for count in (1, 2, 6)
     ]
     assert [line["mixed_samples"] for line in mixed] == [6, 6, 6]
@@ -78,7 +79,7 @@ def test_pairs_are_matched_within_a_micro_batch():
 
 
 def test_metrics_of_an_update_average_over_all_images():
-    parts = trainer_of(["htm"], 2, *PLAIN).train_step(*images_of(5), 5)
+    parts = trainer_of(["htm"], 2, *PLAIN, RHO).train_step(*images_of(5), 5)
     assert [len(part.output.logits) for part in parts] == [3, 2]
     line = line_of(parts)
 

@@ -95,7 +95,7 @@ def test_htm_waits_once_a_step_for_two_copies_to_the_host_and_nothing_else(stack
 def test_htm_waits_once_per_micro_batch_and_averaging_never():
     overrides = ("recipe.grad_accum_steps=3", "recipe.ema_decay=0.9")
     # timm's average needs a generator, which meta lacks
-    average = trainer_on("cpu", [], *overrides).update.average
+    average = trainer_on("cpu", [], *overrides).average
     assert average is not None
     average.module.to("meta")
     trainer = trainer_on("meta", ["htm", "vtm"], overrides[0])

@@ -103,10 +103,10 @@ class AnyMixup(Mixup):
         if not is_cutmix:
             x.mul_(weight).add_(others.mul_(1.0 - weight))
             return weight
-        self.box, weight = cutmix_bbox_and_lam(
+        (top, bottom, left, right), weight = cutmix_bbox_and_lam(
             x.shape, weight, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
         )
-        top, bottom, left, right = self.box
+        self.box = int(top), int(bottom), int(left), int(right)
         x[:, :, top:bottom, left:right] = others[:, :, top:bottom, left:right]
         return weight
 

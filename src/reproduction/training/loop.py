@@ -19,7 +19,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from reproduction.config import Config
+from reproduction.config import CCT, Config, ViT
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import TrainingBatches
@@ -34,6 +34,7 @@ from reproduction.training.distributed import World, data_parallel
 from reproduction.training.endings import Agreement, explaining_memory, explaining_step
 from reproduction.training.evaluate import autocast, evaluate
 from reproduction.training.history import History
+from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite
 from reproduction.training.mixing import MixedShare
@@ -89,6 +90,11 @@ class Trainer:
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
+        self.attention_labels: AttentionLabels | None = None
+        cutmix = config.augmentation.cutmix
+        if cutmix is not None and cutmix.labels == "attention":
+            assert isinstance(config.model, CCT | ViT), "others are refused"
+            self.attention_labels = AttentionLabels(module.model, config.model.has_class_token)
         self.mixes = True
         self.parallel = data_parallel(module, world)
         self.optimizer = build_optimizer(module, recipe)
@@ -180,14 +186,17 @@ class Trainer:
 
         # Forward, with the mixing of tokens, loss and backward
         micro_batches: list[MicroBatch] = []
+        labels = len(self.classes), self.recipe.label_smoothing
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
         for part in mixed.split(count := self.recipe.grad_accum_steps):
             # Only the last backward pass reduces the gradients over the ranks.
             is_last = len(micro_batches) == count - 1
-            targets = part.targets(len(self.classes), self.recipe.label_smoothing)
             with nullcontext() if is_last else no_sync():
                 with autocast(device, self.recipe.precision):
-                    output: Output = self.parallel(part.images, targets)
+                    output: Output = self.parallel(part.images, part.targets(*labels))
+                    if self.attention_labels is not None:
+                        targets = self.attention_labels(part).targets(*labels)
+                        output = output._replace(targets=targets)
                 loss = training_loss(output)
                 # DDP averages over the ranks: the world size turns that mean into a sum.
                 weight = len(part.images) * self.world.size / global_size
