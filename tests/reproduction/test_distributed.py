@@ -266,8 +266,8 @@ def test_only_rank_0_writes(tmp_path: Path):
     trainer.world = World(1, 1, torch.device("cpu"))
     trainer.history.epochs[0]["top1"] = -1.0  # the second epoch becomes the best
     before = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
-    with operations.around(trainer, Logs()) as display:
-        trainer.fit(display)
+    with operations.around(trainer, Logs()):
+        trainer.fit()
     after = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
     assert after == before
 

@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.sources import report_other_files
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
+from reproduction.system.progress import Progress
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import load_plain
@@ -118,9 +120,11 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
         pin = world.device.type == "cuda"
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
-        with explaining_memory("evaluation", config.recipe), explaining_data():
+        progress = Progress(world.is_main)
+        with closing(progress), explaining_memory("evaluation", config.recipe), explaining_data():
+            batches = progress.over(loader, "evaluation", length_hint(loader))
             scores = evaluate(
-                place(model, world.device), normalize, loader, world, config.recipe.precision
+                place(model, world.device), normalize, batches, world, config.recipe.precision
             )
         return {
             **scores,

@@ -3,6 +3,8 @@
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from reproduction.system.progress import clock_time
+
 if TYPE_CHECKING:
     from reproduction.training.loop import Trainer
 
@@ -53,7 +55,9 @@ class History:
             text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
         if self.is_evaluated(epoch):
             text += f"  top-1 {self.epochs[-1]['top1']:.2f} %"
-        return f"{text}  [{trainer.seconds:.0f} s]"
+        left = trainer.seconds / epoch * (epochs - epoch)
+        more = f", {clock_time(left)} left" if epoch < epochs else ""
+        return f"{text}  [{trainer.seconds:.0f} s{more}]"
 
     def result(self, trainer: "Trainer") -> dict[str, Any]:
         """Returns the results for summary.json."""

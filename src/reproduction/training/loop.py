@@ -8,9 +8,11 @@ Letters: b batch, c classes, h w image.
 
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +31,14 @@ from reproduction.models.names import State
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import Stopped
 from reproduction.system.hardware import give_back_freed_memory
+from reproduction.system.progress import Progress
 from reproduction.training import operations
 from reproduction.training.distributed import World, data_parallel
 from reproduction.training.endings import Agreement, explaining_memory, explaining_step
 from reproduction.training.evaluate import autocast, evaluate
 from reproduction.training.history import History
 from reproduction.training.labels import AttentionLabels
-from reproduction.training.loggers import Logs, ProgressDisplay
+from reproduction.training.loggers import Logs
 from reproduction.training.metrics import BatchMetrics, NonFinite
 from reproduction.training.mixing import MixedShare
 from reproduction.training.optim import build_optimizer, build_schedule, skip_if
@@ -120,17 +123,16 @@ class Trainer:
         self.initial_weights: str | None = None  # what was read from a file
         self.metrics_size = 0  # bytes of metrics.jsonl at the last checkpoint
         self.agreement = Agreement(world, config.checkpoint)
-        self.logger = Logs()
+        self.logger, self.progress = Logs(), Progress(world.is_main)
 
-    def fit(self, display: ProgressDisplay) -> dict[str, Any]:
+    def fit(self) -> dict[str, Any]:
         """Trains to the end, within `operations.around`; returns the results for summary.json.
 
         Raises Stopped after the step in which a signal has come.
         """
         while self.epoch < self.epochs:
             self._begin_epoch()
-            remaining = islice(self.train_loader, self.total_steps - self.step)
-            for images, classes in self.agreement.waiting_for(remaining):
+            for images, classes in self._remaining_batches():
                 batch = self.step % len(self.batches)
                 size, lr = self.batches.global_size(batch), self.schedule(self.epoch, batch)
                 with explaining_step(self.step + 1, self.recipe):
@@ -140,7 +142,6 @@ class Trainer:
                 metrics = [metrics_of(part, self.not_finite) for part in micro_batches]
                 self.metrics.add(head, size, metrics)
                 self.mixed_share.add(self.epoch + 1, micro_batches)
-                display.advance()
                 self._agree()
                 if self.agreement.to_save or self.step % self.recipe.log_every == 0:
                     self._flush()
@@ -149,9 +150,9 @@ class Trainer:
                     self.metrics.restart_clock()
             self._flush()
             self._end_epoch()
-            display.line(self.history.describe(self))
+            self.progress.line(self.history.describe(self))
             for warning in self.mixed_share.warnings():
-                display.line(warning)
+                self.progress.line(warning)
             self.history.restart()
             self._agree()
             self._save()
@@ -165,6 +166,14 @@ class Trainer:
         self.module.train()
         self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
         self.metrics.restart_clock()
+
+    def _remaining_batches(self) -> Iterator[list[Tensor]]:
+        """Returns those of the epoch: images `b 3 h w`, uint8, and classes `b`."""
+        batches = islice(self.train_loader, self.total_steps - self.step)
+        done = self.step - len(self.batches) * self.epoch
+        task = f"epoch {self.epoch + 1}/{self.epochs}"
+        total = min(len(self.batches), done + self.total_steps - self.step)
+        return self.progress.over(self.agreement.waiting_for(batches), task, total, done)
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
@@ -290,10 +299,11 @@ class Trainer:
         self.world.share_buffers(self.evaluated)  # the first rank saves these weights
         give_back_freed_memory()  # before the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
+            batches = self.agreement.waiting_for(self.eval_loader)
             return evaluate(
                 self.evaluated,
                 self.inputs.normalize,
-                self.agreement.waiting_for(self.eval_loader),
+                self.progress.over(batches, "evaluation", length_hint(self.eval_loader)),
                 self.world,
                 self.recipe.precision,
             )

@@ -1,7 +1,7 @@
 """What surrounds the training loop: the run's folder, its checkpoints, and a stop by a signal."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from reproduction.runs.folder import run_hash
 from reproduction.system.errors import Stopped, UserError, first_line
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.endings import handling
-from reproduction.training.loggers import Logs, ProgressDisplay
+from reproduction.training.loggers import Logs
 
 if TYPE_CHECKING:
     from reproduction.training.loop import Trainer
@@ -19,7 +19,7 @@ COUNTS = ("step", "epoch", "images", "metrics_size", "eval_seconds")  # saved at
 
 
 @contextmanager
-def around(trainer: "Trainer", logger: Logs) -> Iterator[ProgressDisplay]:
+def around(trainer: "Trainer", logger: Logs) -> Iterator[None]:
     """Prepares the folder for `Trainer.fit` and ends it well.
 
     If a signal stops it, writes the pending metrics and a checkpoint to resume from; at another
@@ -28,11 +28,11 @@ def around(trainer: "Trainer", logger: Logs) -> Iterator[ProgressDisplay]:
     trainer.logger = logger
     if trainer.world.is_main:
         _rewind_folder(trainer)
-    display = ProgressDisplay(trainer.total_steps, trainer.step, trainer.world.is_main)
-    with closing(display), handling(trainer.agreement.request_stop):
+    with handling(trainer.agreement.request_stop):
         try:
-            yield display
+            yield
         except BaseException as error:
+            trainer.progress.close()
             if isinstance(error, Stopped) and trainer.agreement.to_stop:  # not a second Ctrl-C
                 trainer._flush()
                 trainer._save()

@@ -121,8 +121,8 @@ def train(config: Config) -> dict[str, Any]:
             if world.is_main:
                 trainer.folder.create(config)
                 trainer.folder.write_summary(**facts, status="running", error=None)
-            with operations.around(trainer, logger) as display:
-                result = trainer.fit(display)
+            with operations.around(trainer, logger):
+                result = trainer.fit()
             status = "finished"
         finally:
             logger.close(status)
@@ -185,7 +185,9 @@ def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
     mixing = "+".join(config.augmentation.stack) or "no mixing"
     train, held_out, classes = len(source.train), len(source.held_out), len(source.classes)
     data = f"{train:,} images of {config.dataset.name}, {classes:,} classes, {held_out:,} held out"
-    say(f"{verb}: {config.model.name} on {data}, {mixing}, {trainer.world.device.type}")
+    device, ranks = trainer.world.device.type, trainer.world.size
+    place = device if ranks == 1 else f"{ranks} ranks on {device}"
+    say(f"{verb}: {config.model.name} on {data}, {mixing}, {place}")
     report_other_files(source)
     if trainer.initial_weights is not None:
         say(f"initial weights: {trainer.initial_weights}")
