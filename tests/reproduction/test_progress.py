@@ -71,12 +71,9 @@ def test_decoding_a_folder_tells_how_far_it_is(
     assert capsys.readouterr().out.startswith("decoding images: 3 of 8, 0:02:05 left\n")
 
 
-def test_a_run_tells_its_progress_and_what_it_trains(
-    command: Command, slow_clock: list[float], monkeypatch: pytest.MonkeyPatch
-):
-    result = command(
-        "train", "name=mine", "augmentation=[]", "checkpoint.every_minutes=null", *SMALL
-    )
+def test_a_run_tells_its_progress_and_what_it_trains(command: Command, slow_clock: list[float]):
+    args = ["name=mine", "augmentation=[]", "checkpoint.every_minutes=null", *SMALL]
+    result = command("train", *args)
     assert result.status == 0, result.err
     first, *lines = result.out.splitlines()
     assert first.startswith("training: cct_2_3x2 on 60 images of digits, 10 classes, 60 held out")
