@@ -1,25 +1,29 @@
-"""Context managers that change the behaviour of a stock module for one forward pass."""
+"""Changes to the behaviour of stock modules for one forward pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+Forward = Callable[..., Any]
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Replaces `module.forward` on the instance."""
-    before = vars(module).get("forward")
-    module.forward = forward
+def replaced_forwards(forwards: Sequence[tuple[nn.Module, Forward]]) -> Iterator[None]:
+    """Replaces `module.forward` on each instance."""
+    before = [(module, vars(module).get("forward")) for module, _ in forwards]
     try:
+        for module, forward in forwards:
+            module.forward = forward
         yield
     finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+        for module, own in before:
+            if own is not None:
+                module.forward = own
+            elif "forward" in vars(module):
+                del module.forward
 
 
 @contextmanager

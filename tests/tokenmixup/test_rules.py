@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import CLASSES, small_cct, small_vit
-from tests.tokenmixup.test_horizontal import RHOS, Batch, batches
+from tests.tokenmixup.test_horizontal import RHOS, Batch, batches, mix_easy
 from tokenmixup import HTM, HorizontalMix, Output, attach, attention_saliency, mix_horizontal
 from tokenmixup import settings as names
 from tokenmixup.detectors import DETECTORS, block_map
-from tokenmixup.horizontal import algorithm_1
-from tokenmixup.rules import CHOICES, MATCHINGS, rules_of
-from tokenmixup.structure import reads_class_token
+from tokenmixup.rules import CHOICES, MATCHINGS, ORDERS, rules_of
 from tokenmixup.vertical import INDICES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -26,11 +24,12 @@ ALL: dict[str, Any] = {"tau": float("inf"), "rho": 0.002}  # every sample is mix
 
 
 def mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
-    return mix_horizontal(*batch[:4], rho, rules=rules_of(HTM(layer=0, **settings)))
+    htm = HTM(layer=0, **settings)
+    return ORDERS[htm.order](mix_easy(*batch[:4], rho, rules_of(htm)))
 
 
 def paper_mix(batch: Batch, rho: float) -> HorizontalMix:
-    return mix_horizontal(*batch[:4], rho)
+    return mix_easy(*batch[:4], rho)
 
 
 @given(batches(), st.sampled_from(RHOS))
@@ -73,7 +72,7 @@ def test_saliency_is_a_share_of_each_spatial_token(detector: Any):
 def test_mean_attention_is_the_mean_over_all_queries_also_with_a_class_token():
     def compare(entry: Any) -> torch.Tensor:
         found = DETECTORS["mean_attention"](entry)
-        attn = block_map(entry.blocks[1], entry.tokens, entry.given)
+        attn = block_map(entry.block, entry.tokens, entry.given)
         torch.testing.assert_close(found, attention_saliency(attn, 1, class_token=False))
         assert not torch.allclose(found, attention_saliency(attn, 1))
         return found
@@ -94,10 +93,8 @@ def test_a_detector_that_keeps_the_prefix_is_refused():
 def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
     batch, difficulty = next_batch(), torch.tensor([0.1, 1.9, 2.0, 9.0])
     tokens, targets, saliency = (x[:4] for x in batch[:3])
-    found = algorithm_1(tokens, targets, tau, 0.0, lambda *_: difficulty, lambda: saliency)
+    found = mix_horizontal(tokens, targets, saliency, difficulty, tau, 0.0)
     assert found.is_easy.nonzero().flatten().tolist() == easy
-    told = mix_horizontal(tokens, targets, saliency, found.is_easy, 0.0)
-    assert torch.equal(found.tokens, told.tokens) and torch.equal(found.targets, told.targets)
 
 
 @pytest.mark.parametrize("matching", MATCHINGS)
@@ -185,9 +182,9 @@ def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case
     tokens, targets, saliency, is_easy = (
         torch.from_numpy(arrays[f"case{case}/{name}"]) for name in names
     )
-    rules = rules_of(HTM(layer=0, mask_rule="published", order="published"))
+    batch = Batch(tokens, targets, saliency, is_easy, 0)
     rho = float(arrays[f"case{case}/rho"])
-    found = mix_horizontal(tokens, targets, saliency, is_easy, rho, rules=rules)
+    found = mix(batch, rho, mask_rule="published", order="published")
     for ours, name in ((found.tokens, "out_tokens"), (found.targets, "out_targets")):
         expected = torch.from_numpy(arrays[f"case{case}/{name}"])
         assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -283,7 +280,7 @@ def test_every_variant_changes_training_and_leaves_evaluation_alone(build, batch
         assert torch.equal(ours.targets, theirs.targets)  # all are easy, but not VTM's choice
         assert not torch.allclose(ours.logits, theirs.logits)
     else:
-        changes = settings != {"detector": "mean_attention"} or reads_class_token(usual.model)
+        changes = settings != {"detector": "mean_attention"} or usual.encoder.reads_class_token
         assert torch.allclose(ours.targets, theirs.targets) != changes
     assert torch.equal(module.eval()(batch[0]), build().eval()(batch[0]))
 
@@ -316,10 +313,10 @@ def owners(order: str, rho: float) -> tuple[HorizontalMix, Tensor, list[Tensor],
     blocks[0].register_forward_pre_hook(lambda block, args: (tag(args[0]),))
     for block in blocks[:2]:
         block.register_forward_hook(lambda block, args, out: tag(out))
-    state = module._begin(images, targets)
-    with torch.no_grad(), module._mixing(state):
-        blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0][..., 0]))
-        module.model(images)
+    own = type(blocks[2]).forward
+    blocks[2].forward = lambda x: (seen.append(x[..., 0]), own(blocks[2], x))[1]
+    with torch.no_grad():
+        state = module.traced(images, targets)
     mix, memory = state.mixes[2], state.memories[3]
     assert 0 < mix.is_easy.sum() < 6
     return mix, seen[0], [tokens[..., 0] for tokens in memory.tokens], memory.indices
@@ -334,9 +331,8 @@ def test_vtm_chooses_at_the_block_of_htm_by_saliency_that_moves_with_its_token(o
     module = attach(small_cct(), CLASSES, htm=htm, vtm={"layer": 2, "kappa": 5})
     detect, seen = module.detect, []
     module.detect = lambda entry: seen.append(detect(entry)) or seen[0]
-    state = module._begin(images, F.one_hot(torch.arange(6) % CLASSES, CLASSES).float())
-    with torch.no_grad(), module._mixing(state):
-        module.model(images)
+    with torch.no_grad():
+        state = module.traced(images, F.one_hot(torch.arange(6) % CLASSES, CLASSES).float())
     (saliency,) = seen
     moved = torch.where(state.mixes[1].mask, saliency[state.mixes[1].donor], saliency)
     expected = moved if order == "in_place" else saliency
@@ -370,9 +366,8 @@ def test_the_class_token_is_selected_by_the_published_offset_only(rule: str):
     found = []
     for seed in range(8):
         images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
-        state = module._begin(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
-        with torch.no_grad(), module._mixing(state):
-            module.model(images)
+        with torch.no_grad():
+            state = module.traced(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
         found.append(torch.cat(state.memories[3].indices, dim=1))
     places = torch.cat(found)
     if rule == "paper":

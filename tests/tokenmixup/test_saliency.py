@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from tests.conftest import CLASSES, small_cct
 from tests.tokenmixup.test_any_transformer import watching
 from tokenmixup import attach, attention_saliency, gradient_saliency, rollout_saliency
-from tokenmixup.detectors import BlockInput, by_rollout
+from tokenmixup.detectors import by_rollout
+from tokenmixup.encoder import find_encoder
+from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import input_gradient
 
 
@@ -97,7 +99,7 @@ def test_rollout_runs_ahead_through_the_blocks(build, batch, steps: int, trainin
         model.train()
         for block in model.blocks:
             block.attn.proj_drop.p = 0.5
-    entry = BlockInput(model.blocks, 1, seen[1].tokens, {}, prefix, prefix > 0)
+    entry = BlockPass(find_encoder(model), 1, seen[1].tokens, {}, prefix, prefix > 0)
     found = by_rollout(steps, entry)
     expected = rollout_saliency(maps[1 : steps + 2], prefix)
     torch.testing.assert_close(found, expected)
@@ -110,7 +112,7 @@ def test_rollout_without_steps_is_the_map_of_the_block_itself(build, batch):
     with watching(model) as seen:
         model(batch[0])
     prefix = model.num_prefix_tokens
-    entry = BlockInput(model.blocks, 1, seen[1].tokens, {}, prefix, prefix > 0)
+    entry = BlockPass(find_encoder(model), 1, seen[1].tokens, {}, prefix, prefix > 0)
     torch.testing.assert_close(by_rollout(0, entry), entry.own_saliency())
 
 
@@ -171,7 +173,7 @@ def test_the_gradient_detector_sees_no_dropout_and_leaves_modes_and_gradients_al
     images, targets = torch.randn(4, 3, 16, 16), torch.eye(CLASSES)[:4]
     htm = {"layer": 1, "tau": float("inf"), "rho": 0.0, "detector": "gradient"}
     module = attach(small_cct(attn_drop=0.4, drop_path=0.4), CLASSES, htm=htm).train()
-    first, second = (module._begin(images, targets).pixels for _ in range(2))
+    first, second = (module.traced(images, targets).pixels for _ in range(2))
     assert first is not None and second is not None and torch.equal(first, second)
     assert all(part.training for part in module.modules())
     assert all(p.grad is None for p in module.parameters())

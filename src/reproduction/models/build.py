@@ -24,10 +24,8 @@ from reproduction.models.names import State
 from reproduction.models.weights import matching_state, read_weights
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import keep_freed_memory
-from tokenmixup import TokenMixup, attach, why_not
-from tokenmixup.adapters import attention_module
+from tokenmixup import TokenMixup, attach, find_encoder, why_not
 from tokenmixup.contexts import evaluating
-from tokenmixup.structure import view_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -155,8 +153,8 @@ def attention_kernel(model: nn.Module, image_size: int) -> str | None:
         return None
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
     with evaluating(model), torch.no_grad(), _Operations() as operations:
-        for block in view_of(model).blocks:
-            attention_module(block).training = True  # but not its sub-modules, as normalisation
+        for block in find_encoder(model).blocks:
+            block.attn.training = True  # but not its sub-modules, as normalisation
         model(image)
     matches = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
     return next((match[1] for match in matches if match), "composed")
@@ -206,7 +204,7 @@ def _compiled_parts(module: TokenMixup) -> Iterator[nn.Module]:
     """
     model: Any = module.model
     yield from module.scorenets.values()
-    replaced = module.replaced_attention()
+    replaced = module.answered_blocks()
     for index, block in enumerate(model.blocks):
         yield block.mlp if index in replaced else block
 
