@@ -10,20 +10,21 @@ from torch import nn
 Forward = Callable[..., Any]
 
 
-@contextmanager
-def replaced_forwards(forwards: Sequence[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Replaces `module.forward` on each instance."""
+@torch.compiler.disable
+def replace_forwards(
+    forwards: Sequence[tuple[nn.Module, Forward | None]],
+) -> list[tuple[nn.Module, Forward | None]]:
+    """Replaces `module.forward` on each instance; None: by that of its class.
+
+    Returns what undoes it.
+    """
     before = [(module, vars(module).get("forward")) for module, _ in forwards]
-    try:
-        for module, forward in forwards:
-            module.forward = forward
-        yield
-    finally:
-        for module, own in before:
-            if own is not None:
-                module.forward = own
-            elif "forward" in vars(module):
-                del module.forward
+    for module, forward in forwards:
+        if forward is None:
+            del module.forward
+        else:
+            setattr(module, "forward", forward)
+    return before
 
 
 @contextmanager

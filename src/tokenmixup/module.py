@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import Adapter, adapter_of
-from tokenmixup.contexts import Forward, evaluating, replaced_forwards
+from tokenmixup.contexts import Forward, evaluating, replace_forwards
 from tokenmixup.detectors import detector_of
 from tokenmixup.encoder import Encoder, find_encoder
 from tokenmixup.horizontal import HorizontalMix, mix_horizontal
@@ -136,18 +136,22 @@ class TokenMixup(nn.Module):
     def _manifold_layers(self) -> Sequence[int]:
         return () if self._manifold is None else self._manifold.layers
 
+    @torch.compiler.disable(recursive=False)  # a compiler begins at `forward`
     def __call__(self, images: Tensor, targets: Tensor | None = None) -> Any:
         """Checks the batch, draws what is drawn for it as a whole, and runs `forward`."""
         if not self.training:
             return super().__call__(images)
-        if targets is None:
-            raise TypeError("training needs module(images, targets) with targets b c")
-        if getattr(self, "_is_replica", False):
-            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
-        self._check_batch(images, targets)
-        drawn = self._draw(images, targets)
-        with replaced_forwards(self._stand_ins()):
+        drawn = self._drawn(images, targets)
+        before = replace_forwards(self._stand_ins())
+        try:
             return super().__call__(images, targets, *drawn)
+        except Exception as error:
+            if type(error).__module__.startswith("torch._dynamo"):  # it may hide an error of ours
+                with torch.compiler.set_stance("force_eager"):
+                    self._call_impl(images, targets, *drawn)
+            raise
+        finally:
+            replace_forwards(before)
 
     def forward(
         self,
@@ -207,17 +211,27 @@ class TokenMixup(nn.Module):
 
     def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
         """Runs the model as in training, in its current mode; returns the state of the pass."""
-        self._check_batch(images, targets)
-        drawn = self._draw(images, targets)
-        with replaced_forwards(self._stand_ins()):
+        drawn = self._drawn(images, targets)
+        before = replace_forwards(self._stand_ins())
+        try:
             return self._run(self.model, images, ForwardPass(targets, *drawn))[0]
+        finally:
+            replace_forwards(before)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay; timm's optimisers call this."""
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
 
-    def _check_batch(self, images: Tensor, targets: Tensor) -> None:
+    @torch.compiler.disable
+    def _drawn(
+        self, images: Tensor, targets: Tensor | None
+    ) -> tuple[Tensor | None, ManifoldMix | None]:
+        """Checks the batch; returns the input gradient, `b h w`, and manifold mixup's draws."""
+        if targets is None:
+            raise TypeError("training needs module(images, targets) with targets b c")
+        if getattr(self, "_is_replica", False):
+            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
         shape = (len(images), self.num_classes)
@@ -227,9 +241,6 @@ class TokenMixup(nn.Module):
                 f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
-
-    def _draw(self, images: Tensor, targets: Tensor) -> tuple[Tensor | None, ManifoldMix | None]:
-        """Returns the input gradient, `b h w`, and what manifold mixup draws."""
         pixels = manifold = None
         if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
@@ -239,6 +250,7 @@ class TokenMixup(nn.Module):
             manifold = draw_manifold_mix(self._manifold, images)
         return pixels, manifold
 
+    @torch.compiler.disable
     def _stand_ins(self) -> list[tuple[nn.Module, Forward]]:
         """Returns the modules to replace in a training pass, each with its stand-in `forward`.
 
