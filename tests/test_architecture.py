@@ -40,6 +40,7 @@ STANDARD_LIBRARY = {
     "inspect",
     "itertools",
     "math",
+    "re",
     "typing",
 }
 

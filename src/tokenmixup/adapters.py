@@ -185,6 +185,7 @@ def timm_parts(attn: Any) -> Parts:
         rotate_half=getattr(attn, "rotate_half", False),
         bias=partial(_own_bias, attn) if _has_bias(attn) else None,
         mix_scores=None if before is None else partial(_mix_heads, before),
+        mixing_dtype=None if before is None else before.weight.dtype,
         mix_weights=None if after is None else partial(_mix_heads, after),
         norm=norm if isinstance(norm, nn.Module) else None,
         gate=partial(_sigmoid, gate) if isinstance(gate, nn.Module) else None,

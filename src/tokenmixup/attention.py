@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from tokenmixup.contexts import without_autocast
+
 CACHED_SCORES = 2**17  # attention scores per core and chunk: half a MiB
 POSITIONAL = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
 
@@ -51,6 +53,7 @@ class Parts:
     bias: Callable[[bool], Tensor] | None = None  # whether it drops out -> 1 h n n, of positions
     mix_scores: Callable[[Tensor], Tensor] | None = None  # of heads, before softmax, b h n m
     mix_weights: Callable[[Tensor], Tensor] | None = None  # of heads, after softmax
+    mixing_dtype: torch.dtype | None = None  # of `mix_scores`
     norm: Callable[[Tensor], Tensor] | None = None  # of b n (h e), before `proj`
     gate: Callable[[Tensor], Tensor] | None = None  # b n d -> factor of the normed b n (h e)
     fused: bool = True  # whether the attention map is left to a fused kernel
@@ -219,8 +222,14 @@ def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _softmax(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns the attention map in float32."""
-    return _scores(parts, q, k, bias).softmax(dim=-1, dtype=torch.float32)
+    """Returns the attention map in float32, by scores that float16 could not hold.
+
+    Fused kernels hold theirs in float32 too. Talking heads are mixed in their own precision.
+    """
+    exact = parts.mixing_dtype or torch.promote_types(q.dtype, torch.float32)
+    with without_autocast(q.device.type):
+        scores = _scores(parts, q.to(exact), k.to(exact), bias)
+        return scores.softmax(dim=-1, dtype=torch.float32)
 
 
 def _scores(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,6 +5,8 @@ of a known kind to the norm of its input, and then an MLP. Norm and projections 
 independently, so that their outputs can be moved with the tokens.
 """
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,8 @@ BLOCKS = {
     ("timm.models.cait", "LayerScaleBlock"),
 }
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
+JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
 STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
 OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments without effect on the tokens
 
@@ -74,8 +78,6 @@ class Block:
 
     def why_not(self) -> str | None:
         """Returns in one line why TokenMixup does not support the block as it is now."""
-        if self.adapter.parts is timm_parts and (reason := _why_not_timm_block(self.module)):
-            return reason
         if found(self.module, self.adapter, "attn") is not self.attn:
             return "whose attention was replaced after attach"
         if getattr(self.module, "norm_first", True) is False:
@@ -121,10 +123,13 @@ def find_encoder(
         raise ValueError(f"{kind} is already compiled: attach first, then compile the module")
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         raise ValueError(f"it is in a {type(model).__name__}: attach first, then wrap")
+    if is_sharded(model):
+        raise ValueError("it is sharded by fully_shard: attach first, then shard")
     if hasattr(model, "scorenets"):
         raise ValueError("TokenMixup is already attached to it")
     adapter, kind = adapter or adapter_of(model), type(model).__name__
-    if adapter.parts is timm_parts and (reason := _why_not_timm(model)):
+    is_timm = adapter.parts is timm_parts
+    if is_timm and (reason := _why_not_timm(model)):
         raise ValueError(f"{kind} {reason}")
     prefix = adapter.num_prefix_tokens
     if type(prefix) is not int or prefix < 0:
@@ -135,7 +140,7 @@ def find_encoder(
     checked = len(modules) if last_layer is None else last_layer + 1
     blocks = [_block(module, adapter, index < checked) for index, module in enumerate(modules)]
     for index, block in enumerate(blocks[:checked]):
-        if reason := block.why_not():
+        if reason := (is_timm and _why_not_timm_block(block.module)) or block.why_not():
             raise ValueError(f"{kind}: block {index} is {type(block.module).__name__}, {reason}")
     told = adapter.embed_dim
     width = found(model, adapter, "embed_dim") if isinstance(told, str) else told
@@ -151,6 +156,40 @@ def find_encoder(
         patch_embed=embed if isinstance(embed, nn.Module) else None,
         own_positions=any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_")),
     )
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
+
+
+def head_size(model: Any) -> int | None:
+    """Returns the number of logits of a linear head; None if the model does not say it."""
+    classifier = getattr(model, "get_classifier", None)
+    heads = (getattr(model, name, None) for name in HEADS)
+    head = classifier() if classifier else next((x for x in heads if x is not None), None)
+    while isinstance(head, nn.Sequential | tuple) and len(head):
+        head = head[-1]
+    return head.out_features if isinstance(head, nn.Linear) else None
+
+
+def layer_group(groups: Any, name: str) -> Any:
+    """Returns timm's ordinal of a parameter of the attached module, as of the plain model's.
+
+    `groups`: what the model's `group_matcher` returns: a function of names, or regular expressions.
+    """
+    own = name.removeprefix("model.")
+    if own == name:  # of a ScoreNet
+        return JOINS_LAST
+    if callable(groups):
+        return groups(own)
+    for ordinal, patterns in enumerate(groups.values()):
+        pairs = [(patterns, None)] if isinstance(patterns, str) else patterns or ()
+        for pattern, suffix in pairs:
+            if found := re.match(pattern, own):
+                return tuple(map(float, (ordinal, *found.groups(), *(suffix or ()))))
+    return (math.inf,)
 
 
 def _sequence(model: Any, adapter: Adapter) -> nn.Sequential | nn.ModuleList:

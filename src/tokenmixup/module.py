@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tokenmixup.adapters import Adapter, adapter_of
 from tokenmixup.contexts import Forward, evaluating, replace_forwards
 from tokenmixup.detectors import detector_of
-from tokenmixup.encoder import Encoder, find_encoder
+from tokenmixup.encoder import Encoder, find_encoder, head_size, is_sharded, layer_group
 from tokenmixup.horizontal import HorizontalMix, mix_horizontal
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
@@ -28,6 +28,8 @@ from tokenmixup.saliency import input_gradient
 from tokenmixup.scorenet import Pooling, ScoreNet, difficulty
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 from tokenmixup.vertical import INDICES, Memory
+
+ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 
 
 def attach(
@@ -55,7 +57,8 @@ class TokenMixup(nn.Module):
     """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
-    TypeError without targets; ValueError for images or targets of another kind, a model that skips
+    TypeError without targets; ValueError for images or targets of another kind (values of targets
+    are looked at on a CPU only), a detector that cannot run under FSDP, a model that skips
     or repeats a block, the model's own gradient checkpointing, which would rerun blocks without
     hooks, and DataParallel, whose replicas would share hooks; FloatingPointError if the saliency is
     not finite. HTM's `rules` and `detect` may be replaced.
@@ -89,6 +92,10 @@ class TokenMixup(nn.Module):
         self._takes_gradient = htm is not None and htm.detector == "gradient"
         self._sources = range(max(self._vtm_at, default=0))
         self.encoder = self._find_encoder()
+        if (size := head_size(model)) not in (None, num_classes):
+            raise ValueError(
+                f"num_classes={num_classes}: the head of {type(model).__name__} has {size} outputs"
+            )
         if htm is not None:
             assert self.encoder is not None
             pooling = scorenet_pooling(self.encoder, htm.pooling)
@@ -223,6 +230,15 @@ class TokenMixup(nn.Module):
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
 
+    @property
+    def group_matcher(self) -> Callable[..., Any]:
+        """The model's layer groups, for timm's layer-wise learning rates. ScoreNets join the last.
+
+        Raises AttributeError if the model has none, so that timm sees none.
+        """
+        own: Any = self.model.group_matcher
+        return lambda coarse=False: partial(layer_group, own(coarse=coarse))
+
     @torch.compiler.disable
     def _drawn(
         self, images: Tensor, targets: Tensor | None
@@ -241,6 +257,9 @@ class TokenMixup(nn.Module):
                 f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
+        if targets.device.type == "cpu":
+            _check_probabilities(targets)  # on a GPU this would wait
+        self._check_detector()
         pixels = manifold = None
         if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
@@ -249,6 +268,17 @@ class TokenMixup(nn.Module):
         if self._manifold is not None:
             manifold = draw_manifold_mix(self._manifold, images)
         return pixels, manifold
+
+    def _check_detector(self) -> None:
+        """Raises ValueError if HTM's detector cannot run in this pass."""
+        takes_gradient = self._takes_gradient and bool(self._htm_at)
+        if takes_gradient and torch.is_inference_mode_enabled():
+            raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
+        if (self._rollout_blocks() or takes_gradient) and is_sharded(self):
+            key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
+            raise ValueError(
+                f"{key}: not supported with FSDP, which gathers weights for the main pass only"
+            )
 
     @torch.compiler.disable
     def _stand_ins(self) -> list[tuple[nn.Module, Forward]]:
@@ -366,6 +396,17 @@ def scorenet_pooling(encoder: Encoder, asked: str) -> Pooling:
     if asked == "class_token" and not encoder.has_class_token:
         raise ValueError("htm.pooling='class_token': no class token enters the blocks")
     return cast(Pooling, asked)
+
+
+def _check_probabilities(targets: Tensor) -> None:
+    """Raises ValueError unless each row of `b c` has no negative value and sums to 1."""
+    close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < ROUNDING  # false for nan
+    if not (good := close & (targets >= 0).all(dim=1)).all():
+        row = int(good.int().argmin())
+        raise ValueError(
+            f"targets[{row}]: must be probabilities, which are >= 0 and sum to 1; it sums to "
+            f"{float(targets[row].sum()):g}, its lowest value is {float(targets[row].min()):g}"
+        )
 
 
 # Stand-ins for the `forward` of modules; `plain` is their own. Without a pass they are `plain`.

@@ -153,6 +153,11 @@ class ForwardPass:
         """Begins the pass through a block. Raises ValueError for one that runs out of order."""
         if not args:
             raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
+        if not isinstance(args[0], Tensor) or args[0].ndim != 3:
+            found = [*getattr(args[0], "shape", [])] or type(args[0]).__name__
+            raise ValueError(f"block {index} gets {found}: must be tokens b n d")
+        if any(value is not None for value in args[1:]):
+            raise ValueError(f"block {index} gets further positional arguments: not supported")
         if index <= self.last:
             raise ValueError(f"block {index} runs again: must run once in a forward pass, in order")
         self.last, n, prefix = index, args[0].shape[1], encoder.num_prefix_tokens

@@ -28,6 +28,7 @@ from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Logs, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, non_finite_error
+from reproduction.training.mixing import MixedShare
 from reproduction.training.step import MicroBatch, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
 
@@ -70,6 +71,7 @@ class Trainer:
         if recipe.max_steps is not None:
             self.total_steps = min(self.total_steps, recipe.max_steps)
         self.epochs = math.ceil(self.total_steps / len(batches))
+        self.mixed_share = MixedShare(module.htm, self.epochs)
         self.step = self.epoch = self.images = self.metrics_size = 0
         self.eval_seconds = 0.0
         self.totals = dict.fromkeys(TOTALS, 0.0)
@@ -119,6 +121,8 @@ class Trainer:
                     raise Stopped(self.agreement.to_stop)
                 self._end_epoch()
                 display.line(self._describe())
+                for warning in self.mixed_share.warnings():
+                    display.line(warning)
                 self.totals = dict.fromkeys(TOTALS, 0.0)
                 self._save()
                 if self.world.is_main and self._is_best():
@@ -158,6 +162,7 @@ class Trainer:
                 self.step, self.images = self.step + 1, self.images + size
                 not_finite = self.update.not_finite
                 self.metrics.add(self.step, self.epoch + 1, lr, micro_batches, not_finite)
+                self.mixed_share.add(self.epoch + 1, micro_batches)
                 display.advance()
                 self.agreement.update(self.step)
                 if self.agreement.to_stop:
