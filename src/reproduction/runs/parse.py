@@ -136,11 +136,6 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
             yield from _vtm_problems(config.model, stack.vtm)
     elif problem := stack_problem(config.model.name, stack.stack):
         yield problem
-    if config.compile and isinstance(config.model, Library):
-        yield (
-            f"compile=true: {config.model.name} is of model.family=library, but only the blocks of "
-            "cct and vit can be compiled; allowed is false"
-        )
     if trains:
         yield from _recipe_problems(config.recipe, config.devices)
         yield from _restart_problems(config)
