@@ -23,7 +23,8 @@ def columns(runs: list[str]) -> dict[str, dict[str, float]]:
         batches = run_batches(folder, config)
         htm, vtm = config.augmentation.htm, config.augmentation.vtm
         assert htm is not None
-        table[folder.path.name] = measure(batches, htm.first.rho, vtm.first.kappa if vtm else KAPPA)
+        rho = htm.first.rho_for(batches[0].saliency.shape[1])
+        table[folder.path.name] = measure(batches, rho, vtm.first.kappa if vtm else KAPPA)
     return table
 
 

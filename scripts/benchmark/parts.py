@@ -66,11 +66,12 @@ def htm_parts(
     block_input = dataclasses.replace(entry)
     with autocast(device, precision):
         saliency = block_input.own_saliency()
-    gain = gain_matrix(saliency, htm.rho)
+    rho = htm.rho_for(saliency.shape[1])
+    gain = gain_matrix(saliency, rho)
     donor = optimal_assignment(gain).to(device)
     easy = torch.zeros(batch_size, device=device)
     rules = Rules(match=lambda *_: donor)
-    blend = partial(mix_horizontal, tau=1.0, rho=htm.rho, rules=rules)
+    blend = partial(mix_horizontal, tau=1.0, rho=rho, rules=rules)
     exchange = blend(entry.tokens, targets, saliency, easy).exchange
 
     def autocasting(work: Work) -> None:
@@ -80,7 +81,7 @@ def htm_parts(
     parts: dict[str, Work] = {
         "all three": lambda: mix(module, images, targets, entry),
         "saliency": lambda: dataclasses.replace(entry).own_saliency(),
-        "gain matrix": lambda: gain_matrix(saliency, htm.rho),
+        "gain matrix": lambda: gain_matrix(saliency, rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, easy),
         "mixing of projections": lambda: [exchange(y) for y in block_input.projected],

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from reproduction.data.build import build_training_loader
 from reproduction.data.images import ArrayImages, FileImages, ImageSource
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.studies.speed import step_of
 from reproduction.system.errors import PlainError
@@ -159,7 +159,7 @@ def _end_to_end(scope: Scope, model: str, images: ImageSource, batch: int, worke
     trainer = small_trainer(scope.device, model, BOTH, precision_on(scope.device), *overrides)
     order = TrainingBatches(len(images), batch, 0)
     source, pin = Source(images, images, []), scope.device.type == "cuda"
-    feed = build_training_loader(trainer.config, source, order, pin, BrokenImages(skips=False))
+    feed = build_training_loader(trainer.config, source, order, pin)
     seen, start = 0, 0.0
     for count, (pixels, classes) in enumerate(feed):
         if count == len(order) // 4:  # warm: workers run, memory is allocated

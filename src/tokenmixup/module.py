@@ -81,6 +81,7 @@ class TokenMixup(nn.Module):
             raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
+        htm = htm and htm.for_classes(num_classes)
         self.adapter = adapter or adapter_of(model)
         self.num_classes = num_classes
         self.checkpoint_blocks = checkpoint_blocks
@@ -355,8 +356,9 @@ class TokenMixup(nn.Module):
             score_logits = self.scorenets[str(index)](block.tokens, block.num_prefix_tokens)
             hard = difficulty(score_logits, state.targets)
             saliency = self._saliency_of(block)
+            rho = htm.rho_for(saliency.shape[1])
             mix = mix_horizontal(
-                block.tokens, state.targets, saliency, hard, htm.tau, htm.rho, self.rules
+                block.tokens, state.targets, saliency, hard, htm.tau, rho, self.rules
             )
             state.layers.append(
                 LayerMix(index, score_logits, hard, mix.is_easy, mix.mask, mix.gain)

@@ -50,7 +50,7 @@ def test_default_layers_depend_on_the_model(model: str, layers: tuple[int, int])
     stack = config_of(f"model={model}", "augmentation=[htm,vtm]").augmentation
     assert stack.htm is not None and stack.vtm is not None
     assert (stack.htm.layer, stack.vtm.layer) == layers
-    assert (stack.htm.tau, stack.htm.rho, stack.vtm.kappa) == (2.0, 0.005, 3)
+    assert (stack.htm.tau, stack.htm.rho, stack.vtm.kappa) == ("auto", "auto", 3)
 
 
 def test_infinite_thresholds_are_valid():
@@ -186,8 +186,8 @@ def test_identity_does_not_depend_on_notation():
 
 
 def test_identity_depends_on_the_root_only_of_image_folders(tmp_path: Path):
-    for folder in ("train/a", "val/a", "moved/train/a", "moved/val/a"):
-        (tmp_path / folder).mkdir(parents=True)
+    for place, split, name in itertools.product((".", "moved"), ("train", "val"), "ab"):
+        (tmp_path / place / split / name).mkdir(parents=True)
     for name, is_same in (("cifar10", True), ("image_folder", False)):
         before, after = (
             run_hash(config_of(f"dataset={name}", f"dataset.root={root}"))

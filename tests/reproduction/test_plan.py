@@ -1,21 +1,24 @@
 """The runs that tables and sweeps need: numbers, identity, scales, folders."""
 
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from reproduction.config import Config, ViT
+from reproduction.data.folders import missing_data
 from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.reporting.cells import SCALES, read_cells
 from reproduction.runs.folder import RunFolder, find_runs, run_hash
 from reproduction.studies.plan import PlannedRun, Settings, cells_of, plan, point_configs
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import config_of
+from tests.reproduction.conftest import config_of, write_images
 
 COUNTS = {"table1": 8, "table2": 4, "table3": 3, "table4": 5, "table5": 9}
 FIGURES = {"figure3": 1, "figure4": 1}
@@ -266,3 +269,21 @@ def test_stand_ins_are_read_by_the_loaders_of_their_data_sets(
     assert image.tobytes() == again.train[3][0].tobytes() and target == again.train[3][1]
     assert image.tobytes() != source.train[4][0].tobytes()
     assert [path.name for path in (tmp_path / "here").iterdir()] == [name]
+
+
+def test_older_stand_ins_are_made_anew_with_the_synsets_of_imagenet(tmp_path: Path):
+    root = write_images(tmp_path / "imagenet1k", ["n00000000", "n00000001"], train=1, held_out=1)
+    assert "'n00000000' is none of them" in str(missing_data("imagenet1k", str(root)))
+    make_stand_ins("imagenet1k", root)
+    assert missing_data("imagenet1k", str(root)) is None
+    shutil.rmtree(root / "val" / "n15075141")
+    assert "'n15075141' is only in" in str(missing_data("imagenet1k", str(root)))
+    shutil.rmtree(root / "train" / "n15075141")
+    assert "'n15075141' is missing" in str(missing_data("imagenet1k", str(root)))
+
+
+def test_numbered_folders_are_not_imagenet(tmp_path: Path):
+    """Their alphabetical order would give folder 2 the class 112."""
+    for split, number in product(("train", "val"), range(1000)):
+        (tmp_path / split / str(number)).mkdir(parents=True)
+    assert "'0' is none of them" in str(missing_data("imagenet1k", str(tmp_path)))

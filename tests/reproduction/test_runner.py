@@ -37,9 +37,10 @@ TABLE3 = ["table3/gradient", "table3/attention", "table3/random"]
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[None]:
-    """Smoke scale with narrow models, shared by all tests, as composing takes seconds."""
+    """Smoke scale with narrow models and two epochs of two batches, as composing takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
+        narrow += ("recipe.epochs=2", "recipe.max_steps=null", "recipe.batch_size=100")
         smoke = SCALES["smoke"]
         columns = {"CIFAR-100": (*smoke.columns["CIFAR-100"], *narrow)}
         patch.setitem(SCALES, "smoke", replace(smoke, columns=columns))

@@ -106,7 +106,7 @@ def test_last_bin_of_the_difficulty_includes_larger_values(
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["edges"] == [step / 10 for step in range(10 * TOP + 1)]
     assert sum(content["counts"][20:26]) == 20  # around log(10) = 2.3
-    assert (content["tau"], content["images"]) == (2.0, 20)
+    assert (content["tau"], content["images"]) == (1.0, 20)
     assert 2 < ranges[0][0] < ranges[0][1] < 3  # the picture shows no empty range
     with torch.no_grad():
         run.module.scorenet.head.bias[0] = 1000
@@ -205,6 +205,6 @@ def test_report_describes_its_run_and_counts_what_there_is():
     )
     table = report._table(config, {**summary, "broken_images": 3})
     assert "| top-1, median of the last 3 evaluated epochs | 89.50 % |" in table  # 8, 12, 14
-    assert "| broken images, left out | 3 |" in table
+    assert "| broken held-out images, left out | 3 |" in table
     assert "median" not in report._table(config, {**summary, "epochs": 3})
     assert [report._duration(x) for x in (4.6, 207, 59.7)] == ["5 s", "3 min 27 s", "1 min 0 s"]

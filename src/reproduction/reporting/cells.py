@@ -77,11 +77,11 @@ class Scale:
 
 
 FEW_STEPS = (
-    "recipe.epochs=2",
+    "recipe.epochs=1",
     "recipe.batch_size=8",
     "recipe.precision=float32",
     "recipe.log_every=1",
-    "dataset.limit=16",
+    "recipe.max_steps=4",
     "dataset.workers=0",
 )
 # 10 classes, 2 blocks and 64 tokens: the tau and rho of the cells mix here too, and a kappa of 20

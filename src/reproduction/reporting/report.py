@@ -146,7 +146,9 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         median = f"top-1, median of the last {len(evaluated) + 1} evaluated epochs"
         rows[median] = f"{summary['top1_median10']:.2f} %"
     if broken := summary.get("broken_images"):
-        rows["broken images, left out"] = f"{broken:,}"
+        rows["broken held-out images, left out"] = f"{broken:,}"
+    if initial := summary.get("initial_weights"):
+        rows["initial weights"] = initial
     rows |= {
         "training batches": f"{summary['steps']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",

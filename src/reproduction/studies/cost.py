@@ -68,8 +68,11 @@ def speed_key(config: Config) -> str:
 def sizes_of(config: Config) -> Sizes:
     """Returns the images of an epoch, the held-out images and the classes; see `data_sizes`."""
     sizes = data_sizes(config.dataset.name, config.dataset.root)
-    limit = config.dataset.limit or sizes.train
-    return sizes._replace(train=min(limit, sizes.train))
+    train, held_out = config.dataset.limit, config.dataset.eval_limit
+    return sizes._replace(
+        train=min(train or sizes.train, sizes.train),
+        held_out=min(held_out or sizes.held_out, sizes.held_out),
+    )
 
 
 def run_hours(config: Config, speed: Speed) -> float:

@@ -134,7 +134,8 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockPass) -
     saliency = detector_of(htm)(entry)
     difficulty, tau = torch.zeros(len(images), device=images.device), math.inf
     rules = rules_of(htm)
-    mixed = mix_horizontal(entry.tokens, targets, saliency, difficulty, tau, htm.rho, rules)
+    rho = htm.rho_for(saliency.shape[1])
+    mixed = mix_horizontal(entry.tokens, targets, saliency, difficulty, tau, rho, rules)
     for projected in entry.projected:
         mixed.exchange(projected)
     return mixed

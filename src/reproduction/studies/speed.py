@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import build_module, count_macs, place, without_weights
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.cost import Speed, as_measured, sizes_of
@@ -46,7 +46,6 @@ def bare_trainer(
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=no_data,
         eval_loader=no_data,
-        broken=BrokenImages(skips=False),
     )
 
 
