@@ -153,12 +153,12 @@ def test_the_matching_of_the_library_page_finds_the_best_donors(documented_match
     rules = rules_of(HTM(layer=0))._replace(match=documented_matching)
     batch = next_batch()
     for is_easy in (torch.zeros_like(batch.is_easy), batch.is_easy):
-        found = mix_horizontal(*batch._replace(is_easy=is_easy)[:4], 0.0, rules=rules)
+        found = mix_easy(*batch._replace(is_easy=is_easy)[:4], 0.0, rules)
         best = gain_matrix(batch.saliency, 0.0).argmax(dim=1)
         assert torch.equal(found.donor, torch.where(is_easy, best, torch.arange(len(best))))
     batch.is_easy[0], batch.saliency[-1, 0] = True, float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        mix_horizontal(*batch[:4], 0.0, rules=rules)
+        mix_easy(*batch[:4], 0.0, rules)
 
 
 def test_random_matching_draws_every_donor():
