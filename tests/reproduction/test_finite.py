@@ -37,7 +37,7 @@ def step(trainer: Trainer, images: Tensor | None = None) -> None:
     if images is None:
         generator = torch.Generator().manual_seed(1)
         images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    with explaining_step(trainer.step + 1, trainer.recipe):
+    with explaining_step(trainer.step + 1, trainer.config):
         parts = trainer.train_step(images, torch.arange(6), 6)
     record(trainer, parts)
 

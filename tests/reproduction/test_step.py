@@ -1,7 +1,10 @@
 """Updates in micro-batches equal those of full batches, except that HTM pairs within each."""
 
 import time
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from torch import Tensor
 from reproduction.training.distributed import World, data_parallel
 from reproduction.training.loop import MicroBatch, Trainer, metrics_of
 from reproduction.training.metrics import BatchMetrics
-from tests.reproduction.conftest import small_trainer
+from tests.reproduction.conftest import Command, small_trainer
+from tokenmixup import TokenMixup
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -148,3 +152,24 @@ def test_gradients_are_reduced_once_per_update(alone: None):
 def test_tf32_follows_the_recipe(allowed: bool):
     trainer_of([], 1, f"recipe.tf32={str(allowed).lower()}")
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
+
+
+def test_six_calls_lead_from_the_command_to_the_module(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """And train.py itself; the model and the library are not counted."""
+    stacks: list[list[str]] = []
+    original = TokenMixup.__call__
+
+    def call(self: TokenMixup, *args: Any) -> Any:
+        frames = traceback.extract_stack()
+        parts = [{*Path(frame.filename).parts} for frame in frames]
+        own = [{"reproduction", "train.py"} & x and "tests" not in x for x in parts]
+        stacks.append([frame.name for frame, is_own in zip(frames, own, strict=True) if is_own])
+        return original(self, *args)
+
+    monkeypatch.setattr(TokenMixup, "__call__", call)
+    args = ["dataset.limit=10", "recipe.epochs=1", "recipe.batch_size=10", "dataset.workers=0"]
+    result = command("train", "model.embed_dim=16", *args)
+    assert result.status == 0, result.err
+    assert stacks[0] == ["run", "main", "run_training", "train", "fit", "train_step"]

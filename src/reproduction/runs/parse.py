@@ -140,11 +140,6 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
             yield from _vtm_problems(config.model, stack.vtm)
     elif problem := stack_problem(config.model.name, stack.stack):
         yield problem
-    if config.compile and isinstance(config.model, Library):
-        yield (
-            f"compile=true: {config.model.name} is of model.family=library, but only the blocks of "
-            "cct and vit can be compiled; allowed is false"
-        )
     if stack.cutmix is not None and stack.cutmix.labels == "attention":
         yield from _label_problems(config)
     if trains:
@@ -201,7 +196,8 @@ def _label_problems(config: Config) -> Iterator[str]:
     if isinstance(config.model, Library):
         yield f"{key}: {config.model.name} has no blocks with attention; allowed is area"
     if config.compile:
-        yield f"{key}: not with compile=true, which hides the last block; allowed is area"
+        value = str(config.compile).lower()
+        yield f"{key}: not with compile={value}, which hides the last block; allowed is area"
 
 
 def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:

@@ -23,7 +23,14 @@ from reproduction.config import Checkpoint, Config, Recipe
 from reproduction.data.images import NO_IMAGE, SKIPPING
 from reproduction.data.loaders import ENLARGE, SHARED
 from reproduction.runs.folder import RunFolder
-from reproduction.system.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError
+from reproduction.system.errors import (
+    STOP_SIGNALS,
+    PlainError,
+    RankFailed,
+    Stopped,
+    UserError,
+    first_line,
+)
 from reproduction.system.ranks import is_first_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.distributed import World
@@ -86,13 +93,27 @@ def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def explaining_step(step: int, recipe: Recipe) -> Iterator[None]:
-    """Turns a lack of memory, or a gain that is not finite, into a PlainError with the step."""
+def explaining_step(step: int, config: Config) -> Iterator[None]:
+    """Turns a lack of memory, a gain that is not finite or a compiler's error into PlainError."""
     try:
-        with explaining_memory(f"step {step}", recipe):
+        with explaining_memory(f"step {step}", config.recipe), explaining_compiler(config):
             yield
     except FloatingPointError as error:
         raise non_finite_error(step, str(error)) from error
+
+
+@contextmanager
+def explaining_compiler(config: Config) -> Iterator[None]:
+    """Turns an error of torch.compile into a PlainError."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise PlainError(
+            f"compile={str(config.compile).lower()}: torch cannot compile {config.model.name} as "
+            f"one graph ({first_line(error)}); allowed is false"
+        ) from error
 
 
 @contextmanager

@@ -4,7 +4,6 @@ Letters: b batch, n tokens with prefix, t spatial tokens.
 """
 
 from math import isqrt
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from reproduction.data.inputs import Box, Mixed
 from tokenmixup.detectors import block_map
+from tokenmixup.encoder import find_encoder
 from tokenmixup.saliency import attention_saliency
 
 
@@ -33,11 +33,10 @@ class AttentionLabels:
     It is that of the class token, or the mean over all queries if the model pools no class token.
     """
 
-    def __init__(self, model: Any, has_class_token: bool):
-        self.block, self.prefix = model.blocks[-1], model.num_prefix_tokens
-        self.has_class_token = has_class_token
+    def __init__(self, model: nn.Module):
+        self.encoder = find_encoder(model)
         self.tokens: Tensor | None = None  # b n d, that entered the block
-        self.block.register_forward_pre_hook(self._note)
+        self.encoder.blocks[-1].module.register_forward_pre_hook(self._note)
 
     def _note(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
         self.tokens = args[0].detach() if block.training else None
@@ -49,7 +48,8 @@ class AttentionLabels:
         if mixed.box is None:
             return mixed
         assert tokens is not None, "the last block has not run"
-        attn = block_map(self.block, tokens, {}, self.has_class_token)
-        saliency = attention_saliency(attn, self.prefix, self.has_class_token)
+        prefix, by_class_token = self.encoder.num_prefix_tokens, self.encoder.reads_class_token
+        attn = block_map(self.encoder.blocks[-1], tokens, {}, by_class_token)
+        saliency = attention_saliency(attn, prefix, by_class_token)
         share = attended_share(saliency, mixed.box, mixed.images.shape[-2:])
         return mixed._replace(weight=1 - share)

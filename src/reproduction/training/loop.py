@@ -20,13 +20,14 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_map_only
 
-from reproduction.config import CCT, Config, ViT
+from reproduction.config import Config
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.seeding import Purpose, seed_device
-from reproduction.models.build import compile_blocks
+from reproduction.models.build import compile_module
 from reproduction.models.names import State
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import Stopped
@@ -43,7 +44,7 @@ from reproduction.training.metrics import BatchMetrics, NonFinite
 from reproduction.training.mixing import MixedShare
 from reproduction.training.optim import build_optimizer, build_schedule, skip_if
 from tokenmixup import Output, TokenMixup, training_loss
-from tokenmixup.passes import Stat
+from tokenmixup.output import Stat
 
 
 class MicroBatch(NamedTuple):
@@ -88,7 +89,8 @@ class Trainer:
         self.module, self.classes, self.inputs, self.batches = module, classes, inputs, batches
         self.train_loader, self.eval_loader = train_loader, eval_loader
         if config.compile:
-            compile_blocks(module)
+            compile_module(module, cuda_graphs=config.compile == "reduce-overhead")
+        self.clones = config.compile == "reduce-overhead"  # outputs: CUDA graphs reuse their memory
         self.parameters = [*module.parameters()]
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
@@ -96,8 +98,7 @@ class Trainer:
         self.attention_labels: AttentionLabels | None = None
         cutmix = config.augmentation.cutmix
         if cutmix is not None and cutmix.labels == "attention":
-            assert isinstance(config.model, CCT | ViT), "others are refused"
-            self.attention_labels = AttentionLabels(module.model, config.model.has_class_token)
+            self.attention_labels = AttentionLabels(module.model)
         self.mixes = True
         self.parallel = data_parallel(module, world)
         self.optimizer = build_optimizer(module, recipe)
@@ -135,7 +136,7 @@ class Trainer:
             for images, classes in self._remaining_batches():
                 batch = self.step % len(self.batches)
                 size, lr = self.batches.global_size(batch), self.schedule(self.epoch, batch)
-                with explaining_step(self.step + 1, self.recipe):
+                with explaining_step(self.step + 1, self.config):
                     micro_batches = self.train_step(images, classes, size)
                 self.step, self.images = self.step + 1, self.images + size
                 head = {"step": self.step, "epoch": self.epoch + 1, "lr": lr}
@@ -206,6 +207,8 @@ class Trainer:
                     if self.attention_labels is not None:
                         targets = self.attention_labels(part).targets(*labels)
                         output = output._replace(targets=targets)
+                if self.clones:
+                    output = tree_map_only(Tensor, Tensor.clone, output)
                 loss = training_loss(output)
                 # DDP averages over the ranks: the world size turns that mean into a sum.
                 weight = len(part.images) * self.world.size / global_size

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from reproduction.system.errors import PlainError
 from reproduction.training.distributed import World
-from tokenmixup.passes import Stat
+from tokenmixup.output import Stat
 
 PARTS = ("total", "divisor")  # of a Stat
 MOST_IN_A_ROW = 100  # skipped updates that end the run
