@@ -253,12 +253,16 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     """
     values = dict(flatten(config))
     is_fixed = values.get("dataset.name") in [*SIZES]  # a list: a broken file's may be unhashable
-    excluded = (*NOT_IDENTITY, *(["dataset.root"] if is_fixed else []))
     return {
         key: value
         for key, value in values.items()
-        if not any(key == name or key.startswith(f"{name}.") for name in excluded)
+        if changes_result(key) and not (is_fixed and key == "dataset.root")
     }
+
+
+def changes_result(key: str) -> bool:
+    """Whether a dotted key may distinguish runs."""
+    return not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

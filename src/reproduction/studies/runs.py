@@ -191,12 +191,14 @@ def upgrade(folder: RunFolder) -> bool:
         return False
     steps, epochs = folder.read_metrics()
     steps = [line for line in steps if not line.get("skipped")]
+    if not steps:
+        raise UserError(f"{folder.metrics_path}: holds no batches")
     time = folder.summary_path.stat().st_mtime
     try:
         last = epoch_means([line for line in steps if line["epoch"] == steps[-1]["epoch"]])
         size = summary["images"] / summary["steps"] if "images" in summary else None
         mean = sum(line["mixed_samples"] for line in steps) / len(steps)
-    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
     share = None if size is None else round(mean / size, 4)
     mixing = {"mixed_samples": last.mixed_samples, "mixed_tokens": last.mixed_tokens}
