@@ -268,7 +268,7 @@ def _draw_map(path: Path, table: pd.DataFrame, titles: Sequence[str]) -> None:
         axes.set_ylabel(down)
         axes.set_xlabel(across)
         axes.spines[:].set_visible(False)
-        axes.figure.colorbar(image, label="top-1 after the last epoch [%]")
+        axes.figure.colorbar(image, label="last top-1 [%]")
 
 
 def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[RunsTable, list[Path]]:
