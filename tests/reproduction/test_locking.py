@@ -122,7 +122,7 @@ def test_run_created_by_another_process_meanwhile_is_checked_again(
     assert "holds another run, this one has seed=0 instead of 1" in result.lines[-1]
 
 
-def test_run_without_a_newer_option_is_another_run(tmp_path: Path):
+def test_run_without_an_option_that_has_no_default_is_another_run(tmp_path: Path):
     """Even if the option is null."""
     args = ["name=mine", "resume=auto", f"output_root={tmp_path}", *SMALL]
     config = resolve(compose("train", args))
@@ -131,7 +131,7 @@ def test_run_without_a_newer_option_is_another_run(tmp_path: Path):
     text = folder.config_path.read_text()
     assert "  max_steps: null\n" in text
     folder.config_path.write_text(text.replace("  max_steps: null\n", ""))
-    with pytest.raises(UserError, match=r"recipe\.max_steps \(only in one of them\); choose"):
+    with pytest.raises(UserError, match=r"recipe\.max_steps=None instead of no value; choose"):
         folder.check(config)
 
 

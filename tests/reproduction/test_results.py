@@ -19,10 +19,10 @@ from reproduction.studies.results import (
     METRICS,
     RESULTS,
     WEIGHTS,
-    identity_of,
     publish,
     read_results,
     results_page,
+    stored,
     write_study_report,
 )
 from reproduction.system.errors import UserError
@@ -84,7 +84,7 @@ def test_study_report_omits_runs_with_incomplete_results(tmp_path: Path):
 def result_of(name: str, config: Any, top1: float) -> dict[str, Any]:
     values = {**dict.fromkeys(METRICS, 90.0), "top1_last": top1, "hours": 0.5, "mixed_share": 0.25}
     values |= {"epochs": 50, "log": [{"epoch": 40, "top1": 99.0}, {"epoch": 50, "top1": top1}]}
-    return {"name": name, "seed": config.seed, "config": identity_of(config), **values}
+    return {"name": name, "seed": config.seed, "config": stored(config), **values}
 
 
 def test_results_page_compares_the_runs_of_a_study_over_seeds(tmp_path: Path):

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from reproduction.config import Config
-from reproduction.runs.folder import identity
+from reproduction.runs.folder import settings_of
 from reproduction.system.errors import UserError
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
-LEFT_OUT = (  # besides where and how a run is made, which `identity` leaves out
+LEFT_OUT = (  # besides where and how a run is made, which `settings_of` leaves out
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
     *("dataset.name", "dataset.broken_images", "recipe.log_every", "recipe.evaluate_every"),
 )
@@ -71,7 +71,7 @@ def _settings(config: Config) -> Iterator[tuple[str, Any]]:
     values = dataclasses.asdict(config) | {
         "augmentation": {name: part for name, part in stack.items() if part is not None}
     }
-    for key, value in identity(values).items():
+    for key, value in settings_of(values).items():
         if key not in LEFT_OUT:
             yield key, value
 

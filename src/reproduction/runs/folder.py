@@ -14,9 +14,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
@@ -37,6 +37,8 @@ NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
     *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
 )
+# Key -> its first default, if the schema now has another one: what configurations without it mean.
+FIRST_DEFAULTS: dict[str, Any] = {}
 
 
 class RunFolder:
@@ -111,7 +113,7 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run folder: config.yaml: {reason}") from error
         if not isinstance(config, dict):
             raise UserError(f"{self.path} is not a run folder: config.yaml holds no configuration")
-        return config
+        return _with_first_defaults(config)
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the summary, empty if none has been written."""
@@ -237,7 +239,7 @@ def check_writable(path: Path, setting: str) -> None:
         raise UserError(f"{setting}: {place} is not a writable folder")
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, leaf) of nested mappings."""
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -246,8 +248,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the dotted keys and values that distinguish runs.
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the dotted keys and values that determine a result.
 
     The folder of a fixed data set is not among them, as its images may be moved.
     """
@@ -265,13 +267,60 @@ def changes_result(key: str) -> bool:
     return not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
 
 
+def identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that distinguish runs: those that differ from what omitting them means.
+
+    So a new option, whose default is the behaviour of before, leaves all earlier runs as they are.
+    An optional group that is set counts even if all of its settings are left out.
+    """
+    values, omitted = settings_of(config), omitted_values()
+    groups = [key for key, value in omitted.items() if value is None]
+    return {
+        **{key: "set" for key in groups if any(name.startswith(f"{key}.") for name in values)},
+        **{key: value for key, value in values.items() if value != omitted.get(key, ...)},
+    }
+
+
+@cache
+def omitted_values() -> dict[str, Any]:
+    """Dotted key -> what a configuration without it means, for all keys with a default."""
+    options = dict(options_of(Config)) | FIRST_DEFAULTS
+    return {key: value for key, value in options.items() if value is not dataclasses.MISSING}
+
+
+def options_of(hint: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys and defaults of all dataclasses in a type, such as a union's."""
+    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
+        for part in get_args(hint):
+            yield from options_of(part, key)
+        return
+    types = get_type_hints(hint)
+    for option in dataclasses.fields(hint):
+        name, default = f"{key}{option.name}", option.default
+        yield name, [*default] if isinstance(default, tuple) else default
+        yield from options_of(types[option.name], f"{name}.")
+
+
+def _with_first_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds the missing keys whose default in the schema has changed since they were left out."""
+    for key, value in FIRST_DEFAULTS.items():
+        *groups, name = key.split(".")
+        group: Any = config
+        for part in groups:
+            group = group.get(part) if isinstance(group, dict) else None
+        if isinstance(group, dict):
+            group.setdefault(name, value)
+    return config
+
+
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Returns `key=ours instead of theirs` for each difference, or else the keys that one lacks."""
-    pairs = [(key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
-    missing = [f"{key} (only in one of them)" for key in sorted(ours.keys() ^ theirs.keys())]
-    return [
-        f"{key}={our} instead of {their}" for key, our, their in pairs if our != their
-    ] or missing
+    """Returns `key=ours instead of theirs` for each difference of two identities."""
+    pairs = []
+    for key in sorted({*ours, *theirs}):
+        omitted = omitted_values().get(key, "no value")
+        our, their = ours.get(key, omitted), theirs.get(key, omitted)
+        pairs += [f"{key}={our} instead of {their}"] if our != their else []
+    return pairs
 
 
 def run_hash(config: Config) -> str:

@@ -23,7 +23,7 @@ from reproduction.reporting.collect import METRICS, report_folder
 from reproduction.reporting.columns import spread_text
 from reproduction.reporting.statistics import compare, holm, p_text, spread
 from reproduction.reporting.tables import LEVEL
-from reproduction.runs.folder import RunFolder, hash_of, identity
+from reproduction.runs.folder import RunFolder, hash_of, identity, settings_of
 from reproduction.runs.parse import parse_saved
 from reproduction.studies.own import OwnStudy, plan_own, read_study
 from reproduction.studies.plan import PlannedRun, Settings, point_configs
@@ -124,7 +124,7 @@ def _result(source: RunFolder, saved: dict[str, Any], shown: dict[str, Any]) -> 
             "hours": round(summary["seconds"] / 3600, 3),
             "mixed_share": round(fmean(mixed) / batch_size, 4),
             **{key: summary[key] for key in ("git_revision", "versions", "parameters", "macs")},
-            "config": _jsonable(identity(shown)),
+            "config": _jsonable(settings_of(shown)),
             "log": epochs,
         }
     except (KeyError, TypeError, StatisticsError) as error:
@@ -210,7 +210,7 @@ def _paper(runs: Sequence[Result], studies: Mapping[Path, OwnStudy]) -> Iterator
     yield "|---|---|---|---:|---:|---:|---:|---|"
     configs = point_configs("all", Settings())
     for cell in read_cells():
-        planned = identity_of(configs[cell.experiment])
+        planned = stored(configs[cell.experiment])
         matches = list({run["seed"]: run for run in others if _matches(run, planned)}.values())
         ours, n, hours = "not run", "", ""
         if matches:
@@ -222,9 +222,9 @@ def _paper(runs: Sequence[Result], studies: Mapping[Path, OwnStudy]) -> Iterator
     yield "\nOurs: mean +/- standard deviation over n seeds after the last epoch, in percent."
 
 
-def identity_of(config: Any) -> dict[str, Any]:
-    """Returns the identity of a configuration as stored in the file of a result."""
-    return _jsonable(identity(asdict(config)))
+def stored(config: Any) -> dict[str, Any]:
+    """Returns a configuration as stored in the file of a result."""
+    return _jsonable(settings_of(asdict(config)))
 
 
 def _jsonable(value: Any) -> Any:
@@ -234,9 +234,12 @@ def _jsonable(value: Any) -> Any:
 
 
 def _matches(run: Result, planned: Mapping[str, Any]) -> bool:
-    """Whether a run has the planned configuration; keys that it lacks are ignored."""
-    own = {k: v for k, v in run["config"].items() if k not in ("seed", "dataset.root", "devices")}
-    return all(key in planned and planned[key] == value for key, value in own.items())
+    """Whether a run has the planned configuration, whatever its seed, folder and devices."""
+    own, other = identity(run["config"]), identity(planned)
+    for key in ("seed", "dataset.root", "devices"):
+        own.pop(key, None)
+        other.pop(key, None)
+    return own == other
 
 
 def _published_runs(
@@ -248,7 +251,7 @@ def _published_runs(
         stack, seed = plan.labels[0], plan.config.seed
         for run in runs:
             has_name = run["name"].rpartition("-")[0] == f"{path.stem}-{stack}-s{seed}"
-            if has_name and _matches(run, identity_of(plan.config)):
+            if has_name and _matches(run, stored(plan.config)):
                 by_stack[stack][seed] = run
     return by_stack
 

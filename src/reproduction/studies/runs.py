@@ -11,7 +11,7 @@ import pandas as pd
 
 from reproduction.config import STACK
 from reproduction.reporting.curves import epoch_means
-from reproduction.runs.folder import RunFolder, differing, hash_of, identity
+from reproduction.runs.folder import RunFolder, differing, hash_of, identity, settings_of
 from reproduction.runs.locking import status_of
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line
@@ -81,7 +81,7 @@ def _read(folder: RunFolder) -> dict[str, Any]:
     saved, summary = folder.read_config(), folder.read_summary()
     if type(saved.get("seed")) is not int:
         raise UserError("is not a run folder: config.yaml holds no seed")
-    settings = identity(saved)
+    settings = settings_of(saved)
     status = status_of(folder, summary)
     error = summary.get("error") if status != "finished" else None
     row = {
@@ -172,7 +172,8 @@ def stack_of(settings: Mapping[str, Any]) -> str:
 
 def closest(run: Any, settings: Mapping[str, Mapping[str, Any]]) -> str:
     """Says how a run differs from the settings (by name) that are closest to its own."""
-    gaps = ((differing(run.settings, theirs), name) for name, theirs in settings.items())
+    ours = identity(run.settings)
+    gaps = ((differing(ours, identity(theirs)), name) for name, theirs in settings.items())
     pairs, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
     reason = f"{state_text(run)}, no row of the paper at this scale"
     if 0 < len(pairs) <= MOST_KEYS:
@@ -224,6 +225,7 @@ def _published(result: Mapping[str, Any]) -> dict[str, Any]:
         **facts_of(result),
         **{key: float(result[key]) for key in METRICS},
         "folder": result["name"],
+        "key": hash_of(result["config"] | {"seed": 0}),
         "seed": int(result["seed"]),
         "status": "finished",
         "written": 0.0,

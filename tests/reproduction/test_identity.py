@@ -1,0 +1,133 @@
+"""The identity of a run outlasts new options and changed defaults."""
+
+import dataclasses
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic.dataclasses import dataclass
+
+from reproduction.config import FORBID, Config, Recipe
+from reproduction.runs import folder, parse
+from reproduction.runs.folder import (
+    RunFolder,
+    hash_of,
+    identity,
+    omitted_values,
+    options_of,
+    short_digest,
+)
+from reproduction.studies.results import read_results
+from reproduction.system.errors import UserError
+from tests.reproduction.conftest import SMALL, Command, config_of
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class LaterRecipe(Recipe):
+    nesterov: bool = False
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Later(Config):
+    recipe: LaterRecipe
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class LatestRecipe(Recipe):
+    nesterov: bool = True
+
+
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class Latest(Config):
+    recipe: LatestRecipe
+
+
+@pytest.fixture
+def schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`schema(Later)` replaces the configuration's type."""
+
+    def replace(kind: type[Config], **first_defaults: Any) -> None:
+        for module in (folder, parse):
+            monkeypatch.setattr(module, "Config", kind)
+        monkeypatch.setattr(folder, "FIRST_DEFAULTS", first_defaults)
+        omitted_values.cache_clear()
+
+    yield replace
+    monkeypatch.undo()
+    omitted_values.cache_clear()
+
+
+def plain(*overrides: str) -> dict[str, Any]:
+    return dataclasses.asdict(config_of(*overrides))
+
+
+def with_nesterov(raw: dict[str, Any], value: bool) -> dict[str, Any]:
+    return {**raw, "recipe": {**raw["recipe"], "nesterov": value}}
+
+
+def test_new_option_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path):
+    before, key = plain(f"output_root={tmp_path}", "name=mine", "resume=auto"), hash_of(plain())
+    RunFolder(tmp_path / "mine").create(config_of(f"output_root={tmp_path}", "name=mine"))
+    schema(Later)
+    config = parse.parse(before, needs_data=False)
+    assert isinstance(config, Later) and config.recipe.nesterov is False
+    assert folder.run_hash(config) == key == hash_of(with_nesterov(before, False))
+    assert folder.find_runs(tmp_path)[key].path.name == "mine"
+    RunFolder(tmp_path / "mine").check(config)  # accepts it
+    other = parse.parse(with_nesterov(before, True), needs_data=False)
+    assert folder.run_hash(other) != key
+    with pytest.raises(UserError, match=r"this one has recipe\.nesterov=True instead of False; "):
+        RunFolder(tmp_path / "mine").check(other)
+
+
+def test_changed_default_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path):
+    """Those without the key, those with its first default and those with its present one."""
+    older = plain()
+    runs = [older, with_nesterov(older, False), with_nesterov(older, True)]
+    schema(Later)
+    before = [hash_of(run) for run in runs]
+    schema(Latest, **{"recipe.nesterov": False})
+    assert [hash_of(run) for run in runs] == before
+    assert before[0] == before[1] != before[2]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    saved = RunFolder(tmp_path).read_config()
+    assert parse.parse(saved, needs_data=False).recipe.nesterov is False  # type: ignore
+    assert parse.parse(older, needs_data=False).recipe.nesterov is True  # type: ignore
+    assert "recipe.nesterov" in identity(with_nesterov(older, True))
+
+
+def test_run_saved_without_keys_of_later_options_is_found(command: Command, tmp_path: Path):
+    assert command("train", "name=mine", *SMALL).status == 0
+    run = RunFolder(tmp_path / "outputs/mine")
+    saved = run.read_config()
+    key, older = hash_of(saved), deepcopy(saved)
+    del older["augmentation"]["mode"], older["augmentation"]["htm"]["labels"], older["checkpoint"]
+    run.config_path.write_text(yaml.safe_dump(older))
+    assert hash_of(older) == key and list(folder.find_runs(tmp_path / "outputs")) == [key]
+    again = command("train", "name=mine", "resume=auto", *SMALL)
+    assert again.status == 0 and "after 2 epochs" in again.out and not again.err
+    assert command("eval", "run=outputs/mine").status == 0
+
+
+def test_group_without_values_of_its_own_is_set():
+    """Manifold mixup with nothing but its first defaults is not the run without it."""
+    defaults = {"manifold_mixup": {"alpha": 2.0, "layers": [0, 1, 2]}, "htm": None}
+    assert identity({"augmentation": defaults}) == {"augmentation.manifold_mixup": "set"}
+
+
+def test_published_results_keep_their_identity():
+    """A failure means: a default was changed without an entry in FIRST_DEFAULTS."""
+    results = read_results()
+    assert len(results) > 60
+    for result in results:
+        assert hash_of(result["config"]) == result["hash"], result["name"]
+        assert result["name"].endswith(f"-{result['hash']}")
+
+
+def test_new_options_have_defaults():
+    """A failure means: a new option has none, which makes strangers of all earlier runs."""
+    required = {key for key, default in options_of(Config) if default is dataclasses.MISSING}
+    assert short_digest(sorted(required)) == "154c78a9"
