@@ -27,10 +27,12 @@ ORDERED = (  # pairs whose first metric is never below the second
     ("top5_best", "top5_last"),
 )
 MIXING = ("mixed_share", "mixed_samples", "mixed_tokens")  # see Trainer._mixing
-NUMBERS = (*METRICS, *MIXING, "epochs", "seconds")
+LAST_TEN = "top1_best10"  # the best of the last ten epochs that were evaluated
+NUMBERS = (*METRICS, LAST_TEN, *MIXING, "epochs", "seconds")
 FACTS = ("devices", "hardware", "threads", "git_revision", "log")
 WHOLE = ("seed", "devices")
 COLUMNS = ("folder", "path", "key", "seed", "status", "error", "written", "settings", "planned")
+MEDIAN_EPOCHS = 10  # as in training
 LONGEST = 300  # characters of a text from a run folder
 MOST_KEYS = 3  # that `closest` lists
 
@@ -103,6 +105,7 @@ def facts_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns NUMBERS without METRICS, and FACTS, from a summary; None where it has none."""
     numbers = {key: number(summary.get(key)) for key in NUMBERS if key not in METRICS}
     devices, threads, log = (summary.get(key) for key in ("devices", "threads", "log"))
+    numbers[LAST_TEN] = _best_of_ten(log, numbers["epochs"])
     texts = {key: summary.get(key) for key in ("hardware", "git_revision")}
     return {
         **numbers,
@@ -111,6 +114,13 @@ def facts_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         "threads": threads if type(threads) is int else None,
         "log": log if isinstance(log, list) else None,
     }
+
+
+def _best_of_ten(log: Any, epochs: float | None) -> float | None:
+    try:
+        return max(float(x["top1"]) for x in log if x["epoch"] > (epochs or 0) - MEDIAN_EPOCHS)
+    except (TypeError, KeyError, ValueError):
+        return None
 
 
 def _accuracies(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
@@ -154,7 +164,7 @@ def left(runs: pd.DataFrame) -> pd.DataFrame:
     done = set(zip(*(newest(runs)[name] for name in ("key", "seed")), strict=True))
     open_runs = runs[~runs.status.isin(["finished", "unusable"])]
     is_open = [(run.key, run.seed) not in done for run in open_runs.itertuples()]
-    return open_runs[is_open].sort_values(["key", "seed", "folder"])
+    return open_runs.loc[open_runs.index[is_open]].sort_values(["key", "seed", "folder"])
 
 
 def state_text(run: Any) -> str:

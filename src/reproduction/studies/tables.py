@@ -12,13 +12,13 @@ from scipy.stats import ttest_rel
 
 from reproduction.studies.latency import Measurement, flat
 from reproduction.studies.plan import Point, against_of, papers_row
-from reproduction.studies.runs import METRICS, MIXING, left, newest, state_text
-from reproduction.studies.study import FULL, SWEEPS, Settings, Study
+from reproduction.studies.runs import LAST_TEN, METRICS, MIXING, left, newest, state_text
+from reproduction.studies.study import FULL, SWEEPS, TABLES, Settings, Study
 
 TESTED, LEVEL = "top1_last", 0.05  # percent; of significance
 LEAST_SEEDS = 2  # common ones, for a test
 SAME = 1e-9  # percent: smaller differences count as equal
-SPREADS = (*METRICS, *MIXING)
+SPREADS = (*METRICS, LAST_TEN, *MIXING)
 TEST = ("difference", "test_seeds", "test_t", "test_p", "test_p_holm", "test_note")
 COUNTED = ("parameters", "macs", "macs_without_attention")
 SHORT = 10  # digits of a git revision
@@ -76,12 +76,9 @@ def holm(p: pd.Series) -> pd.Series:
 
 def mark_of(points: Sequence[Point], settings: Settings) -> str | None:
     """Says briefly why these are not the paper's experiments; None if they are."""
-    names = {(x.config.dataset.name, x.row.column) for x in points if x.row.experiment is not None}
-    others = {
-        f"{name} instead of {column}"
-        for name, column in names
-        if column and name != column.lower().replace("-", "")
-    }
+    papers = [point for point in points if point.study in (*TABLES, *SWEEPS)]
+    names = {(point.config.dataset.name, point.row.column) for point in papers}
+    others = {f"{x} instead of {y}" for x, y in names if x != y.lower().replace("-", "")}
     scale = [] if settings.scale == FULL else [f"{settings.scale} scale"]
     return ", ".join([*scale, *sorted(others)]) or None
 
@@ -203,15 +200,23 @@ ACCURACIES = {"last": "top1_last", "median": "top1_median10", "best": "top1_best
 
 
 def shown(table: pd.DataFrame, title: str = "row") -> pd.DataFrame:
-    """Returns the columns for people as text, without those that have nothing to show."""
+    """Returns the columns for people as text, without those that have nothing to show.
+
+    Rows that no table of the paper prints also show the best of the last ten epochs and hours.
+    """
     columns: dict[str, Any] = {title: table.row, "n": table.n.map(str)}
     columns |= {name: spreads(table, metric) for name, metric in ACCURACIES.items()}
+    is_own = title == "row" and table.paper_top1[table.label.notna()].isna().all()
+    if is_own:
+        columns["best of 10"] = spreads(table, LAST_TEN)
+        columns["mixed"] = [spread(x, None, 100).partition(".")[0] for x in table.mixed_share_mean]
+        columns["hours"] = [form(x, ".1f") for x in table.seconds_mean * table.n / 3600]
     if "paper_top5" in table and table.paper_top5.notna().any():
         names = {"top-5 last": "top5_last", "top-5 best": "top5_best"}
         columns |= {name: spreads(table, metric) for name, metric in names.items()}
         columns["top-5 paper"] = _numbers(table, "paper_top5", ".2f")
     columns |= {
-        "paper": _numbers(table, "paper_top1", ".2f"),
+        "quoted" if is_own else "paper": _numbers(table, "paper_top1", ".2f"),
         "last - paper": _numbers(table, "top1_last_minus_paper", "+.2f"),
         "best - paper": _numbers(table, "top1_best_minus_paper", "+.2f"),
         "difference": _numbers(table, "difference", "+.2f"),
