@@ -31,8 +31,9 @@ ALL = "all"
 
 
 def names() -> list[str]:
-    """Returns the names of the paper's studies and figures, and `all`."""
-    return [*TABLES, *papers_figures(), *SWEEPS, ALL]
+    """Returns the names of the paper's studies and numbered figures, and `all`."""
+    figures = [name for name in papers_figures() if name.startswith("figure")]
+    return [*TABLES, *figures, *SWEEPS, ALL]
 
 
 @dataclass(frozen=True, kw_only=True)
