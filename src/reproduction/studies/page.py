@@ -102,8 +102,8 @@ def _shown_runs(runs: pd.DataFrame, keys: Mapping[str, str]) -> pd.DataFrame:
             **{title: _percent(getattr(run, name)) for name, title in RUN_COLUMNS.items()},
             "hours": "" if pd.isna(run.seconds) else f"{run.seconds / 3600:.2f}",
             "devices": "" if pd.isna(run.devices) else str(run.devices),
-            "hardware": run.hardware or "",
-            "git": short_revision(run.git_revision) if run.git_revision else "",
+            "hardware": "" if pd.isna(run.hardware) else run.hardware,
+            "git": "" if pd.isna(run.git_revision) else short_revision(run.git_revision),
             "rows": ", ".join(labels[run.key]),
         }
         for run in runs.sort_values(["key", "seed", "folder"]).itertuples()
@@ -118,7 +118,7 @@ def _percent(value: Any) -> str:
 def _unused(runs: pd.DataFrame, used: pd.DataFrame, keys: Mapping[str, str]) -> pd.DataFrame:
     """Returns the folders that belong to no row, with the reason."""
     known = {run.key: run.settings for run in used.itertuples()}
-    labels = {key: label for label, key in reversed(keys.items())}
+    labels = {key: label for label, key in reversed(list(keys.items()))}
     settings = {labels[key]: values for key, values in known.items()}
     rows = [
         {
@@ -136,4 +136,3 @@ def _image(path: Path) -> dict[str, Any]:
         width, height = image.size
     content = base64.b64encode(path.read_bytes()).decode()
     return {"base64": content, "width": width, "height": height}
-

@@ -268,9 +268,7 @@ def _copy_pairs(
     )
 
 
-def _copy_from_run(
-    picture: str, label: str, result: Result, sources: Sources, path: Path
-) -> Path:
+def _copy_from_run(picture: str, label: str, result: Result, sources: Sources, path: Path) -> Path:
     """Copies a picture from the finished run of the lowest seed; returns the run's folder."""
     runs = sources.finished(label)
     if not runs:

@@ -235,7 +235,9 @@ def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
     scaled = [*scale.overrides, *scale.columns.get(row.column, [])]
     if own is not None:
         first, last = row.command, []
-        scaled = [text for key, texts in own.scales.items() if key == settings.scale for text in texts]
+        scaled = [
+            text for key, texts in own.scales.items() if key == settings.scale for text in texts
+        ]
     return [
         *first,
         *([f"dataset={dataset}"] if dataset else []),

@@ -206,4 +206,3 @@ def _section(result: Result, study: Study) -> Iterator[str]:
         yield as_markdown(texts) + "\n"
     yield from [f"Quoted, not trained here: {study.source.strip()}.\n"] if study.source else []
     yield from (f"- {note}" for note in result.notes)
-

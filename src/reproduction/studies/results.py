@@ -24,8 +24,8 @@ HOW_TO_READ = (
     "paper uses no selection on the held-out images. Runs that are not the paper's experiments are "
     "not compared with it.",
     "Difference and p: last epoch, against our own baseline over their common seeds, by a two-sided "
-    "paired t-test; p (Holm) is corrected for all tests of the table. In the paper: the difference "
-    "of the printed accuracies.",
+    "paired t-test; p (Holm) is corrected for all tests of the table. Paper's: the difference of the "
+    "printed accuracies.",
     "Parameters and MACs are our counts of the row's model beside the printed ones, including "
     "ScoreNet with HTM, and with the number of classes that fits the printed count. MACs: one image "
     "in evaluation, half the FLOPs of torch's FlopCounterMode; most printed counts leave out the "
@@ -153,7 +153,9 @@ def latex(result: Result) -> str:
         caption = _latex(f"{result.title}{f', {name}' if name else ''}")
         label = f"tab:{result.name}-{result.scale}{f'-{name}' if name else ''}"
         style = "l" + "r" * (len(table.columns) - 1)
-        lines.append(escaped.to_latex(index=False, caption=caption, label=label, column_format=style))
+        lines.append(
+            escaped.to_latex(index=False, caption=caption, label=label, column_format=style)
+        )
     return "\n".join([*lines, *(f"% {note}" for note in result.notes)]) + "\n"
 
 

@@ -127,7 +127,9 @@ class RunsTable:
         """Names model, data and augmentations, as far as all runs have the same."""
         first = next(self.runs.itertuples()).settings
         stack = {stack_of(run.settings) for run in self.runs.itertuples()}
-        parts = [first.get(key) for key in ("model.name", "dataset.name") if key not in self._keys()]
+        parts = [
+            first.get(key) for key in ("model.name", "dataset.name") if key not in self._keys()
+        ]
         parts += [*stack] if len(stack) == 1 else []
         return f"{', '.join(map(str, parts))}: " if parts else ""
 
@@ -169,7 +171,7 @@ def _varying(
         by_key[name] = {key: _plain(values.get(name)) for key, values in settings.items()}
     differing = {name: x for name, x in by_key.items() if len(set(map(repr, x.values()))) > 1}
     chosen: dict[str, dict[str, Any]] = {}
-    groups = dict.fromkeys(settings, ())
+    groups: dict[str, tuple[str, ...]] = dict.fromkeys(settings, ())
     for name, values in differing.items():
         finer = {key: (*groups[key], repr(values[key])) for key in settings}
         if len(set(finer.values())) > len(set(groups.values())):
@@ -280,4 +282,3 @@ def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[RunsTable, list
     write_text(path, table.csv())
     picture = path.with_suffix(".png")
     return table, [path, *([picture] if table.draw(picture) else [])]
-

@@ -159,10 +159,11 @@ def _printed_gap(study: Study, point: Point) -> float | None:
     return None if None in both else both[0] - both[1]  # type: ignore[operator]
 
 
-def _quoted(study: Study, name: str, cell: tuple[str, Mapping[str, float]]) -> dict[str, Any]:
+def _quoted(study: Study, name: str, cell: tuple[str, Mapping[Any, float]]) -> dict[str, Any]:
     """Returns a row that is quoted from other work, with the size of its model if printed."""
     column, printed = cell
-    row = {"row": name, "column": column, "label": None, "key": None, "base": None}
+    row: dict[str, Any] = {"row": name, "column": column}
+    row |= dict.fromkeys(("label", "key", "base"))
     row |= {f"paper_{key}": value for key, value in printed.items()}
     if size := study.sizes.get(name):
         row |= dict(zip(COUNTED, size.counted, strict=True))
@@ -220,7 +221,7 @@ def shown(table: pd.DataFrame, title: str = "row") -> pd.DataFrame:
         "last - paper": _numbers(table, "top1_last_minus_paper", "+.2f"),
         "best - paper": _numbers(table, "top1_best_minus_paper", "+.2f"),
         "difference": _numbers(table, "difference", "+.2f"),
-        "in the paper": _numbers(table, "paper_difference", "+.2f"),
+        "paper's": _numbers(table, "paper_difference", "+.2f"),
         "p": table.test_p.map(p_text),
         "p (Holm)": table.test_p_holm.map(p_text),
     }
@@ -228,7 +229,7 @@ def shown(table: pd.DataFrame, title: str = "row") -> pd.DataFrame:
         columns["mixed samples"] = spreads(table, "mixed_samples")
         columns["mixed tokens"] = spreads(table, "mixed_tokens")
     if "latency_ms" in table:
-        columns["latency (ms)"] = _numbers(table, "latency_ms", ".1f")
+        columns["latency (ms)"] = [latency_text(row) for row in table.itertuples()]
         columns["ratio"] = _numbers(table, "latency_ratio", ".1f")
         columns["paper (ms)"] = _numbers(table, "paper_latency_ms", ".0f")
         columns["paper's ratio"] = _numbers(table, "paper_latency_ratio", ".1f")
@@ -246,6 +247,13 @@ def spreads(table: pd.DataFrame, name: str, factor: float = 1) -> list[str]:
 def _numbers(table: pd.DataFrame, name: str, spec: str) -> list[str]:
     values = table[name] if name in table else [None] * len(table)
     return [form(value, spec) for value in values]
+
+
+def latency_text(row: Any) -> str:
+    """Formats as `60.0 (58.0 to 66.0)`: median and quartiles."""
+    if pd.isna(row.latency_ms):
+        return NOTHING
+    return f"{row.latency_ms:.1f} ({row.latency_low_ms:.1f} to {row.latency_high_ms:.1f})"
 
 
 def sizes_shown(table: pd.DataFrame) -> pd.DataFrame:
@@ -289,12 +297,16 @@ def significance(table: pd.DataFrame) -> Iterator[str]:
     done = table.test_p.notna()
     texts = [
         f"{name} {gap:+.2f} (p = {p_text(p)})"
-        for name, gap, p in zip(names[done], table.difference[done], table.test_p[done], strict=True)
+        for name, gap, p in zip(
+            names[done], table.difference[done], table.test_p[done], strict=True
+        )
     ]
     sentences = []
     if texts:
         holds = (table.test_p[done] < LEVEL).tolist()
-        yes, no = ([x for x, hold in zip(texts, holds, strict=True) if hold is y] for y in (True, False))
+        yes, no = (
+            [x for x, hold in zip(texts, holds, strict=True) if hold is y] for y in (True, False)
+        )
         corrected = names[table.test_p_holm < LEVEL]
         count = f"{len(texts)} test{'s' * (len(texts) > 1)}"
         sentences = [

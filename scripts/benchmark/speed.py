@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
+from reproduction.data.folders import Sizes, data_sizes
 from reproduction.data.loaders import BrokenImages, TrainingBatches
 from reproduction.models.build import build_module, count_macs, place, without_weights
-from reproduction.runs.folder import RunFolder
-from reproduction.studies.cost import Speed, as_measured, sizes_of
+from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.system.errors import PlainError, UserError
 from reproduction.system.timing import Work, time_calls
 from reproduction.training.distributed import World, allow_tf32
@@ -21,9 +22,55 @@ from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from reproduction.training.step import MicroBatch
 
+FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass
 ROUNDS = 5
 ROUND_SECONDS = 0.5  # at least
 FEW_IMAGES, STEP_SECONDS = 2, 2.0  # on a CPU: batch size of the first trial, target time of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Images per second in training (median, slowest and fastest round) and in evaluation.
+
+    `batch_size` and `macs` (of one image) are those of the measurement.
+    """
+
+    batch_size: int
+    training: float
+    slowest: float
+    fastest: float
+    evaluation: float
+    macs: int
+
+
+def as_measured(config: Config) -> Config:
+    """Returns the configuration to measure: one device, and HTM mixes all samples (tau=inf, rho=0).
+
+    Runs of the same speed have the same one.
+    """
+    stack = config.augmentation
+    if stack.htm is not None:
+        stack = replace(stack, htm=replace(stack.htm, tau=math.inf, rho=0.0))
+    return replace(
+        config,
+        seed=0,
+        devices=1,
+        augmentation=stack,
+        dataset=replace(config.dataset, root=None, limit=None),
+        recipe=replace(config.recipe, epochs=2, warmup_epochs=0, cooldown_epochs=0),
+    )
+
+
+def speed_key(config: Config) -> str:
+    """Returns a key that all configurations of the same speed share."""
+    return run_hash(as_measured(config))
+
+
+def sizes_of(config: Config) -> Sizes:
+    """Returns the images of an epoch, the held-out images and the classes; see `data_sizes`."""
+    sizes = data_sizes(config.dataset.name, config.dataset.root)
+    limit = config.dataset.limit or sizes.train
+    return sizes._replace(train=min(limit, sizes.train))
 
 
 def bare_trainer(
