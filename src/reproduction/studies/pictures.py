@@ -149,7 +149,7 @@ def _draw_sweep(result: Result, sources: Sources, path: Path) -> tuple[str, str]
         axes.set_xlabel(sweep.word)
         axes.set_ylabel("top-1 after the last epoch [%]")
         axes.legend(fontsize=9)
-    absent = [row.value or "baseline" for row in table.itertuples() if not row.n]
+    absent = table.value.fillna("baseline")[table.n == 0]
     done = values[values.n > 0]
     texts = [
         f"{sweep.word} = {row.value}: {spread(row.top1_last_mean, row.top1_last_std)} %"
@@ -158,7 +158,7 @@ def _draw_sweep(result: Result, sources: Sources, path: Path) -> tuple[str, str]
     return (
         f"Accuracy after the last epoch over {sweep.word}: dots with error bars are means and "
         "standard deviations over seeds, dashes are the seeds, the band is the baseline."
-        + (f" Not run: {', '.join(absent)}." if absent else ""),
+        + (f" Not run: {', '.join(absent)}." if len(absent) else ""),
         f"Accuracy over {sweep.word}: {'; '.join(texts)}.",
     )
 

@@ -172,7 +172,7 @@ def _quoted(study: Study, name: str, cell: tuple[str, Mapping[Any, float]]) -> d
 
 
 def _status(row: Any, unfinished: pd.DataFrame) -> str:
-    if row.label is None:
+    if pd.isna(row.label):
         return "quoted"
     parts = [f"{row.n} finished"] if row.n else []
     others = unfinished[unfinished.key == row.key]
