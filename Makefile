@@ -1,8 +1,16 @@
 # All targets run in .venv, which is created on first use. `make help` lists them.
 BIN := .venv/bin
 
+VARIABLES := PYTHON SCALE SEEDS DATASET DATA DEVICES OUTPUTS DRY_RUN LAUNCHER JOBS SLURM STUDIES SECTIONS PAIRS COMPARE \
+  STAGE KILLS RANK_KILLS MINUTES FILE RUN WEIGHTS
+# Of the command line only: variables of the environment have another origin, and a make above this one its own names.
+TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
+ifeq ($(MAKELEVEL),0)
+  $(foreach name,$(filter-out $(VARIABLES),$(TYPED)),$(error $(name)=$($(name)): unknown variable, known are $(VARIABLES)))
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-lowest lint format lock audit check-models report clean status \
+.PHONY: help setup setup-dev quickstart test test-lowest lint format lock audit check-models report clean status \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
   reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
 
@@ -17,6 +25,8 @@ PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/
 INTERPRETER = $(or $(PYTHON),$(error Python 3.13, 3.12 or 3.11 not found: install one, or set PYTHON=path))
 
 setup: .venv/installed  ## create .venv with the requirements and this package
+
+setup-dev: .venv/installed-dev  ## also install what tests and lint need
 
 # Installs the tested versions by hash. ANTLR's runtime has no wheel, so the locked setuptools builds it.
 INSTALL_LOCKED = install --quiet --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement

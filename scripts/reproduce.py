@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.studies.options import add_settings, settings_of, study_parser
+from reproduction.studies.options import settings_of, study_parser
 from reproduction.studies.plan import PlannedRun, plan, studies_of
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
-from reproduction.system.terminal import Parser, one_line_errors, say
+from reproduction.system.terminal import one_line_errors, say
 
 
 def reproduce(words: list[str]) -> int:

@@ -1,9 +1,11 @@
 """Fixtures for all tests: small models, batches, and the texts drawn in figures."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import hypothesis
@@ -109,6 +111,16 @@ def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(6, 3, size, size, generator=generator)
     return images, torch.randn(6, CLASSES, generator=generator).softmax(dim=1)
+
+
+@pytest.fixture
+def documented_matching() -> Any:
+    """The matching that docs/library.md shows."""
+    page = Path(__file__).parents[1].joinpath("docs", "library.md").read_text()
+    (code,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.S) if "def my_matching" in x)
+    namespace: dict[str, Any] = {}
+    exec(dedent(f"  {code.lstrip()}"), namespace)
+    return namespace["my_matching"]
 
 
 @pytest.fixture

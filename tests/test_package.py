@@ -1,5 +1,6 @@
 """The wheel holds only the typed library, and version numbers agree across files."""
 
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
     copy = folder / "source"  # setuptools leaves a build folder beside the sources
-    for name in ("src/tokenmixup", "src/reproduction", "pyproject.toml", "README.md"):
+    for name in ("src/tokenmixup", "src/reproduction", "pyproject.toml", "README.md", "LICENSE"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", str(ROOT / name), str(copy / name)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True)
@@ -31,6 +32,7 @@ def test_wheel_holds_only_the_library(wheel: zipfile.ZipFile):
     modules = {f"tokenmixup/{path.name}" for path in (ROOT / "src/tokenmixup").glob("*.py")}
     info = f"tokenmixup-{tokenmixup.__version__}.dist-info"
     metadata_files = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "top_level.txt")}
+    metadata_files.add(f"{info}/licenses/LICENSE")
     assert {*wheel.namelist()} == modules | metadata_files | {"tokenmixup/py.typed"}
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert "License-Expression: MIT" in metadata
@@ -45,6 +47,56 @@ def test_wheel_requires_the_tested_versions(wheel: zipfile.ZipFile):
         r"^Requires-Dist: (\w+)>=([\d.]+)", wheel.read(name).decode(), re.M
     ):
         assert lowest[package] == version
+
+
+def test_the_license_is_mit_and_names_its_holders(wheel: zipfile.ZipFile):
+    (name,) = (name for name in wheel.namelist() if name.endswith("LICENSE"))
+    text = wheel.read(name).decode()
+    assert text.startswith("MIT License") and "the authors of this repository" in text
+
+
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs make as from a shell, also if make runs the tests."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")} | variables
+    command = ["make", "--dry-run", *arguments]
+    return subprocess.run(
+        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+def test_make_refuses_an_unknown_variable_of_its_command_line_only():
+    result = make("status", "SEED=1")
+    assert result.returncode == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert "SEED=1: unknown variable, known are " in line and " SEEDS " in line
+    assert make("status", "SEEDS=2", "SCALE=smoke").returncode == 0
+    assert make("status", SEED="1").returncode == 0
+    assert make("status", "--environment-overrides", SEED="1").returncode == 0
+
+
+def test_make_knows_every_variable_that_it_names():
+    text = (ROOT / "Makefile").read_text()
+    shown = set(re.findall(r"([A-Z_]{3,})=", text)) - {"OMP_NUM_THREADS"}
+    (known,) = re.findall(r"^VARIABLES := ((?:.*\\\n)*.*)", text, re.M)
+    assert shown <= {*known.replace("\\\n", " ").split()}
+
+
+def test_a_target_only_sets_up_development():
+    """The environment of `make test`, without its tests."""
+    needed = re.findall(r"^(?:setup-dev|test): (.*?)  ##", (ROOT / "Makefile").read_text(), re.M)
+    assert len(needed) == 2 and len({*needed}) == 1
+    assert "pytest" not in make("setup-dev", "--always-make").stdout.splitlines()[-1]
+
+
+def test_a_module_of_tests_names_pytest_if_it_is_missing():
+    code = "import sys, runpy; sys.modules['pytest'] = None; "
+    code += "runpy.run_module('tests.reproduction.test_frozen', run_name='__main__')"
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "needs pytest, which make setup-dev installs" in line
 
 
 def test_changelog_covers_this_version():

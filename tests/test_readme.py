@@ -20,8 +20,8 @@ COMMANDS = sorted(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_train_commands_are_valid(command: str, tmp_path: Path):
-    for split in ("train", "val"):
-        (tmp_path / split / "class").mkdir(parents=True)
+    for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (tmp_path / folder).mkdir(parents=True)
     args = shlex.split(command.replace("path/to/images", str(tmp_path)), comments=True)
     points = cli._points("train", args)
     assert points

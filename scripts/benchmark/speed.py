@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
 from reproduction.data.folders import Sizes, data_sizes
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import build_module, count_macs, place, without_weights
 from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.system.errors import PlainError, UserError
@@ -69,8 +69,11 @@ def speed_key(config: Config) -> str:
 def sizes_of(config: Config) -> Sizes:
     """Returns the images of an epoch, the held-out images and the classes; see `data_sizes`."""
     sizes = data_sizes(config.dataset.name, config.dataset.root)
-    limit = config.dataset.limit or sizes.train
-    return sizes._replace(train=min(limit, sizes.train))
+    train, held_out = config.dataset.limit, config.dataset.eval_limit
+    return sizes._replace(
+        train=min(train or sizes.train, sizes.train),
+        held_out=min(held_out or sizes.held_out, sizes.held_out),
+    )
 
 
 def bare_trainer(
@@ -93,7 +96,6 @@ def bare_trainer(
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=no_data,
         eval_loader=no_data,
-        broken=BrokenImages(skips=False),
     )
 
 

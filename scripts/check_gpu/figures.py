@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from reproduction.data.build import build_training_loader
 from reproduction.data.images import ArrayImages, FileImages, ImageSource
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.system.errors import PlainError
 from reproduction.system.timing import Work, spread_of, time_calls, time_in_turns
@@ -26,8 +26,8 @@ from scripts.benchmark.measure import CCT, ON_GPU, QUICK, VIT, calls_on, compare
 from scripts.benchmark.parts import measure_detectors
 from scripts.benchmark.pipeline import make_photos
 from scripts.benchmark.report import Group
-from scripts.benchmark.steps import measure_oracle, measure_steps, precision_on
 from scripts.benchmark.speed import step_of
+from scripts.benchmark.steps import measure_oracle, measure_steps, precision_on
 from scripts.check_gpu.parts import BOTH, SMALL, Finding, Scope, small_trainer
 
 SIZES = dataclasses.replace(
@@ -159,7 +159,7 @@ def _end_to_end(scope: Scope, model: str, images: ImageSource, batch: int, worke
     trainer = small_trainer(scope.device, model, BOTH, precision_on(scope.device), *overrides)
     order = TrainingBatches(len(images), batch, 0)
     source, pin = Source(images, images, []), scope.device.type == "cuda"
-    feed = build_training_loader(trainer.config, source, order, pin, BrokenImages(skips=False))
+    feed = build_training_loader(trainer.config, source, order, pin)
     seen, start = 0, 0.0
     for count, (pixels, classes) in enumerate(feed):
         if count == len(order) // 4:  # warm: workers run, memory is allocated

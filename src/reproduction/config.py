@@ -1,5 +1,6 @@
 """The typed schema. Values live in conf/; HTM, VTM and manifold mixup use the library's classes."""
 
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,7 @@ Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
 Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
+PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 RunName = Annotated[str, BeforeValidator(number_as_text), AfterValidator(folder_name)]
 AutoAugment = Annotated[str, AfterValidator(auto_augment_policy)]
 
@@ -73,7 +75,7 @@ class Model:
 
     name: FolderName
     image_size: Pixels
-    weights: str | None
+    weights: PathName | None
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -166,10 +168,11 @@ class Dataset:
     """A data set, its normalisation statistics and loading options."""
 
     name: Literal["digits", "cifar10", "cifar100", "imagenet1k", "image_folder"]
-    root: str | None
+    root: PathName | None
     mean: Channels
     std: Scales
     limit: Count | None
+    eval_limit: Count | None = None
     workers: Processes
     memory_mib: Whole | None
     broken_images: Literal["refuse", "skip"]
@@ -267,8 +270,8 @@ class Checkpoint:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Wandb:
-    mode: Literal["online", "offline", "disabled"]
-    project: str
+    mode: Literal["online", "offline", "disabled"] | None
+    project: str | None
     entity: str | None
 
 
@@ -296,7 +299,7 @@ class Config:
     compile: Flag
     resume: Literal["never", "auto"]
     name: RunName | None
-    output_root: Annotated[str, Field(min_length=1)]
+    output_root: PathName
     model: Annotated[AnyModel, Field(discriminator="family")]
     dataset: Dataset
     augmentation: Augmentation

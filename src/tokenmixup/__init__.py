@@ -1,7 +1,8 @@
 """TokenMixup (Choi, Choi and Kim, NeurIPS 2022): attention-guided mixing of tokens.
 
 `attach` adds it to a transformer; the other functions are the parts of the method. They are
-imported on first use, so that the settings are available without importing torch.
+imported on first use, so that the settings are available without importing torch. So is
+`TokenMixupTask`, the only part that needs timm.
 """
 
 from importlib import import_module
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
     from tokenmixup.scorenet import ScoreNet, difficulty
     from tokenmixup.structure import why_not
+    from tokenmixup.timm_task import TokenMixupTask as TokenMixupTask  # not for `import *`
     from tokenmixup.vertical import salient_indices, vertical_attention
 
 __version__ = "0.2.0"
@@ -51,6 +53,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "TokenMixupTask":
+        return import_module(f"{__name__}.timm_task").TokenMixupTask
     if name in __all__:
         for home in (
             "adapters",
@@ -70,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, "TokenMixupTask"]

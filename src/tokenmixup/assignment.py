@@ -8,7 +8,11 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-REDUCED_FROM = 0.95  # share of receivers from which on reducing columns is always faster
+# From these numbers on, reducing saves time on saliency of trained models.
+REDUCED_SIZE = 96  # donors
+REDUCED_SHARE = 0.7  # receivers / donors
+REDUCED_MEAN = 0.04  # mean gain / largest gain; the solver is fast where most pairs gain nothing
+ROUNDING = 1e-12  # of gains: all of them are rounding errors if their mean is below
 
 
 @torch.no_grad()
@@ -40,23 +44,58 @@ def optimal_assignment(gain: Tensor) -> Tensor:
         raise ValueError(f"{receivers} receivers cannot have different donors out of {donors}")
     check_finite(gain)
     values = gain.numpy()
-    if receivers >= REDUCED_FROM * donors:
-        values = _columns_reduced(values)
+    if _is_reducible(values):
+        values = _reduced(values)
     return torch.from_numpy(linear_sum_assignment(values, maximize=True)[1][:receivers])
 
 
 def check_finite(gain: Tensor) -> None:
-    """Raises FloatingPointError if a gain is not finite."""
-    if not gain.isfinite().all():
+    """Raises FloatingPointError if a gain is not finite; their sum shows it fastest."""
+    if not gain.sum().isfinite():
         raise FloatingPointError("the saliency gain is not finite: the model has diverged")
 
 
-def _columns_reduced(gain: np.ndarray) -> np.ndarray:
+def _is_reducible(gain: np.ndarray) -> bool:
+    """Whether reducing the problem, `k b`, saves more time than it takes."""
+    receivers, donors = gain.shape
+    if donors < REDUCED_SIZE or receivers < REDUCED_SHARE * donors:
+        return False
+    return bool(gain.mean() > max(REDUCED_MEAN * gain.max(), ROUNDING))
+
+
+def _reduced(gain: np.ndarray) -> np.ndarray:
     """Returns an equivalent assignment problem, `b b`, that the solver solves faster.
 
-    Receivers without any gain pad it to a square, so every solution uses every donor; subtracting
-    each donor's best gain then changes the total of every solution by the same amount.
+    Receivers without any gain pad it to a square, so every solution uses every donor. Subtracting
+    numbers from rows and columns then changes the total of every solution by the same amount. The
+    closer they are to the problem's dual values, the shorter the solver's searches.
     """
     square = np.zeros((gain.shape[1],) * 2)
     square[: len(gain)] = gain
+    square -= _dual_rows(square)
     return square - square.max(axis=0)
+
+
+def _dual_rows(gain: np.ndarray) -> np.ndarray:
+    """Returns the approximate dual value of each row of `b b`, as `b 1`.
+
+    Sinkhorn's iterations in float32 maximise gain and entropy (Cuturi, 2013); the temperature is
+    a share of the mean regret, first a large and then a small one.
+    """
+    scale = gain.max() or 1.0
+    surplus = (gain / scale).astype(np.float32)
+    surplus -= surplus.max(axis=0)
+    duals = np.zeros((len(gain), 1))
+    for share in (0.05, 0.01):
+        best = surplus.max(axis=1, keepdims=True)
+        surplus -= best
+        temperature = max(-share * surplus.mean(), np.finfo(np.float32).tiny)
+        kernel = np.exp(np.maximum(surplus / temperature, -40))  # bounded for float32's range
+        rows = np.ones(len(gain), np.float32)
+        for _ in range(15):
+            columns = 1 / (rows @ kernel)
+            rows = 1 / (kernel @ columns)
+        shift = temperature * np.log(rows)[:, None]
+        surplus += shift + temperature * np.log(columns)
+        duals += best - shift
+    return duals * scale

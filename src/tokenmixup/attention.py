@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from tokenmixup.contexts import evaluating
+from tokenmixup.contexts import evaluating, without_autocast
 
 CACHED_SCORES = 2**17  # attention scores per core and chunk: half a MiB
 KNOWN_ARGUMENTS = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
@@ -184,8 +184,15 @@ def received(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _softmax(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns the attention map in float32."""
-    return _scores(attn, q, k, bias).softmax(dim=-1, dtype=torch.float32)
+    """Returns the attention map in float32, by scores that float16 could not hold.
+
+    Fused kernels hold theirs in float32 too. Talking heads are mixed in their own precision.
+    """
+    mix = getattr(attn, "proj_l", None)
+    exact = torch.promote_types(q.dtype, torch.float32) if mix is None else mix.weight.dtype
+    with without_autocast(q.device.type):
+        scores = _scores(attn, q.to(exact), k.to(exact), bias)
+        return scores.softmax(dim=-1, dtype=torch.float32)
 
 
 def _scores(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ is the plain model, bit for bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -39,12 +39,17 @@ from tokenmixup.structure import (
     check_rollout,
     declared_prefix,
     has_class_token,
+    head_size,
+    is_sharded,
+    layer_group,
     reads_class_token,
     scorenet_pooling,
     view_of,
     why_not,
 )
 from tokenmixup.vertical import INDICES, Memory
+
+ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 
 
 def attach(
@@ -72,7 +77,8 @@ class TokenMixup(nn.Module):
     """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
-    TypeError without targets; ValueError for images or targets of another kind, a model that skips
+    TypeError without targets; ValueError for images or targets of another kind (values of targets
+    are looked at on a CPU only), a detector that cannot run under FSDP, a model that skips
     or repeats a block, the model's own gradient checkpointing, which would rerun blocks without
     hooks, and DataParallel, whose replicas would share hooks; FloatingPointError if the saliency is
     not finite. HTM's `rules` and `detect` may be replaced.
@@ -114,6 +120,10 @@ class TokenMixup(nn.Module):
         ):
             for layer in layers:
                 check_layer(model, key, layer, adapter)
+        if (size := head_size(model)) not in (None, num_classes):
+            raise ValueError(
+                f"num_classes={num_classes}: the head of {type(model).__name__} has {size} outputs"
+            )
         view = view_of(model, adapter)
         if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(view):
             raise ValueError("vtm.class_token_offset='published': no class token enters the blocks")
@@ -180,6 +190,15 @@ class TokenMixup(nn.Module):
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
 
+    @property
+    def group_matcher(self) -> Callable[..., Any]:
+        """The model's layer groups, for timm's layer-wise learning rates. ScoreNets join the last.
+
+        Raises AttributeError if the model has none, so that timm sees none.
+        """
+        own: Any = self.model.group_matcher
+        return lambda coarse=False: partial(layer_group, own(coarse=coarse))
+
     def _begin(self, images: Tensor, targets: Tensor) -> ForwardState:
         """Checks the batch, computes the input gradient, draws for manifold mixup."""
         if not isinstance(images, Tensor) or images.ndim != 4:
@@ -191,6 +210,9 @@ class TokenMixup(nn.Module):
                 f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
+        if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_probabilities(targets)  # on a GPU this would wait
+        self._check_detector()
         state = ForwardState(targets, view_of(self.model, self.adapter))
         if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
@@ -202,6 +224,18 @@ class TokenMixup(nn.Module):
             select = INDICES[vtm.class_token_offset]
             state.memories[layer] = Memory(vtm.kappa, select, vtm.stop_gradient)
         return state
+
+    def _check_detector(self) -> None:
+        """Raises ValueError if HTM's detector cannot run in this pass."""
+        rolls_out = [*self._rollout_blocks()] != []
+        takes_gradient = self._takes_gradient and bool(self._htm_at)
+        if takes_gradient and torch.is_inference_mode_enabled():
+            raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
+        if (rolls_out or takes_gradient) and is_sharded(self):
+            key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
+            raise ValueError(
+                f"{key}: not supported with FSDP, which gathers weights for the main pass only"
+            )
 
     @contextmanager
     def _mixing(self, state: ForwardState) -> Iterator[None]:
@@ -265,6 +299,9 @@ class TokenMixup(nn.Module):
         """Mixes a block's input: manifold mixup, then HTM; VTM then stores its salient tokens."""
         if not args:
             raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
+        if not isinstance(args[0], Tensor) or args[0].ndim != 3:
+            found = [*getattr(args[0], "shape", [])] or type(args[0]).__name__
+            raise ValueError(f"block {index} gets {found}: must be tokens b n d")
         if any(value is not None for value in args[1:]):
             raise ValueError(f"block {index} gets further positional arguments: not supported")
         if state.entry is not None and index <= state.entry.index:
@@ -330,4 +367,15 @@ class TokenMixup(nn.Module):
             by_class_token,
             state.pixels,
             state.grid,
+        )
+
+
+def _check_probabilities(targets: Tensor) -> None:
+    """Raises ValueError unless each row of `b c` has no negative value and sums to 1."""
+    close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < ROUNDING  # false for nan
+    if not (good := close & (targets >= 0).all(dim=1)).all():
+        row = int(good.int().argmin())
+        raise ValueError(
+            f"targets[{row}]: must be probabilities, which are >= 0 and sum to 1; it sums to "
+            f"{float(targets[row].sum()):g}, its lowest value is {float(targets[row].min()):g}"
         )

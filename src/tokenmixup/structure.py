@@ -5,6 +5,8 @@ of a known class to `norm1` of its input, and then an MLP. Norm and projections 
 independently, so that their outputs can be moved with the tokens.
 """
 
+import math
+import re
 from typing import Any, cast
 
 from torch import nn
@@ -31,6 +33,8 @@ BLOCKS = {
     ("timm.models.cait", "LayerScaleBlock"),
 }
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
+JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
 STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
 
 
@@ -48,21 +52,56 @@ def why_not(
         )
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         return f"it is in a {type(model).__name__}: attach first, then wrap"
+    if is_sharded(model):
+        return "it is sharded by fully_shard: attach first, then shard"
     if hasattr(model, "scorenets"):
         return "TokenMixup is already attached to it"
     try:
         view = view_of(model, adapter)
-        if isinstance(view, Adapted):
-            return _why_not_adapted(view)
+        adapted = isinstance(view, Adapted)
+        return _why_not_adapted(view) if adapted else _why_not(model, last_layer)
     except ValueError as error:  # the adapter does not fit
         return str(error)
-    return _why_not(model, last_layer)
 
 
 def view_of(model: Any, adapter: Adapter | None = None) -> Any:
     """Returns the model itself, or its view with timm's names if it needs an adapter."""
     adapter = adapter or adapter_of(model)
     return model if adapter is None else Adapted(model, adapter)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
+
+
+def head_size(model: Any) -> int | None:
+    """Returns the number of logits of a linear head; None if the model does not say it."""
+    classifier = getattr(model, "get_classifier", None)
+    heads = (getattr(model, name, None) for name in HEADS)
+    head = classifier() if classifier else next((x for x in heads if x is not None), None)
+    while isinstance(head, nn.Sequential | tuple) and len(head):
+        head = head[-1]
+    return head.out_features if isinstance(head, nn.Linear) else None
+
+
+def layer_group(groups: Any, name: str) -> Any:
+    """Returns timm's ordinal of a parameter of the attached module, as of the plain model's.
+
+    `groups`: what the model's `group_matcher` returns: a function of names, or regular expressions.
+    """
+    own = name.removeprefix("model.")
+    if own == name:  # of a ScoreNet
+        return JOINS_LAST
+    if callable(groups):
+        return groups(own)
+    for ordinal, patterns in enumerate(groups.values()):
+        pairs = [(patterns, None)] if isinstance(patterns, str) else patterns or ()
+        for pattern, suffix in pairs:
+            if found := re.match(pattern, own):
+                return tuple(map(float, (ordinal, *found.groups(), *(suffix or ()))))
+    return (math.inf,)
 
 
 def _why_not_adapted(view: Adapted) -> str | None:

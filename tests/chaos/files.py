@@ -192,7 +192,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
         "module": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         **{"scaler": {}, "best": None, "classes": CLASSES, "num_images": 1, "run": RUN},
-        **{"non_finite": {"skipped": 0, "in_a_row": 0}, "broken_images": []},
+        "non_finite": {"skipped": 0, "in_a_row": 0},
         **{"step": 1, "epoch": 0, "totals": {}, "history": [], "metrics_size": 0},
     }
 

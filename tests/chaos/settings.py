@@ -14,7 +14,6 @@ from PIL import Image
 from reproduction.commands.jobs import resolve_evaluation
 from reproduction.config import CONF_DIR
 from reproduction.data.build import build_evaluation_loader, build_source
-from reproduction.data.loaders import BrokenImages
 from reproduction.runs.compose import compose
 from tests.chaos.runs import Outcome, Place, differences
 
@@ -97,10 +96,8 @@ def loading_errors(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[s
     """Yields an error unless the ranks' loaders load every image exactly once."""
     config = resolve_evaluation(compose("eval", [*args, f"devices={ranks}"])).config
     source = build_source(config.dataset)
-    broken = BrokenImages(skips=False)
     loaders = [
-        build_evaluation_loader(config, source, rank, ranks, pin=False, broken=broken)
-        for rank in range(ranks)
+        build_evaluation_loader(config, source, rank, ranks, pin=False) for rank in range(ranks)
     ]
     batches = [batch for loader in loaders for batch in cast(Any, loader).batch_sampler]
     loaded = [index for batch in batches for index in batch]

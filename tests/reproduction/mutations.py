@@ -1,6 +1,5 @@
 """Seeded damage to the files of a run folder, by kind."""
 
-import json
 import os
 import re
 from collections.abc import Callable

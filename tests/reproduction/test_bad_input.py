@@ -240,10 +240,10 @@ def test_eval_refuses_other_classes(command: Command, tmp_path: Path):
 def test_eval_does_not_need_the_initial_weights(command: Command, tmp_path: Path):
     vit = ["model=vit_tiny_patch16_224", "model.image_size=32", *SMALL_VIT]
     start = tmp_path / "start.pth"
-    vit += ["dataset.limit=8", "device=cpu"]
+    vit += ["dataset.limit=10", "device=cpu"]
     config = config_of(*vit)
     torch.save(build_model(config.model, 10).state_dict(), start)
-    args = [*vit, f"model.weights={start}", "recipe.epochs=1", "recipe.batch_size=8"]
+    args = [*vit, f"model.weights={start}", "recipe.epochs=1", "recipe.batch_size=10"]
     assert command("train", "name=mine", *args).status == 0
     start.unlink()
     assert command("eval", "run=outputs/mine").status == 0
@@ -281,6 +281,8 @@ def test_broken_image_is_named(command: Command, tmp_path: Path, workers: int):
     held = command("train", "name=mine", *data, *small)
     assert (held.status, len(held.lines)) == (2, 1)
     assert f"{broken}: no readable image" in held.err
+    count = "1 of 4 images of this folder are broken"
+    assert held.err.endswith(f"; {count}; dataset.broken_images=skip leaves such files out\n")
     assert not list((tmp_path / "outputs").iterdir())
     result = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
     assert (result.status, len(result.lines)) == (1, 1)

@@ -4,7 +4,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from reproduction.commands.jobs import resolve
@@ -12,6 +12,7 @@ from reproduction.config import STACK, Config
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import PlainError, UserError
+from reproduction.training import train
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, at_step
 from tests.reproduction.test_training import assert_same_result
@@ -70,7 +71,13 @@ def fail() -> None:
     raise RuntimeError("any error")
 
 
-@settings(max_examples=15)
+@pytest.fixture(autouse=True)
+def float16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains the scaler too, which a run on a CPU does not get to."""
+    monkeypatch.setattr(train, "resolve_device", lambda *args: "cpu")
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(command_lines(), st.integers(0, STEPS - 1))
 def test_runs_with_any_settings_resume_exactly(line: list[str], step: int):
     with TemporaryDirectory() as root:

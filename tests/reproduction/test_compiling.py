@@ -189,6 +189,20 @@ def test_compiled_run_resumes_exactly_and_is_evaluated_uncompiled(
     )
 
 
+def test_every_run_of_a_sweep_is_compiled(
+    command: Command, monkeypatch: pytest.MonkeyPatch, counter: CompileCounterWithBackend
+):
+    """torch's limit counts the blocks of all runs of a process."""
+    monkeypatch.setattr(build, "BATCH_SIZES", 1)
+    compiled = []
+    for seed in range(4):
+        before = counter.frame_count
+        args = ["compile=true", f"seed={seed}", "model.depth=3", "recipe.max_steps=1", *SMALL]
+        assert command("train", *args).status == 0
+        compiled.append(counter.frame_count - before)
+    assert compiled[1] > 2 and compiled[1:] == [compiled[1]] * 3
+
+
 def test_missing_compiler_is_refused_before_anything_is_written(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -172,8 +172,8 @@ def test_identity_does_not_depend_on_notation():
 
 
 def test_identity_depends_on_the_root_only_of_image_folders(tmp_path: Path):
-    for folder in ("train/a", "val/a", "moved/train/a", "moved/val/a"):
-        (tmp_path / folder).mkdir(parents=True)
+    for place, split, name in itertools.product((".", "moved"), ("train", "val"), "ab"):
+        (tmp_path / place / split / name).mkdir(parents=True)
     for name, is_same in (("cifar10", True), ("image_folder", False)):
         before, after = (
             run_hash(config_of(f"dataset={name}", f"dataset.root={root}"))

@@ -6,27 +6,29 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from reproduction.data import loaders
 from reproduction.data.build import (
     build_evaluation_loader,
     build_training_images,
     statistics_warning,
 )
 from reproduction.data.loaders import (
-    BrokenImages,
     TrainingBatches,
     data_loader,
 )
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
-from reproduction.runs.folder import RunFolder
+from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate
 from reproduction.training.loop import Trainer
@@ -34,6 +36,33 @@ from tests.reproduction.conftest import SMALL, Command, config_of, write_images
 from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
+
+
+def a_loader(workers: int) -> torch.utils.data.DataLoader[Any]:
+    config = config_of(*SMALL)
+    images = build_training_images(config, load_source("digits", None, None).train)
+    return data_loader(images, TrainingBatches(60, 20, seed=0), workers, pin_memory=False)
+
+
+def test_workers_send_batches_from_a_long_temporary_folder(tmp_path: Path, monkeypatch):
+    """The paths of sockets in it would be too long."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    loader = a_loader(workers=1)
+    loader.timeout = 20  # seconds: else a fault would hang the test
+    assert [len(targets) for _, targets in loader] == [20, 20, 20]
+    monkeypatch.setattr(loaders, "SHORT", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match=rf"TMPDIR={folder}: 75 bytes at most.*workers=0"):
+        a_loader(workers=1)
+    a_loader(workers=0)
+
+
+def test_workers_are_refused_without_shared_memory(monkeypatch):
+    monkeypatch.setattr(loaders, "disk_usage", lambda path: SimpleNamespace(free=2**16))
+    with pytest.raises(UserError, match=r"dev.shm: .* 65536 bytes of shared memory.*workers=0"):
+        a_loader(workers=2)
+    a_loader(workers=0)
 
 
 def test_digits_are_split_by_class():
@@ -52,6 +81,19 @@ def test_limit_keeps_classes_balanced():
     assert np.bincount(source.train.targets).tolist() == [15] * 10
     assert [source.train[i][1] for i in range(150)] == source.train.targets
     assert len(source.held_out) == 360
+
+
+def test_eval_limit_keeps_classes_balanced(command: Command, tmp_path: Path):
+    source = load_source("digits", None, None, eval_limit=30)
+    assert len(source.train) == 1437 and np.bincount(source.held_out.targets).tolist() == [3] * 10
+    with pytest.raises(UserError, match=r"eval_limit=9: there are 360 images of 10 classes"):
+        load_source("digits", None, None, eval_limit=9)
+    assert run_hash(config_of("dataset.eval_limit=30")) != run_hash(config_of())
+    trained = command("train", "name=mine", "dataset.eval_limit=20", *SMALL)
+    assert "60 images of digits, 10 classes, 20 held out" in trained.out
+    assert "on 20 images of digits" in command("eval", "run=outputs/mine").out
+    assert "on 360 images" in command("eval", "run=outputs/mine", "dataset.eval_limit=null").out
+    assert len(list((tmp_path / "outputs/mine").glob("evaluation-last*.json"))) == 2
 
 
 @pytest.mark.parametrize("held_out", ["val", "test"])
@@ -243,10 +285,7 @@ def test_configured_statistics_of_digits_equal_the_pixels():
 def test_evaluation_loaders_give_each_image_to_one_rank_once(ranks):
     source = load_source("digits", None, None)
     config = config_of(f"recipe.batch_size={7 * ranks}")
-    loaders = [
-        build_evaluation_loader(config, source, r, ranks, False, BrokenImages(skips=False))
-        for r in range(ranks)
-    ]
+    loaders = [build_evaluation_loader(config, source, r, ranks, False) for r in range(ranks)]
     seen = [index for loader in loaders for batch in loader.batch_sampler for index in batch]
     assert sorted(seen) == list(range(360))
     assert sum(len(targets) for loader in loaders for _, targets in loader) == 360

@@ -59,6 +59,10 @@ def file_error(number: int, path: Path | None = None) -> OSError:
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 HOST = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to")
 LOWER = ["recipe.batch_size=20", "recipe.grad_accum_steps=1", "recipe.precision"]
+SHARED = RuntimeError(
+    "Caught RuntimeError in DataLoader worker process 0.\nunable to allocate shared memory(shm) "
+    "for file </torch_16701_3655625600_0>: No space left on device (28)"
+)
 # owner, function, call, error, parts of the line
 FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [
     (RunFolder, "append_metrics", 2, file_error(errno.ENOSPC), ["No space left on device"]),
@@ -66,6 +70,7 @@ FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [
     (loop, "save_last", 1, file_error(errno.EIO), ["Input/output error"]),
     (loop, "evaluate", 1, GPU, ["evaluation after step ", "the GPU's memory", *LOWER]),
     (TrainingStep, "__call__", 1, GPU, ["step ", "the GPU's memory", *LOWER]),
+    (TrainingStep, "__call__", 1, SHARED, ["the shared memory is full", "dataset.workers=0"]),
     (TrainingStep, "__call__", 1, HOST, ["step ", "this machine's memory", *LOWER]),
     (RunFolder, "write_summary", 2, file_error(errno.EDQUOT), ["Disk quota exceeded"]),
 ]

@@ -127,6 +127,28 @@ def test_skipped_update_changes_nothing(part: str, optimizer: str):
     assert [line["skipped"] for line in trainer.metrics.fetch()] == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_loss_that_is_not_finite_changes_nothing_where_the_scaler_sees_none(
+    optimizer: str, clip: str
+):
+    """In float16 the scaler looks at gradients only, which are finite here."""
+    half = ("recipe.precision=float16", f"recipe.clip_grad_norm={clip}")
+    trainer = trainer_of(SKIP, f"recipe.optimizer={optimizer}", "recipe.ema_decay=0.5", *half)
+    assert trainer.update.average is not None
+    held = {**trainer.module.state_dict(), **trainer.update.average.state_dict(prefix="average.")}
+    scale = trainer.update.scaler.get_scale()
+    for part, skipped in (("difficulty", 1), ("gradient", 1), (None, 0)):
+        before = {name: value.clone() for name, value in held.items()}
+        undo = broken(part, trainer) if part else (lambda: None)
+        step(trainer)
+        undo()
+        same = [torch.equal(held[name], before[name]) for name in held]
+        assert all(same) if skipped else not any(same)
+        assert trainer.update.scaler.get_scale() == scale / (1 if part == "difficulty" else 2)
+    assert [line["skipped"] for line in trainer.metrics.fetch()] == [1, 1, 0]
+
+
 def test_non_finite_values_on_another_rank_skip_the_update(monkeypatch: pytest.MonkeyPatch):
     trainer = trainer_of(SKIP)
     before = [parameter.clone() for parameter in trainer.module.parameters()]

@@ -22,7 +22,8 @@ from reproduction.data.stand_ins import make_stand_ins
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.locking import hold, is_held
-from reproduction.studies import launch, plan as planning, study
+from reproduction.studies import launch, study
+from reproduction.studies import plan as planning
 from reproduction.studies.launch import Children, Resources, Share, array_script
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.status import states
@@ -41,9 +42,10 @@ ALONE = [Share({})]
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[None]:
-    """Smoke scale with narrow models, shared by all tests, as composing takes seconds."""
+    """Smoke scale with narrow models and two epochs of two batches, as composing takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         narrow = ["model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu"]
+        narrow += ["recipe.epochs=2", "recipe.max_steps=null", "recipe.batch_size=100"]
         smoke = study.scales()["smoke"]
         scaled = {**study.scales(), "smoke": replace(smoke, columns={"CIFAR-100": narrow})}
         patch.setattr(study, "scales", lambda: scaled)
@@ -624,9 +626,7 @@ def test_options_of_sbatch():
 
 def submit(*args: str) -> int:
     """make reproduce-table3 LAUNCHER=slurm, in the folder of the test."""
-    return reproduce(
-        ["table3", "--scale", "digits", "--seeds", "1", "--launcher", "slurm", *args]
-    )
+    return reproduce(["table3", "--scale", "digits", "--seeds", "1", "--launcher", "slurm", *args])
 
 
 def test_array_has_a_task_for_each_unfinished_run(tmp_path: Path, monkeypatch, capsys):

@@ -1,12 +1,15 @@
 """Hydra's launchers: sweep points in processes, failures, restarts, shares of GPUs and cores."""
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from submitit.core.job_environment import JobEnvironment
@@ -14,9 +17,11 @@ from submitit.core.job_environment import JobEnvironment
 from reproduction.commands import launchers
 from reproduction.commands.cli import run
 from reproduction.commands.jobs import check_all, resolve
-from reproduction.commands.launchers import gpu_share, own_gpus
+from reproduction.commands.launchers import gpu_share
+from reproduction.config import Config
 from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.studies.launch import Share, shares
+from reproduction.system.errors import RunInterrupted
 from reproduction.training import distributed
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command, CommandResult
@@ -29,7 +34,7 @@ REFUSED = {
     "-m hydra/launcher=parallel,slurm": ["hydra/launcher=parallel,slurm", "must be one of"],
     "-m hydra/launcher=paralel": ["hydra/launcher=paralel", "parallel, joblib, slurm"],
     "-m hydra/launcher=parallel hydra.launcher.jobs=2": ["hydra.launcher.jobs", "n_jobs"],
-    "-m hydra/launcher=parallel seed=0,0": ["2 points of the sweep are this one run"],
+    "-m hydra/launcher=parallel seed=0,0": ["2 points of the sweep share this folder"],
     "-m hydra/launcher=parallel hydra/sweeper=optuna": ["hydra/sweeper: not available here"],
     "-m hydra/launcher=slurm resume=auto recipe.epochs=3,0": ["recipe.epochs=0"],
 }
@@ -86,6 +91,11 @@ def test_parallel_sweep_trains_all_points_and_reports_failures_last(sweep):
     assert result.lines[-1].startswith("train.py: step ")
     assert "is kept as failed" in result.lines[-1]
     assert sum(line.startswith("train.py: ") for line in result.lines) == 1
+    names = tuple(f"{folder.path.name}: " for folder in find_runs("outputs").values())
+    first, *lines, last = result.out.splitlines()
+    assert first.endswith("waiting for the runs") and last == "1 of 2 runs are finished"
+    assert all(line.startswith(names) for line in lines)
+    assert {line.split(": ")[1].partition(" ")[0] for line in lines} >= {"run", "training", "epoch"}
 
 
 def interrupt_once(root: Path, after: int) -> threading.Thread:
@@ -134,15 +144,96 @@ def test_parallel_points_get_their_own_gpus(sweep, monkeypatch):
     assert seen == ["4", "4", "4"]
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "expected"),
-    [("LokyProcess-1", 1, "4"), ("LokyProcess-2", 1, "6"), ("ForkPoolWorker-3", 2, "4,6")],
-)
-def test_own_gpus_depend_only_on_the_process(monkeypatch, name, devices, expected):
-    monkeypatch.setattr(
-        "reproduction.commands.launchers.current_process", lambda: SimpleNamespace(name=name)
-    )
-    assert own_gpus(["4", "6"], devices) == expected
+def in_new_process(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Starts Python on `code` with the modules of these tests."""
+    command = [sys.executable, "-c", code, *arguments]
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, **options)
+
+
+TAKE = """
+import os, pathlib, sys
+from reproduction.commands.launchers import Parallel
+with Parallel(pathlib.Path(sys.argv[1]), ["4", "6"], 1).training("run", 2):
+    print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+input()
+"""
+
+
+def test_a_process_that_replaces_another_gets_the_gpu_that_is_free(tmp_path: Path):
+    """It waits for the one that it replaces, whichever number it has."""
+    processes = []
+
+    def start() -> subprocess.Popen[str]:
+        processes.append(in_new_process(TAKE, str(tmp_path), stdin=subprocess.PIPE))
+        return processes[-1]
+
+    first, second = start(), start()
+    assert first.stdout is not None and second.stdout is not None
+    gpu = first.stdout.readline()
+    assert {gpu, second.stdout.readline()} == {"4\n", "6\n"}
+    third = start()
+    assert third.stdout is not None
+    assert select.select([third.stdout], [], [], 1.0)[0] == []  # both are taken
+    first.kill()
+    assert third.stdout.readline() == gpu
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+SWEEP = """
+import pathlib, signal, sys, time
+import joblib
+from reproduction.commands.launchers import Parallel
+from reproduction.system.errors import RunInterrupted
+from reproduction.training.endings import handling
+
+def train(number, folder, parallel):
+    try:
+        with parallel.training(str(number), 4):
+            requests = []
+            with handling(lambda *stop: requests.append(stop)):
+                folder.joinpath(f"begun{number}").touch()
+                while number and not requests:
+                    time.sleep(0.05)
+            if requests:
+                folder.joinpath(f"saved{number}").touch()
+                raise RunInterrupted("interrupted")
+    except RunInterrupted as error:
+        return error
+
+folder = pathlib.Path(sys.argv[1])
+folder.joinpath("slots").mkdir()
+parallel = Parallel(folder / "slots", [], 1)
+with parallel.starting():
+    jobs = (joblib.delayed(train)(number, folder, parallel) for number in range(3))
+    print([str(outcome) for outcome in joblib.Parallel(4, backend="loky")(jobs)])
+"""
+
+
+def test_ctrl_c_lets_every_parallel_run_end_its_step_and_save(tmp_path: Path):
+    """One of the four processes has ended its run and one has none."""
+    process = in_new_process(SWEEP, str(tmp_path), start_new_session=True)
+    while len([*tmp_path.glob("begun*")]) < 3 and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.communicate(timeout=60)[0] == "['None', 'interrupted', 'interrupted']\n"
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved1", "saved2"}
+    assert not (tmp_path / "slots").exists()
+
+
+def test_a_stopped_sweep_starts_no_further_run_and_says_how_to_continue(sweep, monkeypatch):
+    def stop(config: Config) -> None:
+        started.append(config.seed)
+        raise RunInterrupted("interrupted; this run is kept")
+
+    started: list[int] = []
+    monkeypatch.setattr("tests.reproduction.test_launchers.run_training", stop)
+    result = sweep("hydra/launcher=parallel", "hydra.launcher.n_jobs=1", "seed=0,1,2")
+    assert (result.status, started) == (130, [0])
+    (line,) = result.lines
+    assert line == "train.py: interrupted; repeat the command with resume=auto to continue"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from reproduction.config import Config
 from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.images import ArrayImages, cache_in_memory
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, load_source
 from reproduction.runs.folder import run_hash
 from reproduction.system.errors import UserError
@@ -46,8 +46,8 @@ def folder_config(root: Path, *overrides: str) -> Config:
 def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> list[torch.Tensor]:
     """Loads two training epochs and the held-out images; first calls `meanwhile`."""
     batches = TrainingBatches(len(source.train), 5, config.seed)
-    loader = build_training_loader(config, source, batches, False, BrokenImages(skips=False))
-    evaluation = build_evaluation_loader(config, source, 0, 1, False, BrokenImages(skips=False))
+    loader = build_training_loader(config, source, batches, False)
+    evaluation = build_evaluation_loader(config, source, 0, 1, False)
     meanwhile()
     tensors = []
     for epoch in range(2):
@@ -73,8 +73,8 @@ def test_cache_in_memory_keeps_folders_that_fit_and_stops_reading_headers_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     paths: list[str] = []
-    size_of = images.image_size
-    monkeypatch.setattr(images, "image_size", lambda path: paths.append(path) or size_of(path))
+    opened = images._open_image
+    monkeypatch.setattr(images, "_open_image", lambda path: paths.append(path) or opened(path))
     root = write_images(tmp_path / "images", ["cat"], train=5, held_out=2, size=TWO_FIT)
     source = load_source("image_folder", str(root), None)
     assert cache_in_memory(source.train, 1, threads=1) is source.train

@@ -4,6 +4,8 @@ import io
 import os
 import signal
 import struct
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,10 +20,10 @@ from PIL import Image
 
 from reproduction.config import Config
 from reproduction.data.build import build_evaluation_loader, build_training_loader
-from reproduction.data.folders import missing_data
-from reproduction.data.images import load_image
-from reproduction.data.loaders import BrokenImages, TrainingBatches
-from reproduction.data.sources import load_source
+from reproduction.data.folders import data_sizes, missing_data
+from reproduction.data.images import cache_in_memory, load_image
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.sources import _folders, load_source
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import config_of, write_images
 
@@ -61,8 +63,30 @@ def png_header(width: int, height: int) -> bytes:
 
 
 PAGES = [RGB.convert("P"), RGB.rotate(90).convert("P")]
-ROTATED = Image.Exif()
-ROTATED[0x0112] = 6  # orientation
+ORIENTATION = 0x0112  # EXIF's tag
+# orientation -> upright pixels of the stored ones, by the standard's definition of row and column 0
+UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: a[::-1].swapaxes(0, 1),
+    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    8: lambda a: a.swapaxes(0, 1)[::-1],
+}
+
+
+def rotated(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return exif
+
+
+# EXIF whose first tag, a width that is a text, Pillow can read but not write
+ODD_EXIF = b"Exif\0\0II*\0" + struct.pack("<LH", 8, 2)
+ODD_EXIF += struct.pack("<HHLL", 0x100, 2, 3, 0x414141)
+ODD_EXIF += struct.pack("<HHLLL", ORIENTATION, 3, 1, 6, 0)
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
 
 # name -> content of train/cat/x.png, part of its error line or None for an image
@@ -73,7 +97,7 @@ CONTENTS: dict[str, tuple[bytes, str | None]] = {
     "palette with many": (encoded(PAGES[0], "PNG", transparency=bytes(range(256))), None),
     "RGBA": (encoded(Image.fromarray(NOISE), "PNG"), None),
     "CMYK": (encoded(RGB.convert("CMYK"), "JPEG"), None),
-    "rotated by EXIF": (encoded(RGB, "JPEG", exif=ROTATED.tobytes()), None),
+    "rotated by EXIF": (encoded(RGB, "JPEG", exif=rotated(6)), None),
     "animated": (encoded(PAGES[0], "GIF", save_all=True, append_images=PAGES[1:]), None),
     "many pages": (encoded(RGB, "TIFF", save_all=True, append_images=PAGES), None),
     "several photos": (encoded(RGB, "MPO", save_all=True, append_images=[RGB]), None),
@@ -91,6 +115,7 @@ CONTENTS: dict[str, tuple[bytes, str | None]] = {
     "the largest PNG": (png_header(2**31 - 1, 2**31 - 1), "decompression bomb"),
     "one row of a billion": (png_header(10**9, 1), "decompression bomb"),
     "no rows": (png_header(8, 0), "no readable image"),
+    "one row": (encoded(Image.new("RGB", (60_000, 1)), "PNG"), "60,000 x 1 pixels, the longer"),
 }
 
 
@@ -154,7 +179,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "nothing": (lambda root: None, None),
     "a class without images": (_emptied("train/cat"), "cat holds no images"),
     "a held-out class without images": (_emptied("val/dog"), "dog holds no images"),
-    "one class": (_one_class, None),
+    "one class": (_one_class, "needs two classes or more, train/ holds 'cat' alone"),
     "a class on one side": (lambda r: (r / "val" / "dog").rename(r / "val" / "elk"), "'dog'"),
     "no classes": (lambda r: (r / "val").rename(r / "valid"), "train/<class>/"),
     "a file for the folder": (lambda r: (r / "val").rename(r / "x") and (r / "val").touch(), "val"),
@@ -184,13 +209,13 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "a name of two lines": (_name(b"two\nlines.png"), None),
     "a name of other bytes": (_name(b"\xff\xfe.png"), None),
     "an emoji": (_name("\N{GRINNING FACE}.png".encode()), None),
-    "a leading dot": (_name(b".x.png"), None),
+    "a hidden image": (_name(b".x.png"), None),
     "spaces": (_name(b"  x y .png"), None),
     "a long name": (_name(b"x" * 251 + b".png"), None),
     "a broken file of an odd name": (_broken_name, r"two\nlines \udcff.png': no readable"),
     "a class of two lines": (_folder("two\nlines"), None),
     "a class with an emoji": (_folder("\N{GRINNING FACE}"), None),
-    "a class with a dot": (_folder(".cat"), None),
+    "a hidden class": (_folder(".cat"), "needs two classes or more, train/ holds 'dog' alone"),
     "a class with spaces": (_folder(" cat "), None),
     "a class of other bytes": (_folder(os.fsdecode(b"\xff")), r"UTF-8, '\udcff' is not"),
 }
@@ -224,9 +249,8 @@ def read(root: Path, memory: int = 0) -> None:
     config = replace(base(), dataset=dataset)
     source = load_source("image_folder", str(root), None)
     batches = TrainingBatches(len(source.train), 2, 0)
-    broken = BrokenImages(skips=False)
-    assert len(list(build_training_loader(config, source, batches, False, broken))) >= 1
-    assert len(list(build_evaluation_loader(config, source, 0, 1, False, broken))) >= 1
+    assert len(list(build_training_loader(config, source, batches, False))) >= 1
+    assert len(list(build_evaluation_loader(config, source, 0, 1, False))) >= 1
 
 
 def check(root: Path, message: str | None) -> None:
@@ -262,6 +286,59 @@ def test_folders_of_any_shape_are_read_or_refused(images: Path, kind: str):
     change, message = FOLDERS[kind]
     change(images)
     check(images, message)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_image_folder_shows_images_upright(images: Path, kind: str, orientation: int):
+    path = images / "train" / "cat" / "x.png"
+    path.write_bytes(encoded(RGB, kind, exif=rotated(orientation)))
+    stored = np.array(load_image(str(path)))
+    source = load_source("image_folder", str(images), None)
+    for train in (source.train, cache_in_memory(source.train, 1, threads=1)):
+        image = train[1][0]
+        assert np.array_equal(image, UPRIGHT[orientation](stored))
+        assert image.size == ((32, 40) if orientation < 5 else (40, 32))
+    published = _folders("imagenet1k", str(images))  # as the published accuracies see them
+    assert np.array_equal(published.train[1][0], stored)
+
+
+def test_odd_exif_hides_no_orientation(images: Path):
+    path = images / "train" / "cat" / "x.png"
+    path.write_bytes(encoded(RGB, "JPEG", exif=ODD_EXIF))
+    assert load_image(str(path), upright=True).size == (40, 32)
+
+
+def test_hidden_files_and_folders_are_ignored(images: Path):
+    for name in ("train/.ipynb_checkpoints", "train/cat/.ipynb_checkpoints", "val/.git"):
+        (images / name).mkdir()
+        RGB.save(images / name / "0-checkpoint.png")
+    (images / "train" / "dog" / "._0.png").write_bytes(b"Mac OS X")
+    source = load_source("image_folder", str(images), None)
+    assert source.classes == ["cat", "dog"] and not source.others
+    assert (len(source.train), len(source.held_out)) == (4, 2)
+    data_sizes.cache_clear()
+    assert data_sizes("image_folder", str(images)) == (4, 2, 2)
+
+
+def test_files_are_read_by_many_endings_and_others_are_counted(images: Path):
+    here = images / "train" / "cat"
+    for ending, kind in (("jfif", "JPEG"), ("JPE", "JPEG"), ("gif", "GIF"), ("avif", "AVIF")):
+        (here / f"y.{ending}").write_bytes(encoded(RGB, kind))
+    for name in ("a.heic", "b.HEIC", "notes.txt", "README"):
+        (here / name).touch()
+    source = load_source("image_folder", str(images), None)
+    assert len(source.train) == 2 + 2 + 4
+    assert all(source.train[index][0].size == (32, 40) for index in range(2, 6))
+    assert source.others == {".heic": 2, ".txt": 1, "without one": 1}
+
+
+def test_pillow_warns_of_nothing(images: Path):
+    content, _ = CONTENTS["palette with many"]
+    (images / "train" / "cat" / "x.png").write_bytes(content)
+    code = "import sys; from reproduction.data.images import load_image; load_image(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(images / "train" / "cat" / "x.png")]
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
 
 
 @pytest.mark.parametrize("call", ["scandir", "open"])

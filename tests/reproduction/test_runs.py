@@ -1,6 +1,5 @@
 """Runs as a table: read from folders, grouped over seeds, with what differs; a sweep's end."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,12 +9,12 @@ import pytest
 from scipy.stats import ttest_rel
 
 from reproduction.runs.folder import RunFolder
-from reproduction.studies.runs import METRICS, left, newest, read_runs, state_text, upgrade
+from reproduction.studies.runs import left, newest, read_runs, state_text, upgrade
 from reproduction.studies.sweeps import RunsTable, value_text
 from reproduction.system.errors import UserError
 from scripts import runs as script
 from tests.reproduction.conftest import SMALL, Command, config_of
-from tests.reproduction.tables import rising, set_time, write_metrics, write_run
+from tests.reproduction.tables import set_time, write_metrics, write_run
 
 PLAIN = ["augmentation=[]"]
 

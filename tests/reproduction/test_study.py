@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from reproduction.runs.folder import default_name, run_hash
+from reproduction.runs.folder import RunFolder, default_name, find_runs, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies import study as module
 from reproduction.studies.plan import keys_of, names, plan, points_of, studies_of
@@ -214,6 +214,39 @@ def test_openmixup_study_at_smoke_scale_uses_stand_ins():
         htm = run.config.augmentation.htm
         assert htm is None or (htm.tau, htm.rho) == (float("inf"), 0)
         assert run.config.recipe.clip_grad_norm == 5 and run.config.recipe.epochs == 2
+
+
+def test_find_runs_prefers_the_finished_folder_of_a_run(tmp_path: Path):
+    config = dataclasses.replace(config_of(), output_root=str(tmp_path))
+    for name in ("a", "b", "c"):
+        RunFolder.of(dataclasses.replace(config, name=name)).create(config)
+    RunFolder(tmp_path / "b").write_summary(status="finished", top1_last=1.0)
+    assert find_runs(tmp_path)[run_hash(config)].path.name == "b"
+    (tmp_path / "a" / "summary.json").write_text("{")
+    assert find_runs(tmp_path)[run_hash(config)].path.name == "b"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("a: [")
+    assert len(find_runs(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "label", "root"),
+    [
+        ({}, "table1/cifar100_htm", "data"),
+        ({"data": "/my data/it's"}, "table1/cifar10_htm", "/my data/it's"),
+        ({"data": "/d"}, "table2/imagenet1k_htm", "/d/imagenet"),
+        ({"data": "/d", "dataset": "imagenet1k"}, "table2/imagenet1k_htm", "/d"),
+        ({"data": "/d", "dataset": "image_folder"}, "table1/cifar100_htm", "/d"),
+        ({"dataset": "digits"}, "table1/cifar100_htm", None),
+        ({"dataset": "digits", "scale": "smoke"}, "table1/cifar100_htm", None),
+        ({"data": "/d", "scale": "smoke"}, "table1/cifar100_htm", "/d"),
+        ({"scale": "smoke"}, "table1/cifar100_htm", "outputs/smoke/data/cifar100"),
+    ],
+)
+def test_settings_choose_the_folder_of_the_data(changes: Any, label: str, root: str | None):
+    (point,) = (x for x in _points(Settings(**changes)) if x.label == label)
+    assert point.config.dataset.root == root
+    assert point.config.dataset.name == changes.get("dataset", point.config.dataset.name)
 
 
 def test_scale_of_stacks_applies_to_their_parts():

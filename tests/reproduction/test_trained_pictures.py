@@ -12,7 +12,7 @@ import torch
 
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_module
-from reproduction.reporting import gallery, report
+from reproduction.reporting import report
 from reproduction.reporting import trained as module_of_trained
 from reproduction.reporting.figures import figure
 from reproduction.reporting.gallery import (
@@ -187,6 +187,6 @@ def test_report_describes_its_run_and_counts_what_there_is():
     )
     table = report._table(config, {**summary, "broken_images": 3})
     assert "| top-1, median of the last 3 evaluated epochs | 89.50 % |" in table  # 8, 12, 14
-    assert "| broken images, left out | 3 |" in table
+    assert "| broken held-out images, left out | 3 |" in table
     assert "median" not in report._table(config, {**summary, "epochs": 3})
     assert [report._duration(x) for x in (4.6, 207, 59.7)] == ["5 s", "3 min 27 s", "1 min 0 s"]

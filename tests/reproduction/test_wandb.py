@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from reproduction.config import Wandb
 from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import UserError
 from reproduction.training import loggers
 from tests.reproduction.conftest import SMALL, Command, at_step, trained_run
 from tests.reproduction.test_training import assert_same_result, folder, interrupt_at
@@ -97,6 +99,43 @@ def test_run_refused_by_wandb_is_refused(
     assert result.err.startswith("train.py: logger.wandb.mode=online: ")
     assert "403" in result.err and "not for you" in result.err
     assert not folder(tmp_path).path.exists()
+
+
+TYPED = [f"logger.wandb.{x}" for x in ("mode=online", "project=typed", "entity=me")]
+
+
+@pytest.mark.parametrize("typed", [[], TYPED], ids=["", "typed"])
+def test_keys_that_are_null_follow_wandbs_variables(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str]
+):
+    """With WANDB_MODE=offline nothing is sent, unless the command line says online."""
+    for name, value in {"MODE": "offline", "PROJECT": "theirs", "ENTITY": "them"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    with serving() as service:
+        monkeypatch.setenv("WANDB_BASE_URL", service.url)
+        result = command("train", "name=mine", "logger=wandb", *typed, *SHORT)
+    assert (result.status, result.err) == (0, "")
+    sent = "\n".join(service.requests)
+    assert ('"project":"typed"' in sent and '"entity":"me"' in sent) == bool(typed)
+    assert bool(sent) == bool(typed)
+    assert ("wandb: recorded offline" in result.out) == (not typed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(None, "online"), ("dryrun", "offline"), ("disabled", "disabled")],
+)
+def test_the_project_is_ours_where_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, expected: str
+):
+    if mode is not None:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    silent = Wandb(mode=None, project=None, entity=None)
+    found = loggers.from_environment(silent)
+    assert (found.mode, found.project, found.entity) == (expected, "tokenmixup", None)
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(UserError, match=r"logger=wandb: its environment is invalid: .*online"):
+        loggers.from_environment(silent)
 
 
 def test_killed_wandb_process_only_causes_one_warning(

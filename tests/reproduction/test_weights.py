@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from reproduction.models.build import build_model
+from reproduction.models.build import build_model, load_initial_weights
 from reproduction.models.names import convert_names
-from reproduction.models.weights import matching_state, read_weights
+from reproduction.models.weights import matching_state, read_file, read_weights
+from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import save_last
 from tests.conftest import small_cct, small_vit
@@ -32,7 +34,10 @@ State = dict[str, Tensor]
 
 
 def configured(*overrides: str, classes: int) -> nn.Module:
-    return build_model(config_of(*overrides).model, classes)
+    config = config_of(*overrides).model
+    model = build_model(config, classes)
+    load_initial_weights(config, model)
+    return model
 
 
 def same(one: State, other: State) -> bool:
@@ -423,6 +428,36 @@ def test_read_weights_executes_nothing(tmp_path, inside):
     assert made.is_dir(), "the file is not dangerous"
 
 
+@pytest.mark.parametrize("core", ["core", "_core"])
+def test_numpy_scalars_beside_the_tensors_are_read(tmp_path: Path, core: str):
+    path, state = tmp_path / "x.pth", cct_state()
+    best = {"best_acc": np.float64(3), "epoch": np.int64(7), "is_best": np.bool_(True)}
+    torch.save({"state_dict": state, **best, "half": np.float16(0.5)}, path)
+    renamed(path, core)  # numpy 1 has `core`, numpy 2 `_core`
+    assert same(read_weights("checkpoint", path).state, state)
+    assert read_file("checkpoint", path)["best_acc"] == 3
+
+
+def renamed(path: Path, core: str) -> None:
+    """Rewrites the numpy module that the pickle of a torch.save file names."""
+    with zipfile.ZipFile(path) as archive:
+        content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    old = np.float64(0).__reduce__()[0].__module__.encode()
+    new = f"numpy.{core}.multiarray".encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data.replace(b"c" + old + b"\n", b"c" + new + b"\n"))
+
+
+@pytest.mark.parametrize("value", [np.array([print], dtype=object), np.zeros(2)], ids=str)
+def test_numpy_arrays_beside_the_tensors_are_refused(tmp_path: Path, value: np.ndarray):
+    """An array of objects may hold anything."""
+    path = tmp_path / "x.pth"
+    torch.save({"state_dict": cct_state(), "args": value}, path)
+    with pytest.raises(UserError, match="not readable: it names "):
+        read_weights("checkpoint", path)
+
+
 def cct_file(path: Path, classes: int) -> Path:
     """Writes the default model in published names, with split qkv in the last block."""
     model = configured(classes=classes)
@@ -466,8 +501,15 @@ def test_initial_weights_are_checked_before_the_first_run(command: Command, tmp_
     assert len(result.lines) == 1
     assert not (tmp_path / "outputs").exists()
     small = [x for x in SMALL if "embed_dim" not in x]
-    started = command("train", f"model.weights={file}", "name=started", *small)
-    assert started.status == 0, started.err
+    other = command("train", f"model.weights={file}", "name=started", *small)
+    assert other.status == 0, other.err
+    loaded = f"29 parameters of {file}, but a new head for 10 classes"
+    assert f"initial weights: {loaded}\n" in other.out
+    run = RunFolder(tmp_path / "outputs" / "started")
+    assert run.read_summary()["initial_weights"] == loaded
+    assert f"| initial weights | {loaded} |" in run.report_path.read_text()
+    own = command("train", f"model.weights={cct_file(tmp_path / 'y', 10)}", "name=own", *small)
+    assert "/y, and its head\n" in own.out
 
 
 def test_exported_vit_is_loaded_by_timm(command: Command, tmp_path: Path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import linear_sum_assignment
 
-from tokenmixup import gain_matrix, optimal_assignment
+from tokenmixup import assignment, gain_matrix, optimal_assignment
 
 
 def gain_by_definition(saliency: torch.Tensor, rho: float) -> torch.Tensor:
@@ -59,13 +59,48 @@ def test_optimal_assignment_equals_brute_force(gain: np.ndarray):
     assert gain[np.arange(k), donor].sum() == pytest.approx(best, abs=1e-5)
 
 
-@pytest.mark.parametrize("receivers", [30, 38, 39, 40])
-def test_optimal_assignment_gains_as_much_as_the_solver_alone(receivers: int):
-    gain = np.random.default_rng(0).random((receivers, 40), dtype=np.float32)
+@given(
+    arrays(
+        np.float64,
+        st.integers(1, 6).flatmap(lambda b: st.tuples(st.integers(1, b), st.just(b))),
+        elements=st.sampled_from([0.0, 0.5, 1.0]) | st.floats(0, 1e300),
+    )
+)
+def test_a_reduced_problem_has_the_same_solution(gain: np.ndarray):
+    k, b = gain.shape
+    with np.errstate(all="raise", under="ignore"):
+        donor = linear_sum_assignment(assignment._reduced(gain), maximize=True)[1][:k]
+    best = max(sum(gain[i, p[i]] for i in range(k)) for p in permutations(range(b), k))
+    assert gain[np.arange(k), donor].sum() == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("receivers", [64, 88, 90, 115, 128])
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 3.0])  # from nearly uniform saliency on
+def test_donors_of_large_batches_are_those_of_the_solver_alone(receivers: int, sharpness: float):
+    generator = torch.Generator().manual_seed(receivers)
+    saliency = (sharpness * torch.randn(128, 64, generator=generator)).softmax(dim=1)
+    gain = gain_matrix(saliency, 0.0005)[:receivers]
+    expected = linear_sum_assignment(gain.numpy(), maximize=True)[1]
+    assert optimal_assignment(gain).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("receivers", [90, 100])
+def test_tied_donors_of_large_batches_gain_as_much_as_the_solver_alone(receivers: int):
+    gain = np.random.default_rng(0).integers(0, 4, (receivers, 100)).astype(float)
+    assert assignment._is_reducible(gain)
     donors = optimal_assignment(torch.from_numpy(gain)).numpy()
     assert len(set(donors)) == receivers
     best = gain[linear_sum_assignment(gain, maximize=True)].sum()
-    assert gain[np.arange(receivers), donors].sum() == pytest.approx(best)
+    assert gain[np.arange(receivers), donors].sum() == best
+
+
+def test_only_large_problems_with_many_gains_are_reduced():
+    gain = np.random.default_rng(0).random((100, 100))
+    assert assignment._is_reducible(gain) and assignment._is_reducible(gain[:70])
+    assert not assignment._is_reducible(gain[:69])
+    assert not assignment._is_reducible(gain[:95, :95])
+    assert not assignment._is_reducible(np.where(gain < 0.97, 0, gain))
+    assert not assignment._is_reducible(1e-16 * gain)
 
 
 def test_optimal_assignment_of_nobody_is_empty():

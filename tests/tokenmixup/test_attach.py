@@ -8,7 +8,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -297,7 +299,7 @@ def test_default_pooling_is_the_class_token_where_the_model_pools_it():
 
 def test_attach_refuses_what_it_cannot_serve():
     swin = timm.create_model("swin_tiny_patch4_window7_224", pretrained=False)
-    cait = timm.create_model("cait_xxs24_224", pretrained=False)  # its class token comes later
+    cait = timm.create_model("cait_xxs24_224", num_classes=CLASSES)  # its class token comes later
     shared = small_vit()
     shared.blocks = nn.Sequential(*[shared.blocks[0]] * 3)
     xcit = timm.create_model("xcit_nano_12_p16_224", pretrained=False)
@@ -342,9 +344,101 @@ def test_settings_hold_from_attach_on(build, batch):
 
 
 def test_logits_of_another_number_of_classes_are_refused():
-    module = attach(small_cct(), CLASSES + 2, htm={"layer": 1}).train()
+    model = small_cct()
+    model.head = nn.Sequential(model.head, nn.Identity())  # type: ignore  # its size is not known
+    module = attach(model, CLASSES + 2, htm={"layer": 1}).train()
     with pytest.raises(ValueError, match=rf"returned \[2, {CLASSES}\], not one"):
         module(torch.randn(2, 3, 16, 16), torch.eye(CLASSES + 2)[:2])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "deit_tiny_distilled_patch16_224",
+        "resnet18",
+        "swin_tiny_patch4_window7_224",
+    ],
+)
+def test_a_head_of_another_size_is_refused_at_once(name: str):
+    model = timm.create_model(name, num_classes=10)
+    with pytest.raises(ValueError, match=r"num_classes=100: the head of \w+ has 10 outputs"):
+        attach(model, 100)
+    assert attach(model, 10)
+    model.reset_classifier(0)  # another head follows outside the model
+    assert attach(model, 100)
+
+
+def test_a_head_of_another_size_is_refused_in_models_that_are_not_of_timm(build):
+    torchvisions = torchvision.models.VisionTransformer(32, 8, 3, 2, 32, 64, num_classes=CLASSES)
+    resnet = torchvision.models.resnet18(num_classes=CLASSES)
+    for model in (build(), torchvisions, resnet):
+        with pytest.raises(
+            ValueError, match=f"num_classes=7: the head of .* has {CLASSES} outputs"
+        ):
+            attach(model, 7)
+        assert attach(model, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([0.5, 0.2, 0, 0, 0], r"targets\[1\]: must be probabilities.* sums to 0.7"),
+        ([1, 1, 0, 0, 0], r"targets\[1\]: .* sums to 2"),
+        ([1.5, -0.5, 0, 0, 0], r"targets\[1\]: .* its lowest value is -0.5"),
+        ([0.5, float("nan"), 0.5, 0, 0], r"targets\[1\]: .* sums to nan"),
+        ([float("inf"), 0, 0, 0, 0], r"targets\[1\]: .* sums to inf"),
+    ],
+)
+def test_training_refuses_targets_that_are_no_distribution(row: list[float], message: str):
+    module = attach(small_cct(), CLASSES).train()
+    targets = torch.eye(CLASSES)[:3]
+    targets[1] = torch.tensor(row)
+    with pytest.raises(ValueError, match=message):
+        module(torch.zeros(3, 3, 16, 16), targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_smoothed_probabilities_are_targets_in_any_precision(dtype: torch.dtype):
+    model = small_cct()
+    model.head = nn.Linear(32, 1000)
+    targets = torch.full((2, 1000), 0.1 / 1000)
+    targets[:, 0] += 0.9
+    output = train_output(attach(model, 1000), (torch.zeros(2, 3, 16, 16), targets.to(dtype)))
+    assert output.targets.dtype == dtype
+
+
+def test_the_gradient_detector_is_refused_where_there_are_no_gradients(build, batch):
+    module = attach(build(), CLASSES, htm={"layer": 1, "detector": "gradient"}).train()
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match=r"detector=gradient: .*no gradient"),
+    ):
+        module.mixed_pairs(*batch)
+    with torch.no_grad():
+        assert module.mixed_pairs(*batch) is not None
+
+
+@pytest.mark.parametrize(
+    ("enters", "found"),
+    [(lambda x: x.unflatten(1, (4, 4)), r"\[2, 4, 4, 16\]"), (lambda x: (x, x), "tuple")],
+    ids=["grid", "pair"],
+)
+def test_a_block_that_gets_no_sequence_of_tokens_is_refused(enters: Any, found: str):
+    class Other(VisionTransformer):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](enters(self.patch_embed(x)))
+
+    options: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model = Other(num_classes=CLASSES, class_token=False, global_pool="avg", **options)
+    for settings in (
+        {"htm": {"layer": 0}},
+        {"vtm": {"layer": 1}},
+        {"manifold_mixup": {"layers": [0]}},
+    ):
+        module = attach(model, CLASSES, **settings).train()  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"block 0 gets {found}: must be tokens b n d"):
+            module(torch.randn(2, 3, 16, 16), torch.eye(CLASSES)[:2])
 
 
 def test_what_is_put_on_an_attention_later_is_refused(batch):
@@ -459,6 +553,59 @@ def test_weight_decay_spares_what_the_model_exempts():
     module = attach(small_vit(), CLASSES, htm={"layer": 1})
     assert module.no_weight_decay() >= {"model.pos_embed", "model.cls_token"}
     assert attach(small_cct(), CLASSES).no_weight_decay() == set()
+
+
+def factors(model: nn.Module, **options: Any) -> dict[str, tuple[float, float]]:
+    """Learning rate factor and weight decay of each parameter, by name, with timm's optimiser."""
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=1.0, weight_decay=0.05, **options)
+    of = {
+        id(parameter): (group.get("lr_scale", 1.0), group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "deit_tiny_distilled_patch16_224",
+        "eva02_tiny_patch14_224",
+        "beit_base_patch16_224",
+        "cait_xxs24_224",  # its groups are a function, not patterns
+        "vit_relpos_small_patch16_224",
+        "naflexvit_base_patch16_gap",
+        "vit_base_patch16_rope_reg1_gap_256",
+        "vit_small_r26_s32_224",
+    ],
+)
+def test_parameters_learn_at_the_rates_of_the_plain_model(name: str, options: dict[str, float]):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=CLASSES)
+        plain = factors(model, **options)
+        ours = factors(attach(model, CLASSES, htm={"layer": [0, 1]}), **options)
+    scorenets = {key: ours.pop(key) for key in [*ours] if key.startswith("scorenets.")}
+    assert ours == {f"model.{key}": value for key, value in plain.items()}
+    assert len(scorenets) >= 4 and {rate for rate, _ in scorenets.values()} == {1.0}
+    assert len({rate for rate, _ in plain.values()}) > (10 if options else 0)
+
+
+def test_scorenets_learn_at_the_highest_rate_of_a_model_without_a_head():
+    model: Any = small_vit()
+    model.reset_classifier(0)
+    module = attach(model, CLASSES, htm={"layer": 1})
+    plain, ours = (factors(x, layer_decay=0.5) for x in (model, module))
+    assert ours["scorenets.1.head.weight"][0] == max(rate for rate, _ in plain.values()) == 1
+    assert {f"model.{key}": value for key, value in plain.items()}.items() <= ours.items()
+
+
+@pytest.mark.parametrize("options", [{"layer_decay": 0.5}, {}], ids=str)
+def test_a_model_without_layer_groups_learns_at_one_rate(options: dict[str, float]):
+    plain, ours = (factors(x, **options) for x in (small_cct(), attach(small_cct(), CLASSES)))
+    assert ours == {f"model.{key}": value for key, value in plain.items()}
+    assert not hasattr(attach(small_cct(), CLASSES), "group_matcher")
 
 
 class Adapted(nn.Linear):

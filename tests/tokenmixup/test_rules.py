@@ -15,6 +15,7 @@ from tests.conftest import CLASSES, small_cct, small_vit
 from tests.tokenmixup.test_horizontal import RHOS, Batch, batches
 from tokenmixup import HTM, HorizontalMix, Output, attach, attention_saliency, mix_horizontal
 from tokenmixup import settings as names
+from tokenmixup.assignment import gain_matrix
 from tokenmixup.detectors import DETECTORS, block_map
 from tokenmixup.horizontal import algorithm_1
 from tokenmixup.rules import CHOICES, MATCHINGS, rules_of
@@ -139,6 +140,18 @@ def test_a_gain_that_is_not_finite_is_refused_or_mixes_nothing(matching: str, va
     found = mix(batch, 0.0, matching=matching, non_finite="skip")
     assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.targets, batch.targets)
     assert not found.is_easy.any() and not found.mask.any() and not found.gain.any()
+
+
+def test_the_matching_of_the_library_page_finds_the_best_donors(documented_matching: Any):
+    rules = rules_of(HTM(layer=0))._replace(match=documented_matching)
+    batch = next_batch()
+    for is_easy in (torch.zeros_like(batch.is_easy), batch.is_easy):
+        found = mix_horizontal(*batch._replace(is_easy=is_easy)[:4], 0.0, rules=rules)
+        best = gain_matrix(batch.saliency, 0.0).argmax(dim=1)
+        assert torch.equal(found.donor, torch.where(is_easy, best, torch.arange(len(best))))
+    batch.is_easy[0], batch.saliency[-1, 0] = True, float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        mix_horizontal(*batch[:4], 0.0, rules=rules)
 
 
 def test_random_matching_draws_every_donor():

@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from torch import Tensor, nn
 from tests.conftest import CLASSES, small_cct
 from tests.tokenmixup.test_any_transformer import watching
 from tokenmixup import attach, attention_saliency, gradient_saliency, rollout_saliency
+from tokenmixup.attention import attention_map, received
 from tokenmixup.detectors import BlockInput, by_rollout
 from tokenmixup.saliency import input_gradient
 
@@ -178,3 +182,39 @@ def test_the_gradient_detector_sees_no_dropout_and_leaves_modes_and_gradients_al
     with torch.no_grad():  # as when pairs are drawn
         mix = module.mixed_pairs(images, targets)
     assert mix is not None and mix.mask.any()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"detector": "mean_attention"}, {"detector": "random"}, {"rollout_steps": 1}],
+    ids=str,
+)
+def test_scores_that_float16_cannot_hold_mix_as_the_fused_attention_runs(
+    build, batch, settings: dict[str, Any]
+):
+    """q and k of one block times 1,000: fused attention computes its scores in float32."""
+    model = build()
+    with torch.no_grad():
+        for parameter in model.blocks[1].attn.qkv.parameters():
+            parameter[: 2 * model.embed_dim] *= 1000
+    htm = {"layer": 1, "tau": float("inf"), "rho": 0.0, **settings}
+    module = attach(model, CLASSES, htm=htm, vtm={"layer": 2}).train()
+    with torch.autocast("cpu", torch.float16):
+        assert model(batch[0]).isfinite().all()
+        output = module(*batch)
+    assert output.logits.isfinite().all() and output.gain.isfinite().all()
+    assert output.stats["mixed_tokens"] > 1
+
+
+@pytest.mark.parametrize("autocasts", [True, False])
+def test_saliency_of_float16_is_that_of_its_queries_and_keys_in_float64(autocasts: bool):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (1000 * torch.randn(3, 2, 6, 8, generator=generator).half() for _ in range(2))
+    attn = SimpleNamespace(scale=8**-0.5, project=lambda x: (q, k, k), num_heads=2)
+    expected = (q.double() @ k.double().mT * attn.scale).softmax(dim=-1)
+    with torch.autocast("cpu", torch.float16, enabled=autocasts):
+        whole = attention_map(attn, q)
+        mean = received(attn, q, k, None)
+    assert whole.dtype == mean.dtype == torch.float32
+    torch.testing.assert_close(whole.double(), expected)
+    torch.testing.assert_close(mean.double(), expected.mean(dim=(1, 2)))

@@ -4,13 +4,15 @@ Only this module and compose.py import Hydra.
 """
 
 import os
+import re
 import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from tempfile import mkdtemp
 from types import MethodType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -27,9 +29,9 @@ from reproduction.commands.launchers import (
     HERE,
     PARALLEL,
     SUBMITIT,
+    Parallel,
     check_launcher,
     check_resume,
-    own_gpus,
 )
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import (
@@ -47,10 +49,12 @@ from reproduction.system.errors import (
     in_one_line,
 )
 from reproduction.system.ranks import is_first_rank, launched_ranks
-from reproduction.system.terminal import Parser, say
+from reproduction.system.terminal import Parser, say, warn
 
 Settings = TypeVar("Settings")
 
+REPEAT = "repeat the command with resume=auto to continue"
+HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
@@ -85,7 +89,7 @@ def run(
             if launcher == HERE:
                 failures += _run_here(points, settings, main)
             else:
-                failures += _launch(launcher, len(points), config_name, resolve, check_all, main)
+                failures += _launch(launcher, composed, config_name, resolve, check_all, main)
             if len(points) > 1:
                 conclude(settings)
                 finished = len(points) - len(failures)
@@ -137,7 +141,7 @@ def _run_here(
 
 def _launch(
     launcher: str,
-    points: int,
+    points: list[Composed],
     config_name: str,
     resolve: Callable[[Composed], Settings],
     check_all: Callable[[list[Settings], bool], None],
@@ -147,30 +151,41 @@ def _launch(
     from reproduction.training.distributed import visible_gpus
     from reproduction.training.endings import handling, stop_at_once
 
-    gpus = visible_gpus() if launcher in PARALLEL else []  # SLURM assigns GPUs per job
+    parallel = None  # SLURM assigns GPUs and sends signals per job
+    if launcher in PARALLEL:
+        devices = max(point.raw["devices"] for point in points)
+        parallel = Parallel(Path(mkdtemp(prefix="sweep-")), visible_gpus(), devices)
 
-    def job(_: DictConfig) -> Exception | None:
+    def job(_: DictConfig) -> BaseException | None:
         hydra_config = HydraConfig.get()
         task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
         overrides = [str(override) for override in cast(list[Any], task)]
         try:
-            place = f"run {hydra_config.job.num + 1} of {points}: " if points > 1 else ""
-            say(f"{place}{' '.join(overrides)}")
-            composed = compose(config_name, overrides)
-            if gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(gpus, composed.raw["devices"] or 1)
-            settings = resolve(composed)
-            check_all([settings], True)
-            main(settings)
+            place = f"run {hydra_config.job.num + 1} of {len(points)}"
+            settings = resolve(compose(config_name, overrides))
+            with ExitStack() as stack:
+                if parallel is not None:
+                    jobs = hydra_config.launcher.n_jobs
+                    slots = jobs if jobs > 0 else len(points)
+                    name = getattr(settings, "name", place)
+                    stack.enter_context(parallel.training(name, slots))
+                say(f"{place}: {' '.join(overrides)}")
+                check_all([settings], True)
+                main(settings)
         except (UserError, PlainError) as error:
             return error
+        except KeyboardInterrupt as interrupt:
+            if parallel is None:
+                raise
+            return RunInterrupted(str(interrupt))
         except Exception as error:
-            traceback.print_exc()  # tracebacks are lost in pickling
+            warn(traceback.format_exc())  # tracebacks are lost in pickling
             return PlainError(first_line(error))
         return None
 
-    sweep = get_args_parser().parse_args(sys.argv[1:]).overrides
-    with isolated_hydra(job_name=config_name), handling(stop_at_once):
+    sweep = _parse_arguments(sys.argv[1:]).overrides
+    starting = handling(stop_at_once) if parallel is None else parallel.starting()
+    with isolated_hydra(job_name=config_name), starting:
         starter = GlobalHydra.instance().hydra
         assert starter is not None
         say(f"hydra/launcher={launcher}: waiting for the runs")
@@ -179,11 +194,11 @@ def _launch(
         except Exception as error:  # from the launcher: no SLURM, or a job that died silently
             raise PlainError(f"hydra/launcher={launcher}: {first_line(error)}") from error
         except KeyboardInterrupt:
-            hint = "repeat the command with resume=auto to continue"
-            if launcher in SUBMITIT:
-                hint = "submitted jobs continue"
+            hint = "submitted jobs continue" if parallel is None else REPEAT
             raise RunInterrupted(f"interrupted; {hint}") from None
     results = [job_return.return_value for batch in batches for job_return in batch]
+    if any(isinstance(result, RunInterrupted) for result in results):
+        raise RunInterrupted(f"interrupted; {REPEAT}")
     return [failure for failure in results if failure is not None]
 
 
@@ -215,11 +230,15 @@ def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
 
 
 def _parse_arguments(argv: list[str]) -> Namespace:
-    """Parses Hydra's options. Raises UserError for unsupported and conflicting ones."""
+    """Parses Hydra's options, and ~ in paths, which shells leave to programs after `key=`.
+
+    Raises UserError for unsupported and conflicting options.
+    """
     parser = get_args_parser()
     # argparse would also print its usage
     setattr(parser, "error", MethodType(Parser.error, parser))
     args = parser.parse_args(argv)
+    args.overrides = [re.sub(HOME, lambda _: str(Path.home()), text) for text in args.overrides]
     for option in UNSUPPORTED_OPTIONS:
         if getattr(args, option, None):
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")

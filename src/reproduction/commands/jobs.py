@@ -25,7 +25,8 @@ from reproduction.system.errors import UserError
 
 Keys = tuple[str, ...]
 PUBLISHED = "model.safetensors"  # weights in a folder written by scripts/publish.py
-EVALUATED_RUN: Keys = ("run", "weights", "device", "devices", "dataset")
+CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
+EVALUATED_RUN: Keys = ("run", "weights", *CHANGEABLE)
 EVALUATED_FILE: Keys = (
     *("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root"),
 )
@@ -38,7 +39,12 @@ def resolve(composed: Composed) -> Config:
 
     With resume=auto and no name, it is the name of the folder that holds this run, if there is one.
     """
-    config = parse(composed.raw)
+    try:
+        config = parse(composed.raw)
+    except UserError as error:
+        if composed.experiment is None or str(error).partition("=")[0] in composed.overrides:
+            raise
+        raise UserError(f"experiment={composed.experiment}: {error}") from None
     name = config.name
     if name is None and config.resume == "auto":
         root = Path(config.output_root)
@@ -74,8 +80,8 @@ def check_all(configs: list[Config], here: bool = True) -> None:
     path, points = Counter(folder.path for folder in folders).most_common(1)[0]
     if points > 1:
         raise UserError(
-            f"name={path.name}: {points} points of the sweep are this one run; omit name and "
-            "sweep over settings that change a result"
+            f"name={path.name}: {points} points of the sweep share this folder; leave name out "
+            "and sweep over settings that change the result"
         )
     from reproduction.training.preflight import preflight  # imports torch, so last
 
@@ -135,7 +141,8 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
 def images_of(config: Config) -> list[Any]:
     """Returns the settings that identify the held-out images and their normalisation."""
     data = config.dataset
-    return [data.name, data.root, data.mean, data.std]
+    limit = [] if data.eval_limit is None else [data.eval_limit]
+    return [data.name, data.root, data.mean, data.std, *limit]
 
 
 def _select_weights(
@@ -182,25 +189,27 @@ def _weights_of_run(folder: RunFolder, is_best: bool) -> tuple[list[Path], dict[
 
 def _check_allowed(composed: Composed, allowed: Keys) -> None:
     for key, text in composed.overrides.items():
-        if key.partition(".")[0] not in (*allowed, "hydra") or key == "dataset.limit":
+        if key == "dataset.limit":
+            raise UserError(f"{text}: not allowed here, it only limits the images for training")
+        if not {key, key.partition(".")[0]} & {*allowed, "hydra"}:
             raise UserError(f"{text}: not allowed here, allowed are {', '.join(allowed)}")
 
 
 def _apply_overrides(
     saved: dict[str, Any], raw: dict[str, Any], composed: Composed
 ) -> dict[str, Any]:
-    """Applies the overrides of device, devices and dataset to the saved configuration of a run.
+    """Applies overrides of CHANGEABLE to the saved configuration of a run.
 
     Without overrides, devices is 1, and mean and std are those of the training run.
     """
     saved["devices"] = 1
     for key, text in composed.overrides.items():
         head, _, leaf = key.partition(".")
-        if head not in ("device", "devices", "dataset"):
+        if not {key, head} & {*CHANGEABLE}:
             continue
         name = leaf.partition(".")[0]
         is_known = head in raw and (not name or name in raw[head])
-        if not is_known or not isinstance(saved.get("dataset"), dict):
+        if not is_known or not all(isinstance(saved.get(x), dict) for x in ("dataset", "recipe")):
             raise UserError(f"{text}: cannot be applied to this run")
         if name:
             saved[head][name] = raw[head][name]

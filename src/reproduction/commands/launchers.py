@@ -1,10 +1,23 @@
-"""Support for Hydra's launchers: plugin checks, the resume check and GPU assignment."""
+"""Support for Hydra's launchers: plugin and resume checks, GPUs and signals of parallel runs."""
 
-import re
+import fcntl
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
-from multiprocessing import current_process
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import FrameType
+from typing import IO
 
-from reproduction.system.errors import UserError
+from reproduction.runs.locking import try_lock
+from reproduction.system.errors import STOP_SIGNALS, RunInterrupted, Stopped, UserError
+from reproduction.system.terminal import LABEL
 
 HERE = "basic"  # Hydra's default: one point after the other, in this process
 PARALLEL = ("parallel", "joblib")  # processes on this machine
@@ -46,10 +59,82 @@ def check_resume(launcher: str, resume: str) -> None:
         )
 
 
-def own_gpus(gpus: list[str], devices: int) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for this process: the n-th worker gets the n-th share."""
-    number = re.search(r"\d+$", current_process().name)
-    return gpu_share(gpus, int(number[0]) - 1 if number else 0, devices)
+class Parallel:
+    """The processes of a parallel sweep, which share `gpus`, `devices` for each, and stop together.
+
+    `folder` holds the locks of their slots, their process ids and, in the end, `stopped`.
+    """
+
+    def __init__(self, folder: Path, gpus: list[str], devices: int):
+        self.folder, self.gpus, self.devices = folder, gpus, devices
+        self.stopped = folder / "stopped"
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """For the starting process: a first signal stops all runs after their step, a second now.
+
+        New processes inherit that signals are blocked, so that Ctrl-C reaches them only through
+        `_stop`. Here they are blocked too, but for a thread that does nothing else.
+        """
+        from reproduction.training.endings import handling
+
+        resource_tracker.ensure_running()  # its start would unblock signals
+        ended = threading.Event()
+        threading.Thread(target=ended.wait, daemon=True).start()
+        with handling(self._stop):
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+                ended.set()
+                shutil.rmtree(self.folder)
+                os.environ.pop(LABEL, None)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        if self.stopped.exists():
+            raise Stopped(signum)  # the launcher kills its processes
+        self.stopped.touch()
+        for process in self.folder.glob("[0-9]*"):
+            with suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGTERM)
+
+    @contextmanager
+    def training(self, name: str, slots: int) -> Iterator[None]:
+        """For a process that trains: takes GPUs, labels its lines and lets signals through."""
+        from reproduction.training.endings import handling, stop_at_once
+
+        os.environ[LABEL] = name
+        if self.gpus:
+            number, _ = _hold_slot(self.folder, slots)
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_share(self.gpus, number, self.devices)
+        self.folder.joinpath(str(os.getpid())).touch()
+        if self.stopped.exists():
+            raise RunInterrupted("interrupted")
+        with handling(stop_at_once):
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+                yield
+            except KeyboardInterrupt:
+                self.stopped.touch()
+                raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+@cache
+def _hold_slot(folder: Path, slots: int) -> tuple[int, IO[str]]:
+    """Returns the number of a slot that this process has locked, and the file that holds the lock.
+
+    Waits for one: a launcher may replace a process while the old one still holds its GPUs.
+    """
+    while True:
+        for number in range(slots):
+            file = folder.joinpath(f"slot{number}").open("a")
+            if try_lock(file, fcntl.LOCK_EX):
+                return number, file
+            file.close()
+        time.sleep(0.1)
 
 
 def gpu_share(gpus: list[str], number: int, devices: int) -> str:

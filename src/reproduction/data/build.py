@@ -8,7 +8,7 @@ from timm.data import create_transform
 from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
-from reproduction.data.images import ImageSource, cache_in_memory
+from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory
 from reproduction.data.inputs import (
     Erasing,
     TrainingInputs,
@@ -16,9 +16,7 @@ from reproduction.data.inputs import (
     build_normalize,
 )
 from reproduction.data.loaders import (
-    BrokenImages,
     EvaluationImages,
-    ReadableBatches,
     TrainingBatches,
     TrainingImages,
     Transform,
@@ -34,7 +32,7 @@ Loader = Iterable[list[Tensor]]  # images, classes
 
 def build_source(dataset: Dataset) -> Source:
     """Opens the data set, downloading CIFAR on first use. Raises UserError if that fails."""
-    return load_source(dataset.name, dataset.root, dataset.limit)
+    return load_source(dataset.name, dataset.root, dataset.limit, dataset.eval_limit, dataset.skips)
 
 
 def build_training_images(config: Config, source: ImageSource) -> TrainingImages:
@@ -56,7 +54,7 @@ def build_training_images(config: Config, source: ImageSource) -> TrainingImages
     except (ValueError, AssertionError, NotImplementedError) as error:  # invalid policy
         policy = settings.auto_augment
         raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
-    return TrainingImages(source, transform, config.seed, config.dataset.skips)
+    return TrainingImages(source, transform, config.seed)
 
 
 def build_evaluation_transform(config: Config) -> Transform:
@@ -71,26 +69,22 @@ def build_evaluation_transform(config: Config) -> Transform:
 
 
 def build_training_loader(
-    config: Config, source: Source, batches: TrainingBatches, pin: bool, broken: BrokenImages
+    config: Config, source: Source, batches: TrainingBatches, pin: bool
 ) -> Loader:
     """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
     images = build_training_images(config, _cached(config.dataset, source.train))
-    loader = data_loader(images, batches, config.dataset.workers, pin)
-    return ReadableBatches(loader, broken, first=0) if config.dataset.skips else loader
+    return data_loader(images, batches, config.dataset.workers, pin)
 
 
 def build_evaluation_loader(
-    config: Config, source: Source, rank: int, ranks: int, pin: bool, broken: BrokenImages
+    config: Config, source: Source, rank: int, ranks: int, pin: bool
 ) -> Loader:
     """Returns the loader of this rank's share of the held-out images, cached likewise."""
     held_out = _cached(config.dataset, source.held_out)
-    images = EvaluationImages(held_out, build_evaluation_transform(config), config.dataset.skips)
+    images = EvaluationImages(held_out, build_evaluation_transform(config))
     size = max(1, config.recipe.batch_size // ranks)
     batches = evaluation_batches(len(source.held_out), size, rank, ranks)
-    loader = data_loader(images, batches, config.dataset.workers, pin)
-    if not config.dataset.skips:
-        return loader
-    return ReadableBatches(loader, broken, first=len(source.train))
+    return data_loader(images, batches, config.dataset.workers, pin)
 
 
 def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
@@ -98,9 +92,9 @@ def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
     if not dataset.memory_mib:
         return images
     try:
-        return cache_in_memory(images, dataset.memory_mib, max(1, dataset.workers), dataset.skips)
+        return cache_in_memory(images, dataset.memory_mib, max(1, dataset.workers))
     except RuntimeError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{error}; {SKIPPING}") from error
 
 
 def build_training_inputs(config: Config, num_classes: int, device: torch.device) -> TrainingInputs:

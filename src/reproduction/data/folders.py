@@ -1,16 +1,23 @@
 """The layout of data sets on disk. Imports no heavy package, so that checks are fast."""
 
 import os
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from reproduction.system.errors import UserError
+from reproduction.system.errors import UserError, in_one_line
 
 IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # stored as folders of image files
 EVALUATION_FOLDERS = ("val", "test")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".avif"),
+    *(".ppm", ".bmp", ".pgm", ".tif", ".tiff"),
+)
 IMAGENET_CLASSES = 1000
+SYNSETS = "timm/data/_info/imagenet_synsets.txt"
 
 
 class Sizes(NamedTuple):
@@ -44,7 +51,7 @@ def data_sizes(name: str, root: str | None) -> Sizes:
     classes = class_names(folders[0])
     try:
         train, held_out = (
-            sum(len(image_files(folder / name)) for name in classes) for folder in folders
+            sum(len(image_files(folder / name)[0]) for name in classes) for folder in folders
         )
     except OSError as error:
         raise UserError(f"dataset.root={root}: {error}") from error
@@ -79,12 +86,21 @@ def _folder_problem(name: str, root: str) -> str | None:
         )
     if odd := [label for label in sorted(train) if not is_text(label)]:
         return f"{folders[0].name}/ must hold classes with names in UTF-8, {odd[0]!r} is not"
-    if name == "imagenet1k" and len(train) != IMAGENET_CLASSES:
+    synsets = {*imagenet_synsets()} if name == "imagenet1k" else train
+    if odd := [*sorted(train - synsets), *sorted(synsets - train)]:
+        problem = "is missing" if odd[0] in synsets else "is none of them"
         return (
-            f"imagenet1k needs {IMAGENET_CLASSES} classes, found {len(train)}; for other folders "
-            "use dataset=image_folder"
+            f"imagenet1k needs the folders of its {IMAGENET_CLASSES:,} synsets, {odd[0]!r} "
+            f"{problem}; for other folders use dataset=image_folder"
         )
+    if len(train) == 1:
+        return f"{name} needs two classes or more, {folders[0].name}/ holds {min(train)!r} alone"
     return None
+
+
+def imagenet_synsets() -> list[str]:
+    """Returns the folders of ImageNet-1K, sorted, from a file of timm; does not import it."""
+    return Path(str(distribution("timm").locate_file(SYNSETS))).read_text().split()
 
 
 def split_folders(root: str) -> tuple[Path, Path] | None:
@@ -101,23 +117,35 @@ def class_names(folder: Path) -> list[str]:
     """Returns the sorted sub-folders; class i is name i. Raises OSError if unreadable."""
     if not folder.is_dir():
         return []
-    return sorted(entry.name for entry in os.scandir(folder) if os.path.isdir(entry))
+    return sorted(_visible(entry.name for entry in os.scandir(folder) if os.path.isdir(entry)))
 
 
-def image_files(folder: Path) -> list[str]:
+def _visible(names: Iterable[str]) -> list[str]:
+    """Leaves out what other programs hide, such as .ipynb_checkpoints and the Mac's ._1.jpg."""
+    return [name for name in names if not name.startswith(".")]
+
+
+def image_files(folder: Path) -> tuple[list[str], Counter[str]]:
     """Returns all image files below a folder, by extension, in torchvision's order.
 
-    Follows links. Raises OSError if a folder is unreadable or reached twice, as through a link to a
+    Also returns the number of other files by their ending. Ignores hidden files and folders, and
+    follows links. Raises OSError if a folder is unreadable or reached twice, as through a link to a
     parent, which would count its images repeatedly or without end.
     """
-    files, seen = [], set()
-    for here, _, names in os.walk(folder, onerror=_raise, followlinks=True):
+    files, others, seen = [], Counter[str](), set()
+    for here, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in seen:
             raise OSError(f"{here} leads to a folder that this class already contains")
         seen.add((status.st_dev, status.st_ino))
-        files += [(here, name) for name in names if name.lower().endswith(EXTENSIONS)]
-    return [os.path.join(*parts) for parts in sorted(files)]
+        folders[:] = _visible(folders)
+        for name in _visible(names):
+            ending = os.path.splitext(name)[1].lower()
+            if ending in EXTENSIONS:
+                files.append((here, name))
+            else:
+                others[in_one_line(ending) or "without one"] += 1
+    return [os.path.join(*parts) for parts in sorted(files)], others
 
 
 def _raise(error: OSError) -> NoReturn:

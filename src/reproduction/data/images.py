@@ -1,21 +1,39 @@
 """Image sources: arrays in memory, files, and files cached in memory."""
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol, Self
+from contextlib import contextmanager, suppress
+from mmap import mmap
+from typing import Protocol, Self
 
 import numpy as np
 from PIL import Image
+from PIL.ExifTags import Base
+from PIL.Image import Transpose
+
+from reproduction.system.terminal import warn
 
 NO_IMAGE = "no readable image"
 SKIPPING = "dataset.broken_images=skip leaves such files out"
 # Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+UPRIGHT = {  # EXIF's orientation -> what undoes it; Pillow's exif_transpose fails on odd EXIF
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+LONGEST_SIDE = 1000  # times the other one; resizing the shorter side would take gigabytes
+LEFT_OUT = -1  # class of a broken image that is skipped
 MIB = 2**20
 CHANNELS = 3
+
+warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
 
 
 class ImageSource(Protocol):
@@ -23,6 +41,7 @@ class ImageSource(Protocol):
 
     targets: list[int]
 
+    def __hash__(self) -> int: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
     def take(self, indices: list[int]) -> Self: ...
@@ -45,83 +64,85 @@ class ArrayImages:
         return type(self)([self.images[i] for i in indices], [self.targets[i] for i in indices])
 
 
-class CachedImages(ArrayImages):
-    """Decoded images; a broken one is replaced by its error message."""
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        if isinstance(self.images[index], str):
-            raise RuntimeError(self.images[index])
-        return super().__getitem__(index)
-
-
 class FileImages:
-    """Images that are read from their files on access."""
+    """Images that are read from their files on access, `upright` or as they are stored."""
 
-    def __init__(self, samples: list[tuple[str, int]]):
+    def __init__(self, samples: list[tuple[str, int]], upright: bool = False):
         self.samples, self.targets = samples, [target for _, target in samples]
+        self.upright = upright
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         path, target = self.samples[index]
-        return load_image(path), target
+        return load_image(path, self.upright), target
 
     def take(self, indices: list[int]) -> Self:
-        return type(self)([self.samples[i] for i in indices])
+        return type(self)([self.samples[i] for i in indices], self.upright)
 
 
-def cache_in_memory(
-    images: ImageSource, mib: int, threads: int, skips: bool = False
-) -> ImageSource:
+class SkippedFiles(FileImages):
+    """Files of which a broken one is reported once and is a black pixel of class LEFT_OUT."""
+
+    def __init__(self, samples: list[tuple[str, int]], upright: bool = False):
+        super().__init__(samples, upright)
+        self.reported = mmap(-1, len(samples))  # shared with forked workers
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        try:
+            return super().__getitem__(index)
+        except RuntimeError as error:
+            if not self.reported[index]:
+                self.reported[index] = True
+                warn(f"warning: left out: {error}")
+            return Image.new("RGB", (1, 1)), LEFT_OUT
+
+
+def cache_in_memory(images: ImageSource, mib: int, threads: int) -> ImageSource:
     """Decodes all images of a folder if they fit into `mib`, otherwise returns `images`.
 
-    Forked processes share the memory. RuntimeError names a broken file, at once or, if it is
-    skipped, on access.
+    Forked processes share the memory. RuntimeError names a broken file and how many there are.
     """
     assert isinstance(images, FileImages), "other images are in memory already"
-    paths = [path for path, _ in images.samples]
-    if not _fits(paths, mib * MIB, skips):
+    if not _fits(images, mib * MIB):
         return images
-    with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
-        return CachedImages(list(pool.map(partial(_decode, skips=skips), paths)), images.targets)
 
-
-def _fits(paths: Iterable[str], room: int, skips: bool) -> bool:
-    """Whether the decoded images take at most `room` bytes. Stops once they do not."""
-    for path in paths:
+    def decode(index: int) -> tuple[np.ndarray, int] | RuntimeError:
         try:
-            width, height = image_size(path)
-        except RuntimeError:
-            if not skips:
-                raise
-            continue
-        room -= width * height * CHANNELS
+            image, target = images[index]
+            return np.array(image), target
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
+        decoded = list(pool.map(decode, range(len(images))))
+    if broken := [one for one in decoded if isinstance(one, RuntimeError)]:
+        count = f"{len(broken):,} of {len(decoded):,} images of this folder are broken"
+        raise RuntimeError(f"{broken[0]}; {count}")
+    good = [one for one in decoded if not isinstance(one, RuntimeError)]
+    return ArrayImages([pixels for pixels, _ in good], [target for _, target in good])
+
+
+def _fits(images: FileImages, room: int) -> bool:
+    """Whether the decoded images take at most `room` bytes. Stops once they do not."""
+    for path, _ in images.samples:
+        with suppress(RuntimeError), _open_image(path) as image:  # a broken file takes none
+            room -= image.width * image.height * CHANNELS
         if room < 0:
             return False
     return True
 
 
-def _decode(path: str, skips: bool) -> Any:
-    """Returns the pixels, or the error message of a broken file that is skipped."""
-    try:
-        return np.array(load_image(path))
-    except RuntimeError as error:
-        if not skips:
-            raise
-        return str(error)
+def load_image(path: str, upright: bool = False) -> Image.Image:
+    """Loads as RGB. RuntimeError names a file that is broken or exceeds 8 bits per channel.
 
-
-def load_image(path: str) -> Image.Image:
-    """Loads as RGB. RuntimeError names a file that is broken or exceeds 8 bits per channel."""
+    With `upright` an image is turned as its EXIF orientation says.
+    """
     with _open_image(path) as image:
-        return image.convert("RGB")
-
-
-def image_size(path: str) -> tuple[int, int]:
-    """Returns width and height from the header. RuntimeError as for `load_image`."""
-    with _open_image(path) as image:
-        return image.size
+        rgb = image.convert("RGB")
+        turn = UPRIGHT.get(image.getexif().get(Base.Orientation, 1)) if upright else None
+        return rgb if turn is None else rgb.transpose(turn)
 
 
 @contextmanager
@@ -132,6 +153,11 @@ def _open_image(path: str) -> Iterator[Image.Image]:
         with Image.open(path, formats=FORMATS) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"{image.mode} pixels, convert them to 8 bits a channel")
+            if max(image.size) > LONGEST_SIDE * min(image.size):
+                size = f"{image.width:,} x {image.height:,} pixels"
+                raise ValueError(
+                    f"{size}, the longer side is over {LONGEST_SIDE:,} times the other"
+                )
             yield image
     except Exception as error:  # Pillow raises errors of any type
         shown = path if path.isprintable() else ascii(path)  # a name may hold a newline

@@ -1,64 +1,46 @@
-"""Loaders whose batches depend on seed and epoch only, not on workers or world size.
-
-Unreadable images can be skipped; each is reported once and counted.
-"""
+"""Loaders whose batches depend on seed and epoch only, not on workers or world size."""
 
 import math
 import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from reproduction.data.images import ImageSource
+from reproduction.data.images import LEFT_OUT, NO_IMAGE, ImageSource
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
 from reproduction.system.errors import STOP_SIGNALS, UserError
-from reproduction.system.terminal import warn
 
+LONGEST_FOLDER = 75  # bytes: a socket's path has 107, multiprocessing appends 32
+SHORT = "/tmp"  # noqa: S108 - the workers create a private folder in it
+SHARED = Path("/dev/shm")  # noqa: S108 - workers send batches through it
+SEMAPHORES = 2**15  # bytes for each worker of both loaders: 3 semaphores, which are pages
+ENLARGE = (
+    "enlarge it, as by docker run --shm-size=8g, or choose dataset.workers=0, which needs none"
+)
 START = "fork"  # shares images in memory; spawned ranks would default to another method
 Transform = Callable[[Image.Image], Tensor]
-Batch = list[Tensor]  # images, classes
-
-
-class Broken(NamedTuple):
-    """Stands for an unreadable image: its index, and a reason that names the file."""
-
-    number: int
-    reason: str
-
-
-Item = tuple[Tensor, int] | Broken
-
-
-def load_item(images: ImageSource, index: int, skips: bool) -> tuple[Image.Image, int] | Broken:
-    """Returns an image and its class. A broken one raises RuntimeError, or is Broken if `skips`."""
-    try:
-        return images[index]
-    except RuntimeError as error:
-        if not skips:
-            raise
-        return Broken(index, str(error))
-
-
-def collate_readable(items: Sequence[Any]) -> tuple[Batch, list[Broken]]:
-    """Returns the batch of readable images, which may be empty, and the broken images."""
-    readable = [item for item in items if not isinstance(item, Broken)]
-    broken = [item for item in items if isinstance(item, Broken)]
-    empty = [torch.empty(0), torch.empty(0, dtype=torch.long)]
-    return default_collate(readable) if readable else empty, broken
+Item = tuple[Tensor, int]
 
 
 class TrainingImages(Dataset[Item]):
-    """Augmented images. The augmentation depends on (seed, epoch, index) only."""
+    """Augmented images. The augmentation depends on (seed, epoch, index) only.
 
-    def __init__(self, source: ImageSource, transform: Transform, seed: int, skips: bool = False):
-        self.source, self.transform, self.seed, self.skips = source, transform, seed, skips
+    The next readable image replaces one that is left out, so that batches keep their size.
+    """
+
+    def __init__(self, source: ImageSource, transform: Transform, seed: int):
+        self.source, self.transform, self.seed = source, transform, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Item:
         return self.__getitems__([key])[0]
@@ -69,20 +51,28 @@ class TrainingImages(Dataset[Item]):
             return [self._augmented(*key) for key in keys]
 
     def _augmented(self, epoch: int, index: int) -> Item:
-        item = load_item(self.source, index, self.skips)
-        if isinstance(item, Broken):
-            return item
+        image, target = self._readable(index)
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
-        return self.transform(item[0]), item[1]
+        return self.transform(image), target
+
+    def _readable(self, index: int) -> tuple[Image.Image, int]:
+        number = len(self.source)
+        for other in range(index, index + number):
+            image, target = self.source[other % number]
+            if target != LEFT_OUT:
+                return image, target
+        raise RuntimeError(f"{NO_IMAGE} among the {number} training images")
 
 
 class EvaluationImages(Dataset[Item]):
-    def __init__(self, source: ImageSource, transform: Transform, skips: bool = False):
-        self.source, self.transform, self.skips = source, transform, skips
+    """Images in evaluation; one that is left out keeps its class LEFT_OUT."""
+
+    def __init__(self, source: ImageSource, transform: Transform):
+        self.source, self.transform = source, transform
 
     def __getitem__(self, index: int) -> Item:
-        item = load_item(self.source, index, self.skips)
-        return item if isinstance(item, Broken) else (self.transform(item[0]), item[1])
+        image, target = self.source[index]
+        return self.transform(image), target
 
 
 class TrainingBatches(Sampler[list[tuple[int, int]]]):
@@ -134,6 +124,8 @@ def data_loader(
     pin_memory: bool,
 ) -> DataLoader[Item]:
     """Returns a loader of `batches`, which are lists of keys."""
+    if workers:
+        _check_places(workers)
     return DataLoader(
         images,
         batch_sampler=batches,
@@ -141,50 +133,34 @@ def data_loader(
         multiprocessing_context=START if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_stop_signals,
-        collate_fn=collate_readable if images.skips else None,
+        worker_init_fn=_prepare_worker,
         generator=torch.Generator(),  # worker seeds must not draw from dropout's generator
     )
 
 
-class BrokenImages:
-    """The broken images that a run has met so far, if it `skips` them. Each is reported once."""
-
-    def __init__(self, skips: bool):
-        self.skips = skips
-        self.known: set[int] = set()
-
-    def note(self, number: int, reason: str) -> None:
-        if number not in self.known:
-            self.known.add(number)
-            warn(f"warning: left out: {reason}")
-
-    def agree(self, gather: Callable[[set[int]], list[set[int]]]) -> None:
-        """Collects the broken images of all ranks by `World.gather`, a collective call."""
-        if self.skips:
-            self.known = set().union(*gather(self.known))
-
-
-class ReadableBatches:
-    """Yields the batches of a loader with `collate_readable`, and notes their broken images.
-
-    Its images are numbered from `first`.
-    """
-
-    def __init__(self, batches: Iterable[Any], broken: BrokenImages, first: int):
-        self.batches, self.broken, self.first = batches, broken, first
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch, left_out in self.batches:
-            for number, reason in left_out:
-                self.broken.note(self.first + number, reason)
-            yield batch
-
-
-def _ignore_stop_signals(worker: int) -> None:
+def _prepare_worker(worker: int) -> None:
     """Keeps a worker running until its parent ends it, if a signal reaches the process group."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    tempfile.tempdir = _socket_folder()
+
+
+def _socket_folder() -> str:
+    """The temporary folder, or /tmp if the paths of sockets in it would be too long to listen at.
+
+    Workers send batches through sockets: the loader would wait forever.
+    """
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else SHORT
+
+
+def _check_places(workers: int) -> None:
+    """Raises UserError if the sockets or semaphores of workers have no place."""
+    if not os.access(_socket_folder(), os.W_OK | os.X_OK):
+        longest = f"{LONGEST_FOLDER} bytes at most, as {SHORT} is not writable"
+        raise UserError(f"TMPDIR={tempfile.gettempdir()}: {longest}; or choose dataset.workers=0")
+    if SHARED.is_dir() and (free := disk_usage(SHARED).free) < SEMAPHORES * (workers + 2):
+        raise UserError(f"{SHARED}: has only {free} bytes of shared memory left; {ENLARGE}")
 
 
 def _end_workers() -> None:

@@ -5,9 +5,10 @@ import os
 import socket
 import tarfile
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import download_and_extract_archive
 
 from reproduction.data.folders import EXTENSIONS, class_names, image_files, split_folders
-from reproduction.data.images import ArrayImages, FileImages, ImageSource
+from reproduction.data.images import ArrayImages, FileImages, ImageSource, SkippedFiles
 from reproduction.data.stand_ins import STAND_INS, cifar_stand_ins
 from reproduction.system.errors import UserError, first_line
+from reproduction.system.terminal import warn
 
 HELD_OUT_DIGITS = 360  # out of 1,797, stratified
 DOWNLOAD_TIMEOUT = 60  # seconds without data from the server
@@ -27,20 +29,40 @@ DOWNLOAD_TIMEOUT = 60  # seconds without data from the server
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: training images, held-out images and class names."""
+    """A data set: training images, held-out images, class names and other files by ending."""
 
     train: ImageSource
     held_out: ImageSource
     classes: list[str]
+    others: Counter[str] = field(default_factory=Counter)
 
 
-def load_source(name: str, root: str | None, limit: int | None) -> Source:
-    """Opens a data set, downloading CIFAR on first use; keeps `limit` training images if given.
+def report_other_files(source: Source) -> None:
+    """Warns of files beside the images that are left out because of their ending."""
+    if source.others:
+        counts = ", ".join(f"{count:,} {ending}" for ending, count in source.others.most_common())
+        warn(f"warning: files left out by their ending: {counts}")
 
-    Raises UserError when the download fails or `limit` exceeds the training images.
+
+def load_source(
+    name: str,
+    root: str | None,
+    limit: int | None,
+    eval_limit: int | None = None,
+    skips: bool = False,
+) -> Source:
+    """Opens a data set, downloading CIFAR on first use.
+
+    Keeps `limit` training images and `eval_limit` held-out images, if given. With `skips` broken
+    files are left out, see `SkippedFiles`. Raises UserError when the download fails or a limit is
+    out of range.
     """
     source = _open(name, root)
-    return source if limit is None else replace(source, train=_balanced_subset(source.train, limit))
+    halves = {"limit": (source.train, limit), "eval_limit": (source.held_out, eval_limit)}
+    train, held_out = (_limited(key, *half, len(source.classes)) for key, half in halves.items())
+    if skips:
+        train, held_out = _skipped(train), _skipped(held_out)
+    return Source(train, held_out, source.classes, source.others)
 
 
 @lru_cache(maxsize=1)
@@ -49,10 +71,23 @@ def _open(name: str, root: str | None) -> Source:
     return _LOADERS[name](name, root)
 
 
-def _balanced_subset(images: ImageSource, limit: int) -> ImageSource:
+@lru_cache(maxsize=2)
+def _skipped(images: ImageSource) -> ImageSource:
+    """Returns the same object again for the same images, so that each is reported once."""
+    assert isinstance(images, FileImages), "checked by parse()"
+    return SkippedFiles(images.samples, images.upright)
+
+
+@lru_cache(maxsize=2)
+def _limited(key: str, images: ImageSource, limit: int | None, classes: int) -> ImageSource:
     """Returns the first `limit` images in round-robin order of classes, so they stay balanced."""
-    if limit > len(images):
-        raise UserError(f"dataset.limit={limit}: there are {len(images)} training images")
+    if limit is None:
+        return images
+    if not classes <= limit <= len(images):
+        raise UserError(
+            f"dataset.{key}={limit}: there are {len(images)} images of {classes} classes, allowed "
+            f"is {classes}..{len(images)}"
+        )
     targets = np.asarray(images.targets)
     turn = np.empty(len(targets), dtype=np.int64)
     for label in np.unique(targets):
@@ -83,7 +118,7 @@ def _digits(name: str, root: str | None) -> Source:
 def _cifar(name: str, root: str | None) -> Source:
     """Opens CIFAR by torchvision, which checks each file's MD5 before unpickling it."""
     kind: Any = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
-    place = Path(str(root)).expanduser()
+    place = Path(str(root))
     if os.path.lexists(place / kind.base_folder / STAND_INS):
         train, held_out = (ArrayImages(*half) for half in cifar_stand_ins(name))
         return Source(train, held_out, [f"stand-in {label}" for label in sorted({*train.targets})])
@@ -128,21 +163,26 @@ def _folders(name: str, root: str | None) -> Source:
     assert folders is not None, "checked by parse()"
     classes = class_names(folders[0])
     try:
-        train, held_out = (FileImages(_samples(folder, classes)) for folder in folders)
+        (train, others), (held_out, more) = (_samples(folder, classes) for folder in folders)
     except OSError as error:
         raise UserError(f"dataset.root={root}: {error}") from error
-    return Source(train, held_out, classes)
+    upright = name == "image_folder"  # ImageNet's published results show images as stored
+    return Source(FileImages(train, upright), FileImages(held_out, upright), classes, others + more)
 
 
-def _samples(folder: Path, classes: list[str]) -> list[tuple[str, int]]:
-    """Returns files with their classes. Raises OSError as image_files, or for an empty class."""
-    samples = []
+def _samples(folder: Path, classes: list[str]) -> tuple[list[tuple[str, int]], Counter[str]]:
+    """Returns image files with their classes, and the number of other files by their ending.
+
+    Raises OSError as image_files, or for an empty class.
+    """
+    samples, others = [], Counter[str]()
     for label, name in enumerate(classes):
-        files = image_files(folder / name)
+        files, more = image_files(folder / name)
         if not files:
             raise FileNotFoundError(f"{folder / name} holds no images ({', '.join(EXTENSIONS)})")
         samples += [(file, label) for file in files]
-    return samples
+        others += more
+    return samples, others
 
 
 _LOADERS: dict[str, Callable[[str, str | None], Source]] = {

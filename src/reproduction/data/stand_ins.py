@@ -2,17 +2,19 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from reproduction.data.folders import IMAGENET_CLASSES
+from reproduction.data.folders import imagenet_synsets
 
 STAND_INS = "stand_ins.yaml"  # marks a CIFAR folder as stand-ins
 CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 NOISE = 60  # of 256 grey levels; the remaining range encodes the class
 FOLDER_CLASSES = 10
+OUTDATED = "train/n00000000"  # in stand-ins for ImageNet before they had its synsets
 
 
 def make_stand_ins(name: str, root: Path) -> None:
@@ -22,14 +24,18 @@ def make_stand_ins(name: str, root: Path) -> None:
     and 5 for CIFAR-10, 2 and 1 for CIFAR-100, 1 and 1 for the 1,000 classes of ImageNet, 8 and 4
     for the 10 classes of an image folder. CIFAR's are generated on reading.
     """
-    if root.exists():
+    is_outdated = (root / OUTDATED).exists()
+    if root.exists() and not is_outdated:
         return
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{name}-") as temporary:
         folder = Path(temporary, name)
+        if is_outdated:
+            with suppress(FileNotFoundError):  # another process was faster
+                os.rename(root, Path(temporary, "outdated"))
         match name:
             case "imagenet1k":
-                _write_folders(folder, [f"n{i:08d}" for i in range(IMAGENET_CLASSES)], 1, 1)
+                _write_folders(folder, imagenet_synsets(), 1, 1)
             case "image_folder":
                 _write_folders(folder, [f"class_{i}" for i in range(FOLDER_CLASSES)], 8, 4)
             case "cifar10" | "cifar100":

@@ -41,20 +41,17 @@ NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "che
 
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
-    """Builds the plain model, without TokenMixup, with its initial weights."""
+    """Builds the plain model, without TokenMixup; `load_initial_weights` reads `weights`."""
     build: Callable[..., nn.Module] = build_library_model
     if isinstance(config, CCTConfig):
         build = CCT
     elif isinstance(config, ViTConfig):
         build = build_vit
     settings = dataclasses.asdict(config)
-    model = build(
+    return build(
         num_classes=num_classes,
         **{key: value for key, value in settings.items() if key not in NOT_FOR_THE_MODEL},
     )
-    if config.weights is not None:
-        model.load_state_dict(initial_weights(config, model))
-    return model
 
 
 def head_names(config: AnyModel) -> list[str]:
@@ -70,14 +67,22 @@ def count_classes(config: AnyModel, state: State) -> int:
     return max((len(value) for value in head if value.ndim), default=1)
 
 
-def initial_weights(config: AnyModel, model: nn.Module) -> State:
-    """Reads `weights`. A head for another number of classes is replaced by that of `model`.
+def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
+    """Loads `weights`, if set, and returns what was loaded.
 
+    A head for another number of classes stays new, and a model on the meta device is only checked.
     Raises UserError if the file is unreadable or does not fit.
     """
-    assert config.weights is not None
+    if config.weights is None:
+        return None
     weights = read_weights("model.weights", Path(config.weights))
-    return matching_state(weights, model, head_names(config))
+    head = head_names(config)
+    state = matching_state(weights, model, head)
+    if not next(model.parameters()).is_meta:
+        model.load_state_dict(state)
+    new = [name for name in head if state[name] is not weights.state.get(name)]
+    with_head = f"but a new head for {len(state[new[0]])} classes" if new else "and its head"
+    return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
 
 
 def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:

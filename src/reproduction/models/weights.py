@@ -30,6 +30,12 @@ from reproduction.system.terminal import warn
 # Averaged weights come first, as in timm's loader.
 STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 MAX_COMPRESSION = 100  # weights hardly compress, zip bombs do
+NUMPY_SCALAR = np.float64(0).__reduce__()[0]
+NUMBERS: list[Any] = [  # what numpy's scalars are pickled with; other dtypes may hold objects
+    *((NUMPY_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["Float"]},
+]
 BYTEARRAY, PICKLE = b"bytearray", b"\x80"
 # Transient errors: the file may be intact and readable later.
 TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES, errno.EPERM}
@@ -196,10 +202,10 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_torch(path: Path) -> Any:
-    """Loads with `weights_only`. Allows Namespace, the settings of timm and published files."""
+    """Loads with `weights_only`. Allows Namespace, as in published files, and numpy's numbers."""
     if _mentions_bytearray(path):  # torch would allocate it at any size
         raise ValueError("holds a bytearray")
-    safe = torch.serialization.safe_globals([argparse.Namespace])
+    safe = torch.serialization.safe_globals([argparse.Namespace, *NUMBERS])
     quiet = warnings.catch_warnings(action="ignore")  # about other pickle versions
     with path.open("rb") as file, safe, quiet:
         return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects

@@ -25,7 +25,7 @@ CAPTIONS = {
     ),
     "mixed_pairs.png": (
         "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
-        "token is taken where the donor is more salient by more than rho; both maps have one scale. "
+        "token is taken where the donor is more salient by more than rho; both maps share a scale. "
         "Patches from the donor are orange; they stand for tokens, which mix inside the network."
     ),
     "saliency.png": (
@@ -147,7 +147,9 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         median = f"top-1, median of the last {len(evaluated) + 1} evaluated epochs"
         rows[median] = f"{summary['top1_median10']:.2f} %"
     if broken := summary.get("broken_images"):
-        rows["broken images, left out"] = f"{broken:,}"
+        rows["broken held-out images, left out"] = f"{broken:,}"
+    if initial := summary.get("initial_weights"):
+        rows["initial weights"] = initial
     rows |= {
         "training batches": f"{summary['steps']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",

@@ -6,7 +6,6 @@ Letters: b batch, n tokens with prefix, c classes, d width, h w image.
 import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch.utils.data import default_collate
 from reproduction.config import Config
 from reproduction.data.build import build_evaluation_transform, build_source, build_training_images
 from reproduction.data.inputs import build_normalize
-from reproduction.data.loaders import Broken, collate_readable, load_item
+from reproduction.data.loaders import TrainingImages
 from reproduction.data.sources import Source
 from reproduction.models.build import build_module, count_macs, without_weights
 from reproduction.models.weights import module_state, read_newest
@@ -77,7 +76,7 @@ def training_batches(trained: Trained, size: int, count: int) -> Iterator[tuple[
     order = np.random.default_rng(trained.config.seed).permutation(number).tolist()
     size = min(size, number)
     for start in range(0, min(count, number // size) * size, size):
-        pixels, classes = collate_readable([images[(0, i)] for i in order[start : start + size]])[0]
+        pixels, classes = default_collate([images[(0, i)] for i in order[start : start + size]])
         yield pixels.to(trained.device), classes.to(trained.device)
 
 
@@ -100,14 +99,12 @@ def batch_size(trained: Trained) -> int:
 def some_images(trained: Trained, count: int) -> Sample:
     """Draws up to `count` training images by the seed of the run; fewer are a prefix of more."""
     config, source = trained.config, trained.source
-    transform = build_evaluation_transform(config)
+    images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
-    items = (load_item(source.train, index, config.dataset.skips) for index in order)
-    readable = islice((item for item in items if not isinstance(item, Broken)), count)
-    pixels, classes = default_collate([(transform(image), target) for image, target in readable])
-    images = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
+    pixels, classes = default_collate([images[(0, index)] for index in order[:count]])
+    normalized = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
     targets = mixup_target(classes, len(source.classes), 1.0, config.recipe.label_smoothing)
-    return Sample(*(part.to(trained.device) for part in (images, classes, targets)))
+    return Sample(*(part.to(trained.device) for part in (normalized, classes, targets)))
 
 
 def displayable(images: Tensor, config: Config) -> np.ndarray:

@@ -73,9 +73,15 @@ class RunFolder:
         if self._has_no_config_yet():
             return
         if pairs := differing(identity(dataclasses.asdict(config)), identity(self.read_config())):
+            advice = "choose another name=..."
+            if pairs[0].startswith("recipe.epochs=") and self.is_finished():
+                advice += (
+                    ": a finished run cannot be extended, as its learning rate has decayed, but "
+                    f"model.weights={self.best_path} starts from its weights"
+                )
             raise UserError(
                 f"name={config.name}: {self.path} holds another run, this one has "
-                f"{', '.join(pairs)}; choose another name=..."
+                f"{', '.join(pairs)}; {advice}"
             )
 
     @cached_property

@@ -45,7 +45,7 @@ def is_held(folder: RunFolder) -> bool:
     """Whether another process trains this run. The lock's owner must not call this."""
     try:
         with (folder.path / LOCK).open() as file:
-            return not _try_lock(file, fcntl.LOCK_SH)
+            return not try_lock(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
 
@@ -72,7 +72,7 @@ def _lock(folder: RunFolder) -> IO[str]:
     deadline = time.monotonic() + patience
     while True:
         file = _open(path)
-        if _try_lock(file, fcntl.LOCK_EX):
+        if try_lock(file, fcntl.LOCK_EX):
             with suppress(FileNotFoundError):
                 if _is_current(file, path):
                     return file
@@ -113,7 +113,7 @@ def _is_current(file: IO[str], path: Path) -> bool:
     return os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
-def _try_lock(file: IO[str], kind: int) -> bool:
+def try_lock(file: IO[str], kind: int) -> bool:
     """Whether the file could be locked. Raises UserError if the file system has no locks."""
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)

@@ -84,6 +84,7 @@ def _describe(error: Any, raw: dict[str, Any], unknown: Sequence[str]) -> str:
     if error["type"] == "value_error" and key.startswith("augmentation."):  # from the library
         return f"augmentation.{error['msg'].removeprefix('Value error, ')}"
     message = re.sub(r"^(Value error, must|\w+ should) ", "", error["msg"])
+    message = re.sub(r"have at \w+ (\d+) items? after validation", r"have \1 values", message)
     message = re.sub(r"be a dictionary or an instance of \w+", "be a mapping of settings", message)
     bounds = [f"be {BOUNDS[x]} {y:.10g}" for x, y in error.get("ctx", {}).items() if x in BOUNDS]
     return f"{key}={value}: must {bounds[0] if bounds else message}"
@@ -106,9 +107,12 @@ def unknown_key(
     alike = [name for name, end in ends.items() if end in closest]
     alike.sort(key=lambda name: -SequenceMatcher(None, key, name).ratio())
     hint = f", perhaps {' or '.join(alike)}" if alike else ""
+    problem = "unknown key"
+    if key.startswith("model.") and isinstance(tree.get("model"), dict):
+        problem = f"{tree['model'].get('name')} has no such key"  # another family may have it
     beside = [end for name, end in ends.items() if name.rpartition(".")[0] == parent]
     keys = f"keys of {parent or 'the configuration'}: {', '.join(beside)}"
-    return f"{key}{value}: unknown key{hint}; {keys if beside else f'{parent} has no keys'}"
+    return f"{key}{value}: {problem}{hint}; {keys if beside else f'{parent} has no keys'}"
 
 
 def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -142,6 +146,11 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
             "cct and vit can be compiled; allowed is false"
         )
     if trains:
+        if stack.off_epoch is not None and stack.off_epoch >= config.recipe.epochs:
+            yield (
+                f"augmentation.off_epoch={stack.off_epoch}: must be below recipe.epochs="
+                f"{config.recipe.epochs}, or null to mix in all epochs"
+            )
         yield from _recipe_problems(config.recipe, config.devices)
         yield from _restart_problems(config)
     yield from _model_problems(config.model)

@@ -190,7 +190,7 @@ def _draw_baseline(axes: Axes, row: Any) -> None:
 def _draw_curriculum(
     shown: Figure, label: str, result: Result, sources: Sources, path: Path
 ) -> tuple[str, str]:
-    """Draws mixed samples, tokens and difficulty over epochs: a thin line per seed, and the mean."""
+    """Draws mixed samples, tokens and difficulty over epochs: a thin line a seed, and the mean."""
     traces, unread = dict[int, np.ndarray](), list[str]()
     for seed, folder in sources.finished(label).items():
         try:

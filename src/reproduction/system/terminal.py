@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from textwrap import indent
 from typing import Any, NoReturn
 
 from reproduction.system.errors import PlainError, UserError, in_one_line
 
+LABEL = "REPRODUCTION_LABEL"  # variable with the name of a parallel run; its ranks inherit it
 WIDTH = 180  # of a table if stdout is no terminal
 
 
@@ -58,11 +60,15 @@ def print_tables(*tables: Any) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line. If stdout is closed, as after `| head -1`, discards all further output."""
+    """Prints lines. If stdout is closed, as after `| head -1`, discards all further output."""
     try:
-        print(text, flush=True)
+        print(_labelled(text), flush=True)
     except OSError:  # also a log file on a full disk
         _discard_output()
+
+
+def _labelled(text: str) -> str:
+    return indent(text, f"{os.environ[LABEL]}: ") if LABEL in os.environ else text
 
 
 def _discard_output() -> None:
@@ -72,6 +78,6 @@ def _discard_output() -> None:
 
 
 def warn(text: str) -> None:
-    """Prints a line to stderr; ignores errors if it is closed."""
+    """Prints lines to stderr; ignores errors if it is closed."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(_labelled(text), file=sys.stderr, flush=True)

@@ -31,6 +31,7 @@ from reproduction.system.errors import (
 )
 from reproduction.system.hardware import usable_cores
 from reproduction.system.ranks import is_a_rank, launched_ranks, local_ranks, restarts
+from reproduction.system.terminal import warn
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -109,8 +110,8 @@ class World:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
 
-def resolve_device(device: str, devices: int) -> str:
-    """Returns `cpu` or `cuda`; UserError if there are not enough GPUs."""
+def resolve_device(device: str, devices: int, precision: str = "float32") -> str:
+    """Returns `cpu` or `cuda`; UserError if there are not enough GPUs, or for float16 on a CPU."""
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"
@@ -120,6 +121,11 @@ def resolve_device(device: str, devices: int) -> str:
     if device == "cuda" and local > gpus:
         raise UserError(
             f"devices={devices}: this machine has {gpus} CUDA GPUs, allowed is 1..{gpus}"
+        )
+    if device == "cpu" and precision == "float16":
+        raise UserError(
+            "recipe.precision=float16: takes minutes a batch on a CPU, allowed are "
+            "recipe.precision=float32 and bf16"
         )
     return device
 
@@ -274,7 +280,7 @@ def _on_rank(function: Callable[[Settings], Result], settings: Settings) -> Resu
     except PlainError:  # needs no traceback
         raise
     except Exception:
-        traceback.print_exc()
+        warn(traceback.format_exc())
         raise
 
 

@@ -5,21 +5,23 @@ All ranks stop, and save, after the same step.
 
 import errno
 import os
+import re
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from reproduction.config import Checkpoint, Config, Recipe
 from reproduction.data.images import NO_IMAGE, SKIPPING
+from reproduction.data.loaders import ENLARGE, SHARED
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError
 from reproduction.system.ranks import is_first_rank, restarts
@@ -29,6 +31,7 @@ from reproduction.training.distributed import World
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # only of the run's folder
 SECONDS_AFTER_A_DEATH = 10  # time for the other ranks to end by themselves
+SHARED_MEMORY = re.compile(r"shared memory|</torch_\d")  # in torch's messages
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -83,11 +86,13 @@ def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def explaining_data() -> Iterator[None]:
-    """Turns a broken image or a dead worker of the loader into a PlainError."""
+    """Turns a broken image, a dead worker of the loader or full shared memory into a PlainError."""
     try:
         yield
     except RuntimeError as error:
         text = str(error).strip()
+        if SHARED_MEMORY.search(text):
+            raise PlainError(f"{SHARED}: the shared memory is full; {ENLARGE}") from error
         last_line = text.rpartition("\n")[2]  # the reason, below a worker's traceback
         if NO_IMAGE in last_line:
             raise PlainError(f"{last_line.removeprefix('RuntimeError: ')}; {SKIPPING}") from error
@@ -133,6 +138,7 @@ def _error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
+Batch = TypeVar("Batch")
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -145,7 +151,7 @@ class Agreement:
 
     def __init__(self, world: World, settings: Checkpoint):
         self.requested = self.to_stop = 0
-        self.to_save = False
+        self.to_save = self.is_waiting = False
         self.settings = settings
         self.world, self.is_alone = world, world.size == 1
         self.note_saved()
@@ -155,12 +161,14 @@ class Agreement:
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Signal handler that requests a stop after the current step.
 
-        A second Ctrl-C stops a single process at once. After the death of another rank, the
-        launcher signals the remaining ones: they are killed if they do not end in time.
+        A single process stops at once if it waits for the loader, or at a second Ctrl-C. After the
+        death of another rank, the launcher signals the remaining ones: they are killed if they do
+        not end in time.
         """
         if self.is_alone and self.requested and signum == signal.SIGINT:
             raise Stopped(signum)
         self.requested = self.requested or signum
+        self._stop_waiting()
         if self.world.has_lost_neighbour():
             end = threading.Timer(SECONDS_AFTER_A_DEATH, os.kill, (os.getpid(), signal.SIGKILL))
             end.daemon = True
@@ -173,6 +181,23 @@ class Agreement:
         self.to_stop, is_late = self._own_request() if self.is_alone else self._common_request()
         every = self.settings.every_steps
         self.to_save = bool(is_late) or (every is not None and step % every == 0)
+
+    def _stop_waiting(self) -> None:
+        if self.is_alone and self.is_waiting and self.requested:
+            self.to_stop = self.requested
+            raise Stopped(self.requested)
+
+    def waiting_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the batches; of a single process, a signal ends the wait for one."""
+        self.is_waiting = True
+        try:
+            for batch in batches:
+                self.is_waiting = False
+                yield batch
+                self.is_waiting = True
+                self._stop_waiting()  # the signal came since the last step
+        finally:
+            self.is_waiting = False
 
     def note_saved(self) -> None:
         """Restarts the clock of `checkpoint.every_minutes`."""

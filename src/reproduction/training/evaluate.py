@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.config import Config
-from reproduction.data.build import build_evaluation_loader
+from reproduction.data.build import build_evaluation_loader, build_source
+from reproduction.data.images import LEFT_OUT
 from reproduction.data.inputs import Normalize, build_normalize
-from reproduction.data.loaders import BrokenImages
-from reproduction.data.sources import load_source
+from reproduction.data.sources import report_other_files
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
 from reproduction.system.ranks import is_first_rank
@@ -55,39 +56,39 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
 
-    Returns `top1` and `top5` in percent and `eval_loss`, the mean cross-entropy in nats. `loader`
-    yields images `b 3 h w` (uint8) and classes `b`. Raises PlainError if no image is readable or
-    the loss is not finite.
+    Returns `top1` and `top5` in percent and `eval_loss`, the mean cross-entropy in nats, and if
+    there are any, the number of `broken_images`. `loader` yields images `b 3 h w` (uint8) and
+    classes `b`, where images of class LEFT_OUT do not count. Raises PlainError if no image is
+    readable or the loss is not finite.
     """
-    seen, totals = 0, torch.zeros(3, dtype=torch.float64, device=world.device)
+    loaded, totals = 0, torch.zeros(4, dtype=torch.float64, device=world.device)
     with evaluating(model):
         for batch in loader:
             images, targets = (x.to(world.device, non_blocking=True) for x in batch)
-            if not len(images):  # all of them are broken
-                continue
             with autocast(world.device, precision):
                 logits = model(normalize(images))
-            seen += len(images)
+            loaded += len(images)
             totals += _count(logits.float(), targets)  # does not wait for the device
-    images_seen, top1, top5, loss = world.sum(
-        torch.cat([totals.new_tensor([seen]), totals])
+    everything, images, top1, top5, loss = world.sum(
+        torch.cat([totals.new_tensor([loaded]), totals])
     ).tolist()
-    if not images_seen:
+    if not images:
         raise PlainError("none of the held-out images is readable")
     if not math.isfinite(loss):
         raise PlainError(f"the held-out loss is {loss}")
     return {
-        "top1": 100 * top1 / images_seen,
-        "top5": 100 * top5 / images_seen,
-        "eval_loss": loss / images_seen,
+        "top1": 100 * top1 / images,
+        "top5": 100 * top5 / images,
+        "eval_loss": loss / images,
+        **({"broken_images": round(everything - images)} if images < everything else {}),
     }
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Top-1 hits, top-5 hits and summed cross-entropy of a batch: `3`."""
+    """Images that count, top-1 hits, top-5 hits and summed cross-entropy of a batch: `4`."""
     hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]  # b 5
-    loss = F.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack([hits[:, 0].sum(), hits.sum(), loss]).double()
+    loss = F.cross_entropy(logits, targets, ignore_index=LEFT_OUT, reduction="sum")
+    return torch.stack([(targets != LEFT_OUT).sum(), hits[:, 0].sum(), hits.sum(), loss]).double()
 
 
 def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
 
     Raises UserError if it does not fit the model, PlainError if a rank dies or memory runs out.
     """
-    resolve_device(config.device, config.devices)
+    resolve_device(config.device, config.devices, config.recipe.precision)
     evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints)
     with handling(stop_at_once):
         scores = run_on_ranks(evaluate_on_rank, config, config.devices)
@@ -107,22 +108,23 @@ def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -
 
 def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]:
     allow_tf32(config.recipe.tf32)
-    with join_world(resolve_device(config.device, config.devices)) as world:
-        source = load_source(config.dataset.name, config.dataset.root, limit=None)
+    device = resolve_device(config.device, config.devices, config.recipe.precision)
+    with join_world(device) as world:
+        source = build_source(replace(config.dataset, limit=None))
+        if world.is_main:
+            report_other_files(source)
         model = build_model(without_weights(config.model), len(source.classes))
         loaded = load_plain(checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
-        broken = BrokenImages(config.dataset.skips)
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
-        loader = build_evaluation_loader(config, source, world.rank, world.size, pin, broken)
+        loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
         with explaining_memory("evaluation", config.recipe), explaining_data():
             scores = evaluate(
                 place(model, world.device), normalize, loader, world, config.recipe.precision
             )
-        broken.agree(world.gather)
         return {
             **scores,
-            "images": len(source.held_out) - len(broken.known),
+            "images": len(source.held_out) - scores.get("broken_images", 0),
             "dataset": config.dataset.name,
             "root": config.dataset.root,
             **loaded,

@@ -16,10 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from reproduction.config import Config, TensorBoard, Wandb
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError, first_line
-from reproduction.system.terminal import say, warn
+from reproduction.system.terminal import LABEL, say, warn
 
 Mode = Literal["online", "offline", "disabled"]
 
+PROJECT = "tokenmixup"
+MODES: dict[str, Mode] = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 INIT_SECONDS = 30.0  # timeout to reach the service
 FINISH_SECONDS = 30.0  # timeout to upload the remaining data
 REFUSED = re.compile(r"returned error 4\d\d")  # the service rejects credentials or permissions
@@ -48,7 +50,6 @@ class WandbLog:
         self.run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
         self.root = folder.path / "wandb"
         folder.path.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self.run = self._open(config, logger)
         self.local_path = Path(self.run.dir).parent
         folder.write_summary(wandb_id=self.run_id)
@@ -84,16 +85,10 @@ class WandbLog:
             say(f"wandb: {run.url}")
         return run
 
-    def _init(self, config: Config, logger: Wandb, mode: Mode) -> Any:
+    def _init(self, config: Config, logger: Wandb, mode: Mode | None) -> Any:
         import wandb
 
-        settings = wandb.Settings(
-            silent=True,
-            init_timeout=INIT_SECONDS,
-            finish_timeout=FINISH_SECONDS,
-            finish_timeout_raises=True,
-            **PRIVATE,
-        )
+        settings = _settings()
         wandb.setup(settings=settings)  # the login uses these
         return wandb.init(
             id=self.run_id,
@@ -134,6 +129,35 @@ class WandbLog:
             )
         finally:
             _teardown()
+
+
+def _settings() -> Any:
+    import wandb
+
+    return wandb.Settings(
+        silent=True,
+        init_timeout=INIT_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
+        **PRIVATE,
+    )
+
+
+def from_environment(logger: Wandb) -> Wandb:
+    """Fills keys that are null from wandb's own variables and settings files, then the defaults."""
+    import wandb
+
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    _teardown()  # it would remember the variables of an earlier run
+    try:
+        own = wandb.setup(settings=_settings()).settings
+    except ValueError as error:  # such as WANDB_MODE=sometimes
+        raise UserError(f"logger=wandb: its environment is invalid: {error}") from error
+    return Wandb(
+        mode=logger.mode or MODES.get(own.mode, "online"),
+        project=logger.project or own.project or PROJECT,
+        entity=logger.entity,  # wandb itself reads its variable
+    )
 
 
 class TensorBoardLog:
@@ -198,7 +222,7 @@ def build_logs(config: Config, folder: RunFolder, step: int) -> Logs:
     wandb, tensorboard = config.logger.wandb, config.logger.tensorboard
     logs = Logs()
     try:
-        if wandb is not None and wandb.mode != "disabled":
+        if wandb is not None and (wandb := from_environment(wandb)).mode != "disabled":
             logs.loggers.append(WandbLog(config, wandb, folder))
         if tensorboard is not None:
             logs.loggers.append(TensorBoardLog(tensorboard, folder, step))
@@ -226,7 +250,8 @@ class ProgressDisplay:
     def __init__(self, total_steps: int, done_steps: int, active: bool):
         self.active = active
         self.bar: Progress | None = None
-        if active and sys.stdout is not None and sys.stdout.isatty():
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        if active and is_terminal and LABEL not in os.environ:
             self.bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

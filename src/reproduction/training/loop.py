@@ -9,18 +9,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
-from reproduction.data.loaders import BrokenImages, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import compile_blocks
 from reproduction.models.names import State
 from reproduction.models.weights import module_state
 from reproduction.runs.folder import RunFolder, run_hash
-from reproduction.system.errors import PlainError, Stopped, UserError, first_line
+from reproduction.system.errors import Stopped, UserError, first_line
 from reproduction.system.hardware import give_back_freed_memory
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.distributed import World
@@ -28,6 +27,7 @@ from reproduction.training.endings import Agreement, explaining_memory, handling
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Logs, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, non_finite_error
+from reproduction.training.mixing import MixedShare
 from reproduction.training.step import MicroBatch, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
 
@@ -55,14 +55,13 @@ class Trainer:
         batches: TrainingBatches,
         train_loader: Loader,
         eval_loader: Loader,
-        broken: BrokenImages,
     ):
         recipe = config.recipe
         self.config, self.recipe, self.world = config, recipe, world
         self.folder, self.classes = folder, classes
         self.logger = Logs()
         self.module, self.batches = module, batches
-        self.train_loader, self.eval_loader, self.broken = train_loader, eval_loader, broken
+        self.train_loader, self.eval_loader = train_loader, eval_loader
         if config.compile:
             compile_blocks(module)
         self.update = TrainingStep(module, inputs, recipe, world, config.seed)
@@ -73,6 +72,7 @@ class Trainer:
         if recipe.max_steps is not None:
             self.total_steps = min(self.total_steps, recipe.max_steps)
         self.epochs = math.ceil(self.total_steps / len(batches))
+        self.mixed_share = MixedShare(module.htm, self.epochs)
         self.step = self.epoch = self.images = self.metrics_size = 0
         self.eval_seconds = 0.0
         self.totals, self.all_totals = dict.fromkeys(TOTALS, 0.0), dict.fromkeys(TOTALS, 0.0)
@@ -80,6 +80,7 @@ class Trainer:
         self.mixing: dict[str, float | None] = {}  # see _mixing, of the last complete epoch
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # the one resumed from
+        self.initial_weights: str | None = None  # what was read from a file
         self.agreement = Agreement(world, config.checkpoint)
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -98,7 +99,6 @@ class Trainer:
                 setattr(self, name, state[name])
             self.metrics.seconds = state["train_seconds"]
             self.non_finite.load_state_dict(state["non_finite"])
-            self.broken.known = set(state["broken_images"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = first_line(error)
             raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
@@ -117,12 +117,16 @@ class Trainer:
         ):
             while self.epoch < self.epochs:
                 self._begin_epoch()
-                self._train_epoch(display)
-                if self.agreement.to_stop:
-                    self._save()
-                    raise Stopped(self.agreement.to_stop)
-                self._end_epoch()
+                try:
+                    self._train_epoch(display)
+                    self._end_epoch()
+                except Stopped:
+                    if self.agreement.to_stop:  # not at a second Ctrl-C
+                        self._save()
+                    raise
                 display.line(self._describe())
+                for warning in self.mixed_share.warnings():
+                    display.line(warning)
                 self.totals = dict.fromkeys(TOTALS, 0.0)
                 self._save()
                 if self.world.is_main and self._is_best():
@@ -153,15 +157,17 @@ class Trainer:
 
     def _train_epoch(self, display: ProgressDisplay) -> None:
         """Trains on the remaining batches of the epoch, until its end or a signal."""
-        with self._writing_metrics_on_error():
-            for images, classes in islice(self.train_loader, self.total_steps - self.step):
+        remaining = islice(self.train_loader, self.total_steps - self.step)
+        with self._flushing_on_error():
+            for images, classes in self.agreement.waiting_for(remaining):
                 batch = self.step % len(self.batches)
-                size = self._global_size(batch, len(images))
+                size = self.batches.global_size(batch)
                 lr = self.schedule(self.epoch, batch)
                 micro_batches = self.train_step(images, classes, size)
                 self.step, self.images = self.step + 1, self.images + size
                 not_finite = self.update.not_finite
                 self.metrics.add(self.step, self.epoch + 1, lr, micro_batches, not_finite)
+                self.mixed_share.add(self.epoch + 1, micro_batches)
                 display.advance()
                 self.agreement.update(self.step)
                 if self.agreement.to_stop:
@@ -172,36 +178,25 @@ class Trainer:
                     self._save()
                     self.metrics.restart_clock()
             self._flush()
+        if self.agreement.to_stop:
+            raise Stopped(self.agreement.to_stop)
 
     @contextmanager
-    def _writing_metrics_on_error(self) -> Iterator[None]:
+    def _flushing_on_error(self) -> Iterator[None]:
         """Writes pending metrics on an error; not with several ranks, as their sums need all."""
         try:
             yield
         except BaseException:
             if self.world.size == 1:
                 with suppress(Exception):  # the first error counts
-                    self._write(self.metrics.fetch())
+                    self._flush()
             raise
-
-    def _global_size(self, batch: int, own: int) -> int:
-        """Images in a global batch, of which this rank has `own`; broken images do not count."""
-        if not self.broken.skips:
-            return self.batches.global_size(batch)
-        own_images = torch.tensor(float(own), device=self.world.device)
-        return int(self.world.sum(own_images).item())
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Runs one step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
 
-        Raises PlainError if images or memory run short, or if a gain is not finite.
+        Raises PlainError if memory runs short, or if a gain is not finite.
         """
-        least = self.recipe.grad_accum_steps
-        if len(images) < least:  # the others are broken
-            raise PlainError(
-                f"step {self.step + 1}: {len(images)} of this share's images are readable, "
-                f"recipe.grad_accum_steps={least} needs {least} or more"
-            )
         try:
             with explaining_memory(f"step {self.step + 1}", self.recipe):
                 return self.update(images, classes, self.step, global_size)
@@ -210,7 +205,6 @@ class Trainer:
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; PlainError if a non-finite update ends the run."""
-        self.broken.agree(self.world.gather)
         lines = self.metrics.fetch()
         self._write(lines)
         self.non_finite.check(lines)
@@ -230,11 +224,18 @@ class Trainer:
                 self.logger.log(line)
 
     def _end_epoch(self) -> None:
-        """Counts the epoch; evaluates every `recipe.evaluate_every` epochs and after the last."""
+        """Counts the epoch; evaluates every `recipe.evaluate_every` epochs and after the last.
+
+        An epoch whose evaluation is interrupted does not count yet: a resumed run evaluates it.
+        """
         self.epoch += 1
         if self.epoch % self.recipe.evaluate_every == 0 or self.epoch == self.epochs:
             start = time.perf_counter()
-            self._evaluate()
+            try:
+                self._evaluate()
+            except Stopped:
+                self.epoch -= 1
+                raise
             self.eval_seconds += time.perf_counter() - start
         self.mixing = self._mixing()
         if self.world.is_main:
@@ -259,11 +260,10 @@ class Trainer:
             result = evaluate(
                 model,
                 self.update.inputs.normalize,
-                self.eval_loader,
+                self.agreement.waiting_for(self.eval_loader),
                 self.world,
                 self.recipe.precision,
             )
-        self.broken.agree(self.world.gather)
         line = {"epoch": self.epoch, **result}
         self.history.append(line)
         if self.world.is_main:
@@ -304,7 +304,6 @@ class Trainer:
             "num_images": self.batches.num_images,
             "run": run_hash(self.config),
             "non_finite": self.non_finite.state_dict(),
-            "broken_images": sorted(self.broken.known),
             "train_seconds": self.metrics.seconds,
             **{name: getattr(self, name) for name in SAVED},
         }
@@ -334,7 +333,7 @@ class Trainer:
             "epochs": self.epoch,
             "steps": self.step,
             "images": self.images,
-            "broken_images": len(self.broken.known),
+            "broken_images": self.history[-1].get("broken_images", 0),
             "seconds": round(self.seconds, 1),
             "images_per_second": round(self.images / self.metrics.seconds, 1),
             **({"skipped_steps": self.non_finite.skipped} if self.non_finite.counts else {}),

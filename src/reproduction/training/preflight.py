@@ -6,12 +6,12 @@ from torch import nn
 from reproduction.config import Config, ViT
 from reproduction.data.build import build_source, build_training_images
 from reproduction.data.images import NO_IMAGE, SKIPPING
-from reproduction.data.loaders import Broken, TrainingBatches
+from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import (
     build_module,
     check_compiler,
     count_parameters,
-    initial_weights,
+    load_initial_weights,
     without_weights,
 )
 from reproduction.models.library import timm_name
@@ -30,17 +30,17 @@ def preflight(config: Config, here: bool = True) -> None:
     if not is_first_rank():
         return
     if here:
-        device = resolve_device(config.device, config.devices)
+        device = resolve_device(config.device, config.devices, config.recipe.precision)
         if config.compile:
             check_compiler(device)
     source = build_source(config.dataset)
     images = build_training_images(config, source.train)
     try:
-        if all(isinstance(images[(0, index)], Broken) for index in range(len(source.train))):
-            raise UserError(f"dataset.root={config.dataset.root}: no training image is readable")
+        images[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
-        is_broken = NO_IMAGE in str(error)
-        reason = f"{error}; {SKIPPING}" if is_broken else first_line(error)
+        reason = str(error) if NO_IMAGE in str(error) else first_line(error)
+        if NO_IMAGE in str(error) and not config.dataset.skips:
+            reason = f"{reason}; {SKIPPING}"
         raise UserError(f"the first training image: {reason}") from error
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices
@@ -52,8 +52,7 @@ def preflight(config: Config, here: bool = True) -> None:
             without_weights(config.model), config.augmentation, len(source.classes)
         )
     _check_size(module, config)
-    if config.model.weights is not None:
-        initial_weights(config.model, module.model)
+    load_initial_weights(config.model, module.model)
     fewest = batches.global_size(len(batches) - 1) // config.devices
     _check_micro_batches(fewest, module.model, config)
 

@@ -7,6 +7,7 @@ Letters: b batch, c classes, h w image.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
         self.skips = recipe.non_finite == "skip"
         self.not_finite = torch.zeros((), device=world.device)
+        if self.skips:
+            self.optimizer.register_step_pre_hook(partial(_skip_if, self.not_finite))
 
     def __call__(
         self, images: Tensor, classes: Tensor, step: int, global_size: int
@@ -96,10 +99,9 @@ class TrainingStep:
         norm = self._clip_gradients()
 
         losses = [micro_batch.loss for micro_batch in micro_batches]
-        self.not_finite = (~torch.stack([norm, *losses]).isfinite()).any().float()
+        self.not_finite.copy_((~torch.stack([norm, *losses]).isfinite()).any())
         if self.skips:
             self.world.sum(self.not_finite).clamp_(max=1)
-            setattr(self.optimizer, "found_inf", self.not_finite)  # read by the fused kernels
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -159,6 +161,11 @@ class TrainingStep:
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])
+
+
+def _skip_if(not_finite: Tensor, optimizer: Optimizer, *_: Any) -> None:
+    """Lets the fused kernels skip a step, also where a scaler has found the gradients finite."""
+    setattr(optimizer, "found_inf", not_finite)
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:

@@ -19,13 +19,14 @@ from reproduction.data.build import (
     build_training_loader,
     statistics_warning,
 )
-from reproduction.data.loaders import BrokenImages, TrainingBatches
-from reproduction.data.sources import Source
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.sources import Source, report_other_files
 from reproduction.models.build import (
     attention_kernel,
     build_module,
     count_macs,
     count_parameters,
+    load_initial_weights,
     place,
     pretrained_statistics,
     without_weights,
@@ -101,14 +102,16 @@ def _recording_end(config: Config) -> Iterator[None]:
 
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
-    device = resolve_device(config.device, config.devices)
+    device = resolve_device(config.device, config.devices, config.recipe.precision)
     allow_tf32(config.recipe.tf32)
+    if config.compile:
+        torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # downloaded by the first rank in preflight
         trainer = build_trainer(config, world, source)
         facts: dict[str, Any] = {}
         if world.is_main:
-            _report_start(config, trainer)
+            _report_start(config, trainer, source)
             _warn_about_settings(config, trainer)
             facts = _collect_facts(config, trainer)
         logger = _open_logger(config, trainer)
@@ -132,10 +135,10 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     model = config.model if newest is None else without_weights(config.model)
     torch.manual_seed(config.seed)
     module = build_module(model, config.augmentation, len(source.classes))
+    initial_weights = load_initial_weights(model, module.model)
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, world.rank, world.size
     )
-    broken = BrokenImages(config.dataset.skips)
     pin = world.device.type == "cuda"
     trainer = Trainer(
         config,
@@ -145,10 +148,10 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         classes=source.classes,
         inputs=build_training_inputs(config, len(source.classes), world.device),
         batches=batches,
-        train_loader=build_training_loader(config, source, batches, pin, broken),
-        eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin, broken),
-        broken=broken,
+        train_loader=build_training_loader(config, source, batches, pin),
+        eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin),
     )
+    trainer.initial_weights = initial_weights
     if newest is not None:
         trainer.restore(*newest)
     if world.share(trainer.step) != trainer.step:
@@ -171,24 +174,24 @@ def _open_logger(config: Config, trainer: Trainer) -> Logs:
     return logger
 
 
-def _report_start(config: Config, trainer: Trainer) -> None:
+def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
     """Reports what is trained, and after a restart of the ranks from which step they resume."""
     done, allowed = restarts()
     if done > 0:
         warn(f"restart {done} of {allowed}: all ranks resume after step {trainer.step}")
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
     mixing = "+".join(config.augmentation.stack) or "no mixing"
-    data = f"{trainer.batches.num_images:,} images of {config.dataset.name}"
+    train, held_out, classes = len(source.train), len(source.held_out), len(source.classes)
+    data = f"{train:,} images of {config.dataset.name}, {classes:,} classes, {held_out:,} held out"
     say(f"{verb}: {config.model.name} on {data}, {mixing}, {trainer.world.device.type}")
+    report_other_files(source)
+    if trainer.initial_weights is not None:
+        say(f"initial weights: {trainer.initial_weights}")
 
 
 def _warn_about_settings(config: Config, trainer: Trainer) -> None:
     """Warns about settings that are allowed but probably mistakes."""
     module = trainer.module
-    if config.recipe.precision == "float16" and trainer.world.device.type == "cpu":
-        warn(
-            "warning: float16 is slow on a CPU, up to minutes a batch: use recipe.precision=float32"
-        )
     guessing = math.log(len(trainer.classes))
     for htm in [] if module.htm is None else module.htm.each.values():
         if guessing <= cast(float, htm.tau) < math.inf:
@@ -205,7 +208,7 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     model, device = trainer.module.model, trainer.world.device
     with autocast(device, config.recipe.precision):
         kernel = attention_kernel(model, config.model.image_size)
-    earlier = trainer.folder.read_summary().get("hardware") if trainer.step > 0 else None
+    earlier = trainer.folder.read_summary() if trainer.step > 0 else {}
     return {
         "name": config.name,
         "parameters": count_parameters(trainer.module),
@@ -213,7 +216,8 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         "attention": kernel,
         "seed": config.seed,
         "devices": config.devices,
-        "hardware": join_hardware(earlier, hardware_name(device.type)),
+        "initial_weights": trainer.initial_weights or earlier.get("initial_weights"),
+        "hardware": join_hardware(earlier.get("hardware"), hardware_name(device.type)),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),

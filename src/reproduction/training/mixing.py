@@ -1,0 +1,50 @@
+"""Tells once, after a tenth of the epochs, whether tau suits the run."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reproduction.training.step import MicroBatch
+from tokenmixup import HTM
+
+FEW, MOST = 0.01, 0.95  # shares of mixed samples outside of which the line is printed
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+class MixedShare:
+    """Collects the difficulties of one epoch on the device, without a wait before its end."""
+
+    def __init__(self, htm: HTM | None, epochs: int):
+        self.htm, self.epoch = htm, math.ceil(epochs / 10)
+        # by layer, of each micro-batch: difficulty and easy flag, 2 b
+        self.seen: dict[int, list[Tensor]] = {}
+
+    def add(self, epoch: int, micro_batches: list[MicroBatch]) -> None:
+        """Collects a batch of an epoch, counted from 1."""
+        for micro_batch in micro_batches if epoch == self.epoch else ():
+            for mix in micro_batch.output.layers:
+                values = torch.stack([mix.difficulty.detach(), mix.is_easy.float()])
+                self.seen.setdefault(mix.layer, []).append(values)
+
+    def warnings(self) -> Iterator[str]:
+        """Yields a line for each layer that mixes almost no or nearly every sample, then forgets.
+
+        Finite tau above 0 alone: 0 and inf say so themselves.
+        """
+        for layer, seen in self.seen.items():
+            assert self.htm is not None
+            difficulty, is_easy = torch.cat(seen, dim=1).cpu().numpy()
+            difficulty = difficulty[np.isfinite(difficulty)]  # of skipped updates
+            tau, share = self.htm.each[layer].tau, is_easy.mean()
+            if tau in (0, math.inf) or FEW <= share <= MOST or not len(difficulty):
+                continue
+            nats = ", ".join(f"{x:.2f}" for x in np.quantile(difficulty, QUANTILES))
+            yield (
+                f"warning: augmentation.htm.tau={tau}: epoch {self.epoch} mixed {share:.0%} of the "
+                f"samples at layer {layer}; their difficulty in nats is {nats} (quantiles 5, 25, "
+                f"50, 75, 95 %), tau={np.quantile(difficulty, 1 / 3):.2f} would mix a third"
+            )
+        self.seen = {}

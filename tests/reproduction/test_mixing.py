@@ -1,0 +1,99 @@
+"""A run says once, after its first epochs, that tau mixes almost no or nearly every sample."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from reproduction.training.mixing import MixedShare
+from reproduction.training.step import MicroBatch
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_synchronisation import counted, trainer_on
+from tests.reproduction.test_training import folder
+from tokenmixup import HTM, Output
+from tokenmixup.passes import LayerMix
+
+pytestmark = pytest.mark.usefixtures("unevaluated")
+
+
+def micro_batch(difficulty: torch.Tensor, taus: dict[int, float]) -> MicroBatch:
+    nothing = torch.zeros(len(difficulty), 1)
+    layers = tuple(
+        LayerMix(layer, nothing, difficulty, difficulty < tau, nothing, nothing)
+        for layer, tau in taus.items()
+    )
+    return MicroBatch(torch.zeros(()), Output(nothing, nothing, layers=layers))
+
+
+def warnings(taus: dict[int, float], epochs: int = 30) -> list[str]:
+    """Of a run whose difficulties are 0.00, 0.01, ..., 2.99 in the third epoch, 9 otherwise."""
+    htm = HTM(layer=[*taus], tau=[*taus.values()])
+    share = MixedShare(htm, epochs)
+    lines = []
+    for epoch in range(1, 6):
+        nats = torch.arange(300) / 100 if epoch == 3 else torch.full((300,), 9.0)
+        for part in nats.split(70):  # the last is smaller
+            share.add(epoch, [micro_batch(half, taus) for half in part.tensor_split(2)])
+        lines += share.warnings()
+    return lines
+
+
+def test_the_tau_that_would_mix_a_third_is_that_of_the_difficulties():
+    (line,) = warnings({2: 2.95})
+    assert line == (
+        "warning: augmentation.htm.tau=2.95: epoch 3 mixed 98% of the samples at layer 2; their "
+        "difficulty in nats is 0.15, 0.75, 1.50, 2.24, 2.84 (quantiles 5, 25, 50, 75, 95 %), "
+        "tau=1.00 would mix a third"
+    )
+    assert np.mean(np.arange(300) / 100 < 1.00) == pytest.approx(1 / 3, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("taus", "told"),
+    [
+        ({1: 0.01}, ["0% of the samples at layer 1"]),
+        ({1: 0.0}, []),  # said on purpose
+        ({1: torch.inf}, []),
+        ({1: 0.1}, []),
+        ({1: 2.8}, []),
+        ({1: 2.9, 3: 1.0}, ["97% of the samples at layer 1"]),
+        ({1: 2.9, 3: 0.01}, ["97% of the samples at layer 1", "0% of the samples at layer 3"]),
+    ],
+    ids=str,
+)
+def test_layers_that_mix_few_or_most_samples_are_named(taus: dict[int, float], told: list[str]):
+    lines = warnings(taus)
+    assert len(lines) == len(told)
+    assert all(text in line for text, line in zip(told, lines, strict=True))
+
+
+def test_difficulties_of_skipped_updates_do_not_count():
+    share = MixedShare(HTM(layer=1, tau=0.1), 1)
+    share.add(1, [micro_batch(torch.tensor([torch.nan, 1.0, 2.0, 3.0]), {1: 0.1})])
+    (line,) = share.warnings()
+    assert "is 1.10, 1.50, 2.00, 2.50, 2.90 " in line
+    share.add(1, [micro_batch(torch.full((4,), torch.nan), {1: 0.1})])
+    assert [*share.warnings()] == []
+
+
+@pytest.mark.parametrize(("tau", "percent"), [(0.5, "0%"), (4.0, "100%")])
+def test_a_run_says_it_once(command: Command, tmp_path: Path, tau: float, percent: str):
+    result = command("train", "name=mine", f"augmentation.htm.tau={tau}", *SMALL)
+    assert result.status == 0, result.err
+    (line,) = re.findall("warning: .* would mix a third", result.out + result.err)
+    assert f"augmentation.htm.tau={tau}: epoch 1 mixed {percent} of the samples" in line
+    third = float(re.findall(r"tau=(\S+) would", line)[0])
+    steps, _ = folder(tmp_path).read_metrics()
+    assert third == pytest.approx(steps[0]["difficulty"], abs=0.3)
+
+
+def test_collecting_difficulties_adds_no_wait():
+    trainer = trainer_on("meta", ["htm"])
+    images, classes = torch.zeros(6, 3, 32, 32, device="meta"), torch.arange(6, device="meta")
+    with counted() as counts:
+        parts = trainer.train_step(images, classes, 6)
+        before = counts.copy()
+        trainer.mixed_share.add(trainer.mixed_share.epoch, parts)
+    assert counts == before and [*trainer.mixed_share.seen] == [1]
