@@ -18,6 +18,12 @@ def reproduce(words: list[str]) -> int:
     args, others = study_parser(__doc__).parse_known_args(words)
     if others and args.launcher != "slurm":
         raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
+    if args.launcher != "slurm" and args.task is None:
+        for name in ("cpus", "nodes", "no_gpu"):
+            if (value := getattr(args, name)) is not None:
+                raise UserError(f"{name}={value}: goes with launcher=slurm only")
+    elif args.jobs is not None:
+        raise UserError(f"jobs={args.jobs}: launcher=slurm starts all runs")
     settings = settings_of(args)
     runs = plan(args.study, settings, args.seeds)
     if args.task is not None:
@@ -68,9 +74,9 @@ def _array(
     launch.prepare(runs, settings, here=False)
     resources = launch.Resources(
         devices=args.devices,
-        nodes=args.nodes,
-        cpus=args.cpus,
-        no_gpu=args.no_gpu,
+        nodes=args.nodes or 1,
+        cpus=args.cpus or 8,
+        no_gpu=bool(args.no_gpu),
         sbatch=[*_options(others)],
     )
     study = Path(args.study).stem

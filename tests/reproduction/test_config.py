@@ -13,6 +13,7 @@ from reproduction.config import CONF_DIR
 from reproduction.runs.compose import LISTS, compose
 from reproduction.runs.folder import default_name, run_hash
 from reproduction.runs.parse import parse
+from reproduction.studies.study import TABLES, papers_studies
 from tests.reproduction.conftest import config_of
 from tokenmixup import HTM, VTM, ManifoldMixup
 

@@ -213,7 +213,7 @@ def test_openmixup_study_at_smoke_scale_uses_stand_ins():
         assert run.config.dataset.root == "x/smoke/data/cifar100"
         htm = run.config.augmentation.htm
         assert htm is None or (htm.tau, htm.rho) == (float("inf"), 0)
-        assert run.config.recipe.clip_grad_norm == 5 and run.config.recipe.epochs == 2
+        assert run.config.recipe.clip_grad_norm == 5 and run.config.recipe.max_steps == 4
 
 
 def test_find_runs_prefers_the_finished_folder_of_a_run(tmp_path: Path):

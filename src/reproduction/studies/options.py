@@ -30,9 +30,9 @@ def study_parser(description: str | None) -> Parser:
     group = options.add_argument_group(
         "slurm", "Other options are sbatch's own: --partition gpu --time 24:00:00 --mem 64G"
     )
-    group.add_argument("--cpus", type=positive, default=8, help="cores of each process")
-    group.add_argument("--nodes", type=positive, default=1, help="that share the devices")
-    group.add_argument("--no-gpu", action="store_true", help="train on CPUs")
+    group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")
+    group.add_argument("--nodes", type=positive, help="that share the devices (default: 1)")
+    group.add_argument("--no-gpu", action="store_const", const=True, help="train on CPUs")
     return options
 
 

@@ -5,6 +5,7 @@ A name is `table1` to `table5`, `sweep-tau`, `sweep-rho`, `sweep-kappa`, a figur
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -115,7 +116,7 @@ def points(name: str, study: Study, settings: Settings) -> Iterator[Point]:
     scale = settings.chosen
     for key, row in rows_of(study, settings.scale).items():
         if own is not None or scale.only is None or row.column in scale.only:
-            with error_context(f"{name}.yaml: {key}"):
+            with error_context(f"{name}.yaml: {key}") if own is not None else nullcontext():
                 overrides = tuple(_overrides(row, own, settings))
                 config = _config(row, own, settings)
             yield Point(study=name, name=key, row=row, overrides=overrides, config=config)

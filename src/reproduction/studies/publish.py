@@ -30,6 +30,24 @@ from reproduction.training.checkpoint import export
 
 RESULTS = ROOT / "results"
 OTHERS = "others"  # the file of runs that belong to no study
+INTRODUCTION = """# Results
+
+`python scripts/write_docs.py` writes this page from `results/*.jsonl`, which hold a line for each
+run: configuration, seed, hardware, threads, hours, accuracies by epoch, mixed share, sha256 of the
+weights. `make publish RUN=outputs/NAME` adds such a line, and writes a folder with weights for
+`python eval.py checkpoint=FOLDER`. Weights are not kept in this repository. To check a line, train
+its configuration again at its git revision: on a CPU, with the same versions and number of threads,
+the weights are equal bit for bit. The lines of cifar10_5k and digits100 lack the threads
+(digits100: `OMP_NUM_THREADS=1`), and their sha256 may differ for equal weights, as the order of the
+metadata was random.
+
+Last, median, best: accuracy after the last epoch, the median of the last ten and the best, in
+percent, mean +/- standard deviation over n seeds. Best of 10: the best of the last ten epochs.
+Mixed: the share of samples that HTM mixes, averaged over training. Difference and p: of the last
+epoch, two-sided t-tests, paired over seeds. So few pairs find only a difference that is large
+compared with its spread: no test shows that two rows are equal, and nothing follows for other
+models, data, training lengths or settings, including the paper's.
+"""
 
 
 def publish(run: Path, results: Path, folder: Path) -> Path:
@@ -150,21 +168,7 @@ def results_page(results: Path = RESULTS) -> str:
     runs, studies = read_store(results), _studies(results)
     papers, *_ = results_of({name: papers_studies()[name] for name in TABLES}, Settings(), runs)
     lines = [
-        "# Results\n",
-        "`python scripts/write_docs.py` writes this page from `results/*.jsonl`, which hold a line",
-        "for each run: configuration, seed, hardware, threads, hours, accuracies by epoch, mixed",
-        "share, sha256 of the weights. `make publish RUN=outputs/NAME` adds such a line, and writes",
-        "a folder with weights for `python eval.py checkpoint=FOLDER`. Weights are not kept in this",
-        "repository. To check a line, train its configuration again at its git revision: on a CPU,",
-        "with the same versions and number of threads, the weights are equal bit for bit. The lines",
-        "of cifar10_5k and digits100 lack the threads (digits100: `OMP_NUM_THREADS=1`), and their",
-        "sha256 may differ for equal weights, as the order of the metadata was random.\n",
-        "Last, median, best: accuracy after the last epoch, the median of the last ten and the best",
-        "epoch, mean +/- standard deviation over n seeds. Best of 10: the best of the last ten",
-        "epochs. Mixed: the share of samples that HTM mixes, averaged over training. Difference and",
-        "p: of the last epoch, two-sided t-tests, paired over seeds. So few pairs find only a",
-        "difference that is large compared with its spread: no test shows that two rows are equal,",
-        "and nothing follows for other models, data, training lengths or settings.\n",
+        INTRODUCTION,
         "## The paper's tables\n",
         as_markdown(_papers_rows(papers)),
     ]

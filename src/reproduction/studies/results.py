@@ -23,13 +23,13 @@ HOW_TO_READ = (
     "The published code selects the best epoch, so best - paper compares like with like; last - "
     "paper uses no selection on the held-out images. Runs that are not the paper's experiments are "
     "not compared with it.",
-    "Difference and p: last epoch, against our own baseline over their common seeds, by a two-sided "
-    "paired t-test; p (Holm) is corrected for all tests of the table. Paper's: the difference of the "
-    "printed accuracies.",
+    "Difference and p: last epoch, against our own baseline over their common seeds, by a "
+    "two-sided paired t-test; p (Holm) is corrected for all tests of the table. Paper's: the "
+    "difference of the printed accuracies.",
     "Parameters and MACs are our counts of the row's model beside the printed ones, including "
-    "ScoreNet with HTM, and with the number of classes that fits the printed count. MACs: one image "
-    "in evaluation, half the FLOPs of torch's FlopCounterMode; most printed counts leave out the "
-    "matmuls of attention. Rows without n are quoted by the paper from other work.",
+    "ScoreNet with HTM, and with the number of classes that fits the printed count. MACs: one "
+    "image in evaluation, half the FLOPs of torch's FlopCounterMode; most printed counts leave out "
+    "the matmuls of attention. Rows without n are quoted by the paper from other work.",
 )
 SWEPT = (
     "Difference and p: against the runs with the {word} of Table {table}. The baseline is the same "

@@ -49,7 +49,7 @@ class Row:
 
 @checked(config=FORBID, frozen=True, kw_only=True)
 class Sweep:
-    """Rows for the `values` of a `key`; `own` (study/row) has the paper's value and the baseline."""
+    """Rows for the `values` of a `key`; `own` (study/row) has the paper's value and baseline."""
 
     key: str
     values: list[str | int | float]
@@ -248,7 +248,7 @@ def _read(path: Path, kind: type[T]) -> T:
 
 
 def rows_of(study: Study, scale: str = FULL) -> dict[str, Row]:
-    """Returns the rows with the overrides of the study; those of a sweep begin with its baseline."""
+    """Returns the rows with the overrides of the study; a sweep begins with its baseline."""
     if study.sweep is None:
         return {
             name: replace(row, row=row.row or name, overrides=[*study.overrides, *row.overrides])

@@ -76,7 +76,7 @@ class RunsTable:
     def shown(self) -> pd.DataFrame:
         """Returns the columns for people as text."""
         table = self.numbers
-        columns: dict[str, Any] = {name: values for name, values in self._texts().items()}
+        columns: dict[str, Any] = dict(self._texts().items())
         columns["n"] = table.n.map(str)
         columns["top-1 last"] = spreads(table, "top1_last")
         columns["best"] = spreads(table, "top1_best")
@@ -101,9 +101,9 @@ class RunsTable:
         """Returns what the table leaves out: keys that follow, errors, folders without a run."""
         done, number_of = len(newest(self.runs)), len(self.runs)
         notes = [
-            f"{self._common()}{number_of} run{'s' * (number_of != 1)}, {done} finished; top-1 in percent, "
-            "mean +/- standard deviation over n seeds; best: of the best epoch on the held-out "
-            "images, which is optimistic"
+            f"{self._common()}{number_of} run{'s' * (number_of != 1)}, {done} finished; top-1 in "
+            "percent, mean +/- standard deviation over n seeds; best: of the best epoch on the "
+            "held-out images, which is optimistic"
         ]
         if self.following:
             names = ", ".join(self.following[:MOST_FOLLOWING])
