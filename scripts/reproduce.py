@@ -23,7 +23,7 @@ def reproduce(words: list[str]) -> int:
             if (value := getattr(args, name)) is not None:
                 raise UserError(f"{name}={value}: goes with launcher=slurm only")
     elif args.jobs is not None:
-        raise UserError(f"jobs={args.jobs}: launcher=slurm starts all runs")
+        raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")
     settings = settings_of(args)
     runs = plan(args.study, settings, args.seeds)
     if args.task is not None:

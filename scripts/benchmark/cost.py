@@ -87,9 +87,9 @@ def studies_at(settings: Settings) -> list[str]:
     return [name for name in (*TABLES, *SWEEPS) if not (name == "table2" and only)]
 
 
-@one_line_errors("cost")
+@one_line_errors("cost.py")
 def main() -> None:
-    parser = Parser(prog="cost", description=__doc__)
+    parser = Parser(prog="cost.py", description=__doc__)
     parser.add_argument("studies", nargs="*", help="such as table1 sweep-tau (default: all)")
     add_settings(parser)
     parser.add_argument("--seeds", type=positive, help="seeds per run (default: as reproduce.py)")

@@ -141,10 +141,10 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     return mixed
 
 
-@one_line_errors("latency")
+@one_line_errors("latency.py")
 def main() -> None:
     """Writes latency.json next to the runs of the scale and prints it."""
-    parser = Parser(prog="latency", description="Measures Table 3's latency.")
+    parser = Parser(prog="latency.py", description="Measures Table 3's latency.")
     parser.add_argument("--batch-size", type=positive, help="images per step (default: 128)")
     parser.add_argument("--repeats", type=positive, help="timed rounds (default: 20; smoke: 5)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -404,7 +404,10 @@ def test_dry_run_shows_measured_hours(small, capsys):
     assert len(hours) == 6
 
 
-def test_own_study_ends_with_its_table(small, tmp_path, capsys):
+def test_own_study_ends_with_its_table(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        launch, "train_all_apart", lambda runs: launch.train_all(runs, launch.train_here)
+    )
     file = tmp_path / "mine.yaml"
     file.write_text(
         "title: Mine\noverrides: [model.embed_dim=16, dataset.limit=60, recipe.batch_size=20, "
