@@ -135,7 +135,8 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
     saliency = detector_of(htm)(entry)
     is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
     rules = rules_of(htm)
-    mixed = mix_horizontal(entry.tokens, targets, saliency, is_easy, htm.rho, rules=rules)
+    rho = htm.rho_for(saliency.shape[1])
+    mixed = mix_horizontal(entry.tokens, targets, saliency, is_easy, rho, rules=rules)
     for projected in entry.projected:
         mixed.exchange(projected)
     return mixed

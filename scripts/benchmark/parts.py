@@ -66,10 +66,11 @@ def htm_parts(
     block_input = dataclasses.replace(entry)
     with autocast(device, precision):
         saliency = block_input.own_saliency()
-    gain = gain_matrix(saliency, htm.rho)
+    rho = htm.rho_for(saliency.shape[1])
+    gain = gain_matrix(saliency, rho)
     donor = optimal_assignment(gain).to(device)
     is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
-    blend = partial(mix_horizontal, rho=htm.rho, rules=Rules(match=lambda *_: donor))
+    blend = partial(mix_horizontal, rho=rho, rules=Rules(match=lambda *_: donor))
     exchange = blend(entry.tokens, targets, saliency, is_easy).exchange
 
     def autocasting(work: Work) -> None:
@@ -79,7 +80,7 @@ def htm_parts(
     parts: dict[str, Work] = {
         "all three": lambda: mix(module, images, targets, entry),
         "saliency": lambda: dataclasses.replace(entry).own_saliency(),
-        "gain matrix": lambda: gain_matrix(saliency, htm.rho),
+        "gain matrix": lambda: gain_matrix(saliency, rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
         "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
         "mixing of projections": lambda: [exchange(y) for y in block_input.projected],

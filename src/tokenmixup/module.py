@@ -103,6 +103,7 @@ class TokenMixup(nn.Module):
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         if checkpoint_blocks and (reason := why_not(model, None, adapter)):
             raise ValueError(f"TokenMixup does not support this model: {reason}")
+        htm = htm and htm.for_classes(num_classes)
         self.adapter = adapter or adapter_of(model)
         self.num_classes = num_classes
         self.checkpoint_blocks = checkpoint_blocks
@@ -317,7 +318,7 @@ class TokenMixup(nn.Module):
                 entry.tokens,
                 state.targets,
                 htm.tau,
-                htm.rho,
+                htm.rho_for(entry.tokens.shape[1] - entry.num_prefix_tokens),
                 partial(state.measure_difficulty, scorenet, entry.num_prefix_tokens),
                 partial(self._saliency_of, entry),
                 self.rules,

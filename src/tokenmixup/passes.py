@@ -80,13 +80,14 @@ def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> d
 
 
 def training_loss(output: Output, score_loss_weight: float | None = None) -> Tensor:
-    """Returns cross-entropy(logits, mixed targets) + lambda x ScoreNet's loss, in float32.
+    """Returns cross-entropy(logits, mixed targets) + lambda x ScoreNet's loss, at least in float32.
 
     `score_loss_weight`: lambda, by default `HTM.score_loss_weight`, whose default is the published
     code's. The paper trains both jointly (Section 3.1) without giving lambda.
     """
     weight = output.score_loss_weight if score_loss_weight is None else score_loss_weight
-    loss = F.cross_entropy(output.logits.float(), output.targets.float())
+    dtype = torch.promote_types(output.logits.dtype, torch.float32)
+    loss = F.cross_entropy(output.logits.to(dtype), output.targets.to(dtype))
     if output.score_loss is None:
         return loss
     return loss.add(output.score_loss, alpha=weight)

@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
+AUTO = "auto"
 
 Pooling = Literal["auto", "attention", "average", "class_token"]
 Detector = Literal["attention", "mean_attention", "gradient", "random"]
@@ -27,7 +28,7 @@ def _option(allowed: str, holds: Callable[[Any], bool], default: Any = MISSING) 
 
 
 def _per_layer(
-    allowed: str, holds: Callable[[Any], bool], number: type, default: Any = MISSING
+    allowed: str, holds: Callable[[Any], bool], number: Callable[[Any], Any], default: Any = MISSING
 ) -> Any:
     """Declares an option with one value for all layers or one for each; [x] is the same as x."""
 
@@ -48,6 +49,14 @@ def _is_whole(x: Any) -> bool:
 
 def _is_number(x: Any) -> bool:
     return type(x) in (int, float) and (abs(x) <= LARGEST or abs(x) == math.inf)
+
+
+def _is_auto(x: Any) -> bool:
+    return isinstance(x, str) and x == AUTO
+
+
+def _float_or_auto(x: Any) -> float | str:
+    return AUTO if _is_auto(x) else float(x)
 
 
 def _is_blocks(x: Any) -> bool:
@@ -126,6 +135,13 @@ def _at(value: Any, index: int) -> Any:
     return value[index] if _is_list(value) else value
 
 
+def _without_auto(value: Any, number: float) -> Any:
+    """Replaces `auto`, also in a list, by the number."""
+    if _is_list(value):
+        return [_without_auto(x, number) for x in value]
+    return number if _is_auto(value) else value
+
+
 Kind = TypeVar("Kind", bound=_Settings)
 
 
@@ -170,9 +186,9 @@ class HTM(_Layered):
 
     `layer`: index, from 0, of the block whose input is mixed, or several in rising order. Each has
     a ScoreNet of its own and mixes the tokens and labels that the previous one has left.
-    `tau`: difficulty in nats below which a sample is easy (0: none, inf: all).
-    `rho`: a token is replaced if that raises its saliency by more than rho (inf: none).
-    With several layers `tau` and `rho` may be lists, one value for each layer.
+    `tau`: difficulty in nats below which a sample is easy (0: none, inf: all); auto: `for_classes`.
+    `rho`: a token is replaced if that raises its saliency by more than rho (inf: none); auto:
+    `rho_for`. With several layers `tau` and `rho` may be lists, one value for each layer.
     `score_loss_weight`: lambda, the weight of ScoreNet's loss in `training_loss`.
     `pooling`: of ScoreNet; auto is class_token if the model classifies by a class token that enters
     the blocks, else attention.
@@ -195,17 +211,17 @@ class HTM(_Layered):
         lambda x: _is_whole(x) and x >= 0,
         int,
     )
-    tau: float | Sequence[float] = _per_layer(
-        "a number >= 0 or inf, or one for each layer",
-        lambda x: _is_number(x) and x >= 0,
-        float,
-        2.0,
+    tau: float | str | Sequence[float | str] = _per_layer(
+        "auto, a number >= 0 or inf, or one for each layer",
+        lambda x: _is_auto(x) or (_is_number(x) and x >= 0),
+        _float_or_auto,
+        AUTO,
     )
-    rho: float | Sequence[float] = _per_layer(
-        "0 <= number <= 1 or inf, or one for each layer",
-        lambda x: _is_number(x) and (0 <= x <= 1 or x == math.inf),
-        float,
-        0.005,
+    rho: float | str | Sequence[float | str] = _per_layer(
+        "auto, 0 <= number <= 1 or inf, or one for each layer",
+        lambda x: _is_auto(x) or (_is_number(x) and (0 <= x <= 1 or x == math.inf)),
+        _float_or_auto,
+        AUTO,
     )
     score_loss_weight: float = _option(
         "a finite number >= 0", lambda x: _is_number(x) and 0 <= x < math.inf, 0.001
@@ -233,6 +249,22 @@ class HTM(_Layered):
                     f"htm.layer={self.layer}: must be one layer with {name}={value}, which refers "
                     "to the batch before mixing"
                 )
+
+    def for_classes(self, num_classes: int) -> "HTM":
+        """Returns the settings with log10(classes) nats for `tau=auto`.
+
+        The rule is ours: 1.0 for 10 classes and 2.0 for 100, as published. Guessing scores
+        ln(classes), 2.3 times as much, so that no sample is easy before ScoreNet has learned.
+        """
+        return replace(self, tau=_without_auto(self.tau, math.log10(num_classes)))
+
+    def rho_for(self, num_tokens: int) -> Any:
+        """Returns rho, 1.28 / spatial tokens for `auto`; a list if the layers have their own.
+
+        The rule is ours: 0.005 for 256 tokens, as published for CIFAR-100. Saliency sums to about
+        1, so that rho is 1.28 times its mean.
+        """
+        return _without_auto(self.rho, 1.28 / num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ class Recorded:
     """One recorded .npz file."""
 
     def __init__(self, name: str):
-        self.is_cct = name.startswith("cct")
+        self.is_cct = not name.startswith("vit")
         self.arrays: dict[str, Any] = dict(np.load(FIXTURES / f"{name}.npz"))
 
     def tensor(self, key: str) -> Tensor:

@@ -50,7 +50,7 @@ def test_default_layers_depend_on_the_model(model: str, layers: tuple[int, int])
     stack = config_of(f"model={model}", "augmentation=[htm,vtm]").augmentation
     assert stack.htm is not None and stack.vtm is not None
     assert (stack.htm.layer, stack.vtm.layer) == layers
-    assert (stack.htm.tau, stack.htm.rho, stack.vtm.kappa) == (2.0, 0.005, 3)
+    assert (stack.htm.tau, stack.htm.rho, stack.vtm.kappa) == ("auto", "auto", 3)
 
 
 def test_infinite_thresholds_are_valid():

@@ -53,12 +53,15 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def replace(kind: type[Config], **first_defaults: Any) -> None:
         for module in (folder, parse):
             monkeypatch.setattr(module, "Config", kind)
-        monkeypatch.setattr(folder, "FIRST_DEFAULTS", first_defaults)
+        monkeypatch.setattr(folder, "FIRST_DEFAULTS", folder.FIRST_DEFAULTS | first_defaults)
         omitted_values.cache_clear()
 
     yield replace
     monkeypatch.undo()
     omitted_values.cache_clear()
+
+
+FIRST = ("augmentation.htm.tau=2.0", "augmentation.htm.rho=0.005")
 
 
 def plain(*overrides: str) -> dict[str, Any]:
@@ -111,6 +114,14 @@ def test_run_saved_without_keys_of_later_options_is_found(command: Command, tmp_
     again = command("train", "name=mine", "resume=auto", *SMALL)
     assert again.status == 0 and "after 2 epochs" in again.out and not again.err
     assert command("eval", "run=outputs/mine").status == 0
+
+
+def test_identity_holds_the_word_auto():
+    """Also after tau and rho of 2.0 and 0.005, the first defaults, became auto."""
+    auto, first = identity(plain()), identity(plain(*FIRST))
+    keys = [f"augmentation.htm.{name}" for name in ("tau", "rho")]
+    assert [auto[key] for key in keys] == ["auto", "auto"]
+    assert not {*keys} & {*first}
 
 
 def test_group_without_values_of_its_own_is_set():

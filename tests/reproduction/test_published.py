@@ -26,12 +26,12 @@ SCORENET = {  # published name -> ours
 }
 
 
-def published_module(recorded: Recorded) -> TokenMixup:
+def published_module(recorded: Recorded, **changes: dict[str, Any]) -> TokenMixup:
+    """Builds the recorded model with the published switches; `changes` by method override them."""
     settings = {key: value.item() for key, value in recorded.under("setting").items()}
-    htm: dict[str, Any] | None = None
-    vtm: dict[str, Any] | None = None
-    if "horizontal_mixup" in settings:
-        htm = {
+    stack: dict[str, dict[str, Any]] = {}
+    if settings.get("horizontal_mixup"):
+        stack["htm"] = {
             "layer": settings["horizontal_layer"],
             "tau": 10 * settings["tau"],  # published: cross-entropy times 0.1
             "rho": settings["rho"],
@@ -40,15 +40,15 @@ def published_module(recorded: Recorded) -> TokenMixup:
             "mask_rule": "published",
             "order": "published",
         }
-    if "vertical_mixup" in settings:
-        vtm = {
+    if settings.get("vertical_mixup"):
+        stack["vtm"] = {
             "layer": settings["vertical_layer"],
             "kappa": settings["kappa"],
             "class_token_offset": "paper" if recorded.is_cct else "published",
         }
     model = recorded.build()
     model.load_state_dict(convert_names(recorded.under("state")))
-    module = attach(model, 10, htm=htm, vtm=vtm)
+    module = attach(model, 10, **{key: x | changes.get(key, {}) for key, x in stack.items()})
     if module.scorenet is not None:
         module.scorenet.load_state_dict(scorenet_state(recorded.under("state")))
     return module
@@ -128,16 +128,11 @@ def test_the_published_model_is_reproduced(name: str):
 )
 def test_every_published_switch_is_needed(name: str, switch: str):
     recorded = Recorded(name)
-    module = published_module(recorded)
-    assert module.htm is not None and module.vtm is not None
     paper_rule = {"mask_rule": "paper", "order": "in_place", "class_token_offset": "paper"}[switch]
-    settings = {"htm": vars(module.htm).copy(), "vtm": vars(module.vtm).copy()}
-    settings["vtm" if switch == "class_token_offset" else "htm"][switch] = paper_rule
-    other = attach(module.model, 10, **settings)
-    assert other.scorenet is not None and module.scorenet is not None
-    other.scorenet.load_state_dict(module.scorenet.state_dict())
+    method = "vtm" if switch == "class_token_offset" else "htm"
+    module = published_module(recorded, **{method: {switch: paper_rule}})
     with torch.no_grad():
-        output = other.train()(recorded.tensor("images"), recorded.tensor("targets"))
+        output = module.train()(recorded.tensor("images"), recorded.tensor("targets"))
     assert isinstance(output, Output)
     expected = recorded.tensor("train_logits")
     difference = float((output.logits - expected).abs().max() / expected.abs().max())

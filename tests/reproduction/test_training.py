@@ -363,6 +363,23 @@ def test_tau_above_the_loss_of_guessing_causes_a_warning(
     assert ("guessing scores 2.30 nats" in result.err) == is_warned
 
 
+def test_first_lines_and_summary_say_the_numbers_of_auto(command: Command, tmp_path: Path):
+    result = command("train", "name=mine", *SMALL)
+    assert "\nhtm: tau = 1\nhtm: rho = 0.02\n" in result.out  # 10 classes, 64 tokens
+    assert folder(tmp_path).read_summary()["htm"] == {"tau": [1.0], "rho": [0.02]}
+    assert folder(tmp_path).read_config()["augmentation"]["htm"]["tau"] == "auto"
+    layers = [
+        "augmentation=[htm]",
+        "augmentation.htm.layer=[0,1]",
+        "augmentation.htm.tau=[inf,auto]",
+    ]
+    result = command("train", "name=two", *layers, *SMALL)
+    assert "htm: tau = inf, 1\nhtm: rho = 0.02, 0.02\n" in result.out
+    assert folder(tmp_path, "two").read_summary()["htm"]["tau"] == ["inf", 1.0]
+    assert command("train", "name=plain", "augmentation=[vtm]", *SMALL).status == 0
+    assert "htm" not in folder(tmp_path, "plain").read_summary()
+
+
 def test_low_precision_trains(command: Command, tmp_path: Path):
     result = command("train", "name=mine", *MIXED, *SMALL, "recipe.precision=bf16")
     assert result.status == 0, result.err

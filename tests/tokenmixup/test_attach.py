@@ -14,7 +14,7 @@ from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.conftest import CLASSES, small_cct, small_vit, small_vit_lite
+from tests.conftest import CLASSES, sharpened, small_cct, small_vit, small_vit_lite
 from tests.oracle import Oracle
 from tokenmixup import HTM, VTM, Output, attach, training_loss
 
@@ -705,7 +705,7 @@ def test_attach_refuses_what_its_own_projection_would_bypass(build, change, mess
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"htm": {"layer": 1, "tau": "2"}}, "htm.tau='2': must be a number"),
+        ({"htm": {"layer": 1, "tau": "2"}}, "htm.tau='2': must be auto, a number"),
         ({"htm": {"layer": [1, 1]}}, r"htm.layer=\[1, 1\]: must be in rising order"),
         ({"htm": {"layer": []}}, "htm.layer=.*, or several in rising order"),
         ({"htm": {"layer": [1, 9]}}, "htm.layer=9: .* has blocks 0..3"),
@@ -816,3 +816,26 @@ def test_the_gradient_detector_pools_to_the_models_own_grid():
     pooled = F.adaptive_avg_pool2d(entry.pixels[:, None], (8, 2)).flatten(1)
     expected = pooled / pooled.sum(dim=1, keepdim=True)
     torch.testing.assert_close(detect(entry), expected)
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "patch", "tau", "rho"), [(100, 2, 2.0, 0.005), (10, 4, 1.0, 0.02)]
+)
+def test_auto_thresholds_of_a_timm_vit_equal_their_numbers(
+    num_classes: int, patch: int, tau: float, rho: float
+):
+    """256 and 64 tokens; the class token does not count."""
+    vit = {"img_size": 32, "patch_size": patch, "num_classes": num_classes, "depth": 2}
+    outputs = []
+    for thresholds in ({}, {"tau": tau, "rho": rho}):
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", embed_dim=24, num_heads=3, **vit)
+        module = attach(sharpened(model), num_classes, htm={"layer": 1, **thresholds}).train()
+        assert module.htm is not None and module.htm.tau == tau
+        module.scorenets["1"].head.bias.data[0] = 5  # some samples are easy
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        targets = torch.eye(num_classes)[[0, 0, 0, 0, 1, 2, 3, 4]]
+        outputs.append(module(images, targets))
+    auto, given = outputs
+    assert auto.stats["mixed_samples"] == 4 and auto.stats["mixed_tokens"] > 0
+    assert torch.equal(auto.mask, given.mask) and torch.equal(auto.logits, given.logits)

@@ -211,5 +211,23 @@ def test_htm_refuses_bad_settings_by_name(bad: dict):
         HTM(layer=1, **bad)
 
 
+@pytest.mark.parametrize(
+    ("num_classes", "num_tokens", "tau", "rho"),
+    [(100, 256, 2.0, 0.005), (10, 64, 1.0, 0.02), (1000, 196, 3.0, 0.0065)],
+)
+def test_auto_thresholds_fit_classes_and_tokens(
+    num_classes: int, num_tokens: int, tau: float, rho: float
+):
+    """The first are those published for CIFAR-100, and for CIFAR-10 tau alone."""
+    htm = HTM(layer=0)
+    assert (htm.tau, htm.rho) == ("auto", "auto")
+    assert htm.for_classes(num_classes).tau == pytest.approx(tau)
+    assert htm.rho_for(num_tokens) == pytest.approx(rho, abs=5e-5)
+    layered = HTM(layer=[0, 1], tau=["auto", 4], rho=[0.5, "auto"]).for_classes(num_classes)
+    assert [x.tau for x in layered.each.values()] == pytest.approx([tau, 4.0])
+    assert layered.rho_for(num_tokens) == pytest.approx([0.5, rho], abs=5e-5)
+    assert layered.each[0].rho_for(num_tokens) == 0.5
+
+
 def test_htm_takes_infinite_thresholds():
     assert HTM(layer=0, tau=float("inf"), rho=float("inf")).rho == float("inf")

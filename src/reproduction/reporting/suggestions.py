@@ -48,8 +48,8 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     Each layer is measured as if earlier ones did not mix. Raises UserError without HTM.
     """
     trained = load_trained(config, folder, config.device)
-    assert config.augmentation.htm is not None
-    each = config.augmentation.htm.each
+    assert trained.module.htm is not None
+    each = trained.module.htm.each
     observed: dict[int, list[Observed]] = {layer: [] for layer in each}
     inputs = build_training_inputs(config, len(trained.source.classes), trained.device)
     parts = config.devices * config.recipe.grad_accum_steps  # pairs are matched within each
@@ -73,7 +73,7 @@ def _observe(trained: Trained, layer: int, htm: HTM, images: Tensor, targets: Te
 
 
 def _layer(layer: int, htm: HTM, observed: list[Observed]) -> Layer:
-    tau, rho = cast(float, htm.tau), cast(float, htm.rho)  # of one layer
+    tau, rho = cast(float, htm.tau), htm.rho_for(observed[0].saliency.shape[1])
     nats = torch.cat([one.difficulty for one in observed]).numpy()
     easy = [one.difficulty < tau for one in observed]
     if not any(bool(flags.any()) for flags in easy):

@@ -38,7 +38,7 @@ NOT_IDENTITY = (
     *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
 )
 # Key -> its first default, if the schema now has another one: what configurations without it mean.
-FIRST_DEFAULTS: dict[str, Any] = {}
+FIRST_DEFAULTS: dict[str, Any] = {"augmentation.htm.tau": 2.0, "augmentation.htm.rho": 0.005}
 
 
 class RunFolder:

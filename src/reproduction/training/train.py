@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from reproduction.config import Config, ViT
+from reproduction.config import Config, Library, ViT
 from reproduction.data.build import (
     build_evaluation_loader,
     build_source,
@@ -187,6 +187,18 @@ def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
     report_other_files(source)
     if trainer.initial_weights is not None:
         say(f"initial weights: {trainer.initial_weights}")
+    for name, numbers in _htm_numbers(config, trainer).items():
+        say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in numbers)}")
+
+
+def _htm_numbers(config: Config, trainer: Trainer) -> dict[str, list[float | str]]:
+    """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
+    htm = trainer.module.htm
+    if htm is None or isinstance(config.model, Library):
+        return {}
+    each, tokens = htm.each.values(), config.model.tokens
+    rows = {"tau": [x.tau for x in each], "rho": [x.rho_for(tokens) for x in each]}
+    return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
 
 
 def _warn_about_settings(config: Config, trainer: Trainer) -> None:
@@ -209,8 +221,10 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     with autocast(device, config.recipe.precision):
         kernel = attention_kernel(model, config.model.image_size)
     earlier = trainer.folder.read_summary() if trainer.step > 0 else {}
+    numbers = _htm_numbers(config, trainer)
     return {
         "name": config.name,
+        **({"htm": numbers} if numbers else {}),
         "parameters": count_parameters(trainer.module),
         "macs": count_macs(model, config.model.image_size).total,
         "attention": kernel,
