@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
-
 from reproduction.runs.folder import RunFolder, check_writable
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
@@ -13,34 +10,14 @@ from reproduction.system.terminal import Parser, one_line_errors, positive, say
 
 def shares(folder: RunFolder, batches: int) -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
-    from reproduction.reporting.suggestions import QUANTILES, suggestions
+    from reproduction.reporting.suggestions import as_text, suggestions
 
-    config = parse_saved(folder.read_config())
-    for layer in suggestions(folder, config, batches):
-        say(f"\nlayer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}\n")
-        titles = ["", *(f"{q:.0%}" for q in QUANTILES)]
-        nats = ["difficulty in nats", *(f"{x:.3f}" for x in layer.difficulty)]
-        gaps = ["saliency of donor - own", *(f"{x:+.5f}" for x in layer.difference)]
-        say(_table(titles, nats, gaps))
-        for name, label, values, own in (
-            ("tau", "easy samples", layer.samples, layer.tau),
-            ("rho", "tokens replaced in each", layer.tokens, layer.rho),
-        ):
-            titles = [
-                name,
-                *(f"{value:g}{' *' * bool(np.isclose(value, own))}" for value in values),
-            ]
-            say("\n" + _table(titles, [label, *(f"{share:.1%}" for share in values.values())]))
+    for layer in suggestions(folder, parse_saved(folder.read_config()), batches):
+        say(as_text(layer))
     say(
         "\n*: the run's own. Tokens are counted at its tau, or over all samples if none is easy; "
         "pairs are matched anew for each rho."
     )
-
-
-def _table(titles: list[str], *rows: list[str]) -> str:
-    align = ["left", *["right"] * (len(titles) - 1)]
-    table = pd.DataFrame(rows, columns=titles)
-    return table.to_markdown(index=False, disable_numparse=True, colalign=align)
 
 
 def draw(folder: RunFolder, path: Path, images: int | None) -> None:

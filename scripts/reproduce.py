@@ -1,12 +1,10 @@
 """Trains the runs of a table, figure, sweep or all, or of a study of your own, each run once."""
 
 import argparse
-import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from reproduction.studies.options import settings_of, study_parser
+from reproduction.studies.options import check_launcher, command_line, settings_of, study_parser
 from reproduction.studies.plan import PlannedRun, plan, studies_of
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
@@ -18,12 +16,7 @@ def reproduce(words: list[str]) -> int:
     args, others = study_parser(__doc__).parse_known_args(words)
     if others and args.launcher != "slurm":
         raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
-    if args.launcher != "slurm" and args.task is None:
-        for name in ("cpus", "nodes", "no_gpu"):
-            if (value := getattr(args, name)) is not None:
-                raise UserError(f"{name}={value}: goes with launcher=slurm only")
-    elif args.jobs is not None:
-        raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")
+    check_launcher(args)
     settings = settings_of(args)
     runs = plan(args.study, settings, args.seeds)
     if args.task is not None:
@@ -66,40 +59,21 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
 def _array(
     args: argparse.Namespace, others: list[str], settings: Settings, runs: list[PlannedRun]
 ) -> str:
-    """Writes the script of a job array; returns how to submit it."""
     from reproduction.studies import launch
 
-    if all(run.is_done() for run in runs):
-        return "nothing to submit: all runs are finished"
-    launch.prepare(runs, settings, here=False)
     resources = launch.Resources(
         devices=args.devices,
         nodes=args.nodes or 1,
         cpus=args.cpus or 8,
         no_gpu=bool(args.no_gpu),
-        sbatch=[*_options(others)],
+        sbatch=[*launch.sbatch_options(others)],
     )
-    study = Path(args.study).stem
-    own = {"seeds": args.seeds, **vars(settings)}
-    options = [f"--{key}={value}" for key, value in own.items() if value is not None]
-    options += ["--no-gpu"] if args.no_gpu else []
-    command = [str(Path(__file__).absolute()), args.study, *options]
-    script = launch.array_script(study, command, runs, settings.root, resources)
-    return f"written; submit it with\nsbatch {launch.write_array(study, script, settings.root)}"
-
-
-def _options(words: list[str]) -> Iterator[str]:
-    """Yields the options of sbatch as lines of a script."""
-    option = ""
-    for word in words:
-        if word.startswith("-"):
-            yield from [option] if option else []
-            option = word
-        elif not option:
-            raise UserError(f"unrecognized arguments: {word}; see --help")
-        else:
-            option += f"={shlex.quote(word)}"
-    yield from [option] if option else []
+    if all(run.is_done() for run in runs):
+        return "nothing to submit: all runs are finished"
+    launch.prepare(runs, settings, here=False)
+    command = [str(Path(__file__).absolute()), *command_line(args)]
+    path = launch.write_array(Path(args.study).stem, command, runs, settings.root, resources)
+    return f"written; submit it with\nsbatch {path}"
 
 
 if __name__ == "__main__":

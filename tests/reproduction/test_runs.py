@@ -36,7 +36,7 @@ def test_read_runs_gives_a_row_for_each_folder(tmp_path: Path):
     assert list(runs.index) == ["mine", "notes"]
     mine = runs.loc["mine"]
     assert (mine.status, mine.seed, mine.top1_last, mine.hardware) == ("finished", 1, 81, "A GPU")
-    assert mine.settings["augmentation.htm.tau"] == 2.0 and "seed" not in mine.settings
+    assert mine.settings["augmentation.htm.tau"] == "auto" and "seed" not in mine.settings
     assert (mine.mixed_share, mine.top1_best10, mine.planned) == (0.25, 81, mine.epochs)
     notes = runs.loc["notes"]
     assert (notes.status, notes.error) == (

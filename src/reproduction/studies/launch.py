@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -336,9 +336,25 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def write_array(study: str, script: str, root: Path) -> Path:
+def sbatch_options(words: Sequence[str]) -> Iterator[str]:
+    """Yields the options of sbatch among the words of a command line as lines of a script."""
+    option = ""
+    for word in words:
+        if word.startswith("-"):
+            yield from [option] if option else []
+            option = word
+        elif not option:
+            raise UserError(f"unrecognized arguments: {word}; see --help")
+        else:
+            option += f"={shlex.quote(word)}"
+    yield from [option] if option else []
+
+
+def write_array(
+    study: str, command: Sequence[str], runs: Sequence[PlannedRun], root: Path, resources: Resources
+) -> Path:
     """Writes the script beside its logs, whose folder sbatch needs, and returns its path."""
     path = root / ".slurm" / f"{study}.sbatch"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, script)
+    write_text(path, array_script(study, command, runs, root, resources))
     return path

@@ -6,6 +6,7 @@ from dataclasses import fields
 from reproduction.runs.compose import options_of
 from reproduction.studies.plan import names
 from reproduction.studies.study import FULL, Settings, scales
+from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, positive
 
 
@@ -50,3 +51,20 @@ def add_settings(options: argparse.ArgumentParser) -> None:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+
+
+def check_launcher(args: argparse.Namespace) -> None:
+    """Raises UserError for options that the launcher does not use."""
+    if args.launcher == "slurm" and args.jobs is not None:
+        raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")
+    for name in ("cpus", "nodes", "no_gpu") if args.launcher != "slurm" else ():
+        value = getattr(args, name)
+        if value is not None and args.task is None:
+            raise UserError(f"{name}={value}: goes with launcher=slurm only")
+
+
+def command_line(args: argparse.Namespace) -> list[str]:
+    """Returns the words that plan the same runs: study, seeds and settings."""
+    own = {"seeds": args.seeds, **vars(settings_of(args))}
+    options = [f"--{key}={value}" for key, value in own.items() if value is not None]
+    return [args.study, *options, *(["--no-gpu"] if args.no_gpu else [])]
