@@ -7,16 +7,13 @@ from pathlib import Path
 from reproduction.studies.options import check_launcher, command_line, settings_of, study_parser
 from reproduction.studies.plan import PlannedRun, plan, studies_of
 from reproduction.studies.study import Settings
-from reproduction.system.errors import UserError
 from reproduction.system.terminal import one_line_errors, say
 
 
 def reproduce(words: list[str]) -> int:
     """Shows, schedules or trains the runs; returns 1 if a run failed."""
     args, others = study_parser(__doc__).parse_known_args(words)
-    if others and args.launcher != "slurm":
-        raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
-    check_launcher(args)
+    check_launcher(args, others)
     settings = settings_of(args)
     runs = plan(args.study, settings, args.seeds)
     if args.task is not None:
@@ -41,16 +38,16 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
 
     launch.prepare(runs, settings)
     if args.jobs or args.launcher == "joblib":
-        shares = launch.shares(args.jobs, args.devices)
-        failed = launch.train_all_apart(runs, shares, settings.root / ".logs")
+        logs, shares = settings.root / ".logs", launch.shares(args.jobs, args.devices)
+        failed = launch.train_all_apart(runs, shares, logs)
     elif settings.chosen.apart:
         failed = launch.train_all_apart(runs)
     else:
         failed = launch.train_all(runs, launch.train_here)
     say(state_table(runs, with_folders=False))
     if args.study.endswith(".yaml"):
-        (result,), *_ = results_of(studies_of(args.study), settings)
-        say(f"report: {write_result(result, report_folder(settings.root))[0]}")
+        (one,), *_ = results_of(studies_of(args.study), settings)
+        say(f"report: {write_result(one, report_folder(settings.root))[0]}")
     for name, error in failed.items():
         print(f"reproduce.py: {name} failed: {error}", file=sys.stderr)
     return int(bool(failed))
@@ -71,8 +68,8 @@ def _array(
     if all(run.is_done() for run in runs):
         return "nothing to submit: all runs are finished"
     launch.prepare(runs, settings, here=False)
-    command = [str(Path(__file__).absolute()), *command_line(args)]
-    path = launch.write_array(Path(args.study).stem, command, runs, settings.root, resources)
+    words = [str(Path(__file__).absolute()), *command_line(args)]
+    path = launch.write_array(Path(args.study).stem, words, runs, settings.root, resources)
     return f"written; submit it with\nsbatch {path}"
 
 

@@ -53,8 +53,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
 
 
-def check_launcher(args: argparse.Namespace) -> None:
-    """Raises UserError for options that the launcher does not use."""
+def check_launcher(args: argparse.Namespace, others: list[str]) -> None:
+    """Raises UserError for options that the launcher does not use; `others` are for sbatch."""
+    if others and args.launcher != "slurm":
+        raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
     if args.launcher == "slurm" and args.jobs is not None:
         raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")
     for name in ("cpus", "nodes", "no_gpu") if args.launcher != "slurm" else ():
