@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from reproduction.training.loop import Trainer
 
 MEDIAN_EPOCHS = 10
-TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far
+TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far, and over all
+STATE = ("epochs", "totals", "all_totals", "mixing")
 
 
 class History:
@@ -17,6 +18,8 @@ class History:
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, Any]] = []
+        self.mixing: dict[str, float | None] = {}  # see `end_epoch`, of the last complete epoch
+        self.all_totals = dict.fromkeys(TOTALS, 0.0)
         self.restart()
 
     def restart(self) -> None:
@@ -24,18 +27,33 @@ class History:
         self.totals = dict.fromkeys(TOTALS, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.epochs, "totals": self.totals}
+        return {name: getattr(self, name) for name in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epochs, self.totals = state["history"], state["totals"]
+        for name in STATE:
+            setattr(self, name, state[name])
 
     def add(self, lines: list[dict[str, Any]]) -> None:
         """Adds the lines of batches, of which skipped ones do not count."""
         lines = [line for line in lines if not line["skipped"]]
-        self.totals["batches"] += len(lines)
-        self.totals["loss"] += sum(line["loss"] for line in lines)
-        self.totals["mixed"] += sum(line["mixed_samples"] for line in lines)
-        self.totals["tokens"] += sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
+        for totals in (self.totals, self.all_totals):
+            totals["batches"] += len(lines)
+            totals["loss"] += sum(line["loss"] for line in lines)
+            totals["mixed"] += sum(line["mixed_samples"] for line in lines)
+            totals["tokens"] += sum(x["mixed_samples"] * x["mixed_tokens"] for x in lines)
+
+    def end_epoch(self, batch_size: float) -> None:
+        """Notes mixed samples per batch and tokens in each of the epoch, and the share of all.
+
+        `batch_size`: the mean over all batches.
+        """
+        batches, _, mixed, tokens = (self.totals[name] for name in TOTALS)
+        share = self.all_totals["mixed"] / max(self.all_totals["batches"], 1)
+        self.mixing = {
+            "mixed_samples": mixed / max(batches, 1),
+            "mixed_tokens": tokens / mixed if mixed else None,
+            "mixed_share": round(share / max(batch_size, 1), 4),
+        }
 
     def is_evaluated(self, epoch: int) -> bool:
         return bool(self.epochs) and self.epochs[-1]["epoch"] == epoch
@@ -79,4 +97,6 @@ class History:
             "seconds": round(trainer.seconds, 1),
             "images_per_second": round(trainer.images / trainer.metrics.seconds, 1),
             **({"skipped_steps": skipped} if counts else {}),
+            **self.mixing,
+            "log": self.epochs,
         }

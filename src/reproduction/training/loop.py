@@ -293,6 +293,10 @@ class Trainer:
             if self.world.is_main:
                 self._log([line])
         self.epoch = epoch
+        self.history.end_epoch(self.images / max(self.step, 1))
+        if self.world.is_main:
+            log = self.history.epochs
+            self.folder.write_summary(epochs=epoch, **self.history.mixing, log=log)
         if self.world.is_main and self.history.is_best(epoch):
             state = self.evaluated.state_dict()
             self.best = {name: value.to("cpu", copy=True) for name, value in state.items()}

@@ -80,7 +80,7 @@ def _state_of(trainer: "Trainer") -> dict[str, Any]:
         "run": run_hash(trainer.config),
         "non_finite": trainer.non_finite.state_dict(),
         "train_seconds": trainer.metrics.seconds,
-        **trainer.history.state_dict(),
+        "history": trainer.history.state_dict(),
         **{name: getattr(trainer, name) for name in COUNTS},
     }
 
@@ -102,7 +102,7 @@ def restore(trainer: "Trainer", checkpoint: Path, state: dict[str, Any]) -> None
         if trainer.average is not None:
             trainer.average.module.load_state_dict(state["model_ema"])
         trainer.non_finite.load_state_dict(state["non_finite"])
-        trainer.history.load_state_dict(state)
+        trainer.history.load_state_dict(state["history"])
         trainer.metrics.seconds = state["train_seconds"]
         for name in COUNTS:
             setattr(trainer, name, state[name])
