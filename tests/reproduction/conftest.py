@@ -63,8 +63,8 @@ Command = Callable[..., CommandResult]
 # script -> its functions resolve, check_all and main
 SCRIPTS: dict[str, tuple[Any, Any, Any]] = {
     "train": (train_script.resolve, train_script.check_all, train_script.main),
-    "eval": (eval_script.resolve_evaluation, lambda settings, here: None, eval_script.main),
-    "export": (export_script.resolve_export, lambda settings, here: None, export_script.main),
+    "eval": (eval_script.resolve_evaluation, eval_script.check_all, eval_script.main),
+    "export": (export_script.resolve_export, export_script.check_all, export_script.main),
 }
 
 
