@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_written_ends_before_evaluation(
         ("x.csv", "2 points of the sweep share it"),
     ):
         sweep = ["-m", "weights=last,best"] if "points" in part else []
-        result = command("eval", "run=outputs/mine", f"predictions={file}", *sweep)
+        result = command("eval", *sweep, "run=outputs/mine", f"predictions={file}")
         assert (result.status, len(result.lines)) == (2, 1) and part in result.err
     assert sorted(tmp_path.rglob("*")) == before
 
