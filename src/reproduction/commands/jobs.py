@@ -107,7 +107,9 @@ def check_distinct(key: str, files: Iterable[Path | None]) -> None:
     """Raises UserError if two points of a sweep would write the same new file."""
     for path, points in Counter(file for file in files if file is not None).items():
         if points > 1:
-            raise UserError(f"{key}={path}: {points} points of the sweep share it, name one each")
+            raise UserError(
+                f"{key}={path}: {points} points of the sweep share it, each must name its own"
+            )
 
 
 def resolve_evaluation(composed: Composed) -> WeightsTask:

@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -32,7 +33,11 @@ def draw_confusion(result: Path) -> Path:
         _write_names(matrix, classes)
         if len(classes) <= MOST_COUNTS:
             _write_counts(matrix, counts, shares)
-        bars.barh(range(len(classes)), 100 * shares.diagonal(), color=BLUE)
+        edges = np.arange(len(classes) + 1) - 0.5
+        settings: Any = {"orientation": "horizontal", "fill": True, "color": BLUE}
+        bars.stairs(
+            100 * shares.diagonal(), edges, **settings
+        )  # a thousand bars would take seconds
         bars.set_xlim(0, 100)
         bars.set_xlabel("top-1 [%]")
     return picture
