@@ -21,7 +21,7 @@ from timm.data import create_transform
 from reproduction import load_run
 from reproduction.data.sources import _open, load_source
 from reproduction.models.build import build_model
-from reproduction.studies.results import publish
+from reproduction.studies.publish import publish
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.predictions import Predictions, Recorder, write_predictions
