@@ -197,6 +197,13 @@ class InputMix:
     prob: Share
 
 
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class CutMix(InputMix):
+    """`labels=attention` weighs the classes by attention, as TransMix does, else by area."""
+
+    labels: Literal["area", "attention"] = "area"
+
+
 def _by_library(kind: Any) -> BeforeValidator:
     return BeforeValidator(partial(built, kind))
 
@@ -212,7 +219,7 @@ class Augmentation:
     mode: Literal["batch", "pair", "elem"] = "batch"
     off_epoch: Count | None = None
     mixup: InputMix | None = None
-    cutmix: InputMix | None = None
+    cutmix: CutMix | None = None
     manifold_mixup: Annotated[ManifoldMixup | None, _by_library(ManifoldMixup)] = None
     htm: Annotated[HTM | None, _by_library(HTM)] = None
     vtm: Annotated[VTM | None, _by_library(VTM)] = None

@@ -106,17 +106,16 @@ def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
         raise UserError(f"{error}; {SKIPPING}") from error
 
 
-def build_training_inputs(config: Config, num_classes: int, device: torch.device) -> TrainingInputs:
+def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:
     """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
     transforms = config.recipe.transforms
-    mixer = build_input_mixer(config.augmentation, config.recipe.label_smoothing, num_classes)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
     erasing = None
     if transforms.erasing_prob > 0:
         erasing = Erasing(
             transforms.erasing_prob, transforms.erasing_mode, transforms.erasing_count, device
         )
-    return TrainingInputs(normalize, mixer, erasing)
+    return TrainingInputs(normalize, build_input_mixer(config.augmentation), erasing)
 
 
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:

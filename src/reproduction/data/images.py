@@ -13,6 +13,8 @@ from PIL import Image
 from PIL.ExifTags import Base
 from PIL.Image import Transpose
 
+from reproduction.system.progress import Progress
+from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import warn
 
 NO_IMAGE = "no readable image"
@@ -126,7 +128,8 @@ def cache_in_memory(images: ImageSource, mib: int, threads: int) -> ImageSource:
             return error
 
     with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
-        decoded = list(pool.map(decode, range(len(images))))
+        each = pool.map(decode, range(len(images)))
+        decoded = list(Progress(is_first_rank()).over(each, "decoding images", len(images)))
     if broken := [one for one in decoded if isinstance(one, RuntimeError)]:
         count = f"{len(broken):,} of {len(decoded):,} images of this folder are broken"
         raise RuntimeError(f"{broken[0]}; {count}")

@@ -21,7 +21,7 @@ from reproduction.system.storage import BLANK, KEY, WRITER, replacing, seal_arch
 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),
-    *("step", "epoch", "totals", "history", "metrics_size"),
+    *("step", "epoch", "history", "metrics_size"),
     *("classes", "num_images"),
 }
 

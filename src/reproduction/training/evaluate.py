@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.sources import report_other_files
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
+from reproduction.system.progress import Progress
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import load_plain
@@ -27,8 +29,8 @@ from reproduction.training.distributed import (
     World,
     allow_tf32,
     join_world,
+    on_ranks,
     resolve_device,
-    run_on_ranks,
 )
 from reproduction.training.endings import (
     explaining_data,
@@ -114,7 +116,7 @@ def evaluate_checkpoint(
     recorder = None if predictions is None else Recorder()
     evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints, recorder=recorder)
     with handling(stop_at_once):
-        scores, found = run_on_ranks(evaluate_on_rank, config, config.devices)
+        scores, found = on_ranks(evaluate_on_rank, config.devices)(config)
     if is_first_rank():
         result.parent.mkdir(parents=True, exist_ok=True)
         write_text(result, json.dumps(scores, indent=2) + "\n")
@@ -138,11 +140,13 @@ def _evaluate_on_rank(
         pin = world.device.type == "cuda"
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
-        with explaining_memory("evaluation", config.recipe), explaining_data():
+        progress = Progress(world.is_main)
+        with closing(progress), explaining_memory("evaluation", config.recipe), explaining_data():
+            batches = progress.over(loader, "evaluation", length_hint(loader))
             scores = evaluate(
                 place(model, world.device),
                 normalize,
-                loader,
+                batches,
                 world,
                 config.recipe.precision,
                 recorder,
