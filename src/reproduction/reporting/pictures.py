@@ -15,8 +15,8 @@ from reproduction.reporting.curriculum import draw_curriculum
 from reproduction.reporting.figures import (
     BLUE,
     GREY,
+    NO_ROLLOUT,
     ORANGE,
-    ROLLOUT_IS_ONE_STEP,
     VERMILION,
     Missing,
     copy_picture,
@@ -203,7 +203,7 @@ def _copy_saliency(experiment: str, sources: Sources, path: Path) -> tuple[str, 
         text += ", ".join(f"{key.replace('_', ' ')} {x:.2f}" for key, x in entropies.items())
         text += " nats" + ("" if uniform is None else f"; uniform {uniform:.2f}")
         if "full_rollout" not in entropies:
-            text += f"; {ROLLOUT_IS_ONE_STEP}"
+            text += f"; {NO_ROLLOUT}"
     return (
         "Saliency of the tokens that enter the HTM block: gradient of the input, full attention "
         "rollout, and its one-step approximation, which HTM uses; each map is scaled from its "
