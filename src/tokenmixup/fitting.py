@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenmixup.adapters import Adapter
-from tokenmixup.attention import attend, project
+from tokenmixup.attention import attend, positions, project
 from tokenmixup.contexts import evaluating
 from tokenmixup.encoder import Block, find_encoder
 
@@ -100,7 +100,8 @@ def _problems(block: Block, trace: Trace) -> Iterator[str]:
     parts = block.parts()
     try:
         q, k, v = project(parts, normed)
-        rebuilt = attend(parts, normed, q, k, v, None)
+        bias = positions(parts, normed.shape[1], {}).bias
+        rebuilt = attend(parts, normed, q, k, v, bias)
     except (RuntimeError, ValueError, TypeError) as error:
         yield f"Parts do not fit together: {str(error).splitlines()[0]}"
         return

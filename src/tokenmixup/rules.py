@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmixup.assignment import Match, check_finite, easy_rows, on_host, optimal_donors
+from tokenmixup.assignment import (
+    Match,
+    check_finite,
+    easy_rows,
+    gain_matrix,
+    on_host,
+    optimal_donors,
+)
 from tokenmixup.detectors import DETECTORS
 from tokenmixup.horizontal import HorizontalMix, Rules, gaining_tokens, saliency_ratio
 from tokenmixup.settings import HTM
 
 Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Score = Callable[[Tensor, float], Tensor]
 
 
 def rules_of(htm: HTM) -> Rules:
@@ -25,6 +33,7 @@ def rules_of(htm: HTM) -> Rules:
     if htm.detector == "random":
         choose = partial(random_tokens, choose)
     return Rules(
+        score=SCORES[htm.mask_rule],
         match=MATCHINGS[htm.matching],
         choose=choose,
         weigh=LABELS[htm.labels],
@@ -92,6 +101,7 @@ MATCHINGS: dict[str, Match] = {
     "random": random_donors,  # Table 4, without the optimal assignment
 }
 MASK_RULES: dict[str, Choice] = {"paper": gaining_tokens, "published": gaining_over_the_first}
+SCORES: dict[str, Score] = {"paper": gain_matrix, "published": gain_matrix}  # by mask rule
 LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "saliency": saliency_ratio,
     "count": count_ratio,  # Table 4, without saliency in the labels

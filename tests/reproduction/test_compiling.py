@@ -75,6 +75,18 @@ def test_compiled_run_resumes_exactly_and_is_evaluated_uncompiled(
     )
 
 
+def test_every_run_of_a_sweep_is_compiled(command: Command, counter: CompileCounterWithBackend):
+    """torch's limit counts the graphs of all runs of a process."""
+    compiled = []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for depth in (2, 3, 4):
+            before = counter.frame_count
+            args = ["compile=true", f"model.depth={depth}", "recipe.max_steps=1", *SMALL]
+            assert command("train", f"name=depth{depth}", *args).status == 0
+            compiled.append(counter.frame_count - before)
+    assert compiled == [2, 1, 1]  # the first run also checks the compiler
+
+
 def test_a_convolutional_network_is_compiled_too(
     command: Command, counter: CompileCounterWithBackend
 ):

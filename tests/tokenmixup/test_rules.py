@@ -1,5 +1,6 @@
 """Ablations, detectors and published rules: each replaced rule alone, and nothing else moves."""
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -13,11 +14,19 @@ from torch import Tensor
 
 from tests.conftest import CLASSES, small_cct, small_vit
 from tests.tokenmixup.test_horizontal import RHOS, Batch, batches, mix_easy
-from tokenmixup import HTM, HorizontalMix, Output, attach, attention_saliency, mix_horizontal
+from tokenmixup import (
+    HTM,
+    HorizontalMix,
+    Output,
+    Rules,
+    attach,
+    attention_saliency,
+    mix_horizontal,
+)
 from tokenmixup import settings as names
 from tokenmixup.assignment import gain_matrix
 from tokenmixup.detectors import DETECTORS, block_map
-from tokenmixup.rules import CHOICES, MATCHINGS, ORDERS, rules_of
+from tokenmixup.rules import CHOICES, MATCHINGS, ORDERS, SCORES, rules_of
 from tokenmixup.vertical import INDICES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -43,10 +52,11 @@ def test_without_settings_the_rules_are_the_papers(batch: Batch, rho: float):
 @pytest.mark.parametrize(
     ("choice", "table"),
     [
+        (names.MaskRule, SCORES),
         *((get_type_hints(HTM)[option], table) for option, table in CHOICES.items()),
         (names.ClassTokenOffset, INDICES),
     ],
-    ids=[*CHOICES, "class_token_offset"],
+    ids=["scores", *CHOICES, "class_token_offset"],
 )
 def test_every_name_has_its_rule(choice: Any, table: dict[str, Any]):
     hint = "settings.py and the table need the same names in the same order"
@@ -143,12 +153,12 @@ def test_the_matching_of_the_library_page_finds_the_best_donors(documented_match
     rules = rules_of(HTM(layer=0))._replace(match=documented_matching)
     batch = next_batch()
     for is_easy in (torch.zeros_like(batch.is_easy), batch.is_easy):
-        found = mix_horizontal(*batch._replace(is_easy=is_easy)[:4], 0.0, rules=rules)
+        found = mix_easy(*batch._replace(is_easy=is_easy)[:4], 0.0, rules)
         best = gain_matrix(batch.saliency, 0.0).argmax(dim=1)
         assert torch.equal(found.donor, torch.where(is_easy, best, torch.arange(len(best))))
     batch.is_easy[0], batch.saliency[-1, 0] = True, float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        mix_horizontal(*batch[:4], 0.0, rules=rules)
+        mix_easy(*batch[:4], 0.0, rules)
 
 
 def test_random_matching_draws_every_donor():
@@ -236,6 +246,34 @@ def test_the_exchange_does_to_others_what_was_done_to_the_tokens(batch, rho, ord
     found = mix(batch, rho, order=order)
     assert torch.equal(found.exchange(batch.tokens), found.tokens)
     assert torch.equal(found.exchange(batch.tokens[..., :1]), found.tokens[..., :1])
+
+
+def top_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+    """The 3 tokens of the donor that gain most."""
+    rank = (own - offered).argsort(dim=1).argsort(dim=1)
+    return is_easy[:, None] & (rank < 3)
+
+
+def top_gains(saliency: Tensor, rho: float) -> Tensor:
+    """What a pair gains by `top_tokens`."""
+    difference = saliency.double()[None] - saliency.double()[:, None]
+    return difference.topk(3, dim=2).values.sum(dim=2).fill_diagonal_(0)
+
+
+@given(st.integers(0, 2**31))
+def test_a_mask_pairs_best_by_a_score_of_its_own(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    saliency = torch.randn(5, 8, generator=generator).softmax(dim=1)
+    gained = []
+    for rules in (Rules(choose=top_tokens, score=top_gains), Rules(choose=top_tokens)):
+        found = mix_horizontal(
+            saliency[..., None], torch.eye(5), saliency, torch.zeros(5), 1.0, 0.01, rules
+        )
+        gained.append(float(found.gain.sum()))
+    pairs = torch.tensor([*permutations(range(5))])
+    best = top_gains(saliency, 0.0)[torch.arange(5), pairs].sum(dim=1).max()
+    assert gained[0] == pytest.approx(float(best), abs=1e-5)
+    assert gained[1] <= gained[0] + 1e-5
 
 
 def next_batch() -> Batch:
