@@ -43,7 +43,9 @@ class Adapter:
     attn: str | None = None  # path from a block to its attention module
     # The block and its arguments -> saliency `b t` of its input by its own attention, sum 1.
     saliency: Callable[..., Tensor] | None = None
-    of: tuple[tuple[str, str], ...] = ()  # (module, class) of block and attention it is written for
+    own_classes: bool = (
+        False  # whether block and attention must be of the model's own Python module
+    )
     # A block's input -> tokens `b n d`, and back: tokens and the input -> one of its shape.
     tokens: tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = (
         _flat,
@@ -131,14 +133,16 @@ def _huggingface(blocks: str, norm: str, **more: Any) -> Adapter:
     )
 
 
-def _timm_stages(
-    blocks: str, saliency: Callable[..., Tensor], of: tuple[str, str, str], **more: Any
-) -> Adapter:
-    """Returns the adapter of a hierarchical model of timm; `of`: module, block and attention."""
-    home, *names = of
-    classes = tuple((home, name) for name in names)
-    told: dict[str, Any] = {"embed_dim": "block.dim", "attn": "attn", **more}
-    return Adapter(blocks=blocks, saliency=saliency, of=classes, **told)
+def _timm_stages(blocks: str, saliency: Callable[..., Tensor], in_rows: bool = True) -> Adapter:
+    """Returns the adapter of a hierarchical model of timm."""
+    return Adapter(
+        blocks=blocks,
+        embed_dim="block.attn.dim",
+        attn="attn",
+        saliency=saliency,
+        own_classes=True,
+        in_rows=in_rows,
+    )
 
 
 BEFORE = "layernorm_before"
@@ -163,27 +167,15 @@ ADAPTERS = {
         "dinov2.encoder.layer", "norm1", num_prefix_tokens=1
     ),
     ("timm.models.swin_transformer", "SwinTransformer"): _timm_stages(
-        "layers.*.blocks",
-        hierarchical.swin,
-        ("timm.models.swin_transformer", "SwinTransformerBlock", "WindowAttention"),
+        "layers.*.blocks", hierarchical.swin
     ),
     ("timm.models.swin_transformer_v2", "SwinTransformerV2"): _timm_stages(
-        "layers.*.blocks",
-        hierarchical.swin_v2,
-        ("timm.models.swin_transformer_v2", "SwinTransformerV2Block", "WindowAttention"),
+        "layers.*.blocks", hierarchical.swin_v2
     ),
     ("timm.models.pvt_v2", "PyramidVisionTransformerV2"): _timm_stages(
-        "stages.*.blocks",
-        hierarchical.pvt_v2,
-        ("timm.models.pvt_v2", "Block", "Attention"),
-        embed_dim="block.attn.dim",
+        "stages.*.blocks", hierarchical.pvt_v2
     ),
-    ("timm.models.hiera", "Hiera"): _timm_stages(
-        "blocks",
-        hierarchical.hiera,
-        ("timm.models.hiera", "HieraBlock", "MaskUnitAttention"),
-        in_rows=False,
-    ),
+    ("timm.models.hiera", "Hiera"): _timm_stages("blocks", hierarchical.hiera, in_rows=False),
 }
 
 

@@ -83,9 +83,6 @@ class Block:
         adapter = self.adapter
         if adapter.attn and _follow(self.module, adapter.attn, "attn") is not self.attn:
             return "whose attention was replaced after attach"
-        for module, expected in zip((self.module, self.attn), adapter.of, strict=False):
-            if class_path(module) != expected:
-                return f"whose {type(module).__name__} is not {'.'.join(expected)}"
         if adapter.parts is None:
             return None
         if getattr(self.module, "norm_first", True) is False:
@@ -98,7 +95,7 @@ class Encoder:
     """The blocks of a model and what enters and leaves them."""
 
     blocks: tuple[Block, ...]
-    stages: tuple[Any, ...]  # the modules that hold them; none for a plain sequence
+    stages: tuple[Any, ...]  # the modules that hold them: the stages, else the model
     num_prefix_tokens: int  # that enter the blocks, as the model declares it
     has_class_token: bool  # whether one of them is a class token
     # Whether the head reads it: saliency is then the attention of its query, else the mean over all
@@ -149,7 +146,8 @@ def find_encoder(
     checked = len(modules) if last_layer is None else last_layer + 1
     blocks = [_block(model, x, adapter, index < checked) for index, x in enumerate(modules)]
     for index, block in enumerate(blocks[:checked]):
-        if reason := (is_timm and _why_not_timm_block(block.module)) or block.why_not():
+        foreign = adapter.own_classes and _why_not_own(block, type(model).__module__)
+        if reason := foreign or (is_timm and _why_not_timm_block(block.module)) or block.why_not():
             raise ValueError(f"{kind}: block {index} is {type(block.module).__name__}, {reason}")
     embed = None if adapter.parts is None else getattr(model, "patch_embed", None)
     return Encoder(
@@ -284,6 +282,13 @@ def _why_not_timm_block(block: Any) -> str | None:
         return "not pre-norm self-attention followed by an MLP over one token axis"
     if class_path(attn) not in ATTENTIONS:
         return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
+    return None
+
+
+def _why_not_own(block: Block, home: str) -> str | None:
+    for module in (block.module, block.attn):
+        if type(module).__module__ != home:
+            return f"whose {type(module).__name__} is not {home}'s own"
     return None
 
 

@@ -42,14 +42,13 @@ def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
     traces = [Trace([], [], []) for _ in encoder.blocks]
     with ExitStack() as stack, evaluating(model), _constants_perturbed(model):
         for block, trace in zip(encoder.blocks, traces, strict=True):
-            keep = block.module.register_forward_pre_hook(lambda _, x, t=trace: t.block.append(x))
-            stack.callback(keep.remove)
-            if encoder.has_parts:
-                for handle in (
-                    block.attn.register_forward_pre_hook(lambda _, x, t=trace: t.attn.append(x)),
-                    block.attn.register_forward_hook(lambda _, x, y, t=trace: t.out.append(y)),
-                ):
-                    stack.callback(handle.remove)
+            attn = block.attn or nn.Module()  # without Parts there may be none
+            for handle in (
+                block.module.register_forward_pre_hook(lambda _, x, t=trace: t.block.append(x)),
+                attn.register_forward_pre_hook(lambda _, x, t=trace: t.attn.append(x)),
+                attn.register_forward_hook(lambda _, x, y, t=trace: t.out.append(y)),
+            ):
+                stack.callback(handle.remove)
         model(images)
         for index, (block, trace) in enumerate(zip(encoder.blocks, traces, strict=True)):
             problems = _problems if encoder.has_parts else _problems_without_parts

@@ -138,11 +138,11 @@ class TokenMixup(nn.Module):
             )
         if not encoder.has_parts and (reason := self._needs_parts()):
             raise ValueError(f"{reason}, which {kind} does not have")
-        widths = [encoder.blocks[layer].width for layer in self._htm_at]
-        if len({*widths}) > 1:
-            raise ValueError(
-                f"htm.layer={[*self._htm_at]}: must lie in one stage, their widths are {widths}"
-            )
+        for key, at in (("htm", [*self._htm_at]), ("vtm", [*self._sources, *self._vtm_at])):
+            widths = [encoder.blocks[layer].width for layer in at]
+            if len({*widths}) > 1:
+                reason = f"blocks {at} must lie in one stage, their widths are {widths}"
+                raise ValueError(f"{key}.layer={getattr(self, key).layer}: {reason}")
         offset = "paper" if self.vtm is None else self.vtm.class_token_offset
         if offset == "published" and not encoder.has_class_token:
             raise ValueError("vtm.class_token_offset='published': no class token enters the blocks")
@@ -313,7 +313,7 @@ class TokenMixup(nn.Module):
         blocks = () if self.encoder is None else self.encoder.blocks
         stages = () if self.encoder is None else self.encoder.stages
         reruns = [getattr(block.module, "gradient_checkpointing", False) for block in blocks]
-        reruns += [getattr(x, "grad_checkpointing", False) for x in (self.model, *stages)]
+        reruns += [getattr(x, "grad_checkpointing", False) for x in {self.model, *stages}]
         if any(reruns):
             raise ValueError(
                 "TokenMixup cannot rerun all blocks: instead of the model's gradient "

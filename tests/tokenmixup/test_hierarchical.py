@@ -226,7 +226,10 @@ def test_layers_of_one_stage_are_counted_over_all_blocks():
     [
         ({"vtm": {"layer": 2}}, "vtm.layer=2: needs attention over all tokens, which Swin"),
         ({"htm": {"layer": 1, "rollout_steps": 1}}, "htm.rollout_steps=1: needs attention over"),
-        ({"htm": {"layer": [1, 2]}}, "htm.layer=[1, 2]: must lie in one stage, their widths are"),
+        (
+            {"htm": {"layer": [1, 2]}},
+            "htm.layer=[1, 2]: blocks [1, 2] must lie in one stage, their widths are [24, 48]",
+        ),
         ({"htm": {"layer": 8}}, "htm.layer=8: SwinTransformer has blocks 0..7"),
     ],
 )
