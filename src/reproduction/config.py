@@ -320,3 +320,14 @@ class Config:
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()  # unused by eval.py
     logger: Loggers = Loggers()
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How an image becomes the model's input in evaluation, for timm's `create_transform`."""
+        return {
+            "image_size": self.model.image_size,
+            "crop_pct": self.recipe.transforms.eval_crop_pct,
+            "interpolation": "bicubic",
+            "mean": self.dataset.mean,
+            "std": self.dataset.std,
+        }

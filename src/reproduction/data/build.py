@@ -8,7 +8,7 @@ from timm.data import create_transform
 from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
-from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory
+from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory, to_rgb
 from reproduction.data.inputs import (
     Erasing,
     TrainingInputs,
@@ -59,13 +59,22 @@ def build_training_images(config: Config, source: ImageSource) -> TrainingImages
 
 def build_evaluation_transform(config: Config) -> Transform:
     """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
+    settings = config.preprocessing
     return create_transform(
-        (3, config.model.image_size, config.model.image_size),
+        (3, settings["image_size"], settings["image_size"]),
         is_training=False,
-        interpolation="bicubic",
-        crop_pct=config.recipe.transforms.eval_crop_pct,
+        interpolation=settings["interpolation"],
+        crop_pct=settings["crop_pct"],
         normalize=False,
     )
+
+
+def build_input_transform(config: Config) -> Transform:
+    """Returns PIL image of any mode -> the model's input in evaluation, `3 s s` float32."""
+    crop = build_evaluation_transform(config)
+    normalize = build_normalize(config.dataset.mean, config.dataset.std, "cpu")
+    upright = config.dataset.name == "image_folder"  # as `load_source` reads it
+    return lambda image: normalize(crop(to_rgb(image, upright)))
 
 
 def build_training_loader(
