@@ -7,7 +7,7 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from reproduction.config import Augmentation, InputMix
+from reproduction.config import Augmentation, CutMix, InputMix
 from reproduction.data.build import build_training_images, build_training_inputs
 from reproduction.data.inputs import (
     Erasing,
@@ -22,7 +22,7 @@ from reproduction.data.sources import load_source
 from tests.reproduction.conftest import config_of
 
 CPU = torch.device("cpu")
-MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), InputMix(alpha=1.0, prob=1.0)
+MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), CutMix(alpha=1.0, prob=1.0)
 
 
 def mixed_by(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> Mixed:
@@ -182,7 +182,7 @@ def test_input_mixing_equals_timm_and_accepts_odd_batches(n, stack, mode):
 
 
 def test_input_mixing_has_the_configured_probabilities():
-    mixup, cutmix = InputMix(alpha=1.0, prob=0.2), InputMix(alpha=1.0, prob=0.6)
+    mixup, cutmix = InputMix(alpha=1.0, prob=0.2), CutMix(alpha=1.0, prob=0.6)
     mixer = build_input_mixer(Augmentation(mixup=mixup, cutmix=cutmix))
     kinds = {"none": 0, "mixup": 0, "cutmix": 0}
     for step in range(2000):
