@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
+from reproduction.data.custom import load as load_own
 from reproduction.runs.compose import Composed
 from reproduction.runs.folder import RunFolder, check_writable, default_name, short_digest
-from reproduction.runs.parse import parse, parse_saved
+from reproduction.runs.parse import check_named, parse, parse_saved
 from reproduction.system.errors import UserError
 
 Keys = tuple[str, ...]
 PUBLISHED = "model.safetensors"  # weights in a folder written by scripts/publish.py
 CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
+TRAINING_ONLY = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 EVALUATED_RUN: Keys = ("run", "weights", *CHANGEABLE)
 EVALUATED_FILE: Keys = (
     *("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root"),
@@ -33,8 +35,22 @@ def resolve(composed: Composed) -> Config:
         if composed.experiment is None or str(error).partition("=")[0] in composed.overrides:
             raise
         raise UserError(f"experiment={composed.experiment}: {error}") from None
+    config = _with_content(config, composed)
     name = config.name or default_name(config, composed.experiment)
     return dataclasses.replace(config, name=name)
+
+
+def _with_content(config: Config, composed: Composed) -> Config:
+    """Opens own data, if their function is named on the command line, to identify them."""
+    data = config.dataset
+    if data.source is None:
+        return config
+    if "dataset.source" not in composed.overrides:
+        check_named(data)
+    if data.content is not None and "dataset.content" in composed.overrides:
+        raise UserError(f"dataset.content={data.content}: is found by the program, leave it out")
+    content = load_own(data.source, data.options).content
+    return dataclasses.replace(config, dataset=dataclasses.replace(data, content=content))
 
 
 def check_all(configs: list[Config], here: bool = True) -> None:
@@ -90,7 +106,9 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
     files, saved = _select_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
     file = files[0]
     if saved is not None:
-        config = parse_saved(_apply_overrides(deepcopy(saved), raw, composed))
+        named = "dataset.source" in composed.overrides
+        config = parse_saved(_apply_overrides(deepcopy(saved), raw, composed), named=named)
+        config = _with_content(config, composed)
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
         name = f"evaluation-{file.stem}"
         if images_of(config) != images_of(parse_saved(saved, needs_data=False)):
@@ -98,7 +116,7 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
         result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
         return WeightsTask(config, files, result)
-    config = parse(raw, trains=False)
+    config = _with_content(parse(raw, trains=False), composed)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}"
     digest = short_digest([str(file.resolve()), *images_of(config)])
     result = Path(config.output_root, "evaluations", f"{name}-{digest}.json")
@@ -110,7 +128,8 @@ def images_of(config: Config) -> list[Any]:
     """Returns the settings that identify the held-out images and their normalisation."""
     data = config.dataset
     limit = [] if data.eval_limit is None else [data.eval_limit]
-    return [data.name, data.root, data.mean, data.std, *limit]
+    own = [] if data.source is None else [data.source, data.options, data.content]
+    return [data.name, data.root, data.mean, data.std, *limit, *own]
 
 
 def _select_weights(
@@ -157,7 +176,7 @@ def _weights_of_run(folder: RunFolder, is_best: bool) -> tuple[list[Path], dict[
 
 def _check_allowed(composed: Composed, allowed: Keys) -> None:
     for key, text in composed.overrides.items():
-        if key == "dataset.limit":
+        if key in TRAINING_ONLY:
             raise UserError(f"{text}: not allowed here, it only limits the images for training")
         if not {key, key.partition(".")[0]} & {*allowed, "hydra"}:
             raise UserError(f"{text}: not allowed here, allowed are {', '.join(allowed)}")

@@ -50,7 +50,8 @@ def read_state(folder: RunFolder) -> State:
                 hours=float(summary["seconds"]) / 3600,
             )
         last = _last_epoch(folder)
-        epochs, top1 = (int(last["epoch"]), float(last["top1"])) if last else (0, None)
+        top1 = float(last["top1"]) if "top1" in last else None  # unknown with a validation split
+        epochs = int(last["epoch"]) if last else 0
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise UserError(f"{folder.path}: not readable: {first_line(error)}") from error
     cause = summary.get("error") if status == "failed" else None
@@ -63,7 +64,7 @@ def _last_epoch(folder: RunFolder) -> dict[str, Any]:
     if not folder.metrics_path.exists():
         return {}
     lines = islice(lines_backwards(folder.metrics_path), 1, None)  # without a truncated line
-    return next((parse_json(line) for line in lines if b'"top1"' in line), {})
+    return next((parse_json(line) for line in lines if b'top1"' in line), {})
 
 
 def state_table(runs: Sequence[PlannedRun], settings: Settings, with_folders: bool) -> Table:

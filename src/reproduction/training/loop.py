@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -32,9 +32,21 @@ from reproduction.training.step import MicroBatch, TrainingStep, build_schedule
 from tokenmixup import TokenMixup
 
 MEDIAN_EPOCHS = 10
+ACCURACIES = (
+    "top1_last",
+    "top1_best",
+    "top1_median10",
+    "top5_last",
+    "top5_best",
+)  # of the test set
 # Attributes of Trainer in a checkpoint; metrics_size is in bytes.
 SAVED = ("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "history")
 TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far
+
+
+def renamed(result: dict[str, float]) -> dict[str, float]:
+    """Names the results of a validation split: val_top1, val_top5, val_loss."""
+    return {f"val_{key.removeprefix('eval_')}": value for key, value in result.items()}
 
 
 class Trainer:
@@ -77,6 +89,7 @@ class Trainer:
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # the one resumed from
         self.initial_weights: str | None = None  # what was read from a file
+        self.test_loader: Loader | None = None  # if epochs are evaluated on a validation split
         self.agreement = Agreement(world, config.checkpoint)
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -131,7 +144,7 @@ class Trainer:
                 self.agreement.update(self.step)
                 if self.agreement.to_stop:
                     raise Stopped(self.agreement.to_stop)
-        return self._result()
+            return self._result() if self.test_loader is None else self._test(self.test_loader)
 
     def _rewind_folder(self) -> None:
         """Removes what was written after the checkpoint that the run resumes from."""
@@ -237,22 +250,50 @@ class Trainer:
         """Evaluates, writes the epoch's metrics and keeps the best weights."""
         model = self.update.evaluated
         self.world.share_buffers(model)  # the first rank saves these weights
-        give_back_freed_memory()  # before the loader forks its workers
-        with explaining_memory(f"evaluation after step {self.step}", self.recipe):
-            result = evaluate(
-                model,
-                self.update.inputs.normalize,
-                self.agreement.waiting_for(self.eval_loader),
-                self.world,
-                self.recipe.precision,
-            )
-        line = {"epoch": self.epoch, **result}
+        result = self._evaluate_on(self.eval_loader)
+        line = {"epoch": self.epoch, **(result if self.test_loader is None else renamed(result))}
         self.history.append(line)
         if self.world.is_main:
             self.folder.append_metrics([line])
             self.logger.log(line)
             if self._is_best():
                 self.best = {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
+
+    def _evaluate_on(self, loader: Loader) -> dict[str, float]:
+        give_back_freed_memory()  # before the loader forks its workers
+        with explaining_memory(f"evaluation after step {self.step}", self.recipe):
+            return evaluate(
+                self.update.evaluated,
+                self.update.inputs.normalize,
+                self.agreement.waiting_for(loader),
+                self.world,
+                self.recipe.precision,
+            )
+
+    def _test(self, loader: Loader) -> dict[str, Any]:
+        """Evaluates the last and the best epoch on the test set, for the first time.
+
+        Returns the results for summary.json. The model keeps the weights of the best epoch.
+        """
+        start, result = time.perf_counter(), self._result()
+        last = selected = self._evaluate_on(loader)
+        if result["selected_epoch"] != self.epoch:
+            self.update.evaluated.load_state_dict(self.world.share(cast(State, self.best)))
+            selected = self._evaluate_on(loader)
+        self.eval_seconds += time.perf_counter() - start
+        return {
+            **result,
+            **{f"{name}_last": last[name] for name in ("top1", "top5")},
+            **{f"{name}_selected": selected[name] for name in ("top1", "top5")},
+            "broken_images": last.get("broken_images", 0),
+            "seconds": round(self.seconds, 1),
+        }
+
+    @property
+    def _top1(self) -> list[float]:
+        """The accuracy after each evaluated epoch, by which the best is chosen."""
+        key = "top1" if self.test_loader is None else "val_top1"
+        return [line[key] for line in self.history]
 
     @property
     def _is_evaluated(self) -> bool:
@@ -261,7 +302,7 @@ class Trainer:
 
     def _is_best(self) -> bool:
         """Whether the last epoch was evaluated and beats all earlier ones."""
-        top1 = [line["top1"] for line in self.history]
+        top1 = self._top1
         return self._is_evaluated and all(top1[-1] > other for other in top1[:-1])
 
     def _save(self) -> None:
@@ -298,20 +339,33 @@ class Trainer:
             text += f"  mixed {mixed / max(batches, 1):.1f} samples per batch"
             text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
         if self._is_evaluated:
-            text += f"  top-1 {self.history[-1]['top1']:.2f} %"
+            text += "  top-1" if self.test_loader is None else "  validation top-1"
+            text += f" {self._top1[-1]:.2f} %"
         return f"{text}  [{self.seconds:.0f} s]"
 
-    def _result(self) -> dict[str, Any]:
-        top1 = [line["top1"] for line in self.history]
+    def _accuracies(self) -> dict[str, Any]:
+        """Accuracies on the test set; with a validation split those on it, and null for the test's.
+
+        The best and the median over epochs of the test set stay unknown then.
+        """
+        top1 = self._top1
+        if self.test_loader is not None:
+            best = top1.index(max(top1))
+            return {
+                **dict.fromkeys(ACCURACIES),
+                "val_top1_last": top1[-1],
+                "val_top1_selected": top1[best],
+                "selected_epoch": self.history[best]["epoch"],
+            }
         top5 = [line["top5"] for line in self.history]
         since = self.epoch - MEDIAN_EPOCHS
         last = [line["top1"] for line in self.history if line["epoch"] > since]
+        values = top1[-1], max(top1), median(last), top5[-1], max(top5)
+        return dict(zip(ACCURACIES, values, strict=True))
+
+    def _result(self) -> dict[str, Any]:
         return {
-            "top1_last": top1[-1],
-            "top1_best": max(top1),
-            "top1_median10": median(last),
-            "top5_last": top5[-1],
-            "top5_best": max(top5),
+            **self._accuracies(),
             "epochs": self.epoch,
             "steps": self.step,
             "images": self.images,
