@@ -5,10 +5,11 @@ Both are sequences of (image, class). An image is a PIL image or a uint8 array, 
 """
 
 import hashlib
+import importlib
 import json
+import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pkgutil import resolve_name
 from traceback import extract_tb
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +19,8 @@ from PIL import Image
 from reproduction.data.images import NO_IMAGE
 from reproduction.system.errors import UserError, first_line
 
+# Files whose lines in a traceback tell nothing
+NOT_OWN = (__file__, pkgutil.__file__, importlib.__file__, "<frozen importlib._bootstrap>")
 Pairs = Sequence[tuple[Any, Any]]  # `len` and integer indices are enough
 
 
@@ -95,13 +98,13 @@ def _load(source: str, options: str) -> OwnData:
 
 def _call(source: str, options: dict[str, Any]) -> Any:
     try:
-        return resolve_name(source)(**options)
+        return pkgutil.resolve_name(source)(**options)
     except Exception as error:  # from any code
         reason = first_line(error)
         if isinstance(error, ModuleNotFoundError):
             reason += "; Python looks beside the script and in PYTHONPATH"
-        elif "importlib" not in (last := extract_tb(error.__traceback__)[-1]).filename:
-            reason += f" ({last.filename}:{last.lineno})"
+        elif frames := [x for x in extract_tb(error.__traceback__) if x.filename not in NOT_OWN]:
+            reason += f" ({frames[-1].filename}:{frames[-1].lineno})"
         raise UserError(f"dataset.source={source}: {reason}") from error
 
 

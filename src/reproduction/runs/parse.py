@@ -69,8 +69,8 @@ def check_named(dataset: Dataset) -> None:
     """Raises UserError for own data whose function was not named on the command line."""
     if dataset.source is not None:
         raise UserError(
-            f"dataset.source={dataset.source}: is code, which runs only if the command line names "
-            f"it; train.py and eval.py take dataset.source={dataset.source}"
+            f"dataset.source={dataset.source}: the images come from this code, which runs only if "
+            f"the command line names it: add dataset.source={dataset.source}"
         )
 
 
