@@ -102,7 +102,7 @@ def _call(source: str, options: dict[str, Any]) -> Any:
     except Exception as error:  # from any code
         reason = first_line(error)
         if isinstance(error, ModuleNotFoundError):
-            reason += "; Python looks beside the script and in PYTHONPATH"
+            reason += "; modules must lie beside the script or in PYTHONPATH"
         elif frames := [x for x in extract_tb(error.__traceback__) if x.filename not in NOT_OWN]:
             reason += f" ({frames[-1].filename}:{frames[-1].lineno})"
         raise UserError(f"dataset.source={source}: {reason}") from error
