@@ -44,7 +44,9 @@ def test_split_depends_on_its_own_seed_alone():
 
 
 def test_share_that_leaves_a_class_out_is_refused():
-    with pytest.raises(UserError, match=r"^dataset\.validation=0\.01: The test_size = 1 should be"):
+    with pytest.raises(
+        UserError, match=r"^dataset\.validation=0\.01: must give images of every class: "
+    ):
         load_source("digits", None, 20, validation=0.01)
 
 

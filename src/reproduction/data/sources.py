@@ -117,7 +117,8 @@ def _split(images: ImageSource, share: float, seed: int) -> tuple[ImageSource, I
             np.arange(len(targets)), test_size=share, stratify=targets, random_state=seed
         )
     except ValueError as error:
-        raise UserError(f"dataset.validation={share}: {error}") from error
+        reason = f"must give images of every class: {error}"
+        raise UserError(f"dataset.validation={share}: {reason}") from error
     if lost := {*targets.tolist()} - {*targets[parts[0]].tolist()}:
         raise UserError(f"dataset.validation={share}: leaves class {min(lost)} no training image")
     rest, validation = (images.take(sorted(part.tolist())) for part in parts)
