@@ -69,9 +69,10 @@ def htm_parts(
     rho = htm.rho_for(saliency.shape[1])
     gain = gain_matrix(saliency, rho)
     donor = optimal_assignment(gain).to(device)
-    is_easy = torch.ones(batch_size, dtype=torch.bool, device=device)
-    blend = partial(mix_horizontal, rho=rho, rules=Rules(match=lambda *_: donor))
-    exchange = blend(entry.tokens, targets, saliency, is_easy).exchange
+    easy = torch.zeros(batch_size, device=device)
+    rules = Rules(match=lambda *_: donor)
+    blend = partial(mix_horizontal, tau=1.0, rho=rho, rules=rules)
+    exchange = blend(entry.tokens, targets, saliency, easy).exchange
 
     def autocasting(work: Work) -> None:
         with autocast(device, precision):
@@ -82,7 +83,7 @@ def htm_parts(
         "saliency": lambda: dataclasses.replace(entry).own_saliency(),
         "gain matrix": lambda: gain_matrix(saliency, rho),
         "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
-        "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, is_easy),
+        "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, easy),
         "mixing of projections": lambda: [exchange(y) for y in block_input.projected],
         "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
     }

@@ -5,7 +5,6 @@ variants train the same weights in turn, each with its own optimiser.
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -105,7 +104,7 @@ def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device)
 def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[str, Config]:
     """Variant -> configuration, for the variants that are measured with a model.
 
-    `compiled` adds plain and both with compiled blocks.
+    `compiled` adds plain and both as one graph each.
     """
     configs = {name: step_config(model, stack, precision) for name, stack in VARIANTS.items()}
     if kappa := WIDE_KAPPA.get(model):
@@ -133,13 +132,10 @@ def sharp_trainer(
     shared: nn.Module | None = None,
     sharpness: float = SHARPNESS,
 ) -> Trainer:
-    """A trainer of `shared`, or of a new model with sharp attention, so that saliency differs.
-
-    With `compile`, it trains a copy, since other trainers use the blocks of `shared` uncompiled.
-    """
+    """A trainer of `shared`, or of a new model with sharp attention, so that saliency differs."""
     classes = TRAINED_AS[config.model.name][2]
     if shared is not None:
-        return bare_trainer(config, device, classes, deepcopy(shared) if config.compile else shared)
+        return bare_trainer(config, device, classes, shared)
     trainer = bare_trainer(config, device, classes)
     model: Any = trainer.module.model
     with torch.no_grad():

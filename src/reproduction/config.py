@@ -42,6 +42,12 @@ def number_as_text(value: Any) -> Any:
     return str(value) if type(value) in (int, float) else value
 
 
+def compile_mode(value: Any) -> Any:
+    if type(value) is bool or value == "reduce-overhead":
+        return value
+    raise ValueError("must be false, true or reduce-overhead")
+
+
 def auto_augment_policy(value: str) -> str:
     if re.fullmatch(AUTO_AUGMENT, value):
         return value
@@ -65,6 +71,7 @@ Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
 Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
+Compile = Annotated[Flag | Literal["reduce-overhead"], BeforeValidator(compile_mode)]
 Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # for pixel values in 0..1
 Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
 Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
@@ -313,7 +320,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"]
     devices: Ranks
     restarts: Whole
-    compile: Flag
+    compile: Compile
     resume: Literal["never", "auto"]
     name: RunName | None
     output_root: PathName

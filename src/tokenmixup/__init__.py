@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 if TYPE_CHECKING:
-    from tokenmixup.adapters import Adapter, Parts, torch_encoder
+    from tokenmixup.adapters import Adapter, torch_encoder
     from tokenmixup.assignment import gain_matrix, optimal_assignment
+    from tokenmixup.attention import Parts
+    from tokenmixup.encoder import find_encoder, why_not
     from tokenmixup.fitting import check_adapter
     from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
     from tokenmixup.module import TokenMixup, attach
-    from tokenmixup.passes import Output, training_loss
+    from tokenmixup.output import Output, training_loss
     from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
     from tokenmixup.scorenet import ScoreNet, difficulty
-    from tokenmixup.structure import why_not
     from tokenmixup.timm_task import TokenMixupTask as TokenMixupTask  # not for `import *`
     from tokenmixup.vertical import salient_indices, vertical_attention
 
@@ -39,6 +40,7 @@ __all__ = [
     "attention_saliency",
     "check_adapter",
     "difficulty",
+    "find_encoder",
     "gain_matrix",
     "gradient_saliency",
     "mix_horizontal",
@@ -59,13 +61,14 @@ def __getattr__(name: str) -> Any:
         for home in (
             "adapters",
             "assignment",
+            "attention",
+            "encoder",
             "fitting",
             "horizontal",
             "module",
-            "passes",
+            "output",
             "saliency",
             "scorenet",
-            "structure",
             "vertical",
         ):
             if hasattr(found := import_module(f"{__name__}.{home}"), name):

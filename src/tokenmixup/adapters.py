@@ -1,78 +1,24 @@
-"""Adapters for models whose modules are not named as in timm.
+"""Adapters: where a model keeps the modules that TokenMixup needs.
 
-`attach(model, ..., adapter=...)` works on an `Adapted` view of the model, which has the attribute
-names that the rest of the library reads. ADAPTERS holds the adapters of known model classes.
-Letters: b batch, h heads, n tokens with prefix, d width, e head width.
+`adapter_of` has those of timm's models and of other known classes; `encoder.py` resolves them.
+Letters: b batch, h heads, n tokens with prefix, d width, e head width, m memory.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments without effect on the tokens
+from tokenmixup.attention import POSITIONAL, Parts, Projection
+from tokenmixup.contexts import evaluating
 
 
 def _itself(out: Any) -> Any:
     return out
-
-
-class Dropped(NamedTuple):
-    """The attribute of a dropout layer that the library reads."""
-
-    p: float
-
-
-class Projection(NamedTuple):
-    """The parameters of a linear layer that is no module of its own."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(kw_only=True)
-class Parts:
-    """The parts of an attention module: softmax(scale q k^T) v per head, followed by `proj`.
-
-    Queries, keys and values are computed by `qkv`, a single layer whose weight holds the rows of
-    queries, keys and values in this order; by `q_proj`, `k_proj` and `v_proj`; or by `project`, a
-    function from normed tokens `b n d` to three tensors `b h n e` that treats tokens independently.
-    """
-
-    num_heads: int
-    proj: Callable[[Tensor], Tensor]  # b n (h e) -> b n d, including the module's output dropout
-    training: bool  # of the module: whether attention dropout is active
-    dropout: float = 0.0
-    scale: float | None = None  # None: 1 / sqrt(e)
-    qkv: Any = None  # a Linear, or an object with weight and bias
-    q_proj: nn.Linear | None = None
-    k_proj: nn.Linear | None = None
-    v_proj: nn.Linear | None = None
-    project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
-
-    def __post_init__(self) -> None:
-        separate = [self.q_proj, self.k_proj, self.v_proj]
-        ways = [self.qkv is not None, None not in separate, self.project is not None]
-        if sum(ways) != 1 or (None in separate) != (separate == [None] * 3):
-            raise ValueError("Parts: give either qkv, or q_proj, k_proj and v_proj, or project")
-        if isinstance(self.scale, Tensor):
-            raise ValueError("Parts: scale must be a number, not a tensor")
-        if self.scale is None:
-            if self.project is not None:
-                raise ValueError("Parts: scale must be given with project")
-            layer, layers = (self.qkv, 3) if self.q_proj is None else (self.q_proj, 1)
-            width = len(layer.weight) // layers
-            if width % self.num_heads:
-                raise ValueError(f"Parts: num_heads={self.num_heads} must divide the width {width}")
-            self.scale = (width / self.num_heads) ** -0.5
-
-    @property
-    def attn_drop(self) -> Dropped:
-        return Dropped(self.dropout)
-
-    proj_drop = staticmethod(_itself)  # part of `proj`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,94 +39,7 @@ class Adapter:
     reads_class_token: bool = False  # whether the head reads token 0 and no other token
     returns: Callable[[Tensor], Any] = _itself  # tokens -> the attention module's return value
     logits: Callable[[Any], Tensor] = _itself  # the model's return value -> logits `b c`
-
-
-class Adapted:
-    """View of a model with timm's attribute names.
-
-    Raises ValueError if a path of the adapter does not exist.
-    """
-
-    def __init__(self, model: nn.Module, adapter: Adapter):
-        self.model, self.adapter = model, adapter
-        blocks = found(model, adapter, "blocks")
-        if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
-            kind = f"is {type(blocks).__name__}, needs a Sequential or ModuleList of blocks"
-            raise ValueError(f"Adapter.blocks={adapter.blocks!r}: {kind}")
-        if len({id(block) for block in blocks}) < len(blocks):
-            raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
-        self.blocks = [AdaptedBlock(block, adapter) for block in blocks]
-        width = adapter.embed_dim
-        self.embed_dim = width if isinstance(width, int) else found(model, adapter, "embed_dim")
-        self.num_prefix_tokens = adapter.num_prefix_tokens
-        self.global_pool = "token" if adapter.reads_class_token else "avg"
-        self.has_class_token = adapter.reads_class_token
-
-
-class AdaptedBlock:
-    """View of a block with timm's attribute names, `norm1` and `attn`; the latter is a Parts."""
-
-    def __init__(self, module: Any, adapter: Adapter):
-        self.module, self.adapter = module, adapter
-        self.attention: Any = found(module, adapter, "attn")
-        self.norm1: Any = found(module, adapter, "norm")
-        if self.norm1 is self.attention:
-            raise ValueError(f"Adapter.norm={adapter.norm!r}: is the attention")
-
-    @property
-    def attn(self) -> Parts:
-        try:
-            parts = self.adapter.parts(self.attention)
-        except (AttributeError, ValueError) as error:  # such as of another module
-            raise ValueError(f"Adapter.parts of {self.adapter.attn}: {error}") from error
-        if not isinstance(parts, Parts):
-            raise ValueError(f"Adapter.parts: returned a {type(parts).__name__}, must be Parts")
-        return parts
-
-
-def found(start: Any, adapter: Adapter, field: str) -> Any:
-    """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
-    path, part = getattr(adapter, field), start
-    for name in str(path).split("."):
-        if not hasattr(part, name):
-            modules = ", ".join(dict(part.named_children())) if isinstance(part, nn.Module) else ""
-            has = f", its modules are {modules}" if modules else ""
-            raise ValueError(
-                f"Adapter.{field}={path!r}: {type(part).__name__} has no {name!r}{has}"
-            )
-        part = getattr(part, name)
-    if field in ("norm", "attn") and not isinstance(part, nn.Module):
-        raise ValueError(f"Adapter.{field}={path!r}: is {type(part).__name__}, needs a module")
-    return part
-
-
-def block_module(block: Any) -> Any:
-    """Returns the block's module, also for a view."""
-    return block.module if isinstance(block, AdaptedBlock) else block
-
-
-def attention_module(block: Any) -> Any:
-    """Returns the attention module of a block, also for a view."""
-    return block.attention if isinstance(block, AdaptedBlock) else block.attn
-
-
-def as_called(block: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Gives `attend`, a function of tokens `b n d`, the call signature of the block's attention."""
-    return partial(_call, block.adapter, attend) if isinstance(block, AdaptedBlock) else attend
-
-
-def _call(adapter: Adapter, attend: Callable[..., Tensor], *called: Any, **given: Any) -> Any:
-    if not called:
-        raise ValueError("an attention gets its tokens by keyword: must be its first argument")
-    tokens, *others = called
-    kept = {name: value for name, value in given.items() if name not in OF_WEIGHTS}
-    for name, value in (*enumerate(others, start=1), *kept.items()):
-        if not (value is None or value is False or value is tokens):
-            raise ValueError(
-                f"TokenMixup supports only self-attention without a mask; argument {name} of the "
-                "attention, such as a mask or positions, is not understood"
-            )
-    return adapter.returns(attend(tokens))
+    arguments: tuple[str, ...] = ()  # further ones of the attention, of POSITIONAL's meaning
 
 
 def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
@@ -277,6 +136,100 @@ ADAPTERS = {
 }
 
 
-def adapter_of(model: nn.Module) -> Adapter | None:
-    """Returns the adapter of a known model class, None for models with timm's names."""
-    return ADAPTERS.get((type(model).__module__, type(model).__name__))
+def adapter_of(model: Any) -> Adapter:
+    """Returns the adapter of a known model class; that of timm's names for any other class."""
+    known = ADAPTERS.get((type(model).__module__, type(model).__name__))
+    return known or timm_adapter(model)
+
+
+def timm_adapter(model: Any) -> Adapter:
+    """Returns the adapter of a model with timm's names."""
+    joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token has blocks of its own
+    prefix = 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
+    pools_token = getattr(model, "global_pool", None) == "token"
+    return Adapter(
+        blocks="blocks",
+        norm="norm1",
+        attn="attn",
+        parts=timm_parts,
+        embed_dim="embed_dim",
+        arguments=POSITIONAL,
+        num_prefix_tokens=prefix,
+        reads_class_token=pools_token and prefix > 0 and has_class_token(model),
+    )
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Whether the model or its embedding has a parameter `cls_token`."""
+    return any(name.rpartition(".")[2] == "cls_token" for name, _ in model.named_parameters())
+
+
+def timm_parts(attn: Any) -> Parts:
+    """Returns the Parts of an attention with timm's names, which may lack all but the first."""
+    norm, gate = (getattr(attn, name, None) for name in ("norm", "gate"))
+    before, after = (getattr(attn, name, None) for name in ("proj_l", "proj_w"))
+    qkv: Any = getattr(attn, "qkv", None)
+    q_proj, k_proj, v_proj = (getattr(attn, f"{part}_proj", None) for part in "qkv")
+    return Parts(
+        num_heads=attn.num_heads,
+        scale=attn.scale,
+        training=attn.training,
+        dropout=attn.attn_drop.p,
+        qkv=qkv if getattr(attn, "q_bias", None) is None else _WithBiases(qkv, attn),
+        q_proj=q_proj,
+        k_proj=k_proj,
+        v_proj=v_proj,
+        q_norm=getattr(attn, "q_norm", None),
+        k_norm=getattr(attn, "k_norm", None),
+        num_kv_groups=getattr(attn, "num_kv_groups", 1),
+        rotate_half=getattr(attn, "rotate_half", False),
+        bias=partial(_own_bias, attn) if _has_bias(attn) else None,
+        mix_scores=None if before is None else partial(_mix_heads, before),
+        mixing_dtype=None if before is None else before.weight.dtype,
+        mix_weights=None if after is None else partial(_mix_heads, after),
+        norm=norm if isinstance(norm, nn.Module) else None,
+        gate=partial(_sigmoid, gate) if isinstance(gate, nn.Module) else None,
+        proj=partial(_project_out, attn),
+        fused=getattr(attn, "fused_attn", True) and after is None,
+    )
+
+
+class _WithBiases(NamedTuple):
+    """A fused projection without a bias, and the module that has those of q, k and v: BEiT, EVA."""
+
+    layer: nn.Linear
+    attn: Any
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return torch.cat([self.attn.q_bias, self.attn.k_bias, self.attn.v_bias])
+
+
+def _project_out(attn: Any, x: Tensor) -> Tensor:
+    return attn.proj_drop(attn.proj(x))
+
+
+def _sigmoid(gate: nn.Module, x: Tensor) -> Tensor:
+    return gate(x).sigmoid()
+
+
+def _mix_heads(mix: nn.Module, x: Tensor) -> Tensor:
+    """Mixes heads linearly (talking-heads attention, Shazeer et al., 2020)."""
+    return mix(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def _has_bias(attn: Any) -> bool:
+    table, own = (getattr(attn, name, None) for name in ("relative_position_bias_table", "rel_pos"))
+    return table is not None or own is not None
+
+
+def _own_bias(attn: Any, dropout: bool) -> Tensor:
+    """Returns the relative position bias of an attention that has one, `1 h n n`."""
+    if getattr(attn, "relative_position_bias_table", None) is not None:
+        return attn._get_rel_pos_bias()
+    with nullcontext() if dropout else evaluating(attn.rel_pos):
+        return attn.rel_pos.get_bias()

@@ -3,16 +3,39 @@
 Letters: b batch, k receivers, t spatial tokens; rows are receivers, columns donors.
 """
 
+from collections.abc import Callable
+from functools import wraps
+
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+
+Match = Callable[[Tensor, Tensor], Tensor]  # gain b b, is_easy b -> donor b
 
 # From these numbers on, reducing saves time on saliency of trained models.
 REDUCED_SIZE = 96  # donors
 REDUCED_SHARE = 0.7  # receivers / donors
 REDUCED_MEAN = 0.04  # mean gain / largest gain; the solver is fast where most pairs gain nothing
 ROUNDING = 1e-12  # of gains: all of them are rounding errors if their mean is below
+
+
+def on_host(match: Match) -> Match:
+    """Makes a matching one operator, `tokenmixup::<its name>`, for a compiler.
+
+    The compiler does not trace into it, and a CUDA graph does not capture it.
+    """
+    name, tags = f"tokenmixup::{match.__name__}", (torch.Tag.cudagraph_unsafe,)
+    schema = "(Tensor gain, Tensor is_easy) -> Tensor"
+    operator = torch.library.custom_op(name, match, mutates_args=(), schema=schema, tags=tags)
+    operator.register_fake(lambda gain, is_easy: torch.empty_like(is_easy, dtype=torch.int64))
+
+    @wraps(match)
+    @torch.no_grad()
+    def run(gain: Tensor, is_easy: Tensor) -> Tensor:
+        return (operator if torch.compiler.is_compiling() else match)(gain, is_easy)
+
+    return run
 
 
 @torch.no_grad()
@@ -47,6 +70,30 @@ def optimal_assignment(gain: Tensor) -> Tensor:
     if _is_reducible(values):
         values = _reduced(values)
     return torch.from_numpy(linear_sum_assignment(values, maximize=True)[1][:receivers])
+
+
+@on_host
+def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
+    """Returns the donor of every sample by optimal assignment (Eq. 7); a hard sample's is itself.
+
+    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. Raises
+    FloatingPointError if the gain of an easy sample is not finite.
+    """
+    is_easy, gain_of_easy = easy_rows(gain, is_easy)
+    donor = torch.arange(len(gain))
+    donor[is_easy] = optimal_assignment(gain_of_easy)
+    return donor.to(gain.device, non_blocking=True)
+
+
+def easy_rows(gain: Tensor, is_easy: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns, on the host, the easy flags, `b`, and the easy samples' rows of the gain matrix.
+
+    From a GPU they are copied asynchronously, with a single wait for both.
+    """
+    host_gain, host_easy = (x.to("cpu", non_blocking=x.is_cuda) for x in (gain, is_easy))
+    if gain.is_cuda:
+        torch.cuda.current_stream(gain.device).synchronize()
+    return host_easy, host_gain[host_easy]
 
 
 def check_finite(gain: Tensor) -> None:

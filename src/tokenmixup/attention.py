@@ -1,15 +1,11 @@
 """Applies the weights of a stock attention module to other queries, keys and values.
 
-The module is timm's, or has the same attributes: `num_heads`, `scale`, `attn_drop`, `proj`,
-`proj_drop`; a fused `qkv` projection or `q_proj`, `k_proj`, `v_proj`; optionally `q_bias`,
-`k_bias`, `v_bias`, `q_norm`, `k_norm`, `norm`, `gate`, grouped keys, rotary positions, a bias per
-pair of tokens, and talking heads.
-
+`Parts` says what such a module consists of; nothing else of it is read here.
 Letters: b batch, h heads, n tokens with prefix, m memory, d width, e head width.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +13,74 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from tokenmixup.contexts import evaluating, without_autocast
+from tokenmixup.contexts import without_autocast
 
 CACHED_SCORES = 2**17  # attention scores per core and chunk: half a MiB
-KNOWN_ARGUMENTS = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
+POSITIONAL = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
+
+
+class Projection(NamedTuple):
+    """The parameters of a linear layer that is no module of its own."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """The parts of an attention module: softmax(scale q k^T) v per head, followed by `proj`.
+
+    Queries, keys and values are computed by `qkv`, a single layer whose weight holds the rows of
+    queries, keys and values in this order; by `q_proj`, `k_proj` and `v_proj`; or by `project`, a
+    function from normed tokens `b n d` to three tensors `b h n e` that treats tokens independently.
+    """
+
+    num_heads: int
+    proj: Callable[[Tensor], Tensor]  # b n (h e) -> b n d, including the module's output dropout
+    training: bool  # of the module: whether attention dropout is active
+    dropout: float = 0.0
+    scale: float | None = None  # None: 1 / sqrt(e)
+    qkv: Any = None  # a Linear, or an object with weight and bias
+    q_proj: nn.Linear | None = None
+    k_proj: nn.Linear | None = None
+    v_proj: nn.Linear | None = None
+    project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
+    # What some of timm's attentions have in addition; None if a module has no such term.
+    q_norm: Callable[[Tensor], Tensor] | None = None  # of the queries, b h n e
+    k_norm: Callable[[Tensor], Tensor] | None = None  # of the keys
+    num_kv_groups: int = 1  # heads that share their keys and values
+    rotate_half: bool = False  # rotary positions turn halves of e, not neighbouring pairs
+    bias: Callable[[bool], Tensor] | None = None  # whether it drops out -> 1 h n n, of positions
+    mix_scores: Callable[[Tensor], Tensor] | None = None  # of heads, before softmax, b h n m
+    mix_weights: Callable[[Tensor], Tensor] | None = None  # of heads, after softmax
+    mixing_dtype: torch.dtype | None = None  # of `mix_scores`
+    norm: Callable[[Tensor], Tensor] | None = None  # of b n (h e), before `proj`
+    gate: Callable[[Tensor], Tensor] | None = None  # b n d -> factor of the normed b n (h e)
+    fused: bool = True  # whether the attention map is left to a fused kernel
+
+    def __post_init__(self) -> None:
+        separate = [self.q_proj, self.k_proj, self.v_proj]
+        missing = sum(layer is None for layer in separate)
+        ways = [self.qkv is not None, missing == 0, self.project is not None]
+        if sum(ways) != 1 or missing not in (0, 3):
+            raise ValueError("Parts: give either qkv, or q_proj, k_proj and v_proj, or project")
+        if isinstance(self.scale, Tensor):
+            raise ValueError("Parts: scale must be a number, not a tensor")
+        if self.scale is None:
+            if self.project is not None:
+                raise ValueError("Parts: scale must be given with project")
+            layer, layers = (self.qkv, 3) if self.q_proj is None else (self.q_proj, 1)
+            width = len(layer.weight) // layers
+            if width % self.num_heads:
+                raise ValueError(f"Parts: num_heads={self.num_heads} must divide the width {width}")
+            self.scale = (width / self.num_heads) ** -0.5
+
+    @property
+    def layers(self) -> list[Any]:
+        """The projection layers: one, three, or none with `project`."""
+        if self.project is not None:
+            return []
+        return [self.q_proj, self.k_proj, self.v_proj] if self.qkv is None else [self.qkv]
 
 
 class Positions(NamedTuple):
@@ -44,21 +104,17 @@ class Positions(NamedTuple):
         return Positions(rope, bias)
 
 
-def positions(attn: Any, n: int, given: Mapping[str, Any], dropout: bool = True) -> Positions:
+def positions(parts: Parts, n: int, given: Mapping[str, Any], dropout: bool = True) -> Positions:
     """Returns the positional terms of `n` tokens.
 
-    `given`: the further arguments that the block passes to `attn`. `dropout`: whether dropout is
-    active in an MLP of `attn` that computes its bias (a bias shared by all blocks includes its
-    dropout). Raises ValueError for an unknown argument, such as a causal mask.
+    `given`: the further arguments that the block passes to its attention. `dropout`: whether
+    dropout is active in an MLP that computes the attention's bias (a bias shared by all blocks
+    includes its dropout). Raises ValueError for an unknown argument, such as a causal mask.
     """
-    unknown = [
-        name
-        for name, value in given.items()
-        if name not in KNOWN_ARGUMENTS and value is not None and value is not False
-    ]
-    if unknown:
-        raise ValueError(f"TokenMixup does not support the argument {unknown[0]} of a block")
-    own = _own_bias(attn, dropout)
+    for name, value in given.items():
+        if name not in POSITIONAL and value is not None and value is not False:
+            raise ValueError(f"TokenMixup does not support the argument {name} of a block")
+    own = None if parts.bias is None else parts.bias(dropout)
     biases = [given.get("shared_rel_pos"), given.get("shared_rel_pos_bias"), own]
     mask = given.get("attn_mask")
     if mask is not None and mask.dtype == torch.bool:
@@ -66,17 +122,6 @@ def positions(attn: Any, n: int, given: Mapping[str, Any], dropout: bool = True)
     present = [bias for bias in (*biases, mask) if bias is not None]
     bias = sum(present[1:], start=present[0]) if present else None
     return Positions(_rope_of_all(given.get("rope"), n), None if bias is None else _to_4d(bias))
-
-
-def _own_bias(attn: Any, dropout: bool) -> Tensor | None:
-    """Returns the module's own relative position bias, `1 h n n`, if it has one."""
-    if getattr(attn, "relative_position_bias_table", None) is not None:
-        return attn._get_rel_pos_bias()
-    own = getattr(attn, "rel_pos", None)
-    if own is None:
-        return None
-    with nullcontext() if dropout else evaluating(own):
-        return own.get_bias()
 
 
 def _rope_of_all(rope: Tensor | None, n: int) -> Tensor | None:
@@ -94,51 +139,44 @@ def _to_4d(x: Tensor) -> Tensor:
 
 
 def project(
-    attn: Any, x: Tensor, rope: Tensor | None = None, known: Sequence[Tensor] = ()
+    parts: Parts, x: Tensor, rope: Tensor | None = None, known: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Projects `b n d` to q, k and v, each `b h n e`.
 
     `rope`: as in Positions. `known`: the `projections` of `x`, if already computed.
     """
-    if (own := getattr(attn, "project", None)) is not None:
-        return list(own(x))
-    flat = known or projections(attn, x)
+    if parts.project is not None:
+        return list(parts.project(x))
+    flat = known or projections(parts, x)
     if len(flat) == 1:
         flat = flat[0].chunk(3, dim=-1)
-    return [_heads(attn, part, y, rope) for part, y in zip("qkv", flat, strict=True)]
+    groups = parts.num_kv_groups
+    kv_heads = parts.num_heads // groups
+    q = _heads(parts, flat[0], parts.num_heads, parts.q_norm, rope)
+    k = _heads(parts, flat[1], kv_heads, parts.k_norm, rope)
+    v = _heads(parts, flat[2], kv_heads)
+    return [q, k, v] if groups == 1 else [q, *(y.repeat_interleave(groups, 1) for y in (k, v))]
 
 
-def projections(attn: Any, x: Tensor) -> list[Tensor]:
+def projections(parts: Parts, x: Tensor) -> list[Tensor]:
     """Returns the projections of `b n d`: one tensor with q, k and v side by side, or three.
 
     Empty if the module projects by a custom function, `Parts.project`.
     """
-    if getattr(attn, "project", None) is not None:
-        return []
-    return [F.linear(x, weight, bias) for weight, bias in _projection_layers(attn)]
+    return [F.linear(x, layer.weight, layer.bias) for layer in parts.layers]
 
 
-def _projection_layers(attn: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Returns weight and bias of each projection layer."""
-    if getattr(attn, "qkv", None) is None:
-        layers = [getattr(attn, f"{part}_proj") for part in "qkv"]
-        return [(layer.weight, layer.bias) for layer in layers]
-    bias = attn.qkv.bias
-    if getattr(attn, "q_bias", None) is not None:  # BEiT and EVA: the bias of keys is a constant 0
-        bias = torch.cat([getattr(attn, f"{part}_bias") for part in "qkv"])
-    return [(attn.qkv.weight, bias)]
-
-
-def _heads(attn: Any, part: str, x: Tensor, rope: Tensor | None) -> Tensor:
-    """Splits `b n (h e)` into heads, normalises and rotates q and k, repeats grouped k and v."""
-    groups = 1 if part == "q" else getattr(attn, "num_kv_groups", 1)
-    y = rearrange(x, "b n (h e) -> b h n e", h=attn.num_heads // groups)
-    if part != "v":
-        norm = getattr(attn, f"{part}_norm", None)
-        y = y if norm is None else norm(y)
-        if rope is not None:
-            y = _rotate(y, rope, getattr(attn, "rotate_half", False)).to(x.dtype)
-    return y if groups == 1 else y.repeat_interleave(groups, dim=1)
+def _heads(
+    parts: Parts,
+    x: Tensor,
+    num_heads: int,
+    norm: Callable[[Tensor], Tensor] | None = None,
+    rope: Tensor | None = None,
+) -> Tensor:
+    """Splits `b n (h e)` into heads, normalises and rotates each."""
+    y = rearrange(x, "b n (h e) -> b h n e", h=num_heads)
+    y = y if norm is None else norm(y)
+    return y if rope is None else _rotate(y, rope, parts.rotate_half).to(x.dtype)
 
 
 def _rotate(x: Tensor, rope: Tensor, halves: bool) -> Tensor:
@@ -153,53 +191,53 @@ def _rotate(x: Tensor, rope: Tensor, halves: bool) -> Tensor:
 
 
 def attention_map(
-    attn: Any, x: Tensor, first_row_only: bool = False, where: Positions | None = None
+    parts: Parts, x: Tensor, first_row_only: bool = False, where: Positions | None = None
 ) -> Tensor:
-    """Returns the attention map of `attn` on `x` after softmax, in float32 and without dropout.
+    """Returns the attention map on `x` after softmax, in float32 and without dropout.
 
     `b n d` -> `b h n n`, or `b h 1 n` with the first token's query alone. `where`: positional terms
     of the tokens. With talking heads it is the map before heads are mixed the second time, whose
     rows sum to 1.
     """
     rope, bias = where or Positions()
-    q, k, _ = project(attn, x, rope)
+    q, k, _ = project(parts, x, rope)
     rows = 1 if first_row_only else None
-    return _softmax(attn, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
+    return _softmax(parts, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
 
 
 @torch.no_grad()
-def received(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the attention each key receives: the mean over heads and queries, `b m` in float32.
 
     `q`, `k`: `b h n e`, `b h m e`. On a CPU the map is computed in chunks of samples that fit into
-    the cache, on a GPU at once.
+    the cache, on a GPU and by a compiler at once.
     """
-    if q.device.type != "cpu":
-        return _softmax(attn, q, k, bias).mean(dim=(1, 2))
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
+        return _softmax(parts, q, k, bias).mean(dim=(1, 2))
     scores_per_sample = q.shape[1] * q.shape[2] * k.shape[2]
     size = max(1, CACHED_SCORES * torch.get_num_threads() // scores_per_sample)
     inputs = [q, k] if bias is None else [q, k, bias.expand(len(q), -1, -1, -1)]
     chunks = zip(*(x.split(size) for x in inputs), strict=True)
-    return torch.cat([_softmax(attn, *chunk).mean(dim=(1, 2)) for chunk in chunks])
+    return torch.cat([_softmax(parts, *chunk).mean(dim=(1, 2)) for chunk in chunks])
 
 
-def _softmax(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+def _softmax(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns the attention map in float32, by scores that float16 could not hold.
 
     Fused kernels hold theirs in float32 too. Talking heads are mixed in their own precision.
     """
-    mix = getattr(attn, "proj_l", None)
-    exact = torch.promote_types(q.dtype, torch.float32) if mix is None else mix.weight.dtype
+    exact = parts.mixing_dtype or torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device.type):
-        scores = _scores(attn, q.to(exact), k.to(exact), bias)
+        scores = _scores(parts, q.to(exact), k.to(exact), bias)
         return scores.softmax(dim=-1, dtype=torch.float32)
 
 
-def _scores(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+def _scores(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the scaled scores before softmax, `b h n m`."""
-    scores = _scaled_product(q, k, attn.scale)
-    if getattr(attn, "proj_l", None) is not None:
-        scores = _mix_heads(attn.proj_l, scores)
+    assert parts.scale is not None, "set by Parts itself"
+    scores = _scaled_product(q, k, parts.scale)
+    if parts.mix_scores is not None:
+        scores = parts.mix_scores(scores)
     return scores if bias is None else scores + bias
 
 
@@ -210,20 +248,13 @@ def _scaled_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return product.unflatten(0, q.shape[:-2])
 
 
-def _mix_heads(mix: nn.Module, x: Tensor) -> Tensor:
-    """Mixes heads linearly (talking-heads attention, Shazeer et al., 2020)."""
-    return mix(x.movedim(1, -1)).movedim(-1, 1)
-
-
-def composed_map(attn: Any, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
+def composed_map(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
     """Returns the map that `attend` uses, `b h n m` before dropout; None with a fused kernel."""
-    if getattr(attn, "fused_attn", True) and getattr(attn, "proj_w", None) is None:
-        return None
-    return _scores(attn, q, k, bias).softmax(dim=-1)
+    return None if parts.fused else _scores(parts, q, k, bias).softmax(dim=-1)
 
 
 def attend(
-    attn: Any,
+    parts: Parts,
     x: Tensor,
     q: Tensor,
     k: Tensor,
@@ -231,22 +262,22 @@ def attend(
     bias: Tensor | None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Returns the output of `attn`, `b n d`, for queries `q` of the tokens `x`, keys and values.
+    """Returns the attention's output, `b n d`, for queries `q` of the tokens `x`, keys and values.
 
     `weights`: their `composed_map`, if already computed.
     """
-    dropout = attn.attn_drop.p if attn.training else 0.0
-    if weights is None:
-        weights = composed_map(attn, q, k, bias)
-    if weights is None:
-        out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=attn.scale)
+    dropout = parts.dropout if parts.training else 0.0
+    if parts.fused:
+        out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=parts.scale)
     else:
-        if getattr(attn, "proj_w", None) is not None:
-            weights = _mix_heads(attn.proj_w, weights)
+        if weights is None:
+            weights = _scores(parts, q, k, bias).softmax(dim=-1)
+        if parts.mix_weights is not None:
+            weights = parts.mix_weights(weights)
         out = F.dropout(weights, dropout) @ v
     out = rearrange(out, "b h n e -> b n (h e)")
-    if isinstance(norm := getattr(attn, "norm", None), nn.Module):
-        out = norm(out)
-    if isinstance(gate := getattr(attn, "gate", None), nn.Module):
-        out = out * gate(x).sigmoid()
-    return attn.proj_drop(attn.proj(out))
+    if parts.norm is not None:
+        out = parts.norm(out)
+    if parts.gate is not None:
+        out = out * parts.gate(x)
+    return parts.proj(out)

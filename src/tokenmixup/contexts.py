@@ -1,25 +1,30 @@
-"""Context managers that change the behaviour of a stock module for one forward pass."""
+"""Changes to the behaviour of stock modules for one forward pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+Forward = Callable[..., Any]
 
 
-@contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Replaces `module.forward` on the instance."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
+@torch.compiler.disable
+def replace_forwards(
+    forwards: Sequence[tuple[nn.Module, Forward | None]],
+) -> list[tuple[nn.Module, Forward | None]]:
+    """Replaces `module.forward` on each instance; None: by that of its class.
+
+    Returns what undoes it.
+    """
+    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+    for module, forward in forwards:
+        if forward is None:
             del module.forward
         else:
-            module.forward = before
+            setattr(module, "forward", forward)
+    return before
 
 
 @contextmanager

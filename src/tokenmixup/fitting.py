@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.adapters import AdaptedBlock, Adapter
-from tokenmixup.attention import attend, project
+from tokenmixup.adapters import Adapter
+from tokenmixup.attention import attend, positions, project
 from tokenmixup.contexts import evaluating
-from tokenmixup.structure import view_of, why_not
+from tokenmixup.encoder import Block, find_encoder
 
 CLOSE = 1e-3  # tolerance between two ways to compute a tensor, relative to its largest value
 
@@ -37,21 +37,19 @@ def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
     fit otherwise. Evaluation does not show dropout, which tokens are the prefix, and whether the
     head reads token 0: compare the returned number with the number of patches.
     """
-    if reason := why_not(model, None, adapter):
-        raise ValueError(reason)
-    view = view_of(model, adapter)
-    traces = [Trace([], [], []) for _ in view.blocks]
+    encoder = find_encoder(model, adapter)
+    traces = [Trace([], [], []) for _ in encoder.blocks]
     with ExitStack() as stack, evaluating(model), _constants_perturbed(model):
-        for block, trace in zip(view.blocks, traces, strict=True):
+        for block, trace in zip(encoder.blocks, traces, strict=True):
             for handle in (
                 block.module.register_forward_pre_hook(lambda _, x, t=trace: t.block.append(x)),
-                block.attention.register_forward_pre_hook(lambda _, x, t=trace: t.attn.append(x)),
-                block.attention.register_forward_hook(lambda _, x, y, t=trace: t.out.append(y)),
+                block.attn.register_forward_pre_hook(lambda _, x, t=trace: t.attn.append(x)),
+                block.attn.register_forward_hook(lambda _, x, y, t=trace: t.out.append(y)),
             ):
                 stack.callback(handle.remove)
         model(images)
-        for index, (block, trace) in enumerate(zip(view.blocks, traces, strict=True)):
-            for reason in _problems(block, view.embed_dim, trace):
+        for index, (block, trace) in enumerate(zip(encoder.blocks, traces, strict=True)):
+            for reason in _problems(block, encoder.width, trace):
                 raise ValueError(f"block {index} ({type(block.module).__name__}): {reason}")
     return traces[0].block[0][0].shape[1] - adapter.num_prefix_tokens
 
@@ -74,7 +72,7 @@ def _constants_perturbed(model: nn.Module) -> Iterator[None]:
             parameter.copy_(original)
 
 
-def _problems(block: AdaptedBlock, width: int, trace: Trace) -> Iterator[str]:
+def _problems(block: Block, width: int, trace: Trace) -> Iterator[str]:
     """Yields the reasons why the adapter does not fit this block."""
     if len(trace.block) != 1 or len(trace.attn) != 1:
         calls = f"{len(trace.block)} and {len(trace.attn)} times"
@@ -91,13 +89,14 @@ def _problems(block: AdaptedBlock, width: int, trace: Trace) -> Iterator[str]:
     if block.adapter.num_prefix_tokens >= tokens.shape[1]:
         prefix = block.adapter.num_prefix_tokens
         yield f"gets {tokens.shape[1]} tokens, Adapter.num_prefix_tokens={prefix} leaves none"
-    if not _same(normed, block.norm1(tokens)):
+    if not _same(normed, block.norm(tokens)):
         norm = block.adapter.norm
         yield f"its attention does not get {norm} of the block's input (Adapter.norm)"
-    parts = block.attn
+    parts = block.parts()
     try:
         q, k, v = project(parts, normed)
-        rebuilt = attend(parts, normed, q, k, v, None)
+        bias = positions(parts, normed.shape[1], {}).bias
+        rebuilt = attend(parts, normed, q, k, v, bias)
     except (RuntimeError, ValueError, TypeError) as error:
         yield f"Parts do not fit together: {str(error).splitlines()[0]}"
         return

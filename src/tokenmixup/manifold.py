@@ -15,7 +15,7 @@ class ManifoldMix(NamedTuple):
     """The random draws for one batch."""
 
     layer: int
-    keep_ratio: float
+    keep_ratio: Tensor  # scalar
     partner: Tensor  # b int64
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -26,7 +26,6 @@ class ManifoldMix(NamedTuple):
 def draw_manifold_mix(settings: ManifoldMixup, batch: Tensor) -> ManifoldMix:
     """Draws layer, kept share and partners for a batch `b ...` from the host's generator."""
     layer = settings.layers[int(torch.randint(len(settings.layers), ()))]
-    keep_ratio = float(torch.distributions.Beta(settings.alpha, settings.alpha).sample())
-    return ManifoldMix(
-        layer, keep_ratio, torch.randperm(len(batch)).to(batch.device, non_blocking=True)
-    )
+    keep_ratio = torch.distributions.Beta(settings.alpha, settings.alpha).sample()
+    drawn = (keep_ratio, torch.randperm(len(batch)))
+    return ManifoldMix(layer, *(x.to(batch.device, non_blocking=True) for x in drawn))

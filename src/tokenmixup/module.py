@@ -1,14 +1,13 @@
 """Adds HTM, VTM and manifold mixup to a stock transformer without editing it.
 
-During a training forward pass, hooks mix the inputs of blocks, and stand-ins replace the attention
-of blocks that mix, fill VTM's memory or attend to it. Otherwise the model is untouched: evaluation
-is the plain model, bit for bit.
+During a training forward pass, stand-ins for the `forward` of blocks mix their inputs, and those of
+attentions answer where the block mixes, feeds VTM's memory or reads it. Otherwise the model is
+untouched: evaluation is the plain model, bit for bit.
 
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,37 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tokenmixup.adapters import Adapter, adapter_of, as_called, attention_module, block_module
-from tokenmixup.contexts import evaluating, replaced_forward
-from tokenmixup.detectors import BlockInput, detector_of
-from tokenmixup.horizontal import HorizontalMix, algorithm_1
-from tokenmixup.manifold import draw_manifold_mix
-from tokenmixup.passes import (
-    ForwardState,
-    Output,
-    StandIn,
-    attend_and_remember,
-    attend_as_projected,
-    attend_to_memory,
-)
-from tokenmixup.rules import rules_of
+from tokenmixup.adapters import Adapter, adapter_of
+from tokenmixup.contexts import Forward, evaluating, replace_forwards
+from tokenmixup.detectors import detector_of
+from tokenmixup.encoder import Encoder, find_encoder, head_size, is_sharded, layer_group
+from tokenmixup.horizontal import HorizontalMix, mix_horizontal
+from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
+from tokenmixup.output import LayerMix, Output
+from tokenmixup.passes import BlockPass, ForwardPass
+from tokenmixup.rules import ORDERS, rules_of
 from tokenmixup.saliency import input_gradient
-from tokenmixup.scorenet import ScoreNet
+from tokenmixup.scorenet import Pooling, ScoreNet, difficulty
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
-from tokenmixup.structure import (
-    check_layer,
-    check_projections,
-    check_rollout,
-    declared_prefix,
-    has_class_token,
-    head_size,
-    is_sharded,
-    layer_group,
-    reads_class_token,
-    scorenet_pooling,
-    view_of,
-    why_not,
-)
 from tokenmixup.vertical import INDICES, Memory
 
 ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
@@ -101,8 +81,6 @@ class TokenMixup(nn.Module):
             raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
-        if checkpoint_blocks and (reason := why_not(model, None, adapter)):
-            raise ValueError(f"TokenMixup does not support this model: {reason}")
         htm = htm and htm.for_classes(num_classes)
         self.adapter = adapter or adapter_of(model)
         self.num_classes = num_classes
@@ -114,51 +92,107 @@ class TokenMixup(nn.Module):
         self._manifold = manifold_mixup
         self._takes_gradient = htm is not None and htm.detector == "gradient"
         self._sources = range(max(self._vtm_at, default=0))
-        for key, layers in (
-            ("htm.layer", self._htm_at),
-            ("vtm.layer", self._vtm_at),
-            ("manifold_mixup.layers", self._manifold_layers),
-        ):
-            for layer in layers:
-                check_layer(model, key, layer, adapter)
+        self.encoder = self._find_encoder()
         if (size := head_size(model)) not in (None, num_classes):
             raise ValueError(
                 f"num_classes={num_classes}: the head of {type(model).__name__} has {size} outputs"
             )
-        view = view_of(model, adapter)
-        if vtm is not None and vtm.class_token_offset == "published" and not has_class_token(view):
-            raise ValueError("vtm.class_token_offset='published': no class token enters the blocks")
         if htm is not None:
-            width, pooling = view.embed_dim, scorenet_pooling(view, htm.pooling)
+            assert self.encoder is not None
+            pooling = scorenet_pooling(self.encoder, htm.pooling)
             like = next(model.parameters())
             for layer in htm.layers:
-                check_rollout(model, layer, htm.rollout_steps, adapter)
-                scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
+                scorenet = ScoreNet(self.encoder.width, num_classes, pooling, htm.stop_gradient)
                 self.scorenets[str(layer)] = scorenet.to(like.device, like.dtype)
             self.rules, self.detect = rules_of(htm), detector_of(htm)
-        self._reads_class_token = reads_class_token(view)
+        self._state: ForwardPass | None = None  # of the training pass that runs
+        self._kept: dict[Any, Forward] = {}  # stand-ins, whose identity a compiler may ask for
+
+    def _find_encoder(self) -> Encoder | None:
+        """Returns the model's encoder, None if nothing happens inside of it.
+
+        Raises ValueError if blocks are missing or not supported.
+        """
+        used = [("htm.layer", layer) for layer in self._htm_at]
+        used += [("vtm.layer", layer) for layer in self._vtm_at]
+        used += [("manifold_mixup.layers", layer) for layer in self._manifold_layers]
+        steps = 0 if self.htm is None else self.htm.rollout_steps
+        if steps > 0:
+            used += [("htm.layer + htm.rollout_steps", layer + steps) for layer in self._htm_at]
+        if not used and not self.checkpoint_blocks:
+            return None
+        last = None if self.checkpoint_blocks else max(layer for _, layer in used)
+        try:
+            encoder = find_encoder(self.model, self.adapter, last)
+        except ValueError as error:
+            raise ValueError(f"TokenMixup does not support this model: {error}") from error
+        kind, count = type(self.model).__name__, len(encoder.blocks)
+        for key, layer in used:
+            if layer >= count:
+                raise ValueError(f"{key}={layer}: {kind} has blocks 0..{count - 1}")
+        if steps > 0 and encoder.own_positions:
+            raise ValueError(
+                f"htm.rollout_steps={steps}: must be 0, since each block of {kind} has rotary "
+                "positions of its own"
+            )
+        offset = "paper" if self.vtm is None else self.vtm.class_token_offset
+        if offset == "published" and not encoder.has_class_token:
+            raise ValueError("vtm.class_token_offset='published': no class token enters the blocks")
+        return encoder
 
     @property
     def _manifold_layers(self) -> Sequence[int]:
         return () if self._manifold is None else self._manifold.layers
 
-    def forward(self, images: Tensor, targets: Tensor | None = None) -> Output | Tensor:
+    @torch.compiler.disable(recursive=False)  # a compiler begins at `forward`
+    def __call__(self, images: Tensor, targets: Tensor | None = None) -> Any:
+        """Checks the batch, draws what is drawn for it as a whole, and runs `forward`."""
         if not self.training:
-            return self._logits(images)
+            return super().__call__(images)
+        drawn = self._drawn(images, targets)
+        before = replace_forwards(self._stand_ins())
+        try:
+            return super().__call__(images, targets, *drawn)
+        except Exception as error:
+            if type(error).__module__.startswith("torch._dynamo"):  # it may hide an error of ours
+                with torch.compiler.set_stance("force_eager"):
+                    self._call_impl(images, targets, *drawn)
+            raise
+        finally:
+            replace_forwards(before)
+
+    def forward(
+        self,
+        images: Tensor,
+        targets: Tensor | None = None,
+        pixels: Tensor | None = None,
+        manifold: ManifoldMix | None = None,
+    ) -> Output | Tensor:
+        """Runs a pass. `pixels`: `b h w`, input gradient, and `manifold` come from `__call__`."""
         if targets is None:
-            raise TypeError("training needs module(images, targets) with targets b c")
-        if getattr(self, "_is_replica", False):
-            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
-        state = self._begin(images, targets)
-        with self._mixing(state):
-            logits = self._logits(images)
-        for layer in self._htm_at.keys() - state.mixes.keys():
-            raise ValueError(f"htm.layer={layer}: this block did not run")
+            return self._logits(images)
+        state, logits = self._run(self._logits, images, ForwardPass(targets, pixels, manifold))
+        for key, layers in (("htm", self._htm_at), ("vtm", self._vtm_at)):
+            for layer in layers:
+                if layer not in state.blocks:
+                    raise ValueError(f"{key}.layer={layer}: this block did not run")
         return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
+    def _run(
+        self, model: Callable[[Tensor], Any], images: Tensor, state: ForwardPass
+    ) -> tuple[ForwardPass, Any]:
+        """Runs the model, whose stand-ins read the state of the pass; returns it and the output."""
+        for layer, vtm in self._vtm_at.items():
+            select = INDICES[vtm.class_token_offset]
+            state.memories[layer] = Memory(vtm.kappa, select, vtm.stop_gradient)
+        self._state = state
+        try:
+            return state, model(images)
+        finally:
+            self._state = None
+
     def _logits(self, images: Tensor) -> Any:
-        out = self.model(images)
-        return out if self.adapter is None else self.adapter.logits(out)
+        return self.adapter.logits(self.model(images))
 
     def stop_mixing(self) -> None:
         """Disables all mixing in training for good and freezes the ScoreNets.
@@ -181,10 +215,16 @@ class TokenMixup(nn.Module):
         Runs the model in its current mode: training mode has dropout and updates running
         statistics. Raises the errors of a training pass.
         """
-        state = self._begin(images, targets)
-        with self._mixing(state):
-            self.model(images)
-        return next(iter(state.mixes.values()), None)
+        return next(iter(self.traced(images, targets).mixes.values()), None)
+
+    def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
+        """Runs the model as in training, in its current mode; returns the state of the pass."""
+        drawn = self._drawn(images, targets)
+        before = replace_forwards(self._stand_ins())
+        try:
+            return self._run(self.model, images, ForwardPass(targets, *drawn))[0]
+        finally:
+            replace_forwards(before)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay; timm's optimisers call this."""
@@ -200,8 +240,15 @@ class TokenMixup(nn.Module):
         own: Any = self.model.group_matcher
         return lambda coarse=False: partial(layer_group, own(coarse=coarse))
 
-    def _begin(self, images: Tensor, targets: Tensor) -> ForwardState:
-        """Checks the batch, computes the input gradient, draws for manifold mixup."""
+    @torch.compiler.disable
+    def _drawn(
+        self, images: Tensor, targets: Tensor | None
+    ) -> tuple[Tensor | None, ManifoldMix | None]:
+        """Checks the batch; returns the input gradient, `b h w`, and manifold mixup's draws."""
+        if targets is None:
+            raise TypeError("training needs module(images, targets) with targets b c")
+        if getattr(self, "_is_replica", False):
+            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         if not isinstance(images, Tensor) or images.ndim != 4:
             raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
         shape = (len(images), self.num_classes)
@@ -211,164 +258,146 @@ class TokenMixup(nn.Module):
                 f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
                 "such as F.one_hot(classes, c)"
             )
-        if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        if targets.device.type == "cpu":
             _check_probabilities(targets)  # on a GPU this would wait
         self._check_detector()
-        state = ForwardState(targets, view_of(self.model, self.adapter))
+        pixels = manifold = None
         if self._htm_at and self._takes_gradient:
             with evaluating(self.model):
                 exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
-                state.pixels = input_gradient(self._logits, exact, targets)
+                pixels = input_gradient(self._logits, exact, targets)
         if self._manifold is not None:
-            state.manifold = draw_manifold_mix(self._manifold, images)
-        for layer, vtm in self._vtm_at.items():
-            select = INDICES[vtm.class_token_offset]
-            state.memories[layer] = Memory(vtm.kappa, select, vtm.stop_gradient)
-        return state
+            manifold = draw_manifold_mix(self._manifold, images)
+        return pixels, manifold
 
     def _check_detector(self) -> None:
         """Raises ValueError if HTM's detector cannot run in this pass."""
-        rolls_out = [*self._rollout_blocks()] != []
         takes_gradient = self._takes_gradient and bool(self._htm_at)
         if takes_gradient and torch.is_inference_mode_enabled():
             raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
-        if (rolls_out or takes_gradient) and is_sharded(self):
+        if (self._rollout_blocks() or takes_gradient) and is_sharded(self):
             key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
             raise ValueError(
                 f"{key}: not supported with FSDP, which gathers weights for the main pass only"
             )
 
-    @contextmanager
-    def _mixing(self, state: ForwardState) -> Iterator[None]:
-        """Installs hooks and stand-ins for the length of the context."""
-        model = state.view
-        blocks = getattr(model, "blocks", ())  # a model without mixing inside may have none
-        reruns = [getattr(block_module(x), "gradient_checkpointing", False) for x in blocks]
+    @torch.compiler.disable
+    def _stand_ins(self) -> list[tuple[nn.Module, Forward]]:
+        """Returns the modules to replace in a training pass, each with its stand-in `forward`.
+
+        Raises ValueError if the model has been changed since `attach` in a way that rules it out.
+        """
+        blocks = () if self.encoder is None else self.encoder.blocks
+        reruns = [getattr(block.module, "gradient_checkpointing", False) for block in blocks]
         if getattr(self.model, "grad_checkpointing", False) or any(reruns):
             raise ValueError(
                 "TokenMixup cannot rerun all blocks: instead of the model's gradient "
                 "checkpointing use attach(..., checkpoint_blocks=True)"
             )
-        replaced = self.replaced_attention()
-        watched = {*replaced, *self._manifold_layers, *self._htm_at}
-        for index in {*replaced, *self._rollout_blocks()}:
-            check_projections(index, model.blocks[index])
-        with ExitStack() as stack:
-            if watched and isinstance(embed := getattr(model, "patch_embed", None), nn.Module):
-                handle = embed.register_forward_hook(state.note_patches)
-                stack.callback(handle.remove)
-            for index in watched:
-                hook = partial(self._enter_block, state, index)
-                block = block_module(model.blocks[index])
-                handle = block.register_forward_pre_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
-            for index, stand_in in replaced.items():
-                block = model.blocks[index]
-                forward = as_called(block, partial(stand_in, state, block))
-                stack.enter_context(replaced_forward(attention_module(block), forward))
-            for index, block in enumerate(model.blocks) if self.checkpoint_blocks else ():
-                if index not in watched:
-                    module = block_module(block)
-                    checkpointed = partial(checkpoint, module.forward, use_reentrant=False)
-                    stack.enter_context(replaced_forward(module, checkpointed))
-            yield
+        answered = self.answered_blocks()
+        entered = {*answered, *self._manifold_layers, *self._htm_at}
+        for index in {*answered, *self._rollout_blocks()}:
+            if reason := blocks[index].why_not():
+                raise ValueError(f"TokenMixup no longer supports block {index}, {reason}")
+        found: list[tuple[nn.Module, Forward]] = []
+        if entered and self.encoder is not None and (embed := self.encoder.patch_embed) is not None:
+            found.append(self._stand_in(embed, _embed, embed))
+        for index, block in enumerate(blocks):
+            if index in entered:
+                found.append(self._stand_in(block.module, _run_block, index))
+            elif self.checkpoint_blocks:
+                found.append(self._stand_in(block.module, _rerun))
+            if index in answered:
+                found.append(self._stand_in(block.attn, _attend, index))
+        return found
 
-    def _rollout_blocks(self) -> Iterator[int]:
-        """Yields the blocks whose maps are multiplied in a rollout."""
-        for layer, htm in self._htm_at.items():
-            if htm.rollout_steps > 0:
-                yield from range(layer, layer + htm.rollout_steps + 1)
+    def _stand_in(
+        self, module: nn.Module, function: Callable[..., Any], *bound: Any
+    ) -> tuple[nn.Module, Forward]:
+        """Returns a stand-in for `module.forward`; the same one again for the same `forward`."""
+        own = vars(module).get("forward")
+        key = (module, own)
+        if key not in self._kept:
+            plain = own or partial(type(module).forward, module)
+            self._kept[key] = partial(function, self, *bound, plain)
+        return module, self._kept[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": {}}  # copies make their own
+
+    def _rollout_blocks(self) -> set[int]:
+        """Returns the blocks whose maps are multiplied in a rollout."""
+        steps = max((htm.rollout_steps for htm in self._htm_at.values()), default=0)
+        return {layer + step for layer in self._htm_at for step in range(steps + 1) if steps}
 
     def unchanged_blocks(self) -> list[nn.Module]:
-        """Returns the blocks without hooks or stand-ins in training, which can be compiled."""
-        changed = {*self.replaced_attention(), *self._htm_at, *self._manifold_layers}
-        changed |= {*self._rollout_blocks()}
-        blocks = enumerate(view_of(self.model, self.adapter).blocks)
-        return [block_module(block) for index, block in blocks if index not in changed]
+        """Returns the blocks without stand-ins in training, which can be compiled by themselves."""
+        changed = {*self.answered_blocks(), *self._htm_at, *self._manifold_layers}
+        changed |= self._rollout_blocks()
+        encoder = self.encoder or find_encoder(self.model, self.adapter, -1)
+        return [block.module for i, block in enumerate(encoder.blocks) if i not in changed]
 
-    def replaced_attention(self) -> dict[int, StandIn]:
-        """Returns the stand-in for the attention of each block that has one in training."""
-        replaced: dict[int, StandIn] = dict.fromkeys(self._sources, attend_and_remember)
-        for layer in self._htm_at:
-            if layer in self._sources or self.detect is BlockInput.own_saliency:
-                replaced[layer] = attend_as_projected  # HTM has projected the tokens
-        return replaced | dict.fromkeys(self._vtm_at, attend_to_memory)
+    def answered_blocks(self) -> set[int]:
+        """Returns the blocks whose attention has a stand-in in training."""
+        answered = {*self._sources, *self._vtm_at}
+        if self._htm_at and self.detect is BlockPass.own_saliency:
+            answered |= {*self._htm_at}  # it has projected the tokens
+        return answered
 
-    def _enter_block(
-        self, state: ForwardState, index: int, block: nn.Module, args: tuple[Any, ...], given: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(self, index: int, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
         """Mixes a block's input: manifold mixup, then HTM; VTM then stores its salient tokens."""
-        if not args:
-            raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
-        if not isinstance(args[0], Tensor) or args[0].ndim != 3:
-            found = [*getattr(args[0], "shape", [])] or type(args[0]).__name__
-            raise ValueError(f"block {index} gets {found}: must be tokens b n d")
-        if any(value is not None for value in args[1:]):
-            raise ValueError(f"block {index} gets further positional arguments: not supported")
-        if state.entry is not None and index <= state.entry.index:
-            raise ValueError(f"block {index} runs again: must run once in a forward pass, in order")
-        entry = state.entry = self._block_input(state, index, args[0], given)
+        state, encoder = self._state, self.encoder
+        assert state is not None and encoder is not None
+        block = state.enter(encoder, index, args, given)
         if state.manifold is not None and state.manifold.layer == index:
-            entry.tokens = state.manifold(entry.tokens)
+            block.tokens = state.manifold(block.tokens)
             state.targets = state.manifold(state.targets)
-        is_source = index in self._sources
         if (htm := self._htm_at.get(index)) is not None:
-            scorenet = self.scorenets[str(index)]
-            mix = state.mixes[index] = algorithm_1(
-                entry.tokens,
-                state.targets,
-                htm.tau,
-                htm.rho_for(entry.tokens.shape[1] - entry.num_prefix_tokens),
-                partial(state.measure_difficulty, scorenet, entry.num_prefix_tokens),
-                partial(self._saliency_of, entry),
-                self.rules,
+            score_logits = self.scorenets[str(index)](block.tokens, block.num_prefix_tokens)
+            hard = difficulty(score_logits, state.targets)
+            saliency = self._saliency_of(block)
+            rho = htm.rho_for(saliency.shape[1])
+            mix = mix_horizontal(
+                block.tokens, state.targets, saliency, hard, htm.tau, rho, self.rules
             )
-            if is_source:  # VTM
-                own = entry.own_saliency()
-                if htm.order == "in_place":  # the saliency moves with its token
-                    entry.saliency = torch.where(mix.mask, own[mix.donor], own)
-            entry.projected = [mix.exchange(y) for y in entry.projected]
-            entry.tokens, state.targets = mix.tokens, mix.targets
-        elif is_source and index in self._vtm_at:
-            entry.own_saliency()  # by its own keys, before the memory is added to them
-        if entry.saliency is not None and is_source:  # else the stand-in for its attention does it
-            state.remember(entry, entry.saliency)
-        return (entry.tokens, *args[1:]), given
+            state.layers.append(
+                LayerMix(index, score_logits, hard, mix.is_easy, mix.mask, mix.gain)
+            )
+            if block.later:
+                block.own_saliency()
+            mix = state.mixes[index] = ORDERS[htm.order](mix)
+            block.mix(mix, moves_saliency=htm.order == "in_place")
+            state.targets = mix.targets
+        elif block.later and block.memory is not None:
+            block.own_saliency()  # by its own keys, before the memory is added to them
+        if block.saliency is not None:  # else its attention does it
+            block.remember(block.saliency)
+        return block.tokens
 
-    def _saliency_of(self, entry: BlockInput) -> Tensor:
+    def _saliency_of(self, block: BlockPass) -> Tensor:
         """Returns the detector's saliency. Raises ValueError unless it is `b t`."""
-        saliency = self.detect(entry)
-        b, n, _ = entry.tokens.shape
-        if saliency.shape != (b, n - entry.num_prefix_tokens):
+        state, self._state = self._state, None  # blocks that it runs are the plain ones
+        saliency = self.detect(block)
+        self._state = state
+        b, n, _ = block.tokens.shape
+        if saliency.shape != (b, n - block.num_prefix_tokens):
             raise ValueError(
                 f"htm.detector returns {[*saliency.shape]}, must be samples x spatial tokens, "
-                f"{[b, n - entry.num_prefix_tokens]}"
+                f"{[b, n - block.num_prefix_tokens]}"
             )
         return saliency
 
-    def _block_input(
-        self, state: ForwardState, index: int, tokens: Tensor, given: Any
-    ) -> BlockInput:
-        prefix = declared_prefix(state.view)
-        if state.num_patches is not None:
-            prefix = tokens.shape[1] - state.num_patches
-        if not 0 <= prefix < tokens.shape[1]:
-            n = tokens.shape[1]
-            raise ValueError(
-                f"block {index} gets {n} tokens for {n - prefix} patches: "
-                "TokenMixup cannot tell which tokens are the prefix"
-            )
-        by_class_token = prefix > 0 and self._reads_class_token
-        return BlockInput(
-            state.view.blocks,
-            index,
-            tokens,
-            given,
-            prefix,
-            by_class_token,
-            state.pixels,
-            state.grid,
-        )
+
+def scorenet_pooling(encoder: Encoder, asked: str) -> Pooling:
+    """Returns the pooling of ScoreNet; `auto` is the class token if the head reads it.
+
+    Raises ValueError if `class_token` is requested and none enters the blocks.
+    """
+    if asked == "auto":
+        return "class_token" if encoder.reads_class_token else "attention"
+    if asked == "class_token" and not encoder.has_class_token:
+        raise ValueError("htm.pooling='class_token': no class token enters the blocks")
+    return cast(Pooling, asked)
 
 
 def _check_probabilities(targets: Tensor) -> None:
@@ -380,3 +409,31 @@ def _check_probabilities(targets: Tensor) -> None:
             f"targets[{row}]: must be probabilities, which are >= 0 and sum to 1; it sums to "
             f"{float(targets[row].sum()):g}, its lowest value is {float(targets[row].min()):g}"
         )
+
+
+# Stand-ins for the `forward` of modules; `plain` is their own. Without a pass they are `plain`.
+
+
+def _embed(method: TokenMixup, embed: Any, plain: Forward, *args: Any, **given: Any) -> Any:
+    out = plain(*args, **given)
+    if method._state is not None:
+        method._state.note_patches(embed, args[0], out)
+    return out
+
+
+def _run_block(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
+    if method._state is None:
+        return plain(*args, **given)
+    tokens = method._enter(index, args, given)
+    return plain(tokens, *args[1:], **given)
+
+
+def _attend(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
+    if method._state is None:
+        return plain(*args, **given)
+    block = method._state.blocks[index]
+    return block.block.answer(block.attend, args, given)
+
+
+def _rerun(method: TokenMixup, plain: Forward, *args: Any, **given: Any) -> Any:
+    return checkpoint(plain, *args, use_reentrant=False, **given)

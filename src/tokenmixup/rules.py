@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmixup.assignment import check_finite
-from tokenmixup.detectors import DETECTORS
-from tokenmixup.horizontal import (
-    Rules,
+from tokenmixup.assignment import (
+    Match,
+    check_finite,
     easy_rows,
-    gaining_tokens,
-    in_place,
+    gain_matrix,
+    on_host,
     optimal_donors,
-    saliency_ratio,
 )
+from tokenmixup.detectors import DETECTORS
+from tokenmixup.horizontal import HorizontalMix, Rules, gaining_tokens, saliency_ratio
 from tokenmixup.settings import HTM
 
 Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Score = Callable[[Tensor, float], Tensor]
 
 
 def rules_of(htm: HTM) -> Rules:
@@ -32,14 +33,15 @@ def rules_of(htm: HTM) -> Rules:
     if htm.detector == "random":
         choose = partial(random_tokens, choose)
     return Rules(
+        score=SCORES[htm.mask_rule],
         match=MATCHINGS[htm.matching],
         choose=choose,
         weigh=LABELS[htm.labels],
-        order=ORDERS[htm.order],
         skips_non_finite=htm.non_finite == "skip",
     )
 
 
+@on_host
 def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns a random donor for each easy sample, no donor twice: `b` int64.
 
@@ -73,27 +75,40 @@ def gaining_over_the_first(own: Tensor, offered: Tensor, is_easy: Tensor, rho: f
     return is_easy[:, None] & (offered - own[first] > rho)
 
 
-def easy_first(is_easy: Tensor) -> Tensor:
-    """The published order, `b`: easy samples first, then the others, each in batch order.
+def in_place(mix: HorizontalMix) -> HorizontalMix:
+    """Keeps every sample at its place in the batch (Algorithm 1, line 8)."""
+    return mix
 
-    Tokens and targets are reordered. VTM's memory of earlier blocks is not, nor is the saliency by
-    which VTM selects tokens at this block: both then belong to other samples.
-    """
+
+def easy_first(is_easy: Tensor) -> Tensor:
+    """The published order, `b`: easy samples first, then the others, each in batch order."""
     return (~is_easy).to(torch.uint8).argsort(stable=True)
 
 
-MATCHINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+def in_published_order(mix: HorizontalMix) -> HorizontalMix:
+    """Reorders tokens, targets and `rows` of a mixed batch, and nothing else.
+
+    VTM's memory of earlier blocks is not reordered, nor is the saliency by which VTM selects tokens
+    at this block: both then belong to other samples.
+    """
+    order = easy_first(mix.is_easy)
+    rows = mix.rows.view(len(order), -1)[order].flatten()
+    return mix._replace(tokens=mix.tokens[order], targets=mix.targets[order], rows=rows)
+
+
+MATCHINGS: dict[str, Match] = {
     "optimal": optimal_donors,
     "random": random_donors,  # Table 4, without the optimal assignment
 }
 MASK_RULES: dict[str, Choice] = {"paper": gaining_tokens, "published": gaining_over_the_first}
+SCORES: dict[str, Score] = {"paper": gain_matrix, "published": gain_matrix}  # by mask rule
 LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "saliency": saliency_ratio,
     "count": count_ratio,  # Table 4, without saliency in the labels
 }
-ORDERS: dict[str, Callable[[Tensor], Tensor | None]] = {
+ORDERS: dict[str, Callable[[HorizontalMix], HorizontalMix]] = {
     "in_place": in_place,
-    "published": easy_first,
+    "published": in_published_order,
 }
 
 # option of HTM -> its table, whose first entry is the default

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tokenmixup.attention import Positions, attend, project, projections
+from tokenmixup.attention import Parts, Positions, attend, project, projections
 
 
 def salient_indices(saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -63,7 +63,7 @@ class Memory:
 
 
 def vertical_attention(
-    attn: nn.Module,
+    parts: Parts,
     tokens: Tensor,
     context: Tensor,
     where: Positions | None = None,
@@ -73,12 +73,12 @@ def vertical_attention(
 
     `tokens`: `b n d`; `context`: `b n+m d`, the tokens followed by the memory; both layer-normed.
     `where`: positional terms of the context. `known`: the projections of `tokens`, if already
-    computed; `context` is then the memory alone, `b m d`. Returns `b n d`, after the output
-    projection and dropout of `attn`.
+    computed; `context` is then the memory alone, `b m d`. Returns `b n d`, after the attention's
+    output projection and dropout.
     """
-    flat = projections(attn, context)
+    flat = projections(parts, context)
     if known:
-        flat = [torch.cat(parts, dim=1) for parts in zip(known, flat, strict=True)]
+        flat = [torch.cat(both, dim=1) for both in zip(known, flat, strict=True)]
     rope, bias = where or Positions()
-    q, k, v = project(attn, context, rope, flat)  # b h n+m e
-    return attend(attn, tokens, q[:, :, : tokens.shape[1]], k, v, bias)
+    q, k, v = project(parts, context, rope, flat)  # b h n+m e
+    return attend(parts, tokens, q[:, :, : tokens.shape[1]], k, v, bias)

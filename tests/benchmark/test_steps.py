@@ -69,8 +69,9 @@ def test_compiled_variants_leave_the_shared_model_uncompiled():
         "HTM and VTM, compiled",
     }
     shared = sharp_trainer(configs["plain"], CPU).module.model
-    compiled = sharp_trainer(configs["plain, compiled"], CPU, shared).module.model
-    assert "forward" in vars(compiled.blocks[0]) and "forward" not in vars(shared.blocks[0])
+    trainer = sharp_trainer(configs["plain, compiled"], CPU, shared)
+    assert trainer.module.model is shared and trainer.module._compiled_call_impl is not None
+    assert not any("forward" in vars(part) for part in shared.modules())
 
 
 def test_step_of_writes_no_files(tmp_path, monkeypatch):

@@ -34,9 +34,9 @@ from tokenmixup import (
     training_loss,
     why_not,
 )
-from tokenmixup.adapters import adapter_of
-from tokenmixup.detectors import BlockInput
-from tokenmixup.structure import view_of
+from tokenmixup.adapters import adapter_of, timm_parts
+from tokenmixup.encoder import find_encoder
+from tokenmixup.passes import BlockPass
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 UNUSED = "dinov2.embeddings.mask_token"  # in the model's own training as well
@@ -179,18 +179,18 @@ def own_map(attention: Any, x: Tensor) -> Tensor:
 
 def test_saliency_is_that_of_the_models_own_attention(built: Built, batch):
     model, adapter, reads = built
-    view, seen = view_of(model.eval(), adapter), []
-    block = view.blocks[1]
+    encoder, seen = find_encoder(model.eval(), adapter), []
+    block = encoder.blocks[1]
     hook = block.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
         model(batch[0])
         hook.remove()
-        if type(block.attention).__name__ == "Attention":
-            block.attention.both = (block.attention.to_queries, block.attention.to_keys)
-        found = BlockInput(view.blocks, 1, seen[0], {}, view.num_prefix_tokens, reads)
-        weights = own_map(block.attention, block.norm1(seen[0])).mean(dim=1)
+        if type(block.attn).__name__ == "Attention":
+            block.attn.both = (block.attn.to_queries, block.attn.to_keys)
+        found = BlockPass(encoder, 1, seen[0], {}, encoder.num_prefix_tokens, reads)
+        weights = own_map(block.attn, block.norm(seen[0])).mean(dim=1)
     rows = weights[:, 0] if reads else weights.mean(dim=1)
-    expected = rows[:, view.num_prefix_tokens :]
+    expected = rows[:, encoder.num_prefix_tokens :]
     torch.testing.assert_close(found.own_saliency(), expected, atol=1e-6, rtol=1e-4)
 
 
@@ -420,5 +420,5 @@ def test_a_wrapped_model_is_copied_and_saved_whole(tmp_path: Path, batch):
 
 
 def test_stock_models_need_no_adapter():
-    assert adapter_of(timm.create_model("vit_tiny_patch16_224", depth=1)) is None
+    assert adapter_of(timm.create_model("vit_tiny_patch16_224", depth=1)).parts is timm_parts
     assert why_not(torchvision.models.vit_b_16()) is None

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from tests.conftest import CLASSES
 from tokenmixup import Output, attach, rollout_saliency, training_loss, vertical_attention
+from tokenmixup.adapters import timm_parts
 from tokenmixup.attention import Positions, attention_map, positions, project, received
-from tokenmixup.detectors import BlockInput, by_rollout
+from tokenmixup.detectors import by_rollout
+from tokenmixup.encoder import find_encoder
+from tokenmixup.passes import BlockPass
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
 KINDS: dict[str, dict[str, Any]] = {
@@ -193,7 +196,8 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
         prefix = entered.tokens.shape[1] - 16
         assert prefix == model.num_prefix_tokens
         by_class_token = name in READ_FROM_THE_CLASS_TOKEN
-        found = BlockInput(model.blocks, index, *entered, prefix, by_class_token).own_saliency()
+        block = BlockPass(find_encoder(model), index, *entered, prefix, by_class_token)
+        found = block.own_saliency()
         expected = saliency_of(model, own_call(model.blocks[index], entered).map(), prefix)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
@@ -236,7 +240,7 @@ def test_rollout_runs_ahead_with_positions(name: str):
     entered, prefix = seen[0], seen[0].tokens.shape[1] - 16
     by_class_token = name in READ_FROM_THE_CLASS_TOKEN
     maps = [own_call(block, x).map() for block, x in zip(model.blocks, seen, strict=True)]
-    found = by_rollout(2, BlockInput(model.blocks, 0, *entered, prefix, by_class_token))
+    found = by_rollout(2, BlockPass(find_encoder(model), 0, *entered, prefix, by_class_token))
     expected = rollout_saliency(maps, prefix, by_class_token)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
@@ -283,7 +287,7 @@ def test_talking_heads_attend_to_a_memory_as_to_tokens():
         scores = block.attn.proj_l((q * block.attn.scale @ k.mT).permute(0, 2, 3, 1))
         attn = scores.softmax(dim=2).mean(dim=3)  # b n n, of the heads that have talked once
         places = attn.mean(dim=1).topk(KAPPA).indices  # no class token here
-        found = BlockInput(model.blocks, index, entered.tokens, {}, 0, False)
+        found = BlockPass(find_encoder(model), index, entered.tokens, {}, 0, False)
         torch.testing.assert_close(found.own_saliency(), attn.mean(dim=1))
         memory.append(entered.tokens[torch.arange(4)[:, None], places])
     block = model.blocks[LAYER]
@@ -315,8 +319,9 @@ def test_grouped_gated_rotary_attention_attends_to_a_memory_as_to_tokens(rotate_
     rope, places = torch.randn(5, 16), torch.tensor([2, 6, 3, 3])  # none of the prefix
     context = torch.cat([tokens, memory], dim=1)
     expected = attn(context, rope=torch.cat([rope, rope[places - 2]]))[:, :7]
-    where = positions(attn, 7, {"rope": rope}).of_memory([places.expand(3, 4)])
-    torch.testing.assert_close(vertical_attention(attn, tokens, context, where), expected)
+    parts = timm_parts(attn)
+    where = positions(parts, 7, {"rope": rope}).of_memory([places.expand(3, 4)])
+    torch.testing.assert_close(vertical_attention(parts, tokens, context, where), expected)
 
 
 def test_saliency_has_no_dropout_where_the_positions_of_a_block_have():
@@ -329,7 +334,7 @@ def test_saliency_has_no_dropout_where_the_positions_of_a_block_have():
     found = []
     for mode in (False, True):
         model.train(mode)
-        entry = BlockInput(model.blocks, 1, seen[1].tokens, seen[1].given, 0, False)
+        entry = BlockPass(find_encoder(model), 1, seen[1].tokens, seen[1].given, 0, False)
         found.append((entry.own_saliency(), by_rollout(1, entry)))
         assert model.blocks[1].attn.rel_pos.mlp.drop1.training is mode
     torch.testing.assert_close(*found, rtol=0, atol=0)
@@ -338,11 +343,12 @@ def test_saliency_has_no_dropout_where_the_positions_of_a_block_have():
 
 
 def test_an_argument_that_is_not_understood_is_refused():
-    attn = AttentionRope(32, num_heads=4)
-    assert positions(attn, 5, {"rope": None, "attn_mask": None, "is_causal": False}) == (None, None)
+    parts = timm_parts(AttentionRope(32, num_heads=4))
+    understood = {"rope": None, "attn_mask": None, "is_causal": False}
+    assert positions(parts, 5, understood) == (None, None)
     for given in ({"is_causal": True}, {"windows": torch.ones(2)}):
         with pytest.raises(ValueError, match=f"does not support the argument {next(iter(given))}"):
-            positions(attn, 5, given)
+            positions(parts, 5, given)
 
 
 def test_a_mask_hides_tokens_and_their_memory():
@@ -350,8 +356,9 @@ def test_a_mask_hides_tokens_and_their_memory():
     attn = AttentionRope(32, num_heads=4)
     tokens, memory = torch.randn(2, 6, 32), torch.randn(2, 2, 32)
     visible = torch.tensor([True, True, True, True, False, False]).expand(2, 1, 1, 6)
-    where = positions(attn, 6, {"attn_mask": visible})
-    seen = attention_map(attn, tokens, where=where)
+    parts = timm_parts(attn)
+    where = positions(parts, 6, {"attn_mask": visible})
+    seen = attention_map(parts, tokens, where=where)
     assert (seen[..., 4:] == 0).all() and (seen[..., :4] > 0).all()
     wide = where.of_memory([torch.tensor([[0], [5]]), torch.tensor([[5], [0]])])
     context = torch.cat([tokens, memory], dim=1)
@@ -361,7 +368,7 @@ def test_a_mask_hides_tokens_and_their_memory():
             [visible, torch.tensor([[True, False], [False, True]])[:, None, None]], dim=3
         ),
     )[:, :6]
-    torch.testing.assert_close(vertical_attention(attn, tokens, context, wide), expected)
+    torch.testing.assert_close(vertical_attention(parts, tokens, context, wide), expected)
 
 
 @pytest.mark.parametrize("scores", [1, 70, 2**17])
@@ -372,12 +379,13 @@ def test_what_keys_receive_is_the_mean_of_the_map_however_it_is_cut(
 ):
     monkeypatch.setattr("tokenmixup.attention.CACHED_SCORES", scores)
     torch.manual_seed(0)
-    attn, tokens = Attention(32, num_heads=4), torch.randn(3, 6, 32)
+    parts, tokens = timm_parts(Attention(32, num_heads=4)), torch.randn(3, 6, 32)
     bias = None if of_bias is None else torch.randn(*of_bias, 6)
-    expected = attention_map(attn, tokens, first_row_only, Positions(None, bias)).mean(dim=(1, 2))
+    where = Positions(None, bias)
+    expected = attention_map(parts, tokens, first_row_only, where).mean(dim=(1, 2))
     rows = 1 if first_row_only else None
-    q, k, _ = project(attn, tokens)
-    found = received(attn, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
+    q, k, _ = project(parts, tokens)
+    found = received(parts, q[:, :, :rows], k, None if bias is None else bias[:, :, :rows])
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found.sum(dim=1), torch.ones(3))
 
@@ -402,7 +410,7 @@ def test_projections_that_move_with_their_tokens_are_those_of_the_mixed_tokens(
         assert output.stats["mixed_tokens"] > 0
         training_loss(output, 1.0).backward()
         found.append([output.logits, *(p.grad for p in module.parameters() if p.grad is not None)])
-        monkeypatch.setattr(module, "replaced_attention", dict)
+        monkeypatch.setattr(module, "answered_blocks", set)
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-3)
 

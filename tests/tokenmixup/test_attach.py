@@ -162,10 +162,7 @@ def test_vtms_memory_can_be_kept_from_teaching_its_sources(batch):
     for stops in (False, True):
         torch.manual_seed(0)
         module = attach(small_cct(), CLASSES, vtm={"layer": 2, "stop_gradient": stops}).train()
-        state = module._begin(images, targets)
-        with module._mixing(state):
-            module.model(images)
-        tokens = state.memories[2].tokens
+        tokens = module.traced(images, targets).memories[2].tokens
         assert all(kept.requires_grad != stops for kept in tokens)
         training_loss(train_output(module, (images, targets)), 0.1).backward()
         blocks: Any = module.model.blocks
@@ -258,7 +255,7 @@ def test_projections_that_move_train_as_those_of_mixed_tokens_would(
         assert output.stats["mixed_tokens"] > 0
         training_loss(output, 0.5).backward()
         found.append([output.logits, *(p.grad for p in module.parameters())])
-        monkeypatch.setattr("tokenmixup.detectors.projections", unknown)
+        monkeypatch.setattr("tokenmixup.passes.projections", unknown)
     assert len(asked) == 1
     close = {"rtol": 2**-6, "atol": 1e-4} if autocasts else {"rtol": 1e-5, "atol": 1e-7}
     for ours, theirs in zip(*found, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenmixup import HTM, gain_matrix, mix_horizontal
-from tokenmixup.speed import exchange_of
+from tokenmixup.horizontal import PAPER, HorizontalMix, Rules, exchanged, rows_of
 
 RHOS = (0.0, 0.005, 0.02, 0.2)
 
@@ -38,8 +38,21 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
-def mix(batch: Batch, rho: float):
-    return mix_horizontal(*batch[:4], rho)
+def mix_easy(
+    tokens: Tensor,
+    targets: Tensor,
+    saliency: Tensor,
+    is_easy: Tensor,
+    rho: float,
+    rules: Rules = PAPER,
+) -> HorizontalMix:
+    """Mixes with the easy samples told: their difficulty is 0, that of the others 1."""
+    difficulty = 1 - is_easy.float()
+    return mix_horizontal(tokens, targets, saliency, difficulty, 1.0, rho, rules)
+
+
+def mix(batch: Batch, rho: float) -> HorizontalMix:
+    return mix_easy(*batch[:4], rho)
 
 
 @given(batches(), st.sampled_from(RHOS))
@@ -106,28 +119,26 @@ def test_where_nothing_is_replaced_a_saliency_that_is_not_finite_changes_nothing
     easy: int, rho: float
 ):
     tokens, saliency = torch.randn(3, 4, 2), torch.full((3, 4), float("nan"))
-    found = mix_horizontal(tokens, torch.eye(3), saliency, torch.arange(3) < easy, rho)
+    found = mix_easy(tokens, torch.eye(3), saliency, torch.arange(3) < easy, rho)
     assert torch.equal(found.tokens, tokens) and torch.equal(found.targets, torch.eye(3))
     assert not found.gain.any() and not found.mask.any()
 
 
 def test_saliency_of_more_than_the_tokens_is_refused():
     with pytest.raises(ValueError, match="saliency of 5 tokens, but 4 to mix"):
-        mix_horizontal(
-            torch.randn(2, 4, 3), torch.eye(2), torch.rand(2, 5), torch.ones(2).bool(), 0.0
-        )
+        mix_easy(torch.randn(2, 4, 3), torch.eye(2), torch.rand(2, 5), torch.ones(2).bool(), 0.0)
 
 
 def test_class_indices_as_targets_are_refused():
     classes, is_easy = torch.arange(2), torch.ones(2).bool()
     with pytest.raises(ValueError, match=r"targets \[2\]: must be probabilities b c"):
-        mix_horizontal(torch.randn(2, 4, 3), classes, torch.rand(2, 4), is_easy, 0.0)
+        mix_easy(torch.randn(2, 4, 3), classes, torch.rand(2, 4), is_easy, 0.0)
 
 
 def test_the_gradient_of_taken_tokens_goes_to_their_donors():
     tokens = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     donor, mask = torch.tensor([2, 0, 1]), torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1]]).bool()
-    assert torch.autograd.gradcheck(exchange_of(donor, mask, 4), (tokens,))
+    assert torch.autograd.gradcheck(exchanged, (tokens, rows_of(donor, mask, 4)))
 
 
 def test_mix_horizontal_takes_rows_of_the_donor_at_the_same_place():
@@ -138,7 +149,7 @@ def test_mix_horizontal_takes_rows_of_the_donor_at_the_same_place():
     saliency = (3 * torch.randn(b, t, generator=torch.Generator().manual_seed(1))).softmax(dim=1)
     targets = torch.eye(b)
     easy = torch.tensor([True, True, False, True, False, True])
-    found = mix_horizontal(tokens, targets, saliency, easy, 0.005)
+    found = mix_easy(tokens, targets, saliency, easy, 0.005)
     assert found.mask.any()
     assert torch.equal(found.tokens[:, :, 1], tokens[:, :, 1])
     assert torch.equal(found.tokens[:, 0], tokens[:, 0])
@@ -152,11 +163,11 @@ def test_mix_horizontal_mask_depends_on_own_row_and_donor_only():
     generator = torch.Generator().manual_seed(2)
     saliency = torch.randn(5, 8, generator=generator).softmax(dim=1)
     tokens, targets = torch.randn(5, 8, 3, generator=generator), torch.eye(5)
-    before = mix_horizontal(tokens, targets, saliency, torch.ones(5, dtype=torch.bool), 0.005)
+    before = mix_easy(tokens, targets, saliency, torch.ones(5, dtype=torch.bool), 0.005)
     for other in range(5):
         changed = saliency.clone()
         changed[other] = saliency[other].flip(0)
-        after = mix_horizontal(tokens, targets, changed, torch.ones(5, dtype=torch.bool), 0.005)
+        after = mix_easy(tokens, targets, changed, torch.ones(5, dtype=torch.bool), 0.005)
         for i in set(range(5)) - {other}:
             if after.donor[i] == before.donor[i] != other:
                 assert torch.equal(after.mask[i], before.mask[i])
@@ -164,7 +175,7 @@ def test_mix_horizontal_mask_depends_on_own_row_and_donor_only():
 
 def test_mix_horizontal_keeps_the_label_where_kept_and_taken_saliency_are_zero():
     saliency = torch.zeros(2, 3)
-    found = mix_horizontal(
+    found = mix_easy(
         torch.randn(2, 3, 4), torch.eye(2), saliency, torch.ones(2, dtype=torch.bool), 0.0
     )
     assert torch.equal(found.targets, torch.eye(2))
@@ -175,12 +186,12 @@ def test_mix_horizontal_reads_saliency_in_float32_without_gradient():
     saliency = torch.rand(4, 6).softmax(dim=1)
     batch = torch.randn(4, 6, 3), torch.eye(4)
     easy = torch.ones(4, dtype=torch.bool)
-    found = mix_horizontal(*batch, saliency.clone().requires_grad_(), easy, 0.0)
+    found = mix_easy(*batch, saliency.clone().requires_grad_(), easy, 0.0)
     assert not found.targets.requires_grad
     low = saliency.bfloat16()
     assert torch.equal(
-        mix_horizontal(*batch, low, easy, 0.0).keep_ratio,
-        mix_horizontal(*batch, low.float(), easy, 0.0).keep_ratio,
+        mix_easy(*batch, low, easy, 0.0).keep_ratio,
+        mix_easy(*batch, low.float(), easy, 0.0).keep_ratio,
     )
 
 
@@ -188,7 +199,7 @@ def test_mix_horizontal_passes_gradients_to_donors():
     tokens = torch.zeros(2, 2, 1, requires_grad=True)
     saliency = torch.tensor([[0.9, 0.1], [0.1, 0.9]])
     easy = torch.tensor([True, False])
-    found = mix_horizontal(tokens, torch.eye(2), saliency, easy, 0.0)
+    found = mix_easy(tokens, torch.eye(2), saliency, easy, 0.0)
     found.tokens[0].sum().backward()
     assert tokens.grad is not None
     assert tokens.grad.squeeze(-1).tolist() == [[1.0, 0.0], [0.0, 1.0]]

@@ -1,5 +1,6 @@
 """Ablations, detectors and published rules: each replaced rule alone, and nothing else moves."""
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -12,14 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import CLASSES, small_cct, small_vit
-from tests.tokenmixup.test_horizontal import RHOS, Batch, batches
-from tokenmixup import HTM, HorizontalMix, Output, attach, attention_saliency, mix_horizontal
+from tests.tokenmixup.test_horizontal import RHOS, Batch, batches, mix_easy
+from tokenmixup import (
+    HTM,
+    HorizontalMix,
+    Output,
+    Rules,
+    attach,
+    attention_saliency,
+    mix_horizontal,
+)
 from tokenmixup import settings as names
 from tokenmixup.assignment import gain_matrix
 from tokenmixup.detectors import DETECTORS, block_map
-from tokenmixup.horizontal import algorithm_1
-from tokenmixup.rules import CHOICES, MATCHINGS, rules_of
-from tokenmixup.structure import reads_class_token
+from tokenmixup.rules import CHOICES, MATCHINGS, ORDERS, SCORES, rules_of
 from tokenmixup.vertical import INDICES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -27,11 +34,12 @@ ALL: dict[str, Any] = {"tau": float("inf"), "rho": 0.002}  # every sample is mix
 
 
 def mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
-    return mix_horizontal(*batch[:4], rho, rules=rules_of(HTM(layer=0, **settings)))
+    htm = HTM(layer=0, **settings)
+    return ORDERS[htm.order](mix_easy(*batch[:4], rho, rules_of(htm)))
 
 
 def paper_mix(batch: Batch, rho: float) -> HorizontalMix:
-    return mix_horizontal(*batch[:4], rho)
+    return mix_easy(*batch[:4], rho)
 
 
 @given(batches(), st.sampled_from(RHOS))
@@ -44,10 +52,11 @@ def test_without_settings_the_rules_are_the_papers(batch: Batch, rho: float):
 @pytest.mark.parametrize(
     ("choice", "table"),
     [
+        (names.MaskRule, SCORES),
         *((get_type_hints(HTM)[option], table) for option, table in CHOICES.items()),
         (names.ClassTokenOffset, INDICES),
     ],
-    ids=[*CHOICES, "class_token_offset"],
+    ids=["scores", *CHOICES, "class_token_offset"],
 )
 def test_every_name_has_its_rule(choice: Any, table: dict[str, Any]):
     hint = "settings.py and the table need the same names in the same order"
@@ -74,7 +83,7 @@ def test_saliency_is_a_share_of_each_spatial_token(detector: Any):
 def test_mean_attention_is_the_mean_over_all_queries_also_with_a_class_token():
     def compare(entry: Any) -> torch.Tensor:
         found = DETECTORS["mean_attention"](entry)
-        attn = block_map(entry.blocks[1], entry.tokens, entry.given)
+        attn = block_map(entry.block, entry.tokens, entry.given)
         torch.testing.assert_close(found, attention_saliency(attn, 1, class_token=False))
         assert not torch.allclose(found, attention_saliency(attn, 1))
         return found
@@ -95,10 +104,8 @@ def test_a_detector_that_keeps_the_prefix_is_refused():
 def test_samples_easier_than_tau_are_mixed(tau: float, easy: list[int]):
     batch, difficulty = next_batch(), torch.tensor([0.1, 1.9, 2.0, 9.0])
     tokens, targets, saliency = (x[:4] for x in batch[:3])
-    found = algorithm_1(tokens, targets, tau, 0.0, lambda *_: difficulty, lambda: saliency)
+    found = mix_horizontal(tokens, targets, saliency, difficulty, tau, 0.0)
     assert found.is_easy.nonzero().flatten().tolist() == easy
-    told = mix_horizontal(tokens, targets, saliency, found.is_easy, 0.0)
-    assert torch.equal(found.tokens, told.tokens) and torch.equal(found.targets, told.targets)
 
 
 @pytest.mark.parametrize("matching", MATCHINGS)
@@ -146,12 +153,12 @@ def test_the_matching_of_the_library_page_finds_the_best_donors(documented_match
     rules = rules_of(HTM(layer=0))._replace(match=documented_matching)
     batch = next_batch()
     for is_easy in (torch.zeros_like(batch.is_easy), batch.is_easy):
-        found = mix_horizontal(*batch._replace(is_easy=is_easy)[:4], 0.0, rules=rules)
+        found = mix_easy(*batch._replace(is_easy=is_easy)[:4], 0.0, rules)
         best = gain_matrix(batch.saliency, 0.0).argmax(dim=1)
         assert torch.equal(found.donor, torch.where(is_easy, best, torch.arange(len(best))))
     batch.is_easy[0], batch.saliency[-1, 0] = True, float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        mix_horizontal(*batch[:4], 0.0, rules=rules)
+        mix_easy(*batch[:4], 0.0, rules)
 
 
 def test_random_matching_draws_every_donor():
@@ -198,9 +205,9 @@ def test_published_mask_and_order_reproduce_the_published_arrays(file: str, case
     tokens, targets, saliency, is_easy = (
         torch.from_numpy(arrays[f"case{case}/{name}"]) for name in names
     )
-    rules = rules_of(HTM(layer=0, mask_rule="published", order="published"))
+    batch = Batch(tokens, targets, saliency, is_easy, 0)
     rho = float(arrays[f"case{case}/rho"])
-    found = mix_horizontal(tokens, targets, saliency, is_easy, rho, rules=rules)
+    found = mix(batch, rho, mask_rule="published", order="published")
     for ours, name in ((found.tokens, "out_tokens"), (found.targets, "out_targets")):
         expected = torch.from_numpy(arrays[f"case{case}/{name}"])
         assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -239,6 +246,34 @@ def test_the_exchange_does_to_others_what_was_done_to_the_tokens(batch, rho, ord
     found = mix(batch, rho, order=order)
     assert torch.equal(found.exchange(batch.tokens), found.tokens)
     assert torch.equal(found.exchange(batch.tokens[..., :1]), found.tokens[..., :1])
+
+
+def top_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
+    """The 3 tokens of the donor that gain most."""
+    rank = (own - offered).argsort(dim=1).argsort(dim=1)
+    return is_easy[:, None] & (rank < 3)
+
+
+def top_gains(saliency: Tensor, rho: float) -> Tensor:
+    """What a pair gains by `top_tokens`."""
+    difference = saliency.double()[None] - saliency.double()[:, None]
+    return difference.topk(3, dim=2).values.sum(dim=2).fill_diagonal_(0)
+
+
+@given(st.integers(0, 2**31))
+def test_a_mask_pairs_best_by_a_score_of_its_own(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    saliency = torch.randn(5, 8, generator=generator).softmax(dim=1)
+    gained = []
+    for rules in (Rules(choose=top_tokens, score=top_gains), Rules(choose=top_tokens)):
+        found = mix_horizontal(
+            saliency[..., None], torch.eye(5), saliency, torch.zeros(5), 1.0, 0.01, rules
+        )
+        gained.append(float(found.gain.sum()))
+    pairs = torch.tensor([*permutations(range(5))])
+    best = top_gains(saliency, 0.0)[torch.arange(5), pairs].sum(dim=1).max()
+    assert gained[0] == pytest.approx(float(best), abs=1e-5)
+    assert gained[1] <= gained[0] + 1e-5
 
 
 def next_batch() -> Batch:
@@ -296,7 +331,7 @@ def test_every_variant_changes_training_and_leaves_evaluation_alone(build, batch
         assert torch.equal(ours.targets, theirs.targets)  # all are easy, but not VTM's choice
         assert not torch.allclose(ours.logits, theirs.logits)
     else:
-        changes = settings != {"detector": "mean_attention"} or reads_class_token(usual.model)
+        changes = settings != {"detector": "mean_attention"} or usual.encoder.reads_class_token
         assert torch.allclose(ours.targets, theirs.targets) != changes
     assert torch.equal(module.eval()(batch[0]), build().eval()(batch[0]))
 
@@ -329,10 +364,10 @@ def owners(order: str, rho: float) -> tuple[HorizontalMix, Tensor, list[Tensor],
     blocks[0].register_forward_pre_hook(lambda block, args: (tag(args[0]),))
     for block in blocks[:2]:
         block.register_forward_hook(lambda block, args, out: tag(out))
-    state = module._begin(images, targets)
-    with torch.no_grad(), module._mixing(state):
-        blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0][..., 0]))
-        module.model(images)
+    own = type(blocks[2]).forward
+    blocks[2].forward = lambda x: (seen.append(x[..., 0]), own(blocks[2], x))[1]
+    with torch.no_grad():
+        state = module.traced(images, targets)
     mix, memory = state.mixes[2], state.memories[3]
     assert 0 < mix.is_easy.sum() < 6
     return mix, seen[0], [tokens[..., 0] for tokens in memory.tokens], memory.indices
@@ -347,9 +382,8 @@ def test_vtm_chooses_at_the_block_of_htm_by_saliency_that_moves_with_its_token(o
     module = attach(small_cct(), CLASSES, htm=htm, vtm={"layer": 2, "kappa": 5})
     detect, seen = module.detect, []
     module.detect = lambda entry: seen.append(detect(entry)) or seen[0]
-    state = module._begin(images, F.one_hot(torch.arange(6) % CLASSES, CLASSES).float())
-    with torch.no_grad(), module._mixing(state):
-        module.model(images)
+    with torch.no_grad():
+        state = module.traced(images, F.one_hot(torch.arange(6) % CLASSES, CLASSES).float())
     (saliency,) = seen
     moved = torch.where(state.mixes[1].mask, saliency[state.mixes[1].donor], saliency)
     expected = moved if order == "in_place" else saliency
@@ -383,9 +417,8 @@ def test_the_class_token_is_selected_by_the_published_offset_only(rule: str):
     found = []
     for seed in range(8):
         images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
-        state = module._begin(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
-        with torch.no_grad(), module._mixing(state):
-            module.model(images)
+        with torch.no_grad():
+            state = module.traced(images, torch.eye(CLASSES)[torch.arange(8) % CLASSES])
         found.append(torch.cat(state.memories[3].indices, dim=1))
     places = torch.cat(found)
     if rule == "paper":

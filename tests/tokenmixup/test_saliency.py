@@ -1,4 +1,3 @@
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,10 @@ from torch import Tensor, nn
 from tests.conftest import CLASSES, small_cct
 from tests.tokenmixup.test_any_transformer import watching
 from tokenmixup import attach, attention_saliency, gradient_saliency, rollout_saliency
-from tokenmixup.attention import attention_map, received
-from tokenmixup.detectors import BlockInput, by_rollout
+from tokenmixup.attention import Parts, attention_map, received
+from tokenmixup.detectors import by_rollout
+from tokenmixup.encoder import find_encoder
+from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import input_gradient
 
 
@@ -101,7 +102,7 @@ def test_rollout_runs_ahead_through_the_blocks(build, batch, steps: int, trainin
         model.train()
         for block in model.blocks:
             block.attn.proj_drop.p = 0.5
-    entry = BlockInput(model.blocks, 1, seen[1].tokens, {}, prefix, prefix > 0)
+    entry = BlockPass(find_encoder(model), 1, seen[1].tokens, {}, prefix, prefix > 0)
     found = by_rollout(steps, entry)
     expected = rollout_saliency(maps[1 : steps + 2], prefix)
     torch.testing.assert_close(found, expected)
@@ -114,7 +115,7 @@ def test_rollout_without_steps_is_the_map_of_the_block_itself(build, batch):
     with watching(model) as seen:
         model(batch[0])
     prefix = model.num_prefix_tokens
-    entry = BlockInput(model.blocks, 1, seen[1].tokens, {}, prefix, prefix > 0)
+    entry = BlockPass(find_encoder(model), 1, seen[1].tokens, {}, prefix, prefix > 0)
     torch.testing.assert_close(by_rollout(0, entry), entry.own_saliency())
 
 
@@ -175,7 +176,7 @@ def test_the_gradient_detector_sees_no_dropout_and_leaves_modes_and_gradients_al
     images, targets = torch.randn(4, 3, 16, 16), torch.eye(CLASSES)[:4]
     htm = {"layer": 1, "tau": float("inf"), "rho": 0.0, "detector": "gradient"}
     module = attach(small_cct(attn_drop=0.4, drop_path=0.4), CLASSES, htm=htm).train()
-    first, second = (module._begin(images, targets).pixels for _ in range(2))
+    first, second = (module.traced(images, targets).pixels for _ in range(2))
     assert first is not None and second is not None and torch.equal(first, second)
     assert all(part.training for part in module.modules())
     assert all(p.grad is None for p in module.parameters())
@@ -210,8 +211,9 @@ def test_scores_that_float16_cannot_hold_mix_as_the_fused_attention_runs(
 def test_saliency_of_float16_is_that_of_its_queries_and_keys_in_float64(autocasts: bool):
     generator = torch.Generator().manual_seed(0)
     q, k = (1000 * torch.randn(3, 2, 6, 8, generator=generator).half() for _ in range(2))
-    attn = SimpleNamespace(scale=8**-0.5, project=lambda x: (q, k, k), num_heads=2)
-    expected = (q.double() @ k.double().mT * attn.scale).softmax(dim=-1)
+    told: dict[str, Any] = {"num_heads": 2, "proj": nn.Identity(), "training": False}
+    attn = Parts(scale=8**-0.5, project=lambda x: (q, k, k), **told)
+    expected = (q.double() @ k.double().mT * 8**-0.5).softmax(dim=-1)
     with torch.autocast("cpu", torch.float16, enabled=autocasts):
         whole = attention_map(attn, q)
         mean = received(attn, q, k, None)

@@ -1,11 +1,18 @@
+from typing import Any
+
 import pytest
 import torch
 from timm.layers import Attention
 from torch import Tensor
 
 from tokenmixup import VTM, salient_indices, vertical_attention
+from tokenmixup.adapters import timm_parts
 from tokenmixup.attention import projections
 from tokenmixup.vertical import Memory
+
+
+def attended(attn: Attention, *tokens: Tensor, **options: Any) -> Tensor:
+    return vertical_attention(timm_parts(attn), *tokens, **options)
 
 
 def remembered(tokens: Tensor, saliency: Tensor, kappa: int, num_prefix_tokens: int = 0) -> Tensor:
@@ -45,9 +52,9 @@ def test_vertical_attention_equals_self_attention_over_all_tokens_cut_to_the_que
     tokens, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
     context = torch.cat([tokens, memory], dim=1)
     expected = attn(context)[:, :5]
-    torch.testing.assert_close(vertical_attention(attn, tokens, context), expected)
-    known = projections(attn, tokens)
-    torch.testing.assert_close(vertical_attention(attn, tokens, memory, known=known), expected)
+    torch.testing.assert_close(attended(attn, tokens, context), expected)
+    known = projections(timm_parts(attn), tokens)
+    torch.testing.assert_close(attended(attn, tokens, memory, known=known), expected)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -55,10 +62,10 @@ def test_vertical_attention_drops_attention_in_training_only(fused: bool):
     attn = Attention(8, num_heads=2, attn_drop=0.5)
     setattr(attn, "fused_attn", fused)
     context = torch.randn(3, 9, 8)
-    first, second = (vertical_attention(attn, context[:, :5], context) for _ in range(2))
+    first, second = (attended(attn, context[:, :5], context) for _ in range(2))
     assert not torch.equal(first, second)
     attn.eval()
-    first, second = (vertical_attention(attn, context[:, :5], context) for _ in range(2))
+    first, second = (attended(attn, context[:, :5], context) for _ in range(2))
     assert torch.equal(first, second)
 
 

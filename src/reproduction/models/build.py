@@ -2,15 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from functools import cache, partial, wraps
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from timm.layers import Attention
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,18 +23,16 @@ from reproduction.models.names import State
 from reproduction.models.weights import matching_state, read_weights
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import keep_freed_memory
-from tokenmixup import TokenMixup, attach, why_not
-from tokenmixup.adapters import attention_module
+from tokenmixup import TokenMixup, attach, find_encoder, why_not
 from tokenmixup.contexts import evaluating
-from tokenmixup.structure import view_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 WITH_WEIGHTS = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 # Dropout draws as in eager mode, and no kernel depends on earlier batches.
-COMPILER: Callable[..., Any] = partial(
-    torch.compile, dynamic=False, options={"fallback_random": True}
-)
+OPTIONS: dict[str, Any] = {"fallback_random": True}
+CUDA_GRAPHS = {**OPTIONS, "triton.cudagraphs": True}  # around the parts between host operators
+COMPILER: dict[str, Any] = {"fullgraph": True, "dynamic": False, "options": OPTIONS}
 BATCH_SIZES = 4  # maximum per run: full and last batch, and their micro-batches
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
 
@@ -160,8 +157,8 @@ def attention_kernel(model: nn.Module, image_size: int) -> str | None:
         return None
     image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
     with evaluating(model), torch.no_grad(), _Operations() as operations:
-        for block in view_of(model).blocks:
-            attention_module(block).training = True  # but not its sub-modules, as normalisation
+        for block in find_encoder(model).blocks:
+            block.attn.training = True  # but not its sub-modules, as normalisation
         model(image)
     matches = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
     return next((match[1] for match in matches if match), "composed")
@@ -185,53 +182,27 @@ def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] |
     return (list(cfg["mean"]), list(cfg["std"])) if "mean" in cfg else None
 
 
-def compile_blocks(module: TokenMixup) -> None:
-    """Compiles in place the parts that TokenMixup leaves unchanged, at their first training pass.
+def compile_module(module: TokenMixup, cuda_graphs: bool = False) -> None:
+    """Compiles the module's passes as one graph for each batch size, at the first of each.
 
-    Parameters, their names and evaluation are unaffected. Each block has its own stochastic depth
-    rate and is compiled separately, so torch's shared recompile limit, beyond which it silently
-    stops compiling, is raised.
+    Parameters and their names are unaffected, as is the plain model, which is what is evaluated.
+    Torch counts graphs of all modules together, and stops at a limit, which is raised. With
+    gradient checkpointing it cannot cut the graph where DistributedDataParallel's buckets end.
     """
     from torch._dynamo import config  # takes a second to import
 
-    parts = [*_compiled_parts(module)]
-    config.recompile_limit = max(config.recompile_limit, BATCH_SIZES * len(parts))
-    for part in parts:
-        # bound to the part, so that copies of the module get their own
-        setattr(part, "forward", MethodType(_compiled_in_training(type(part).forward), part))
-    if module.htm is not None:
-        choose, weigh = COMPILER(module.rules.choose), COMPILER(module.rules.weigh)
-        module.rules = module.rules._replace(choose=choose, weigh=weigh)
-
-
-def _compiled_parts(module: TokenMixup) -> Iterator[nn.Module]:
-    """Yields ScoreNets and blocks, but only the MLP of blocks whose attention is replaced.
-
-    Unlike `unchanged_blocks` also blocks with hooks: only `forward` is compiled.
-    """
-    model: Any = module.model
-    yield from module.scorenets.values()
-    replaced = module.replaced_attention()
-    for index, block in enumerate(model.blocks):
-        yield block.mlp if index in replaced else block
-
-
-def _compiled_in_training(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps a module's `forward`: compiled in training mode, eager in evaluation."""
-    compiled = COMPILER(forward)
-
-    @wraps(forward)
-    def run(part: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        return (compiled if part.training else forward)(part, *args, **kwargs)
-
-    return run
+    layers = 1 if module.manifold_mixup is None else len(module.manifold_mixup.layers)
+    config.recompile_limit += BATCH_SIZES * (layers + 1)  # and without mixing
+    config.optimize_ddp = config.optimize_ddp and not module.checkpoint_blocks
+    settings = COMPILER if not cuda_graphs else {**COMPILER, "options": CUDA_GRAPHS}
+    module.compile(**settings)
 
 
 @cache
 def check_compiler(device: str) -> None:
     """Compiles a trivial function. Raises UserError if torch.compile does not work."""
     try:
-        COMPILER(lambda x: x + 1)(torch.ones(2, device=device))
+        torch.compile(lambda x: x + 1, **COMPILER)(torch.ones(2, device=device))
     except Exception as error:  # from Triton, the C++ compiler or an old GPU
         reason = first_line(getattr(error, "inner_exception", error))
         needs = "Triton and a C compiler" if device == "cuda" else "a C++ compiler"

@@ -80,7 +80,8 @@ def _mask_effects(batch: Batch, rho: float) -> Iterator[tuple[str, float]]:
 def _mix(batch: Batch, rho: float, **settings: Any) -> HorizontalMix:
     tokens = batch.saliency[..., None]  # so that the saliency moves with its token
     rules = rules_of(HTM(layer=0, **settings))
-    return mix_horizontal(tokens, batch.targets, batch.saliency, batch.is_easy, rho, rules=rules)
+    difficulty = (~batch.is_easy).float()  # 0 or 1, below a tau of 1 or not
+    return mix_horizontal(tokens, batch.targets, batch.saliency, difficulty, 1.0, rho, rules)
 
 
 def _map_effects(batch: Batch, kappa: int) -> Iterator[tuple[str, float]]:
@@ -145,9 +146,8 @@ def _batch(module: Any, images: Tensor, classes: Tensor) -> Batch:
     entries = block_inputs(module.model, images, last=layer + 1)[layer:]
     maps = []
     for entry in entries:
-        block = entry.blocks[entry.index]
-        where = positions(block.attn, entry.tokens.shape[1], entry.given)
-        maps.append(attention_map(block.attn, block.norm1(entry.tokens), where=where))
+        where = positions(entry.parts, entry.tokens.shape[1], entry.given)
+        maps.append(attention_map(entry.parts, entry.block.norm(entry.tokens), where=where))
     entry, prefix = entries[0], entries[0].num_prefix_tokens
     targets = F.one_hot(classes, module.scorenet.head.out_features).float()
     is_easy = difficulty(module.scorenet(entry.tokens, prefix), targets) < module.htm.first.tau

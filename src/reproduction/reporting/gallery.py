@@ -18,11 +18,11 @@ from torch import Tensor
 from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
 from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable
 from reproduction.system.storage import write_text
-from tokenmixup import HorizontalMix
-from tokenmixup.detectors import BlockInput, Detector, by_gradient, by_rollout
+from tokenmixup import HorizontalMix, find_encoder
+from tokenmixup.detectors import Detector, by_gradient, by_rollout
+from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import input_gradient
 from tokenmixup.scorenet import difficulty
-from tokenmixup.structure import check_rollout
 
 PAIRS = 3
 LONGEST = 13  # characters of a class name
@@ -150,11 +150,12 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
     """
     model, layer = module.model.eval(), module.htm.first.layer
     steps = len(model.blocks) - 1 - layer
-    check_rollout(model, layer, steps)
+    if steps > 0 and find_encoder(model).own_positions:
+        raise ValueError("each of its blocks has rotary positions of its own")
     detectors: dict[str, Detector] = {"gradient": by_gradient}
     if steps > 0:
         detectors["full_rollout"] = partial(by_rollout, steps)
-    detectors["one_step"] = BlockInput.own_saliency
+    detectors["one_step"] = BlockPass.own_saliency
     parts: dict[str, list[Tensor]] = {name: [] for name in detectors}
     batches = (part.split(GRADIENTS_AT_ONCE) for part in (images, targets))
     for batch, labels in zip(*batches, strict=True):

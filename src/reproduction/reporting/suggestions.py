@@ -97,10 +97,9 @@ def _pairs(
     """Returns the share of replaced tokens of easy samples, and all differences of their pairs."""
     masks, differences = [], []
     for one, is_easy in zip(observed, easy, strict=True):
-        labels = torch.zeros(len(is_easy), 1)
-        mix = mix_horizontal(
-            one.saliency[..., None], labels, one.saliency, is_easy, rho, rules=rules
-        )
+        labels, difficulty = torch.zeros(len(is_easy), 1), (~is_easy).float()
+        tokens = one.saliency[..., None]
+        mix = mix_horizontal(tokens, labels, one.saliency, difficulty, 1.0, rho, rules)
         masks.append(mix.mask[is_easy].flatten().float())
         differences.append((one.saliency[mix.donor] - one.saliency)[is_easy].flatten())
     mask = torch.cat(masks)

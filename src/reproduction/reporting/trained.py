@@ -23,9 +23,8 @@ from reproduction.models.build import build_module, count_macs, without_weights
 from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
-from tokenmixup import TokenMixup
-from tokenmixup.detectors import BlockInput
-from tokenmixup.structure import declared_prefix, reads_class_token
+from tokenmixup import TokenMixup, find_encoder
+from tokenmixup.passes import BlockPass
 
 BATCH = 64  # images per batch, if the batches of the run are not smaller
 LARGEST_FOR_A_CPU = 5e9  # MACs of one image; on a CPU, larger models get fewer images
@@ -118,15 +117,15 @@ class _Enough(Exception):
 
 
 @torch.no_grad()
-def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockInput]:
+def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockPass]:
     """Returns the inputs of blocks 0..`last` of the plain model for `images`, `b 3 h w`."""
-    inputs: list[BlockInput] = []
-    prefix = declared_prefix(model)
-    by_class_token = reads_class_token(model)
+    inputs: list[BlockPass] = []
+    encoder = find_encoder(model, last_layer=last)
 
     def record(block: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         index = len(inputs)
-        inputs.append(BlockInput(model.blocks, index, args[0], kwargs, prefix, by_class_token))
+        prefix, by_class_token = encoder.num_prefix_tokens, encoder.reads_class_token
+        inputs.append(BlockPass(encoder, index, args[0], kwargs, prefix, by_class_token))
         if index == last:
             raise _Enough
 

@@ -156,11 +156,6 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
             yield from _vtm_problems(config.model, stack.vtm)
     elif problem := stack_problem(config.model.name, stack.stack):
         yield problem
-    if config.compile and isinstance(config.model, Library):
-        yield (
-            f"compile=true: {config.model.name} is of model.family=library, but only the blocks of "
-            "cct and vit can be compiled; allowed is false"
-        )
     if trains:
         if stack.off_epoch is not None and stack.off_epoch >= config.recipe.epochs:
             yield (

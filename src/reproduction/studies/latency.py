@@ -13,6 +13,7 @@ Letters: b batch, c classes, h w image.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from reproduction.training.distributed import allow_tf32, resolve_device
 from reproduction.training.evaluate import autocast
 from tokenmixup import HorizontalMix, TokenMixup, mix_horizontal
 from tokenmixup.contexts import evaluating
-from tokenmixup.detectors import BlockInput, detector_of
+from tokenmixup.detectors import detector_of
+from tokenmixup.passes import BlockPass
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import input_gradient
 
@@ -101,7 +103,7 @@ def build_step(config: Config, batch_size: int, device: torch.device, precision:
 
 def mixing_batch(
     config: Config, batch_size: int, device: torch.device, precision: str
-) -> tuple[TokenMixup, Tensor, Tensor, BlockInput]:
+) -> tuple[TokenMixup, Tensor, Tensor, BlockPass]:
     """Returns a new module, images `b 3 h w`, targets `b c`, and the inputs of the HTM block."""
     allow_tf32(config.recipe.tf32)  # the gradient detector computes in float32
     torch.manual_seed(0)
@@ -116,7 +118,7 @@ def mixing_batch(
     return module, images, targets, entry
 
 
-def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) -> HorizontalMix:
+def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockPass) -> HorizontalMix:
     """Runs the part of a training step from the detector on; every sample is easy.
 
     `images` is `b 3 h w`, `targets` `b c`, `entry` the inputs of the HTM block for them.
@@ -130,10 +132,10 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockInput) 
         entry, pixels=pixels
     )  # a copy without the results of earlier rounds
     saliency = detector_of(htm)(entry)
-    is_easy = torch.ones(len(images), dtype=torch.bool, device=images.device)
+    difficulty, tau = torch.zeros(len(images), device=images.device), math.inf
     rules = rules_of(htm)
     rho = htm.rho_for(saliency.shape[1])
-    mixed = mix_horizontal(entry.tokens, targets, saliency, is_easy, rho, rules=rules)
+    mixed = mix_horizontal(entry.tokens, targets, saliency, difficulty, tau, rho, rules)
     for projected in entry.projected:
         mixed.exchange(projected)
     return mixed

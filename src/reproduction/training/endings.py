@@ -23,7 +23,14 @@ from reproduction.config import Checkpoint, Config, Recipe
 from reproduction.data.images import NO_IMAGE, SKIPPING
 from reproduction.data.loaders import ENLARGE, SHARED
 from reproduction.runs.folder import RunFolder
-from reproduction.system.errors import STOP_SIGNALS, PlainError, RankFailed, Stopped, UserError
+from reproduction.system.errors import (
+    STOP_SIGNALS,
+    PlainError,
+    RankFailed,
+    Stopped,
+    UserError,
+    first_line,
+)
 from reproduction.system.ranks import is_first_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.distributed import World
@@ -81,6 +88,20 @@ def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
         raise PlainError(
             f"{task} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
             f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
+        ) from error
+
+
+@contextmanager
+def explaining_compiler(config: Config) -> Iterator[None]:
+    """Turns an error of torch.compile into a PlainError."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise PlainError(
+            f"compile={str(config.compile).lower()}: torch cannot compile {config.model.name} as "
+            f"one graph ({first_line(error)}); allowed is false"
         ) from error
 
 

@@ -15,7 +15,7 @@ from reproduction.config import Config
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import TrainingBatches
-from reproduction.models.build import compile_blocks
+from reproduction.models.build import compile_module
 from reproduction.models.names import State
 from reproduction.models.weights import module_state
 from reproduction.runs.folder import RunFolder, run_hash
@@ -23,7 +23,12 @@ from reproduction.system.errors import Stopped, UserError, first_line
 from reproduction.system.hardware import give_back_freed_memory
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.distributed import World
-from reproduction.training.endings import Agreement, explaining_memory, handling
+from reproduction.training.endings import (
+    Agreement,
+    explaining_compiler,
+    explaining_memory,
+    handling,
+)
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loggers import Logs, ProgressDisplay
 from reproduction.training.metrics import BatchMetrics, NonFinite, non_finite_error
@@ -72,8 +77,9 @@ class Trainer:
         self.module, self.batches = module, batches
         self.train_loader, self.eval_loader = train_loader, eval_loader
         if config.compile:
-            compile_blocks(module)
+            compile_module(module, cuda_graphs=config.compile == "reduce-overhead")
         self.update = TrainingStep(module, inputs, recipe, world, config.seed)
+        self.update.clones = config.compile == "reduce-overhead"
         self.schedule = build_schedule(self.update.optimizer, recipe, len(batches))
         self.metrics = BatchMetrics(world)
         self.non_finite = NonFinite(self.update.skips, self.update.uses_scaler)
@@ -207,7 +213,8 @@ class Trainer:
         Raises PlainError if memory runs short, or if a gain is not finite.
         """
         try:
-            with explaining_memory(f"step {self.step + 1}", self.recipe):
+            step = f"step {self.step + 1}"
+            with explaining_memory(step, self.recipe), explaining_compiler(self.config):
                 return self.update(images, classes, self.step, global_size)
         except FloatingPointError as error:
             raise non_finite_error(self.step + 1, str(error)) from error

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Recipe
 from reproduction.data.inputs import TrainingInputs
@@ -52,6 +53,7 @@ class TrainingStep:
         if recipe.ema_decay is not None:
             self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
         self.mixes = True
+        self.clones = False  # the output, whose memory CUDA graphs use again
         self.parallel = self._wrap_module()
         self.optimizer = build_optimizer(module, recipe)
         self.uses_scaler = recipe.precision == "float16"
@@ -91,6 +93,8 @@ class TrainingStep:
             with nullcontext() if is_last else no_sync():
                 with autocast(device, self.recipe.precision):
                     output: Output = self.parallel(micro_images, micro_targets)
+                if self.clones:
+                    output = tree_map_only(Tensor, Tensor.clone, output)
                 loss = training_loss(output)
                 # DDP averages over the ranks: the world size turns that mean into a sum.
                 weight = len(micro_images) * self.world.size / global_size

@@ -1,0 +1,284 @@
+"""Finds the encoder of a model by its adapter, or says in one line why it is not supported.
+
+A supported model runs a plain sequence of blocks over one token axis. Each block applies attention
+of a known kind to the norm of its input, and then an MLP. Norm and projections treat tokens
+independently, so that their outputs can be moved with the tokens.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tokenmixup.adapters import Adapter, adapter_of, has_class_token, timm_parts
+from tokenmixup.attention import Parts
+
+# timm's, as (module, class). An unknown class may have terms that would be silently lost.
+ATTENTIONS = {
+    ("timm.layers.attention", "Attention"),
+    ("timm.models.vision_transformer", "Attention"),  # older timm
+    ("timm.layers.attention", "AttentionRope"),
+    ("timm.models.eva", "EvaAttention"),
+    ("timm.models.beit", "Attention"),
+    ("timm.models.vision_transformer_relpos", "RelPosAttention"),
+    ("timm.models.cait", "TalkingHeadAttn"),
+}
+BLOCKS = {
+    ("timm.models.vision_transformer", "Block"),
+    ("timm.models.eva", "EvaBlock"),
+    ("timm.models.beit", "Block"),
+    ("timm.models.vision_transformer_relpos", "RelPosBlock"),
+    ("timm.models.cait", "LayerScaleBlock"),
+}
+HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
+JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
+STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
+OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments without effect on the tokens
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of the encoder: its module, and the two modules that TokenMixup uses."""
+
+    module: Any
+    norm: Any  # before the attention
+    attn: Any
+    adapter: Adapter
+
+    def parts(self) -> Parts:
+        """Returns the Parts of the attention as it is now."""
+        try:
+            parts = self.adapter.parts(self.attn)
+        except (AttributeError, ValueError) as error:  # such as of another module
+            raise ValueError(f"Adapter.parts of {self.adapter.attn}: {error}") from error
+        if not isinstance(parts, Parts):
+            raise ValueError(f"Adapter.parts: returned a {type(parts).__name__}, must be Parts")
+        return parts
+
+    def answer(self, attend: Callable[..., Tensor], called: Any, given: Any) -> Any:
+        """Answers a call of the attention, as its module would, by `attend(tokens, **given)`."""
+        if not called:
+            raise ValueError("an attention gets its tokens by keyword: must be its first argument")
+        tokens, *others = called
+        positional = {}
+        for name, value in (*enumerate(others, start=1), *given.items()):
+            if name in self.adapter.arguments:
+                positional[name] = value
+            elif not (name in OF_WEIGHTS or value is None or value is False or value is tokens):
+                raise ValueError(
+                    "TokenMixup supports only self-attention without a mask; argument "
+                    f"{name} of the attention, such as a mask or positions, is not understood"
+                )
+        return self.adapter.returns(attend(tokens, **positional))
+
+    def why_not(self) -> str | None:
+        """Returns in one line why TokenMixup does not support the block as it is now."""
+        if found(self.module, self.adapter, "attn") is not self.attn:
+            return "whose attention was replaced after attach"
+        if getattr(self.module, "norm_first", True) is False:
+            return "which normalises after its attention (norm_first=False)"
+        return _why_not_projections(self.parts(), self.attn)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The blocks of a model and what enters and leaves them."""
+
+    blocks: tuple[Block, ...]
+    width: int  # of the tokens
+    num_prefix_tokens: int  # that enter the blocks, as the model declares it
+    has_class_token: bool  # whether one of them is a class token
+    # Whether the head reads it: saliency is then the attention of its query, else the mean over all
+    # queries (Eq. 3).
+    reads_class_token: bool
+    patch_embed: nn.Module | None  # whose output has one token for each patch, if known
+    own_positions: bool  # whether each block gets rotary positions of its own
+
+
+def why_not(
+    model: Any, last_layer: int | None = None, adapter: Adapter | None = None
+) -> str | None:
+    """Returns in one line why blocks 0..last_layer (None: all) are not supported, or None."""
+    try:
+        find_encoder(model, adapter, last_layer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def find_encoder(
+    model: Any, adapter: Adapter | None = None, last_layer: int | None = None
+) -> Encoder:
+    """Returns the encoder of a model. Raises ValueError with the one-line reason if there is none.
+
+    Only blocks 0..last_layer (None: all) must be supported.
+    """
+    if hasattr(model, "_orig_mod"):
+        kind = type(model).__name__
+        raise ValueError(f"{kind} is already compiled: attach first, then compile the module")
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        raise ValueError(f"it is in a {type(model).__name__}: attach first, then wrap")
+    if is_sharded(model):
+        raise ValueError("it is sharded by fully_shard: attach first, then shard")
+    if hasattr(model, "scorenets"):
+        raise ValueError("TokenMixup is already attached to it")
+    adapter, kind = adapter or adapter_of(model), type(model).__name__
+    is_timm = adapter.parts is timm_parts
+    if is_timm and (reason := _why_not_timm(model)):
+        raise ValueError(f"{kind} {reason}")
+    prefix = adapter.num_prefix_tokens
+    if type(prefix) is not int or prefix < 0:
+        raise ValueError(f"{kind}: Adapter.num_prefix_tokens={prefix!r} must be an int >= 0")
+    if adapter.reads_class_token and not prefix:
+        raise ValueError(f"{kind}: Adapter.reads_class_token needs num_prefix_tokens >= 1")
+    modules = _sequence(model, adapter)
+    checked = len(modules) if last_layer is None else last_layer + 1
+    blocks = [_block(module, adapter, index < checked) for index, module in enumerate(modules)]
+    for index, block in enumerate(blocks[:checked]):
+        if reason := (is_timm and _why_not_timm_block(block.module)) or block.why_not():
+            raise ValueError(f"{kind}: block {index} is {type(block.module).__name__}, {reason}")
+    told = adapter.embed_dim
+    width = found(model, adapter, "embed_dim") if isinstance(told, str) else told
+    if type(width) is not int:
+        raise ValueError(f"{kind}: Adapter.embed_dim={told!r} is not the path of an int")
+    embed = getattr(model, "patch_embed", None)
+    return Encoder(
+        tuple(blocks),
+        width,
+        prefix,
+        has_class_token=prefix > 0 and (adapter.reads_class_token or has_class_token(model)),
+        reads_class_token=adapter.reads_class_token,
+        patch_embed=embed if isinstance(embed, nn.Module) else None,
+        own_positions=any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_")),
+    )
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
+
+
+def head_size(model: Any) -> int | None:
+    """Returns the number of logits of a linear head; None if the model does not say it."""
+    classifier = getattr(model, "get_classifier", None)
+    heads = (getattr(model, name, None) for name in HEADS)
+    head = classifier() if classifier else next((x for x in heads if x is not None), None)
+    while isinstance(head, nn.Sequential | tuple) and len(head):
+        head = head[-1]
+    return head.out_features if isinstance(head, nn.Linear) else None
+
+
+def layer_group(groups: Any, name: str) -> Any:
+    """Returns timm's ordinal of a parameter of the attached module, as of the plain model's.
+
+    `groups`: what the model's `group_matcher` returns: a function of names, or regular expressions.
+    """
+    own = name.removeprefix("model.")
+    if own == name:  # of a ScoreNet
+        return JOINS_LAST
+    if callable(groups):
+        return groups(own)
+    for ordinal, patterns in enumerate(groups.values()):
+        pairs = [(patterns, None)] if isinstance(patterns, str) else patterns or ()
+        for pattern, suffix in pairs:
+            if found := re.match(pattern, own):
+                return tuple(map(float, (ordinal, *found.groups(), *(suffix or ()))))
+    return (math.inf,)
+
+
+def _sequence(model: Any, adapter: Adapter) -> nn.Sequential | nn.ModuleList:
+    """Returns the modules of the blocks."""
+    blocks, path = found(model, adapter, "blocks"), f"Adapter.blocks={adapter.blocks!r}"
+    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
+        kind = f"is {type(blocks).__name__}, needs a Sequential or ModuleList of blocks"
+        raise ValueError(f"{path}: {kind}")
+    if len({id(block) for block in blocks}) < len(blocks):
+        raise ValueError(f"{path}: holds one block more than once")
+    return blocks
+
+
+def _block(module: Any, adapter: Adapter, is_checked: bool) -> Block:
+    """Resolves a block; one that is not checked may lack the norm and the attention."""
+    try:
+        norm, attn = (found(module, adapter, field) for field in ("norm", "attn"))
+    except ValueError:
+        if is_checked and adapter.parts is not timm_parts:
+            raise
+        norm = attn = None
+    if is_checked and norm is not None and norm is attn:
+        raise ValueError(f"Adapter.norm={adapter.norm!r}: is the attention")
+    return Block(module, norm, attn, adapter)
+
+
+def found(start: Any, adapter: Adapter, field: str) -> Any:
+    """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
+    path, part = getattr(adapter, field), start
+    for name in str(path).split("."):
+        if not hasattr(part, name):
+            modules = ", ".join(dict(part.named_children())) if isinstance(part, nn.Module) else ""
+            has = f", its modules are {modules}" if modules else ""
+            raise ValueError(
+                f"Adapter.{field}={path!r}: {type(part).__name__} has no {name!r}{has}"
+            )
+        part = getattr(part, name)
+    if field in ("norm", "attn") and not isinstance(part, nn.Module):
+        raise ValueError(f"Adapter.{field}={path!r}: is {type(part).__name__}, needs a module")
+    return part
+
+
+def _why_not_timm(model: Any) -> str | None:
+    """Returns why a model with timm's names is not supported as a whole."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
+        if not type(model).__module__.startswith("timm."):
+            return "has no sequence named blocks; a plain transformer needs an Adapter"
+        has_stages = any(hasattr(model, name) for name in STAGES)
+        reason = "its layers form stages" if has_stages else "it has none"
+        return f"needs one sequence of blocks over one token axis; {reason}"
+    if len({id(block) for block in blocks}) < len(blocks):
+        return "holds one block more than once"
+    for module in model.modules():
+        if type(module).__name__.startswith("PatchDropout") and getattr(module, "prob", 0) > 0:
+            return "has patch dropout: tokens of two samples would differ in position"
+    if not isinstance(getattr(model, "embed_dim", None), int):
+        return "has no embed_dim, the width of its tokens"
+    return None
+
+
+def _why_not_timm_block(block: Any) -> str | None:
+    attn = getattr(block, "attn", None)
+    if attn is None:
+        return "which has no self-attention named attn"
+    if not (_class_path(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
+        return "not pre-norm self-attention followed by an MLP over one token axis"
+    if _class_path(attn) not in ATTENTIONS:
+        return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
+    return None
+
+
+def _class_path(module: Any) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
+
+
+def _why_not_projections(parts: Parts, module: Any) -> str | None:
+    """Only the weights of projections are used: wrappers and hooks would be ignored."""
+    if "forward" in vars(module):
+        return f"whose {type(module).__name__} has a forward of its own"
+    if module._forward_pre_hooks:
+        return f"whose {type(module).__name__} has hooks that may change what enters it"
+    for name in ("qkv", "q_proj", "k_proj", "v_proj"):
+        projection = getattr(parts, name)
+        projection = getattr(projection, "layer", projection)
+        if not isinstance(projection, nn.Module):
+            continue
+        if type(projection) is not nn.Linear:
+            return f"whose {name} is {type(projection).__name__}, not a plain Linear"
+        if any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS):
+            return f"whose {name} has hooks, which would not run"
+    return None

@@ -1,0 +1,224 @@
+"""A compiled module is one graph, equal to eager bit for bit, for every method and kind of model.
+
+`aot_eager` traces as inductor does and runs eager's own kernels.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.conftest import CLASSES, small_cct, small_vit
+from tests.tokenmixup.test_adapters import MODELS
+from tests.tokenmixup.test_any_transformer import build as build_kind
+from tokenmixup import TokenMixup, attach, training_loss
+
+HTM: dict[str, Any] = {"layer": 1, "rho": 0.0}
+VTM: dict[str, Any] = {"layer": 2, "kappa": 3}
+BOTH: dict[str, Any] = {"htm": HTM, "vtm": VTM}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "several layers": {
+        "htm": {"layer": [0, 2], "rho": 0.0},
+        "vtm": {"layer": [1, 2], "kappa": [2, 3]},
+    },
+    "rollout": {"htm": {**HTM, "rollout_steps": 1}, "vtm": VTM},
+    "mean attention, no gradient": {
+        "htm": {**HTM, "detector": "mean_attention", "stop_gradient": True},
+        "vtm": {**VTM, "stop_gradient": True},
+    },
+    "random": {"htm": {**HTM, "detector": "random", "matching": "random", "labels": "count"}},
+    "published": {
+        "htm": {**HTM, "mask_rule": "published", "order": "published", "non_finite": "skip"},
+        "vtm": {**VTM, "class_token_offset": "published"},
+    },
+    "gradient": {"htm": {**HTM, "detector": "gradient"}},
+    "checkpointing": {"htm": {**HTM, "layer": 0}, "checkpoint_blocks": True},
+}
+KINDS = ["eva02_tiny_patch14_224", "beit_base_patch16_224", "vit_relpos_small_patch16_224"]
+ADAPTED = ["torchvision", "vit", "encoder", "by hand"]
+STEPS = ((6, 3), (6, 0), (6, 6), (5, 2))  # samples and easy ones among them
+dropping_cct = partial(small_cct, 0.1, 0.1, depth=3)
+dropping_vit = partial(small_vit, attn_drop_rate=0.1, drop_path_rate=0.1, depth=3)
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> None:
+    torch.compiler.reset()
+
+
+def mixing(module: TokenMixup) -> TokenMixup:
+    """Samples of class 0 become the easy ones."""
+    with torch.no_grad():
+        for scorenet in module.scorenets.values():
+            scorenet.head.weight.zero_()  # type: ignore[union-attr, operator]
+            scorenet.head.bias.copy_(9.0 * torch.eye(CLASSES)[0])  # type: ignore[union-attr, operator]
+    return module.train()
+
+
+def pair(build: Callable[[], nn.Module], **settings: Any) -> tuple[TokenMixup, TokenMixup]:
+    torch.manual_seed(0)
+    module = mixing(attach(build(), CLASSES, **settings))
+    return module, copy.deepcopy(module)
+
+
+def compiled(module: TokenMixup) -> CompileCounterWithBackend:
+    counter = CompileCounterWithBackend("aot_eager")
+    module.compile(backend=counter, fullgraph=True, dynamic=False)
+    return counter
+
+
+def batch_of(pixels: int, size: int, easy: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    images = torch.randn(size, 3, pixels, pixels, generator=generator)
+    return images, torch.eye(CLASSES)[(torch.arange(size) >= easy).long()]
+
+
+def step(module: nn.Module, pixels: int, size: int, easy: int, seed: int = 0) -> list[Tensor]:
+    """Returns output, loss and gradients of a training step."""
+    torch.manual_seed(seed)
+    module.zero_grad()
+    output = module(*batch_of(pixels, size, easy))
+    loss = training_loss(output, 0.1)
+    loss.backward()
+    found = [x for x in output if isinstance(x, Tensor)]
+    return [*found, loss, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def assert_same_steps(one: nn.Module, other: nn.Module, pixels: int, steps: Any = STEPS) -> None:
+    for seed, (size, easy) in enumerate(steps):
+        ours, theirs = (step(x, pixels, size, easy, seed) for x in (one, other))
+        for found, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "pixels"), [(dropping_cct, 16), (dropping_vit, 32)], ids=["cct", "vit"]
+)
+def test_one_graph_for_each_size_whatever_the_number_of_easy_samples(build: Any, pixels: int):
+    eager, module = pair(build, **BOTH)
+    names, counter = list(module.state_dict()), compiled(module)
+    assert_same_steps(module, eager, pixels)
+    assert counter.frame_count == 2
+    assert list(module.state_dict()) == names
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_method_is_one_graph(name: str):
+    eager, module = pair(dropping_vit, **SETTINGS[name])
+    counter = compiled(module)
+    assert_same_steps(module, eager, 32, STEPS[:2])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_models_by_other_names_are_one_graph(name: str):
+    torch.manual_seed(0)
+    model, adapter, _ = MODELS[name]()
+    eager, module = pair(lambda: model, adapter=adapter, **BOTH)
+    counter = compiled(module)
+    assert_same_steps(module, eager, 32, STEPS[:2])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_attention_are_one_graph(name: str):
+    eager, module = pair(partial(build_kind, name), **BOTH)
+    counter = compiled(module)
+    assert_same_steps(module, eager, 64, STEPS[:2])
+    assert counter.frame_count == 1
+
+
+def test_autocast_is_one_graph():
+    eager, module = pair(dropping_vit, **BOTH)
+    counter = compiled(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_steps(module, eager, 32, STEPS[:2])
+    assert counter.frame_count == 1
+
+
+def test_manifold_mixup_is_one_graph_for_each_layer_that_is_drawn():
+    eager, module = pair(dropping_vit, htm=HTM, manifold_mixup={"layers": [0, 1]})
+    counter = compiled(module)
+    assert_same_steps(module, eager, 32, [(6, 3)] * 6)
+    assert counter.frame_count == 2
+
+
+def test_the_end_of_mixing_is_one_new_graph():
+    eager, module = pair(dropping_vit, **BOTH)
+    counter = compiled(module)
+    for stops in (False, True):
+        if stops:
+            eager.stop_mixing()
+            module.stop_mixing()
+        assert_same_steps(module, eager, 32, STEPS[:2])
+    assert counter.frame_count == 2
+
+
+def test_a_wrapped_module_is_the_same_graph():
+    eager, module = pair(dropping_vit, **BOTH)
+    counter = CompileCounterWithBackend("aot_eager")
+    wrapped = torch.compile(module, backend=counter, fullgraph=True, dynamic=False)
+    assert_same_steps(wrapped, eager, 32, STEPS[:2])
+    assert counter.frame_count == 1
+
+
+def test_a_copy_runs_eagerly_with_its_own_weights():
+    _, module = pair(small_vit, **BOTH)
+    compiled(module)
+    before = step(module, 32, 6, 3)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            parameter.zero_()
+    for found, expected in zip(step(twin, 32, 6, 3), before, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_errors_are_those_of_an_eager_pass():
+    _, module = pair(small_vit, **BOTH)
+    compiled(module)
+    images, targets = batch_of(32, 6, 3)
+    with pytest.raises(TypeError, match="targets"):
+        module(images)
+    with pytest.raises(ValueError, match="must be probabilities b c"):
+        module(images, targets[:3])
+    detect = module.detect
+    module.detect = lambda block: torch.ones(block.tokens.shape[:2])
+    with pytest.raises(ValueError, match=r"returns \[6, 17\], must be"):
+        module(images, targets)
+    module.detect = detect
+    images[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        module(images, targets)
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_ranks_average_the_gradients_of_one_graph_each(tmp_path: Path):
+    """Two ranks by gloo, with the same batch: the gradients are those of one process."""
+    eager, _ = pair(dropping_vit, **BOTH)
+    expected = step(eager, 32, 6, 3)
+    arguments = (str(tmp_path / "meeting"), [x.detach() for x in expected])
+    torch.multiprocessing.start_processes(_rank, arguments, nprocs=2, start_method="spawn")
+
+
+def _rank(rank: int, meeting: str, expected: list[Tensor]) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+    )
+    _, module = pair(dropping_vit, **BOTH)
+    counter = compiled(module)
+    parallel = DistributedDataParallel(module)
+    for _ in range(2):
+        found = step(parallel, 32, 6, 3)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+    assert counter.frame_count == 1
+    torch.distributed.destroy_process_group()
