@@ -2,7 +2,7 @@
 BIN := .venv/bin
 
 VARIABLES := PYTHON SCALE SEEDS DATASET DATA DEVICES OUTPUTS DRY_RUN LAUNCHER JOBS SLURM STUDIES SECTIONS PAIRS COMPARE \
-  STAGE KILLS RANK_KILLS MINUTES FILE RUN WEIGHTS
+  STAGE KILLS RANK_KILLS MINUTES FILE RUN RUNS AGAINST WEIGHTS
 # Of the command line only: variables of the environment have another origin, and a make above this one its own names.
 TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
 ifeq ($(MAKELEVEL),0)
@@ -10,7 +10,7 @@ ifeq ($(MAKELEVEL),0)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-lowest lint format lock audit check-models report clean status \
+.PHONY: help setup setup-dev quickstart test test-lowest lint format lock audit check-models report clean status runs \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
   reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
 
@@ -69,7 +69,7 @@ REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $
 STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(LAUNCHER),--launcher $(LAUNCHER)) \
   $(if $(JOBS),--jobs $(JOBS)) $(SLURM)
 # Skipped with slurm: the submitting machine is not the one that trains.
-LATENCY = $(if $(filter-out 0,$(DRY_RUN))$(filter slurm,$(LAUNCHER)),,$(BIN)/python scripts/measure_latency.py \
+LATENCY = $(if $(filter-out 0,$(DRY_RUN))$(filter slurm,$(LAUNCHER)),,$(BIN)/python -m scripts.benchmark.latency \
   $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)"))
 
 reproduce-table1:  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
@@ -98,10 +98,13 @@ reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=s
 	$(LATENCY)
 
 cost: .venv/installed  ## estimate the hours of all runs on this machine; STUDIES="table1 sweep-tau" selects studies
-	$(BIN)/python scripts/cost.py $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS) $(STUDIES)
+	$(BIN)/python -m scripts.benchmark.cost $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS) $(STUDIES)
 
-status: .venv/installed  ## show the progress of the tables' and sweeps' runs
-	$(REPRODUCE) --status all
+status: .venv/installed  ## show the progress of the paper's runs; FILE=results/NAME.yaml shows your study
+	$(REPRODUCE) --status $(or $(FILE),all)
+
+runs: .venv/installed  ## show all runs in OUTPUTS: what differs, accuracy, mixing, status; RUNS="folder ..." AGAINST=key=value
+	$(BIN)/python scripts/runs.py $(or $(RUNS),$(OUTPUTS)) $(if $(AGAINST),--against "$(AGAINST)")
 
 lint: .venv/installed-dev  ## check formatting, style and types
 	$(BIN)/ruff format --check .
@@ -142,7 +145,7 @@ reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup'
 study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 	$(STUDY) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))"
 
-publish: .venv/installed  ## write results/NAME.json and a folder for a model hub; RUN=outputs/NAME
+publish: .venv/installed  ## add a finished run to results/, and write a folder for a model hub; RUN=outputs/NAME
 	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder

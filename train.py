@@ -4,6 +4,7 @@ from reproduction.commands.cli import run
 from reproduction.commands.jobs import check_all, resolve
 from reproduction.config import Config
 from reproduction.runs.folder import RunFolder
+from reproduction.system.terminal import say
 
 
 def main(config: Config) -> None:
@@ -15,5 +16,15 @@ def main(config: Config) -> None:
     write_report(RunFolder.of(config), summary)
 
 
+def conclude(configs: list[Config]) -> None:
+    """Prints the table of a sweep, and where it and its plot are written."""
+    from reproduction.studies.sweeps import write_sweep
+
+    folders = [RunFolder.of(config).path for config in configs]
+    table, files = write_sweep([path for path in folders if path.is_dir()], folders[0].parent)
+    say(f"\n{table.text()}")
+    say(f"written to {', '.join(map(str, files))}")
+
+
 if __name__ == "__main__":
-    run("train", resolve, check_all, main)
+    run("train", resolve, check_all, main, conclude)

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from reproduction.data.folders import missing_data
-from reproduction.reporting.cells import Cell, read_cells
-from reproduction.studies.plan import Settings, point_configs
+from reproduction.studies.plan import Point, points_of
+from reproduction.studies.study import Settings, papers_studies
 from reproduction.system.errors import PlainError, UserError
 from reproduction.system.terminal import Parser, one_line_errors, say
 
@@ -15,7 +15,7 @@ DATA = {
     "cct_cifar100": "table1/cifar100",
     "vit_imagenet": "table2/imagenet1k",
 }
-FILES = {  # file name without suffix -> experiment
+FILES = {  # file name without suffix -> row of the paper
     f"{name}_{suffix}": f"{experiment}_{stack}"
     for name, experiment in DATA.items()
     for suffix, stack in STACKS.items()
@@ -32,7 +32,7 @@ def weights_in(folder: Path) -> dict[str, Path]:
     return files
 
 
-def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
+def outcome(point: Point, file: Path | None, outputs: Path) -> str:
     """The accuracy and its difference to the printed one, or the reason why there is none."""
     import torch
 
@@ -40,15 +40,15 @@ def outcome(cell: Cell, file: Path | None, data: str, outputs: Path) -> str:
 
     if file is None:
         return "no such file"
-    config = point_configs(f"table{cell.table}", Settings(data=data))[cell.experiment]
+    config = point.config
     if reason := missing_data(config.dataset.name, config.dataset.root):
         return f"not evaluated, {reason}"
     # As published: CCT in float16 autocast, ViT in float32. A CPU always uses float32.
-    in_half = cell.table == 1 and torch.cuda.is_available()
+    in_half = point.study == "table1" and torch.cuda.is_available()
     recipe = replace(config.recipe, precision="float16" if in_half else "float32")
     result = outputs / "evaluations" / f"{file.name.partition('.')[0]}.json"
     top1 = evaluate_checkpoint(replace(config, recipe=recipe), [file], result)["top1"]
-    return f"{top1:.2f} % ({top1 - cell.top1:+.2f})"
+    return f"{top1:.2f} % ({top1 - point.row.printed['top1']:+.2f})"
 
 
 @one_line_errors("check_published.py")
@@ -58,15 +58,17 @@ def main() -> None:
     parser.add_argument("--data", default="data", help="folder with CIFAR and imagenet/")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of results")
     args = parser.parse_args()
-    cells = {cell.experiment: cell for cell in read_cells()}
     files = weights_in(args.weights)
-    for name, experiment in FILES.items():
-        cell = cells[experiment]
+    studies = {name: papers_studies()[name] for name in ("table1", "table2")}
+    points = {point.label: point for point in points_of(studies, Settings(data=args.data))}
+    for name, label in FILES.items():
+        point = points[label]
         try:
-            result = outcome(cell, files.get(name), args.data, args.outputs)
+            result = outcome(point, files.get(name), args.outputs)
         except (UserError, PlainError) as error:
             result = str(error)
-        say(f"{name}: {cell.row} on {cell.column}, printed {cell.top1:.2f} %: {result}")
+        row, printed = point.row, point.row.printed["top1"]
+        say(f"{name}: {row.row} on {row.column}, printed {printed:.2f} %: {result}")
 
 
 if __name__ == "__main__":

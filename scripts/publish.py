@@ -1,8 +1,8 @@
-"""Writes results/<run>.json for a finished run, and a folder with its weights for a model hub."""
+"""Adds a finished run to results/, and writes a folder with its weights for a model hub."""
 
 from pathlib import Path
 
-from reproduction.studies.results import RESULTS, publish
+from reproduction.studies.publish import RESULTS, publish
 from reproduction.system.terminal import Parser, one_line_errors
 
 
@@ -11,7 +11,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--folder", type=Path, help="of weights (default: outputs/published/NAME)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the .json")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the lines")
     args = parser.parse_args()
     folder = args.folder or Path("outputs", "published", args.run.resolve().name)
     print(f"written to {publish(args.run, args.results, folder)}")

@@ -1,16 +1,20 @@
 """Writes the paper's tables, sweeps and figures with our results, from the run folders."""
 
 from reproduction.studies.options import add_settings, settings_of
-from reproduction.studies.overview import write_overview
-from reproduction.system.terminal import Parser, one_line_errors
+from reproduction.system.terminal import Parser, one_line_errors, say
 
 
 @one_line_errors("report.py")
 def main() -> None:
-    """Writes the files to report/ next to the runs and prints their paths."""
+    """Writes the files to report/ next to the runs and prints the path of the page."""
     parser = Parser(description=__doc__)
     add_settings(parser)
-    print(*write_overview(settings_of(parser.parse_args())), sep="\n")
+    settings = settings_of(parser.parse_args())
+    from reproduction.studies.page import write_page
+
+    page = write_page(settings)
+    say(f"{len([*page.parent.iterdir()])} files in {page.parent}")
+    say(str(page))
 
 
 if __name__ == "__main__":

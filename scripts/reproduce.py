@@ -1,75 +1,78 @@
-"""Trains the runs of a table, figure, sweep or all, each run once. See also `make help`."""
+"""Trains the runs of a table, figure, sweep or all, or of a study of your own, each run once."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from reproduction.studies.options import (
-    check_launcher,
-    resources_of,
-    runs_of,
-    settings_of,
-    study_parser,
-)
-from reproduction.studies.plan import STUDIES, PlannedRun, Settings
-from reproduction.studies.slurm import print_script, submit
-from reproduction.studies.states import state_table
-from reproduction.system.terminal import Parser, one_line_errors, positive, print_tables
+from reproduction.studies.options import check_launcher, command_line, settings_of, study_parser
+from reproduction.studies.plan import PlannedRun, plan, studies_of
+from reproduction.studies.study import Settings
+from reproduction.system.terminal import one_line_errors, say
 
 
-def parser() -> Parser:
-    options = study_parser(__doc__)
-    options.add_argument(
-        "--launcher",
-        choices=("local", "joblib", "slurm"),
-        default="local",
-        help="one run after another, --jobs at a time, or as a job array",
-    )
-    options.add_argument("--jobs", type=positive, help="for joblib: runs at a time")
-    mode = options.add_mutually_exclusive_group()
-    mode.add_argument("--dry-run", action="store_true", help="show runs and folders, train nothing")
-    mode.add_argument("--status", action="store_true", help="show the progress of the runs")
-    mode.add_argument("--script", action="store_true", help="for slurm: print it, submit nothing")
-    return options
+def reproduce(words: list[str]) -> int:
+    """Shows, schedules or trains the runs; returns 1 if a run failed."""
+    args, others = study_parser(__doc__).parse_known_args(words)
+    check_launcher(args, others)
+    settings = settings_of(args)
+    runs = plan(args.study, settings, args.seeds)
+    if args.task is not None:
+        from reproduction.studies.launch import train_task
+
+        train_task(runs, args.task, "cpu" if args.no_gpu else "cuda")
+    elif args.dry_run or args.status:
+        from reproduction.studies.status import state_table
+
+        say(state_table(runs, with_folders=args.dry_run))
+    elif args.launcher == "slurm":
+        say(_array(args, others, settings, runs))
+    else:
+        return _train(args, settings, runs)
+    return 0
 
 
-def reproduce(args: argparse.Namespace) -> int:
-    """Shows, submits or trains the runs; returns 1 if a run failed twice."""
-    check_launcher(args)
-    settings, runs = settings_of(args), runs_of(args)
-    if args.dry_run or args.status:
-        print_tables(state_table(runs, settings, with_folders=args.dry_run))
-        return 0
-    if args.script:
-        print_script(Path(args.study).stem, runs, settings, resources_of(args))
-        return 0
-    if args.launcher == "slurm":
-        print(submit(Path(args.study).stem, runs, settings, resources_of(args)))
-        return 0
-    failed = train(args, settings, runs)
-    print_tables(state_table(runs, settings, with_folders=False))
-    if args.study not in STUDIES:
-        from reproduction.studies.results import write_study_report
+def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> int:
+    from reproduction.studies import launch
+    from reproduction.studies.results import report_folder, results_of, write_result
+    from reproduction.studies.status import state_table
 
-        print(f"report: {write_study_report(Path(args.study), settings, runs)}")
+    launch.prepare(runs, settings)
+    if args.jobs or args.launcher == "joblib":
+        logs, shares = settings.root / ".logs", launch.shares(args.jobs, args.devices)
+        failed = launch.train_all_apart(runs, shares, logs)
+    elif settings.chosen.apart:
+        failed = launch.train_all_apart(runs)
+    else:
+        failed = launch.train_all(runs, launch.train_here)
+    say(state_table(runs, with_folders=False))
+    if args.study.endswith(".yaml"):
+        (one,), *_ = results_of(studies_of(args.study), settings)
+        say(f"report: {write_result(one, report_folder(settings.root))[0]}")
     for name, error in failed.items():
-        print(f"reproduce.py: {name} failed twice: {error}", file=sys.stderr)
+        print(f"reproduce.py: {name} failed: {error}", file=sys.stderr)
     return int(bool(failed))
 
 
-def train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> dict[str, str]:
-    """Trains the runs; returns the errors of those that failed twice."""
-    from reproduction.studies import runner
+def _array(
+    args: argparse.Namespace, others: list[str], settings: Settings, runs: list[PlannedRun]
+) -> str:
+    from reproduction.studies import launch
 
-    runner.prepare(runs, settings)
-    if args.launcher == "joblib":
-        shares = runner.shares(args.jobs, args.devices)
-        return runner.train_all_apart(runs, shares, settings.root / ".logs")
-    if settings.chosen.is_apart:
-        return runner.train_all_apart(runs)
-    return runner.train_all(runs, runner.train_here)
+    resources = launch.Resources(
+        devices=args.devices,
+        nodes=args.nodes or 1,
+        cpus=args.cpus or 8,
+        no_gpu=bool(args.no_gpu),
+        sbatch=[*launch.sbatch_options(others)],
+    )
+    if all(run.is_done() for run in runs):
+        return "nothing to submit: all runs are finished"
+    launch.prepare(runs, settings, here=False)
+    words = [str(Path(__file__).absolute()), *command_line(args)]
+    path = launch.write_array(Path(args.study).stem, words, runs, settings.root, resources)
+    return f"written; submit it with\nsbatch {path}"
 
 
 if __name__ == "__main__":
     with one_line_errors("reproduce.py"):
-        sys.exit(reproduce(parser().parse_args()))
+        sys.exit(reproduce(sys.argv[1:]))

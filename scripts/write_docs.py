@@ -6,7 +6,7 @@ from reproduction.config import CONF_DIR, ROOT, Config
 from reproduction.reporting.recipes import as_table, compare_recipes, read_recipes
 from reproduction.reporting.reference import configuration_page
 from reproduction.runs.compose import config_of
-from reproduction.studies.results import results_page
+from reproduction.studies.publish import results_page
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import one_line_errors
 

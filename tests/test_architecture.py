@@ -98,7 +98,7 @@ def test_invalid_command_is_refused_before_torch_is_imported(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "modules",
-    ["commands.cli commands.jobs", "studies.options studies.runner"],
+    ["commands.cli commands.jobs", "studies.options studies.launch"],
 )
 def test_command_checks_import_no_torch(modules: str):
     names = ", ".join(f"reproduction.{name}" for name in modules.split())

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.studies.latency import build_step, detector_configs, mix, mixing_batch
-from reproduction.studies.plan import Settings
+from reproduction.studies.study import Settings
 from reproduction.system.timing import Work, spread_of, time_in_turns
 from reproduction.training.evaluate import autocast
+from scripts.benchmark.latency import build_step, detector_configs, mix, mixing_batch
 from scripts.benchmark.measure import Scope, calls_on, compare, peak_mib, summarize
 from scripts.benchmark.steps import precision_on
 from tests.oracle import gain_by_repetition

@@ -13,8 +13,6 @@ from torch import nn
 from reproduction.config import Config
 from reproduction.models.build import attention_kernel, count_macs
 from reproduction.runs.compose import config_of
-from reproduction.studies.cost import FLOPS_PER_MAC
-from reproduction.studies.speed import bare_trainer, step_of
 from reproduction.system.timing import spread_of, time_in_turns
 from reproduction.training.evaluate import DTYPES, autocast
 from reproduction.training.loop import Trainer
@@ -29,6 +27,7 @@ from scripts.benchmark.measure import (
     compare,
     peak_mib,
 )
+from scripts.benchmark.speed import FLOPS_PER_MAC, bare_trainer, step_of
 from tests.oracle import Oracle
 
 PLAIN = "plain"

@@ -20,13 +20,13 @@ from reproduction.data.build import build_training_loader
 from reproduction.data.images import ArrayImages, FileImages, ImageSource
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
-from reproduction.studies.speed import step_of
 from reproduction.system.errors import PlainError
 from reproduction.system.timing import Work, spread_of, time_calls, time_in_turns
 from scripts.benchmark.measure import CCT, ON_GPU, QUICK, VIT, calls_on, compare
 from scripts.benchmark.parts import measure_detectors
 from scripts.benchmark.pipeline import make_photos
 from scripts.benchmark.report import Group
+from scripts.benchmark.speed import step_of
 from scripts.benchmark.steps import measure_oracle, measure_steps, precision_on
 from scripts.check_gpu.parts import BOTH, SMALL, Finding, Scope, small_trainer
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from reproduction.studies.latency import detector_configs
-from reproduction.studies.plan import Settings
-from reproduction.studies.speed import step_of
+from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
+from scripts.benchmark.latency import detector_configs
 from scripts.benchmark.measure import ON_CPU, ON_GPU, TRAINED_AS, parse_sizes
 from scripts.benchmark.parts import exponent, htm_parts
+from scripts.benchmark.speed import step_of
 from scripts.benchmark.steps import (
     VARIANTS,
     conditions,

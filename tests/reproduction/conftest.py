@@ -24,13 +24,14 @@ from reproduction.reporting import report
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse
-from reproduction.studies.plan import Settings, point_configs
-from reproduction.studies.speed import bare_trainer
+from reproduction.studies.plan import points_of, studies_of
+from reproduction.studies.study import Settings
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training import distributed
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts import export as export_script
+from scripts.benchmark.speed import bare_trainer
 from tests.conftest import sharpened
 
 # A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
@@ -60,9 +61,12 @@ class CommandResult(NamedTuple):
 Command = Callable[..., CommandResult]
 
 
-# script -> its functions resolve, check_all and main
-SCRIPTS: dict[str, tuple[Any, Any, Any]] = {
-    "train": (train_script.resolve, train_script.check_all, train_script.main),
+# script -> its functions resolve, check_all, main and, for sweeps, conclude
+SCRIPTS: dict[str, tuple[Any, ...]] = {
+    "train": (
+        *(train_script.resolve, train_script.check_all, train_script.main),
+        train_script.conclude,
+    ),
     "eval": (eval_script.resolve_evaluation, lambda settings, here: None, eval_script.main),
     "export": (export_script.resolve_export, lambda settings, here: None, export_script.main),
 }
@@ -98,9 +102,8 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
     patch.setattr(sys, "argv", [f"{script}.py", *args])
     patch.setattr(distributed, "START_METHOD", "fork")
     patch.setattr(distributed, "_on_rank", _on_forked_rank)
-    resolve, check_all, main = SCRIPTS[script]
     with pytest.raises(SystemExit) as end:
-        run(script, resolve, check_all, main)
+        run(script, *SCRIPTS[script])
     return int(end.value.code or 0)
 
 
@@ -142,8 +145,8 @@ def unevaluated() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def configs() -> dict[str, Config]:
-    """Maps experiments of table cells and values of sweeps (`tau=2`) to full-scale configs."""
-    return point_configs("all", Settings())
+    """Maps rows of the paper (`table1/cifar10_htm`, `sweep-tau/tau=2`) to full-scale configs."""
+    return {point.label: point.config for point in points_of(studies_of("all"), Settings())}
 
 
 _draw = report._draw

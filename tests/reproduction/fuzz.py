@@ -131,7 +131,7 @@ def command_lines() -> st.SearchStrategy[list[str]]:
 
 def attempt(script: str, arguments: list[str]) -> Outcome:
     """Runs a command in this process, except for its actual work."""
-    resolve, check_all, _ = SCRIPTS[script]
+    resolve, check_all, *_ = SCRIPTS[script]
     built: list[Any] = []
     err = io.StringIO()
     argv = patch.object(sys, "argv", [f"{script}.py", *arguments])

@@ -1,13 +1,12 @@
 """Seeded damage to the files of a run folder, by kind."""
 
-import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-FILES = ("config.yaml", "summary.json", "metrics.jsonl", "difficulty.json", "saliency.json")
+FILES = ("config.yaml", "summary.json", "metrics.jsonl", "saliency.json")
 TRAP = "executed"  # file that an executed YAML tag would create
 TEXTS = {
     "empty": "",
@@ -179,7 +178,3 @@ def snapshot(folder: Path) -> dict[str, object]:
             else:
                 entries[str(path)] = path.read_bytes() if path.is_file() else None
     return entries
-
-
-def difficulty(images: int = 4) -> str:
-    return json.dumps({"edges": [0.0, 1.0, 2.0], "counts": [images, 0], "images": images})

@@ -1,4 +1,4 @@
-"""Helpers that write run folders and build the report's tables from them."""
+"""Helpers that write run folders and build the tables of studies from them."""
 
 import dataclasses
 import json
@@ -11,16 +11,12 @@ from typing import Any
 import yaml
 
 from reproduction.config import Config
-from reproduction.reporting.collect import Collection
-from reproduction.reporting.model_stats import Counts, read_paper
-from reproduction.reporting.records import Sources
-from reproduction.reporting.tables import TABLES, Table
-from reproduction.studies.overview import build_tables, read_sources
+from reproduction.studies.plan import Point, keys_of, points_of, studies_of
+from reproduction.studies.results import Result, result_of
+from reproduction.studies.runs import read_runs
+from reproduction.studies.study import Settings
 
 Configs = Mapping[str, Config]
-COUNTS = {
-    (row.table, row.row): Counts(3_760_000, 1_180_000_000, 950_000_000) for row in read_paper()
-}
 
 
 def write_run(outputs: Path, config: Config, seed: int = 0, name: str = "", **changes: Any) -> Path:
@@ -29,6 +25,7 @@ def write_run(outputs: Path, config: Config, seed: int = 0, name: str = "", **ch
     `changes` are applied to its summary.
     """
     raw = dataclasses.asdict(dataclasses.replace(config, seed=seed))
+    outputs.mkdir(parents=True, exist_ok=True)
     folder = outputs / (name or f"run{len(list(outputs.iterdir()))}")
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
@@ -37,9 +34,10 @@ def write_run(outputs: Path, config: Config, seed: int = 0, name: str = "", **ch
         "status": "finished",
         "seed": seed,
         **{"top1_last": last, "top1_best": last + 0.5, "top1_median10": last - 0.25},
-        **{"top5_last": 95.0, "top5_best": 96.0},
+        **{"top5_last": 95.0, "top5_best": 96.0, "mixed_share": 0.25, "mixed_samples": 32.0},
         **{"epochs": config.recipe.epochs, "steps": 1000, "seconds": 7200.0, "devices": 1},
         **{"parameters": 3_760_000, "macs": 1_180_000_000, "git_revision": "ab" * 20},
+        "log": [{"epoch": config.recipe.epochs, "top1": last}],
         **changes,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -51,38 +49,18 @@ def set_time(folder: Path, seconds: int) -> None:
     os.utime(folder / "summary.json", (seconds, seconds))
 
 
-def shortened(configs: Configs) -> dict[str, Config]:
-    """Returns the same cells trained for one epoch."""
-    return {
-        name: dataclasses.replace(
-            config, recipe=dataclasses.replace(config.recipe, epochs=1, warmup_epochs=0)
-        )
-        for name, config in configs.items()
-    }
+def points_at(scale: str = "full") -> list[Point]:
+    return points_of(studies_of("all"), Settings(scale=scale))
 
 
-def sources_of(outputs: Path, configs: Configs, scale: str = "full") -> Sources:
-    """Reads the sources of the report of `outputs`."""
-    return read_sources(outputs, scale, configs, COUNTS)
-
-
-def all_tables(outputs: Path, configs: Configs, scale: str = "full") -> list[Table]:
-    """Builds all tables of the report of `outputs`."""
-    return build_tables(sources_of(outputs, configs, scale))
-
-
-def tables_of(
-    outputs: Path, configs: Configs, scale: str = "full"
-) -> tuple[dict[int, Table], Collection]:
-    """Builds Tables 1 to 5, by number, and the collection of runs."""
-    sources = sources_of(outputs, configs, scale)
-    return dict(zip(TABLES, build_tables(sources), strict=False)), sources.collection
-
-
-def sweep_of(outputs: Path, configs: Configs, name: str) -> Table:
-    """Builds the table of one sweep."""
-    (table,) = (x for x in all_tables(outputs, configs) if x.name == name)
-    return table
+def result(outputs: Path, name: str, **settings: Any) -> Result:
+    """Returns the result of a study from the runs in `outputs`, without the scale's own folder."""
+    chosen = Settings(**settings)
+    studies = studies_of(name)
+    points = points_of(studies, chosen)
+    keys = keys_of(points_at(chosen.scale) if name in ("all",) else points, chosen)
+    (study,) = studies.items()
+    return result_of(*study, points, keys, read_runs(outputs), chosen)
 
 
 def write_metrics(path: Path, epochs: Sequence[Sequence[tuple[float, float, float]]]) -> Path:

@@ -10,15 +10,9 @@ from torch import Tensor, nn
 
 from reproduction.config import CONF_DIR
 from reproduction.models.build import build_model, build_module
-from reproduction.reporting.model_stats import (
-    PaperRow,
-    RowStats,
-    agrees,
-    differences,
-    measure,
-    read_paper,
-    verdict,
-)
+from reproduction.studies import sizes
+from reproduction.studies.sizes import agrees, count, differences, printed_sizes, verdict
+from reproduction.studies.study import Size
 from reproduction.system.errors import UserError
 from scripts import model_stats
 from tests.reproduction.conftest import Command, config_of
@@ -27,26 +21,30 @@ from tokenmixup import Output, training_loss
 MODELS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
-def stats() -> dict[tuple[int, str], RowStats]:
-    """Measures all rows: (table, row) -> statistics."""
-    rows = read_paper()
-    measured = [measure(row, config_of(*row.command_line)) for row in rows]
-    return {(s.row.table, s.row.row): s for s in measured}
+SIZES = printed_sizes()
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_model_files_state_their_number_of_parameters(model: str, stats):
+def test_model_files_state_their_number_of_parameters(model: str):
     lines = (CONF_DIR / "model" / f"{model}.yaml").read_text().splitlines()
     head = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
     stated = re.search(r"([\d,]+) parameters with ([\d,]+) classes", head)
     assert stated is not None
     parameters, classes = (int(number.replace(",", "")) for number in stated.groups())
-    plain = PaperRow(table=1, row="", model=model, classes=classes)
-    key = (plain.command_line, classes)
-    rows = [s for s in stats.values() if (s.row.command_line, s.row.classes) == key]
-    measured = rows[0] if rows else measure(plain, config_of(*plain.command_line))
-    assert measured.counts.parameters == parameters
+    plain = Size(model=model, classes=classes, counted=(0, 0, 0))
+    rows = [
+        size.counted
+        for size in SIZES.values()
+        if (size.command, size.classes) == (plain.command, classes)
+    ]
+    counted = rows[0] if rows else count(plain, config_of(*plain.command))
+    assert counted[0] == parameters
+
+
+def test_stored_counts_are_those_of_the_models():
+    """A failure means: a model has changed; python scripts/model_stats.py shows the new counts."""
+    for key, size in SIZES.items():
+        assert count(size, config_of(*size.command)) == size.counted, key
 
 
 # Millions of parameters, of MACs, and of MACs without attention's matmuls, measured before this
@@ -84,36 +82,40 @@ MEASURED: dict[tuple[int, str], tuple[float, float, float]] = {
 }
 
 
-def test_all_29_rows_have_the_recorded_sizes(stats):
-    sizes = {
-        key: (
-            round(s.counts.parameters / 1e6, 4),
-            *(round(count / 1e6, 1) for count in s.counts[1:]),
-        )
-        for key, s in stats.items()
+def test_all_29_rows_have_the_recorded_sizes():
+    rounded = {
+        (int(study[-1]), row): (round(x[0] / 1e6, 4), *(round(macs / 1e6, 1) for macs in x[1:]))
+        for (study, row), x in ((key, size.counted) for key, size in SIZES.items())
     }
-    assert len(sizes) == 29
-    assert sizes == MEASURED
+    assert len(rounded) == 29
+    assert rounded == MEASURED
 
 
-def test_verdicts_and_notes_cover_the_same_differences(stats):
-    differing = {key: [figure for figure, _ in differences(s)] for key, s in stats.items()}
+def test_verdicts_and_notes_cover_the_same_differences():
+    differing = {
+        key: [figure for figure, _ in differences(size, size.counted)]
+        for key, size in SIZES.items()
+    }
     assert {key: figures for key, figures in differing.items() if figures} == {
-        (1, "ResNet1001-v2"): ["MACs"],
-        (1, "ViT-Lite-7/4"): ["MACs"],
-        (1, "CVT-6/4"): ["MACs"],
-        (2, "ResNet50"): ["MACs"],
-        (2, "ResNet152"): ["MACs"],
-        (2, "RegNetY-4G"): ["MACs"],
-        (2, "ViT-B/16-224 + HTM + VTM"): ["parameters"],
+        ("table1", "ResNet1001-v2"): ["MACs"],
+        ("table1", "ViT-Lite-7/4"): ["MACs"],
+        ("table1", "CVT-6/4"): ["MACs"],
+        ("table2", "ResNet50"): ["MACs"],
+        ("table2", "ResNet152"): ["MACs"],
+        ("table2", "RegNetY-4G"): ["MACs"],
+        ("table2", "ViT-B/16-224 + HTM + VTM"): ["parameters"],
     }
-    for key, s in stats.items():
-        assert ("parameters" in differing[key]) == (s.row.parameters_note is not None), key
-        assert ("MACs" in differing[key]) == (s.row.macs_note is not None), key
-    assert verdict(stats[1, "ResNet18"]) == "matches"
-    assert verdict(stats[1, "CCT-7/3x1(1500)"]) == "matches, MACs by conv + linear"
-    assert verdict(stats[2, "DenseNet-264"]) == "nothing printed"
-    assert verdict(stats[2, "RegNetY-4G"]).startswith("differs: MACs, 2.0 is half")
+    for key, size in SIZES.items():
+        assert ("parameters" in differing[key]) == (size.parameters_note is not None), key
+        assert ("MACs" in differing[key]) == (size.macs_note is not None), key
+    for key, expected in {
+        ("table1", "ResNet18"): "matches",
+        ("table1", "CCT-7/3x1(1500)"): "matches, MACs by conv + linear",
+        ("table2", "DenseNet-264"): "nothing printed",
+    }.items():
+        assert verdict(SIZES[key], SIZES[key].counted) == expected
+    size = SIZES["table2", "RegNetY-4G"]
+    assert verdict(size, size.counted).startswith("differs: MACs, 2.0 is half")
 
 
 @pytest.mark.parametrize(
@@ -131,21 +133,23 @@ def test_agrees_by_rounding_or_tolerance(measured: float, printed: float, expect
     assert agrees(measured, printed) == expected
 
 
-def run_script(monkeypatch: pytest.MonkeyPatch, rows: list[PaperRow], *args: str) -> int:
-    monkeypatch.setattr(model_stats, "read_paper", lambda: rows)
+def run_script(monkeypatch: pytest.MonkeyPatch, size: Size, *args: str) -> int:
+    monkeypatch.setattr(sizes, "printed_sizes", lambda: {("table1", "CVT-6/4"): size})
     monkeypatch.setattr(sys, "argv", ["model_stats.py", *args])
     return model_stats.main()
 
 
 def test_script_prints_the_table_and_fails_on_unexplained_differences(monkeypatch, capsys):
-    row = next(row for row in read_paper() if row.model == "cvt_6_4")
-    assert run_script(monkeypatch, [row]) == 0
+    size = SIZES["table1", "CVT-6/4"]
+    assert run_script(monkeypatch, size) == 0
     row_text = r"1 .* CVT-6/4 .* 32 .* 10 .* 3\.1903 .* 3\.19 .* 0\.2147 .* 0\.2021 .* 0\.22"
     assert re.search(row_text, capsys.readouterr().out)
-    assert run_script(monkeypatch, [dataclasses.replace(row, macs_note=None)]) == 1
+    assert run_script(monkeypatch, dataclasses.replace(size, macs_note=None)) == 1
     assert "differs: MACs, for no known reason" in capsys.readouterr().out
+    assert run_script(monkeypatch, dataclasses.replace(size, counted=(1, 2, 3))) == 1
+    assert "stored are (1, 2, 3)" in capsys.readouterr().out
     with pytest.raises(UserError, match="unrecognized arguments: --nope; see --help"):
-        run_script(monkeypatch, [], "--nope")
+        run_script(monkeypatch, size, "--nope")
 
 
 def test_library_models_train_and_evaluate(command: Command):

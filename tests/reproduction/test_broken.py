@@ -20,7 +20,7 @@ from reproduction.runs.folder import RunFolder, run_hash
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import evaluate
-from scripts import draw_saliency
+from scripts import look
 from tests.reproduction.conftest import SMALL, Command, config_of, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 
@@ -141,12 +141,12 @@ def test_run_counts_skipped_images_across_an_interruption(
     assert evaluated.status == 0 and evaluated.err.count("warning: left out: ") == 1  # by rank 1
     assert '"images": 7' in (runs[0].path / "evaluation-last.json").read_text()
     runs[0].config_path.write_text(runs[0].config_path.read_text().replace(": skip", ": refuse"))
-    monkeypatch.setattr("sys.argv", ["draw_saliency.py", str(runs[0].path)])
+    monkeypatch.setattr("sys.argv", ["look.py", str(runs[0].path), "--saliency"])
     capfd.readouterr()
     with pytest.raises(SystemExit, match="1"):
-        draw_saliency.main()
+        look.main()
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("draw_saliency.py: ") and "no readable image" in line
+    assert line.startswith("look.py: ") and "no readable image" in line
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import yaml
 
 from reproduction.commands import cli
 from reproduction.config import CONF_DIR
-from reproduction.reporting.cells import read_cells
 from reproduction.runs.compose import LISTS, compose
 from reproduction.runs.folder import default_name, run_hash
 from reproduction.runs.parse import parse
+from reproduction.studies.study import TABLES, papers_studies
 from tests.reproduction.conftest import config_of
 from tokenmixup import HTM, VTM, ManifoldMixup
 
@@ -114,28 +114,15 @@ def test_experiment_names_state_their_stacks(experiment: str):
     assert parse(raw, needs_data=False).augmentation.stack == stack
 
 
-def test_cells_have_experiments_that_state_the_printed_values():
-    cells = read_cells()
-    assert [cell.experiment for cell in cells] == list(dict.fromkeys(c.experiment for c in cells))
-    assert {c.experiment for c in cells} == {e for e in EXPERIMENTS if e.startswith("table")}
-    assert len(cells) == 29
-    for cell in cells:
-        head = (CONF_DIR / "experiment" / f"{cell.experiment}.yaml").read_text()
-        printed = [f"{value:.2f}".rstrip("0") for value in (cell.top1, cell.top5) if value]
-        assert all(value in head for value in printed), cell
-        assert cell.baseline is None or cell.baseline in EXPERIMENTS
-
-
-def test_cells_of_one_configuration_share_a_run():
-    """The 29 cells are 22 different runs, as tables repeat each other."""
-    hashes: dict[str, list[str]] = {}
-    for cell in read_cells():
-        overrides = [f"experiment={cell.experiment}"]
-        if cell.table == 2:
-            overrides.append("dataset=digits")  # ImageNet is not available
-        hashes.setdefault(run_hash(config_of(*overrides)), []).append(cell.experiment)
-    assert len(hashes) == 22
-    assert ["table3/random", "table4/without_tokens"] in hashes.values()
+def test_rows_of_the_paper_have_experiments_that_state_the_printed_values():
+    tables = [papers_studies()[name] for name in TABLES]
+    rows = [row for study in tables for row in study.rows.values()]
+    assert len(rows) == 29
+    assert {row.experiment for row in rows} == {e for e in EXPERIMENTS if e.startswith("table")}
+    for row in rows:
+        head = (CONF_DIR / "experiment" / f"{row.experiment}.yaml").read_text()
+        values = (value for key, value in row.printed.items() if key != "latency_ms")
+        assert all(f"{value:.2f}".rstrip("0") in head for value in values), row
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from reproduction.runs.folder import (
     options_of,
     short_digest,
 )
-from reproduction.studies.results import read_results
+from reproduction.studies.publish import RESULTS
+from reproduction.studies.runs import read_store
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command, config_of
 
@@ -131,11 +132,11 @@ def test_group_without_values_of_its_own_is_set():
 
 def test_published_results_keep_their_identity():
     """A failure means: a default was changed without an entry in FIRST_DEFAULTS."""
-    results = read_results()
-    assert len(results) > 60
-    for result in results:
-        assert hash_of(result["config"]) == result["hash"], result["name"]
-        assert result["name"].endswith(f"-{result['hash']}")
+    runs = read_store(RESULTS)
+    assert len(runs) > 60
+    for run in runs.itertuples():
+        assert hash_of(run.settings) == run.hash, run.folder
+        assert run.folder.endswith(f"-{run.hash}")
 
 
 def test_new_options_have_defaults():

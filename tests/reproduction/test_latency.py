@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import torch
 from reproduction.config import Config
 from reproduction.models.build import build_module
 from reproduction.reporting.trained import block_inputs
-from reproduction.studies import latency
-from reproduction.studies.latency import build_step, measure_latency, mix
-from reproduction.studies.plan import Settings
+from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
+from scripts.benchmark import latency
+from scripts.benchmark.latency import build_step, measure_latency, mix
 
-SCRIPT = str(Path(__file__).parents[2] / "scripts" / "measure_latency.py")
 CPU = torch.device("cpu")
 
 
@@ -84,9 +82,9 @@ def test_detector_configs_are_those_of_table_3_with_every_sample_mixed():
 
 @pytest.mark.parametrize("args", [["--repeats", "0"], ["--batch-size", "-1"]])
 def test_numbers_below_1_are_refused_in_one_line(monkeypatch, capsys, tmp_path, args):
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *args, "--outputs", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["latency", *args, "--outputs", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(SCRIPT, run_name="__main__")
+        latency.main()
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "is not 1 or more" in line

@@ -20,7 +20,7 @@ from reproduction.commands.jobs import check_all, resolve
 from reproduction.commands.launchers import gpu_share
 from reproduction.config import Config
 from reproduction.runs.folder import RunFolder, find_runs
-from reproduction.studies.runner import shares
+from reproduction.studies.launch import Share, shares
 from reproduction.system.errors import RunInterrupted
 from reproduction.training import distributed
 from reproduction.training.train import run_training
@@ -258,14 +258,20 @@ def test_visible_gpus_follow_the_environment(monkeypatch):
     assert distributed.visible_gpus() == ["5", "GPU-8a"]
 
 
-def test_shares_divide_gpus_and_cores(monkeypatch):
+def test_shares_divide_gpus_cores_and_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("reproduction.studies.runner.usable_cores", lambda: 16)
+    monkeypatch.setattr("reproduction.studies.launch.usable_cores", lambda: 16)
     monkeypatch.setattr(distributed, "visible_gpus", lambda: list("0123"))
-    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares(None, 2)] == ["0,1", "2,3"]
-    assert {share["OMP_NUM_THREADS"] for share in shares(None, 2)} == {"4"}
+    two = shares(None, 2)
+    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in two] == ["0,1", "2,3"]
+    assert {(share.environment["OMP_NUM_THREADS"], share.workers) for share in two} == {("4", 4)}
     assert len(shares(6, 1)) == 6
+    monkeypatch.setattr(distributed, "visible_gpus", lambda: ["0"])
+    both = shares(2, 1)  # on one GPU
+    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in both] == ["0", "0"]
+    assert [share.workers for share in both] == [8, 8]
+    assert shares(1, 1)[0].workers is None  # its own
     monkeypatch.setattr(distributed, "visible_gpus", lambda: [])
-    assert shares(None, 1) == [{"OMP_NUM_THREADS": "8"}] * 2
+    assert shares(None, 1) == [Share({"OMP_NUM_THREADS": "8"}, 8)] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert shares(3, 1) == [{"OMP_NUM_THREADS": "1"}] * 3
+    assert shares(3, 1) == [Share({"OMP_NUM_THREADS": "1"}, 5)] * 3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from reproduction.reporting.recipes import Setting, applies, compare_recipes, read_recipes
-from reproduction.studies.results import results_page
+from reproduction.studies.publish import results_page
 from scripts.write_docs import (
     CONFIGURATION,
     DIFFERENCES,

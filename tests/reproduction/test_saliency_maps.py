@@ -14,7 +14,7 @@ from tests.conftest import CLASSES, small_vit
 from tests.reproduction.conftest import SMALL, Command
 from tokenmixup import attach
 
-SCRIPT = str(Path(__file__).parents[2] / "scripts" / "draw_saliency.py")
+SCRIPT = str(Path(__file__).parents[2] / "scripts" / "look.py")
 
 
 def test_entropy_ranges_from_one_token_to_all():
@@ -68,7 +68,7 @@ def test_saliency_maps_of_the_last_block_have_no_second_rollout():
 
 @pytest.fixture
 def draw(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """`draw(*args)` runs draw_saliency.py; returns status, stdout and stderr."""
+    """`draw(*args)` runs look.py; returns status, stdout and stderr."""
 
     def call(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [SCRIPT, *args])
@@ -85,7 +85,9 @@ def draw(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
 def test_script_draws_a_run(command: Command, draw, tmp_path: Path):
     assert command("train", "name=small", *SMALL, "recipe.max_steps=2").status == 0
     picture = tmp_path / "picture.png"
-    status, out, err = draw(str(tmp_path / "outputs" / "small"), str(picture), "--images", "3")
+    status, out, err = draw(
+        str(tmp_path / "outputs" / "small"), "--saliency", str(picture), "--images", "3"
+    )
     assert status == 0, err
     assert "one step: entropy" in out and "picture.pdf" in out
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -100,9 +102,9 @@ def test_script_refuses_invalid_arguments_in_one_line(command: Command, draw, tm
     assert command(*line).status == 0
     for args, part in (
         ([str(tmp_path)], "is not a run folder"),
-        ([str(tmp_path), "picture.pdf"], "must end in .png"),
+        ([str(tmp_path), "--saliency", "picture.pdf"], "must end in .png"),
         ([str(tmp_path), "--images", "0"], "--images: '0' is not 1 or more"),
-        ([str(tmp_path / "outputs" / "plain")], "was trained without htm"),
+        ([str(tmp_path / "outputs" / "plain"), "--saliency"], "was trained without htm"),
     ):
         status, _, err = draw(*args)
         assert status == 2

@@ -11,7 +11,7 @@ from reproduction.reporting.suggestions import suggestions
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
-from scripts import suggest
+from scripts import look
 from tests.reproduction.conftest import SMALL, Command
 
 STILL = ["model.drop_path=0", "recipe.lr=1e-20", "recipe.min_lr=0", "recipe.warmup_lr=0"]
@@ -35,9 +35,9 @@ def test_suggestions_equal_the_mixing_of_a_training_step(
         assert layer.tokens[0.0] > 0
         assert np.all(np.diff(layer.difficulty) > 0) and np.all(np.diff(layer.difference) > 0)
     assert first.difficulty[0] < step["difficulty/0"] < first.difficulty[-1]
-    monkeypatch.setattr("sys.argv", ["suggest.py", f"run={run.path}", "--batches=1"])
+    monkeypatch.setattr("sys.argv", ["look.py", f"run={run.path}", "--batches=1"])
     with redirect_stdout(io.StringIO()) as out:
-        suggest.main()
+        look.main()
     shown = out.getvalue()
     assert "layer 0: tau = 2.3" in shown and "layer 1: tau = inf" in shown and "inf *" in shown
 

@@ -1,10 +1,7 @@
 """Figures of trained models: images, mixed pairs, the distribution of the difficulty."""
 
 import dataclasses
-import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,7 @@ import torch
 
 from reproduction.data.sources import load_source
 from reproduction.models.build import build_module
-from reproduction.reporting import gallery, report
+from reproduction.reporting import report
 from reproduction.reporting import trained as module_of_trained
 from reproduction.reporting.figures import figure
 from reproduction.reporting.gallery import (
@@ -23,7 +20,8 @@ from reproduction.reporting.gallery import (
     _frames,
     _over_image,
     _quote,
-    draw_difficulty,
+    _telling,
+    deciding_saliency,
     draw_pairs,
     image_difficulty,
 )
@@ -37,7 +35,6 @@ from reproduction.reporting.trained import (
 from reproduction.runs.folder import RunFolder
 from tests.reproduction.conftest import SMALL, Command, config_of
 
-TOP = 4  # log(10) rounded up to nats, plus one
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 
 
@@ -88,39 +85,6 @@ def test_image_difficulty_equals_that_of_a_training_pass():
     assert image_difficulty(run.module, sample).mean() == pytest.approx(float(expected))
 
 
-def test_last_bin_of_the_difficulty_includes_larger_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    ranges = []
-
-    @contextmanager
-    def recorded(*args: Any, **settings: Any) -> Iterator[Any]:
-        with figure(*args, **settings) as ax:
-            yield ax
-            ranges.append(ax.get_xlim())
-
-    monkeypatch.setattr(gallery, "figure", recorded)
-    run = trained()
-    sample = some_images(run, 20)
-    draw_difficulty(tmp_path / "a.png", run, sample)
-    content = json.loads((tmp_path / "a.json").read_text())
-    assert content["edges"] == [step / 10 for step in range(10 * TOP + 1)]
-    assert sum(content["counts"][20:26]) == 20  # around log(10) = 2.3
-    assert (content["tau"], content["images"]) == (1.0, 20)
-    assert 2 < ranges[0][0] < ranges[0][1] < 3  # the picture shows no empty range
-    with torch.no_grad():
-        run.module.scorenet.head.bias[0] = 1000
-    draw_difficulty(tmp_path / "a.png", run, sample)
-    counts = json.loads((tmp_path / "a.json").read_text())["counts"]
-    assert counts[-1] == sum(counts) == 20
-
-
-def test_draw_difficulty_writes_an_infinite_tau(tmp_path: Path):
-    run = trained("augmentation.htm.tau=inf")
-    draw_difficulty(tmp_path / "a.png", run, some_images(run, 4))
-    assert json.loads((tmp_path / "a.json").read_text())["tau"] == "inf"
-
-
 def test_draw_pairs_is_reproducible_with_any_class_names(tmp_path: Path):
     run = trained(*MIXING, "augmentation.htm.detector=random")
     names = [f"a_$long$_name_{{of}}_class_{i}" for i in range(10)]
@@ -134,21 +98,39 @@ def test_draw_pairs_is_reproducible_with_any_class_names(tmp_path: Path):
     assert _quote(names[0]) == '"a_$long$_n..."'
 
 
-def test_pair_shows_the_donated_patches_in_donor_and_mixture(tmp_path: Path):
+def test_pair_shows_the_saliency_that_decides_and_the_donated_patches(tmp_path: Path):
     pictures = np.stack([np.zeros((6, 6, 3)), np.ones((6, 6, 3))])
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[0, 4] = True  # the centre
     donor, keep_ratio = torch.tensor([1, 1]), torch.tensor([0.75, 1.0])
     mix: Any = SimpleNamespace(donor=donor, mask=mask, keep_ratio=keep_ratio)
-    with figure(tmp_path / "a.png", 1, 3) as row:
-        _draw_pair(row, mix, 0, pictures, ['"6"', '"3"'])
-        shown = [ax.images[0].get_array()[2:4, 2:4] for ax in row]
-        assert [len(ax.collections) for ax in row] == [0, 1, 1]
-        assert (shown[0] == 0).all() and (shown[1] == shown[2]).all()
-        assert (shown[1][0, 0] != 1).any()  # tinted
-        assert (row[2].images[0].get_array()[:2] == 0).all()
-        assert row[1].get_title() == 'donor: 1 of 9 tokens\n"3"'
-        assert row[2].get_title() == 'mixed, label:\n75% "6"\n+ 25% "3"'
+    saliency = torch.stack([torch.arange(9) / 9, torch.ones(9)])
+    with figure(tmp_path / "a.png", 1, 5) as row:
+        _draw_pair(row, mix, 0, pictures, ['"6"', '"3"'], saliency)
+        shown = [ax.images[0].get_array() for ax in row]
+        assert [len(ax.collections) for ax in row] == [0, 1, 0, 1, 1]
+        assert (shown[0] == 0).all() and (shown[2] == 1).all()
+        assert shown[1][2, 2] == pytest.approx(4 / 9) and (shown[3] == 1).all()
+        assert {ax.images[0].get_clim() for ax in (row[1], row[3])} == {(0, 1)}  # one scale
+        assert (shown[4][2:4, 2:4] > 0).all() and (shown[4][:2] == 0).all()
+        assert row[3].get_title() == "its saliency;\ntaken: 1 of 9 tokens"
+        assert row[4].get_title() == 'mixed, label:\n75% "6"\n+ 25% "3"'
+
+
+def test_pairs_of_different_classes_come_first():
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    mask[0, :2] = mask[1, :1] = mask[2, :2] = True  # the fourth is not mixed
+    mix: Any = SimpleNamespace(mask=mask, donor=torch.tensor([1, 2, 3, 3]))
+    assert _telling(mix, torch.tensor([7, 7, 8, 9])) == [2, 1, 0]
+
+
+def test_deciding_saliency_is_what_the_mask_compares():
+    run = trained(*MIXING)
+    sample = some_images(run, 20)
+    mix = run.module.mixed_pairs(sample.images, sample.targets)
+    saliency = deciding_saliency(run, sample)
+    gaps = saliency[mix.donor] - saliency
+    assert mix.mask.any() and bool((gaps[mix.mask] > 0).all())
 
 
 def test_draw_pairs_refuses_a_run_without_mixed_images(tmp_path: Path):

@@ -29,7 +29,7 @@ from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs
-from reproduction.studies.results import publish
+from reproduction.studies.publish import publish
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.checkpoint import save_plain
 from reproduction.training.loop import Trainer
@@ -159,7 +159,6 @@ def test_report_shows_its_figures(command: Command, tmp_path: Path):
             assert np.asarray(picture.convert("L")).std() > 5
         assert (path / f"{name}.pdf").read_bytes()[:4] == b"%PDF"
     assert json.loads((path / "saliency.json").read_text())["uniform"] == math.log(64)
-    assert json.loads((path / "difficulty.json").read_text())["tau"] == "inf"
 
 
 def test_results_depend_on_the_seed_but_not_on_workers(

@@ -66,11 +66,13 @@ def run(
     resolve: Callable[[Composed], Settings],
     check_all: Callable[[list[Settings], bool], None],
     main: Callable[[Settings], None],
+    conclude: Callable[[list[Settings]], None] = lambda settings: None,
 ) -> NoReturn:
     """Checks every point of the command line, then runs `main` on each.
 
-    The second argument of `check_all` is True if the runs execute on this machine. Exits with
-    status 0 for success, 1 for a failure, 2 for a user error and 130 for an interruption.
+    The second argument of `check_all` is True if the runs execute on this machine. `conclude` gets
+    all points of a sweep after its last run. Exits with status 0 for success, 1 for a failure, 2
+    for a user error and 130 for an interruption.
     """
     failures: list[Exception] = []
     try:
@@ -89,6 +91,7 @@ def run(
             else:
                 failures += _launch(launcher, composed, config_name, resolve, check_all, main)
             if len(points) > 1:
+                conclude(settings)
                 finished = len(points) - len(failures)
                 say(f"{finished} of {len(points)} runs are finished")
     except (UserError, PlainError, HydraException, OmegaConfBaseException) as error:

@@ -5,13 +5,22 @@ import os
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
 from reproduction.data.custom import load as load_own
-from reproduction.runs.compose import Composed
-from reproduction.runs.folder import RunFolder, check_writable, default_name, short_digest
+from reproduction.runs.compose import Composed, options_of
+from reproduction.runs.folder import (
+    RunFolder,
+    changes_result,
+    check_writable,
+    default_name,
+    find_runs,
+    run_hash,
+    short_digest,
+)
 from reproduction.runs.parse import check_named, parse, parse_saved
 from reproduction.system.errors import UserError
 
@@ -28,7 +37,10 @@ EXPORTED_FILE: Keys = ("checkpoint", "model", "output")
 
 
 def resolve(composed: Composed) -> Config:
-    """Returns the typed configuration of one point, with the name of its run."""
+    """Returns the typed configuration of one point, with the name of its run.
+
+    With resume=auto and no name, it is the name of the folder that holds this run, if there is one.
+    """
     try:
         config = parse(composed.raw)
     except UserError as error:
@@ -36,8 +48,28 @@ def resolve(composed: Composed) -> Config:
             raise
         raise UserError(f"experiment={composed.experiment}: {error}") from None
     config = _with_content(config, composed)
-    name = config.name or default_name(config, composed.experiment)
+    name = config.name
+    if name is None and config.resume == "auto":
+        root = Path(config.output_root)
+        changed = root.stat().st_mtime_ns if root.is_dir() else 0
+        name = _names_by_hash(root, changed).get(run_hash(config))
+    name = name or default_name(config, composed.experiment, _changes(composed))
     return dataclasses.replace(config, name=name)
+
+
+@lru_cache(maxsize=1)
+def _names_by_hash(root: Path, changed: int) -> dict[str, str]:
+    """Returns the names of the runs by hash; read once for all points of a sweep."""
+    return {key: folder.path.name for key, folder in find_runs(root).items()}
+
+
+def _changes(composed: Composed) -> list[str]:
+    """Returns the overrides of single settings that change the result, seed apart, and recipe=."""
+    return [
+        text
+        for key, text in composed.overrides.items()
+        if changes_result(key) and key != "seed" and (key == "recipe" or not options_of(key))
+    ]
 
 
 def _with_content(config: Config, composed: Composed) -> Config:

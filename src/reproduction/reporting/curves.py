@@ -1,9 +1,8 @@
 """Curves over training: reads metrics.jsonl, up to a million lines, as a stream."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, islice
+from itertools import groupby
 from math import nan
 from operator import itemgetter
 from pathlib import Path
@@ -14,8 +13,6 @@ import numpy as np
 
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_json
-
-BLOCK = 2**16  # bytes read at once
 
 Line = dict[str, Any]
 
@@ -33,34 +30,10 @@ def read_epochs(path: Path) -> list[Epoch]:
     """Reads the epochs of a run with HTM; UserError if `path` is not readable or has no batches."""
     with _reading(path), path.open("rb") as file:
         batches = _in_order(_batches(line for line in file if line.endswith(b"\n")))
-        epochs = [_means(lines) for _, lines in groupby(batches, itemgetter("epoch"))]
+        epochs = [epoch_means(lines) for _, lines in groupby(batches, itemgetter("epoch"))]
     if not epochs:
         raise UserError(f"{path.name}: holds no batches")
     return epochs
-
-
-def last_epoch(path: Path) -> Epoch:
-    """Reads the last epoch alone; UserError as in read_epochs."""
-    with _reading(path):
-        # the first item is what follows the last newline: nothing, or a truncated line
-        batches = _batches(islice(lines_backwards(path), 1, None))
-        for _, lines in groupby(batches, itemgetter("epoch")):
-            return _means(lines)
-    raise UserError(f"{path.name}: holds no batches")
-
-
-def lines_backwards(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a file from the last to the first, and reads no more than needed."""
-    rest = b""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            rest, *lines = (file.read(end - start) + rest).split(b"\n")
-            yield from reversed(lines)
-            end = start
-    yield rest
 
 
 def running_mean(values: Sequence[float], window: int) -> np.ndarray:
@@ -98,7 +71,8 @@ def _in_order(batches: Iterable[Line]) -> Iterator[Line]:
         yield line
 
 
-def _means(lines: Iterable[Line]) -> Epoch:
+def epoch_means(lines: Iterable[Line]) -> Epoch:
+    """Averages the batches of one epoch."""
     batches = list(lines)
     mixed = sum(line["mixed_samples"] for line in batches)
     tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in batches)

@@ -19,7 +19,7 @@ from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, fi
 from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable
 from reproduction.system.storage import write_text
 from tokenmixup import HorizontalMix, find_encoder
-from tokenmixup.detectors import Detector, by_gradient, by_rollout
+from tokenmixup.detectors import Detector, by_gradient, by_rollout, detector_of
 from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import input_gradient
 from tokenmixup.scorenet import difficulty
@@ -30,13 +30,14 @@ TINT = 0.35  # share of the colour of replaced tokens
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
 AT_ONCE = 64  # images per forward pass
-BINS_A_NAT, PICTURE_BINS = 10, 40
+BINS = 40
 
 
 def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
-    """Draws the pairs of `sample` with the most even shares; ValueError if none are mixed.
+    """Draws pairs of `sample`, with the saliency that decides; ValueError if none are mixed.
 
-    The images are mixed as in training, without dropout.
+    Pairs of different classes come first, then those with the most even shares. The images are
+    mixed as in training, without dropout.
     """
     devices = [sample.images.device] if sample.images.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -45,41 +46,67 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
     htm = trained.module.htm
     assert mix is not None and htm is not None
     mix = mix._replace(donor=mix.donor.cpu(), mask=mix.mask.cpu(), keep_ratio=mix.keep_ratio.cpu())
-    chosen = _most_even(mix)
+    chosen = _telling(mix, sample.classes.cpu())
     if not chosen:
         number, block = len(sample.images), htm.layers[0]
         raise ValueError(f"the trained model mixes none of {number} images at block {block}")
+    saliency = deciding_saliency(trained, sample)
     pictures = displayable(sample.images, trained.config)
     names = [_quote(trained.source.classes[target]) for target in sample.classes]
-    with figure(path, len(chosen), 3, figsize=(5.6, 2.5 * len(chosen)), squeeze=False) as axes:
+    with figure(path, len(chosen), 5, figsize=(9.2, 2.5 * len(chosen)), squeeze=False) as axes:
         for row, i in zip(axes, chosen, strict=True):
-            _draw_pair(row, mix, i, pictures, names)
+            _draw_pair(row, mix, i, pictures, names, saliency)
+
+
+@torch.no_grad()
+def deciding_saliency(trained: Trained, sample: Sample) -> Tensor:
+    """Returns the saliency `b t` by the run's own detector at the first HTM block."""
+    module: Any = trained.module
+    htm = next(iter(module.htm.each.values()))
+    layer = module.htm.layers[0]
+    entry = block_inputs(module.model, sample.images, layer)[layer]
+    if htm.detector == "gradient":
+        with torch.enable_grad():
+            entry.pixels = input_gradient(module.model, sample.images, sample.targets)
+    return detector_of(htm)(entry).float().cpu()
 
 
 def _draw_pair(
-    row: np.ndarray, mix: HorizontalMix, i: int, pictures: np.ndarray, names: list[str]
+    row: np.ndarray,
+    mix: HorizontalMix,
+    i: int,
+    pictures: np.ndarray,
+    names: list[str],
+    saliency: Tensor,
 ) -> None:
+    """Draws receiver and donor, each beside its saliency on one scale, and their mixture."""
     j, keep, grid = int(mix.donor[i]), float(mix.keep_ratio[i]), _grid(mix.mask[i])
     replaced = _over_image(grid, pictures.shape[1])[..., None]
     tinted = (1 - TINT) * pictures[j] + TINT * np.array(to_rgb(ORANGE))
     donated = f"{grid.sum()} of {grid.size} tokens"
     label = f"mixed, label:\n{keep:.0%} {names[i]}\n+ {1 - keep:.0%} {names[j]}"
+    size = len(replaced)
+    scale: Any = {"vmin": 0, "vmax": float(saliency[[i, j]].max()), "cmap": "viridis"}
+    own, donors = (_over_image(_grid(saliency[k]), size) for k in (i, j))
     for ax, picture, title in (
         (row[0], pictures[i], f"receiver\n{names[i]}"),
-        (row[1], np.where(replaced, tinted, pictures[j]), f"donor: {donated}\n{names[j]}"),
-        (row[2], np.where(replaced, tinted, pictures[i]), label),
+        (row[1], own, "its saliency"),
+        (row[2], pictures[j], f"donor\n{names[j]}"),
+        (row[3], donors, f"its saliency;\ntaken: {donated}"),
+        (row[4], np.where(replaced, tinted, pictures[i]), label),
     ):
-        ax.imshow(picture)
+        ax.imshow(picture, **(scale if picture.ndim == 2 else {}))
         ax.set_title(title, fontsize=11, parse_math=False)
         ax.set_axis_off()
-    for ax in row[1:]:
-        ax.add_collection(_frames(grid, len(replaced)), autolim=False)
+    for ax in (row[1], row[3], row[4]):
+        ax.add_collection(_frames(grid, size), autolim=False)
 
 
-def _most_even(mix: HorizontalMix) -> list[int]:
-    """Returns the receivers whose share of replaced tokens is closest to a half."""
+def _telling(mix: HorizontalMix, classes: Tensor) -> list[int]:
+    """Returns the receivers to show: other classes than their donor first, then even shares."""
     share = mix.mask.float().mean(dim=1)
-    order = (share - 0.5).abs().argsort(stable=True).tolist()
+    is_same = (classes == classes[mix.donor]).float()
+    order = (is_same + (share - 0.5).abs()).argsort(stable=True).tolist()
     return [i for i in order if share[i] > 0][:PAIRS]
 
 
@@ -173,31 +200,16 @@ def entropy(saliency: Tensor) -> float:
 
 
 def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
-    """Draws a histogram of the difficulty of `sample`, and writes one to a .json beside `path`.
-
-    Its bins are the same for all runs with as many classes, so that Figure 4 can average them:
-    `edges` are in nats, one more than `counts`. The last bin, above the difficulty of guessing, is
-    open above. `tau` is "inf" if every image is mixed.
-    """
+    """Draws a histogram of the difficulty of `sample`."""
     assert trained.module.htm is not None
     nats, tau = image_difficulty(trained.module, sample), trained.module.htm.first.tau
-    top = math.ceil(math.log(len(trained.source.classes))) + 1
-    edges = np.arange(top * BINS_A_NAT + 1) / BINS_A_NAT
-    counts, _ = np.histogram(nats.clip(max=edges[-1]), edges)
     with figure(path, figsize=(6, 3)) as ax:
-        ax.hist(nats.clip(max=edges[-1]), PICTURE_BINS, color=BLUE)
+        ax.hist(nats, BINS, color=BLUE)
         if nats.min() < tau < nats.max():
             ax.axvline(tau, color=ORANGE)
         ax.set_title(f"{np.mean(nats < tau):.0%} of {len(nats)} images are easy (tau = {tau:g})")
         ax.set_xlabel("difficulty [nats]")
         ax.set_ylabel("images")
-    content = {
-        "edges": edges.tolist(),
-        "counts": counts.tolist(),
-        "tau": tau if tau < math.inf else "inf",
-        "images": len(nats),
-    }
-    write_text(path.with_suffix(".json"), json.dumps(content) + "\n")
 
 
 @torch.no_grad()

@@ -24,7 +24,8 @@ CAPTIONS = {
         "line: running mean)."
     ),
     "mixed_pairs.png": (
-        "Mixed pairs of the trained model at HTM's first block, on images without augmentation. "
+        "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
+        "token is taken where the donor is more salient by more than rho; both maps share a scale. "
         "Patches from the donor are orange; they stand for tokens, which mix inside the network."
     ),
     "saliency.png": (

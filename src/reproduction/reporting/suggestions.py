@@ -6,6 +6,7 @@ Letters: b batch, t spatial tokens.
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -104,3 +105,29 @@ def _pairs(
         differences.append((one.saliency[mix.donor] - one.saliency)[is_easy].flatten())
     mask = torch.cat(masks)
     return float(mask.mean()), torch.cat(differences).numpy()
+
+
+def as_text(layer: Layer) -> str:
+    """Returns Markdown tables: quantiles, samples by tau, tokens by rho; `*` is the run's own."""
+    quantiles = {
+        "": ["difficulty in nats", "saliency of donor - own"],
+        **{
+            f"{q:.0%}": [f"{nats:.3f}", f"{gap:+.5f}"]
+            for q, nats, gap in zip(QUANTILES, layer.difficulty, layer.difference, strict=True)
+        },
+    }
+    tables = [quantiles]
+    for name, label, shares, own in (
+        ("tau", "easy samples", layer.samples, layer.tau),
+        ("rho", "tokens replaced in each", layer.tokens, layer.rho),
+    ):
+        columns = {f"{x:g}{' *' * (x == own)}": [f"{share:.1%}"] for x, share in shares.items()}
+        tables.append({name: [label], **columns})
+    texts = [
+        pd.DataFrame(table).to_markdown(
+            index=False, disable_numparse=True, colalign=["left", *["right"] * (len(table) - 1)]
+        )
+        for table in tables
+    ]
+    title = f"\nlayer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}"
+    return "\n\n".join([title, *texts])

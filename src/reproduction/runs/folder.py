@@ -2,7 +2,7 @@
 
 config.yaml       resolved configuration
 metrics.jsonl     one line per training step and one per evaluated epoch
-summary.json      the result and its status: running, finished, interrupted or failed
+summary.json      status (running, finished, interrupted, failed), result, accuracies by epoch
 .lock             held by the training process, see locking.py
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
 """
@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,6 +28,8 @@ from reproduction.system.reading import parse_json, parse_yaml
 from reproduction.system.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
 LOCK = ".lock"
+LONGEST_NAME = 120  # bytes of a default name
+PLAIN = re.compile(r"[^\w.+,=-]+", re.ASCII)  # what a default name leaves out
 STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # required by reports
 EPOCH_KEYS = {False: ("epoch", "top1", "eval_loss"), True: ("epoch", "val_top1", "val_loss")}
 # Keys that do not change a result, and so not the identity of a run.
@@ -136,9 +139,12 @@ class RunFolder:
         return summary.get("status") == "finished" and "top1_last" in summary
 
     def write_summary(self, **entries: Any) -> dict[str, Any]:
-        """Adds entries to the summary and returns the result."""
+        """Adds entries to the summary and returns the result; each epoch of `log` is a line."""
         summary = self.read_summary() | entries
-        write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
+        head = json.dumps({key: x for key, x in summary.items() if key != "log"}, indent=2)
+        lines = ",\n".join(f"    {json.dumps(line)}" for line in summary.get("log", ()))
+        log = f',\n  "log": [\n{lines}\n  ]' if lines else ""
+        write_text(self.summary_path, head.removesuffix("\n}") + log + "\n}\n")
         return summary
 
     def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -256,12 +262,16 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(flatten(config))
     fixed = [name for name, entry in DATASETS.items() if entry.sizes is not None]
     is_fixed = values.get("dataset.name") in fixed  # a list: a broken file's may be unhashable
-    excluded = (*NOT_IDENTITY, *(["dataset.root"] if is_fixed else []))
     return {
         key: value
         for key, value in values.items()
-        if not any(key == name or key.startswith(f"{name}.") for name in excluded)
+        if changes_result(key) and not (is_fixed and key == "dataset.root")
     }
+
+
+def changes_result(key: str) -> bool:
+    """Whether a dotted key may distinguish runs."""
+    return not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,10 +345,18 @@ def short_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def default_name(config: Config, experiment: str | None) -> str:
-    """Returns `<experiment or model-dataset-stack>-s<seed>-<hash>`."""
+def default_name(config: Config, experiment: str | None, changes: Sequence[str] = ()) -> str:
+    """Returns `<experiment or model-dataset-stack>[-key=value...]-s<seed>-<hash>`.
+
+    `changes` are typed overrides; the last part of each key is named, in plain characters, as far
+    as LONGEST_NAME allows.
+    """
     stack = "+".join(config.augmentation.stack) or "plain"
     head = f"{config.model.name}-{config.dataset.name}-{stack}"
     if experiment is not None:
         head = experiment.replace("/", "-")
-    return f"{head}-s{config.seed}-{run_hash(config)}"
+    tail = f"-s{config.seed}-{run_hash(config)}"
+    for text in changes:
+        key, _, value = text.lstrip("+~").partition("=")
+        head += "-" + PLAIN.sub("", f"{key.rpartition('.')[2]}={value}")
+    return head.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail

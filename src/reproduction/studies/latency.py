@@ -1,141 +1,94 @@
-"""Latency of the saliency detectors (Table 3): the time that each adds to a training step.
+"""Latency of the saliency detectors (Table 3): the measurement beside the runs, and as printed."""
 
-Times the part of HTM from the detector on, for the inputs of the HTM block in one batch: the
-saliency, the assignment with its transfers to the host and back, and the mixing of tokens, labels
-and known projections. ScoreNet is left out. The saliency by gradient is a forward and a backward
-pass of the whole model in evaluation mode, as in Co-Mixup; otherwise it is layer norm, projection
-and softmax of the next attention. The projection is timed in full, although a training step reuses
-it in the block. Random tokens are paired by attention too, so they cost as much as attention.
-Differences between whole steps would be lost in the noise.
-
-Letters: b batch, c classes, h w image.
-"""
-
-import dataclasses
-import json
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass as checked
 
-from reproduction.config import Config
-from reproduction.models.build import build_module, place
-from reproduction.reporting.latency import FILE, Measurement, Timing
-from reproduction.reporting.trained import block_inputs
-from reproduction.runs.folder import check_writable
-from reproduction.studies.cost import as_measured
-from reproduction.studies.plan import Settings, point_configs
-from reproduction.system.hardware import hardware_name
-from reproduction.system.storage import write_text
-from reproduction.system.timing import spread_of, time_in_turns
-from reproduction.training.distributed import allow_tf32, resolve_device
-from reproduction.training.evaluate import autocast
-from tokenmixup import HorizontalMix, TokenMixup, mix_horizontal
-from tokenmixup.contexts import evaluating
-from tokenmixup.detectors import detector_of
-from tokenmixup.passes import BlockPass
-from tokenmixup.rules import rules_of
-from tokenmixup.saliency import input_gradient
+from reproduction.studies.study import FULL, Study
+from reproduction.system.errors import UserError
 
-DETECTORS = ("gradient", "attention", "random")
-CLASSES = 100  # of CIFAR-100
-REPEATS, FEW = 20, 5  # rounds; FEW at smoke scale
-
-Step = Callable[[], HorizontalMix]
+FILE = "latency.json"  # in the folder of all runs
+PAPERS = "an RTX A6000"
+REFERENCE = "attention"  # of the ratios
 
 
-def measure_latency(
-    settings: Settings, device: str, batch_size: int | None, repeats: int | None
-) -> Path:
-    """Writes medians and quartiles over `repeats` rounds beside the runs, and returns the file.
+@checked(frozen=True)
+class Timing:
+    """Median and quartiles of a detector, as in the file."""
 
-    Every sample is mixed (tau = inf, rho = 0), in the precision of the experiments, or in float32
-    on a CPU. Raises UserError for a device that does not exist.
-    """
-    path = settings.root / FILE
-    check_writable(path, str(path))
-    device = resolve_device(device, 1)
-    configs = detector_configs(settings)
-    recipe, model = configs["attention"].recipe, configs["attention"].model
-    precision = recipe.precision if device == "cuda" else "float32"
-    batch_size = batch_size or recipe.batch_size
-    repeats = repeats or (FEW if settings.scale == "smoke" else REPEATS)
-    steps = {
-        name: build_step(config, batch_size, torch.device(device), precision)
-        for name, config in configs.items()
+    median_ms: float = Field(gt=0)
+    low_ms: float = Field(gt=0)
+    high_ms: float = Field(gt=0)
+
+
+@checked(frozen=True)
+class Measurement:
+    """The content of the file: conditions, and the timing of each detector."""
+
+    hardware: str
+    device: str
+    precision: str
+    batch_size: int
+    model: str
+    repeats: int
+    torch: str
+    detectors: Mapping[str, Timing]
+
+    @property
+    def conditions(self) -> str:
+        return (
+            f"{self.hardware}, {self.model}, batch of {self.batch_size}, {self.precision}, "
+            f"torch {self.torch}"
+        )
+
+
+def read_latency(outputs: Path) -> Measurement | None:
+    """Reads the file beside the runs, if it exists; UserError if it is damaged."""
+    path = outputs / FILE
+    if not path.exists():
+        return None
+    try:
+        return TypeAdapter(Measurement).validate_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}; remove it") from error
+
+
+def command(scale: str) -> str:
+    """Returns the command that measures the detectors."""
+    measure = "python -m scripts.benchmark.latency"
+    return measure + ("" if scale == FULL else f" --scale {scale}")
+
+
+def printed_latencies(study: Study) -> dict[str, float]:
+    """Returns the printed latencies in ms by detector."""
+    rows = study.rows.values()
+    return {row.row: row.printed["latency_ms"] for row in rows if "latency_ms" in row.printed}
+
+
+def flat(measured: Measurement | None, name: str, study: Study) -> dict[str, Any]:
+    """Returns the columns of a detector: median, quartiles and ratio, measured and printed."""
+    printed = printed_latencies(study)
+    own = None if measured is None else measured.detectors.get(name)
+    unit = None if measured is None else measured.detectors.get(REFERENCE)
+    return {
+        "latency_ms": own and own.median_ms,
+        "latency_low_ms": own and own.low_ms,
+        "latency_high_ms": own and own.high_ms,
+        "latency_ratio": own and unit and own.median_ms / unit.median_ms,
+        "paper_latency_ms": printed[name],
+        "paper_latency_ratio": printed[name] / printed[REFERENCE],
     }
-    times = time_in_turns(steps, repeats)
-    measurement = Measurement(
-        hardware=hardware_name(device),
-        device=device,
-        precision=precision,
-        batch_size=batch_size,
-        model=model.name,
-        repeats=repeats,
-        torch=torch.__version__,
-        detectors={name: Timing(*spread_of(ms)) for name, ms in times.items()},
+
+
+def note(measured: Measurement | None, scale: str) -> str:
+    """Says under which conditions the latencies were measured, or how to measure them."""
+    if measured is None:
+        return f"Latency is not measured here yet; {command(scale)} measures it."
+    compared = "only the ratios compare" if scale == FULL else "nothing compares: other models"
+    return (
+        f"Latency: median of {measured.repeats} repeats in ms, and its ratio to attention. Ours: "
+        f"{measured.conditions}. The paper's: {PAPERS}, so {compared}."
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(dataclasses.asdict(measurement), indent=2) + "\n")
-    return path
-
-
-def detector_configs(settings: Settings) -> dict[str, Config]:
-    """Returns the configuration of each detector, mixing every sample."""
-    configs = point_configs("table3", settings)
-    return {name: as_measured(configs[f"table3/{name}"]) for name in DETECTORS}
-
-
-def build_step(config: Config, batch_size: int, device: torch.device, precision: str) -> Step:
-    """Returns the function to time; all detectors get the same weights and random images."""
-    module, images, targets, entry = mixing_batch(config, batch_size, device, precision)
-
-    def step() -> HorizontalMix:
-        with autocast(device, precision):
-            return mix(module, images, targets, entry)
-
-    return step
-
-
-def mixing_batch(
-    config: Config, batch_size: int, device: torch.device, precision: str
-) -> tuple[TokenMixup, Tensor, Tensor, BlockPass]:
-    """Returns a new module, images `b 3 h w`, targets `b c`, and the inputs of the HTM block."""
-    allow_tf32(config.recipe.tf32)  # the gradient detector computes in float32
-    torch.manual_seed(0)
-    module = place(build_module(config.model, config.augmentation, CLASSES), device).train()
-    size = config.model.image_size
-    images = torch.randn(batch_size, 3, size, size).to(device)
-    targets = F.one_hot(torch.arange(batch_size) % CLASSES, CLASSES).float().to(device)
-    assert module.htm is not None
-    with autocast(device, precision), evaluating(module.model):
-        *_, entry = block_inputs(module.model, images, module.htm.first.layer)
-    entry.tokens.requires_grad_()  # as in training
-    return module, images, targets, entry
-
-
-def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockPass) -> HorizontalMix:
-    """Runs the part of a training step from the detector on; every sample is easy.
-
-    `images` is `b 3 h w`, `targets` `b c`, `entry` the inputs of the HTM block for them.
-    """
-    htm: Any = module.htm
-    pixels = None
-    if htm.detector == "gradient":
-        with evaluating(module.model):
-            pixels = input_gradient(module.model, images, targets)
-    entry = dataclasses.replace(
-        entry, pixels=pixels
-    )  # a copy without the results of earlier rounds
-    saliency = detector_of(htm)(entry)
-    difficulty, tau = torch.zeros(len(images), device=images.device), math.inf
-    rules = rules_of(htm)
-    rho = htm.rho_for(saliency.shape[1])
-    mixed = mix_horizontal(entry.tokens, targets, saliency, difficulty, tau, rho, rules)
-    for projected in entry.projected:
-        mixed.exchange(projected)
-    return mixed

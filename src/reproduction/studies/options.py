@@ -1,44 +1,46 @@
-"""The command line of the scripts that reproduce a study: its runs and their SLURM resources."""
+"""The options that scripts share: a study, its seeds, scale, data, devices and outputs."""
 
 import argparse
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
-from reproduction.reporting.cells import FULL, SCALES, about
 from reproduction.runs.compose import options_of
-from reproduction.studies.own import plan_own
-from reproduction.studies.plan import STUDIES, PlannedRun, Settings, plan
-from reproduction.studies.slurm import Resources
+from reproduction.studies.plan import names
+from reproduction.studies.study import FULL, Settings, scales
 from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, positive
 
-SEEDS = "figure3: 1; " + "; ".join(f"{name}: {scale.seeds}" for name, scale in SCALES.items())
-
 
 def study_parser(description: str | None) -> Parser:
-    options = Parser(description=description)
-    options.add_argument(
-        "study", type=_study, help=f"{', '.join(STUDIES)}, or a .yaml file like those in results/"
-    )
-    options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {SEEDS})")
+    """Returns the parser of reproduce.py."""
+    options = Parser(description=description, allow_abbrev=False)
+    options.add_argument("study", help=f"{', '.join(names())}, or a .yaml file as in results/")
+    seeds = "; ".join(f"{name}: {scale.seeds}" for name, scale in scales().items())
+    options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {seeds}; figure3: 1)")
     add_settings(options)
-    group = options.add_argument_group("SLURM resources of each run")
-    group.add_argument("--partition", help="as for sbatch")
-    group.add_argument("--account", help="as for sbatch")
-    group.add_argument("--time", help="as for sbatch; the next task resumes an unfinished run")
-    group.add_argument("--memory", help="of each node, such as 64G")
+    options.add_argument(
+        "--launcher",
+        choices=("local", "joblib", "slurm"),
+        default="local",
+        help="one run after another, --jobs at a time, or as a job array for sbatch",
+    )
+    options.add_argument("--jobs", type=positive, help="runs at a time, also on one GPU")
+    mode = options.add_mutually_exclusive_group()
+    mode.add_argument("--dry-run", action="store_true", help="show runs and folders, train nothing")
+    mode.add_argument("--status", action="store_true", help="show the progress of the runs")
+    mode.add_argument("--task", type=int, help="train this run of the plan, as a task of an array")
+    group = options.add_argument_group(
+        "slurm", "Other options are sbatch's own: --partition gpu --time 24:00:00 --mem 64G"
+    )
     group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")
     group.add_argument("--nodes", type=positive, help="that share the devices (default: 1)")
     group.add_argument("--no-gpu", action="store_const", const=True, help="train on CPUs")
-    group.add_argument("--parallel", type=positive, help="maximum number of runs at a time")
-    group.add_argument("--sbatch", action="append", help="further options: --sbatch=--qos=x")
     return options
 
 
 def add_settings(options: argparse.ArgumentParser) -> None:
     """Adds the options that `settings_of` reads."""
-    options.add_argument("--scale", choices=SCALES, default=FULL, help=about())
+    about = "; ".join(f"{name}: {scale.about}" for name, scale in scales().items())
+    options.add_argument("--scale", choices=scales(), default=FULL, help=about)
     options.add_argument(
         "--dataset", choices=options_of("dataset"), help="instead of the tables' own"
     )
@@ -47,40 +49,24 @@ def add_settings(options: argparse.ArgumentParser) -> None:
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
 
 
-def _study(text: str) -> str:
-    if text in STUDIES or (text.endswith(".yaml") and Path(text).is_file()):
-        return text
-    allowed = f"must be one of {', '.join(STUDIES)}, or an existing .yaml file"
-    raise argparse.ArgumentTypeError(f"{text}: {allowed}")
-
-
 def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
 
 
-def runs_of(args: argparse.Namespace) -> list[PlannedRun]:
-    settings = settings_of(args)
-    if args.study not in STUDIES:
-        return plan_own(Path(args.study), settings, args.seeds)
-    return plan(args.study, settings, args.seeds)
-
-
-def resources_of(args: argparse.Namespace) -> Resources:
-    return Resources(devices=args.devices, **_resource_options(args))
-
-
-def check_launcher(args: argparse.Namespace) -> None:
-    """Raises UserError for options that the launcher does not use."""
-    if args.jobs is not None and args.launcher != "joblib":
-        raise UserError(f"jobs={args.jobs}: goes with launcher=joblib only")
-    if args.launcher != "slurm":
-        if args.script:
-            raise UserError("script: goes with launcher=slurm only")
-        for name, value in _resource_options(args).items():
+def check_launcher(args: argparse.Namespace, others: list[str]) -> None:
+    """Raises UserError for options that the launcher does not use; `others` are for sbatch."""
+    if others and args.launcher != "slurm":
+        raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
+    if args.launcher == "slurm" and args.jobs is not None:
+        raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")
+    for name in ("cpus", "nodes", "no_gpu") if args.launcher != "slurm" else ():
+        value = getattr(args, name)
+        if value is not None and args.task is None:
             raise UserError(f"{name}={value}: goes with launcher=slurm only")
 
 
-def _resource_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of Resources that are on the command line."""
-    names = [field.name for field in fields(Resources) if field.name != "devices"]
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+def command_line(args: argparse.Namespace) -> list[str]:
+    """Returns the words that plan the same runs: study, seeds and settings."""
+    own = {"seeds": args.seeds, **vars(settings_of(args))}
+    options = [f"--{key}={value}" for key, value in own.items() if value is not None]
+    return [args.study, *options, *(["--no-gpu"] if args.no_gpu else [])]

@@ -1,97 +1,72 @@
-"""Plans the runs of the paper's tables, figures and sweeps.
+"""Plans the runs of studies: the paper's tables, figures and sweeps, or files of your own.
 
-A study is `table1` to `table5`, `figure3`, `figure4`, `sweep-tau`, `sweep-rho`, `sweep-kappa` or
-`all`. Does not import torch.
+A name is `table1` to `table5`, `sweep-tau`, `sweep-rho`, `sweep-kappa`, a figure such as `figure3`,
+`all`, or the path of a .yaml file. Does not import torch.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from reproduction.config import Config
-from reproduction.reporting.cells import FULL, SCALES, Cell, Scale, read_cells
-from reproduction.runs.compose import config_of
+from reproduction.runs.compose import config_of, error_context
 from reproduction.runs.folder import RunFolder, default_name, find_runs, run_hash
+from reproduction.studies.study import (
+    BASELINE,
+    FULL,
+    SWEEPS,
+    TABLES,
+    Row,
+    Settings,
+    Study,
+    papers_figures,
+    papers_studies,
+    read_study,
+    rows_of,
+)
 from reproduction.system.errors import UserError
 
-# Each sweep: its base experiment, its key, and its values, which include the paper's own.
-SWEEPS = {
-    "sweep-tau": ("table1/cifar100_htm", "augmentation.htm.tau", "0 0.5 1 1.5 2 3 4 inf"),
-    "sweep-rho": (
-        "table1/cifar100_htm",
-        "augmentation.htm.rho",
-        "0 0.001 0.003 0.005 0.01 0.02 inf",
-    ),
-    "sweep-kappa": ("table1/cifar100_vtm", "augmentation.vtm.kappa", "1 3 5 10 20 40 80 160 256"),
-}
-# The experiment whose runs each figure shows.
-FIGURES = {"figure3": "table1/cifar100_htm", "figure4": "table1/cifar100_htm"}
-STUDIES = (*(f"table{number}" for number in range(1, 6)), *FIGURES, *SWEEPS, "all")
+ALL = "all"
+
+
+def names() -> list[str]:
+    """Returns the names of the paper's studies and numbered figures, and `all`."""
+    figures = [name for name in papers_figures() if name.startswith("figure")]
+    return [*TABLES, *figures, *SWEEPS, ALL]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of a study.
-
-    `dataset`: an option of the group that replaces the data sets of the cells. `data`: its folder;
-    without `dataset`, the folder of CIFAR, with ImageNet in `imagenet`. `outputs`: the folder of
-    all runs; scales other than `full` have a folder of their own in it.
-    """
-
-    scale: str = FULL
-    dataset: str | None = None
-    data: str | None = None
-    devices: int = 1
-    outputs: str = "outputs"
-
-    def __post_init__(self) -> None:
-        if self.scale not in SCALES:
-            raise UserError(f"scale={self.scale}: must be one of {', '.join(SCALES)}")
-        if self.dataset == "image_folder" and self.data is None and not self.uses_stand_ins:
-            raise UserError("dataset=image_folder: name the folder of images as well, with data")
-        own = self.chosen.dataset
-        if own is not None and (self.dataset or self.data) is not None:
-            raise UserError(f"scale={self.scale}: always uses {own}, leave dataset and data out")
-
-    @property
-    def chosen(self) -> Scale:
-        return SCALES[self.scale]
-
-    @property
-    def root(self) -> Path:
-        """The folder of the runs of this scale."""
-        return Path(self.outputs) if self.scale == FULL else Path(self.outputs, self.scale)
-
-    @property
-    def uses_stand_ins(self) -> bool:
-        """Whether to train on generated images: at smoke scale, unless `data` is set."""
-        return self.scale == "smoke" and self.data is None
-
-    def dataset_root(self, name: str) -> str | None:
-        """Returns the folder of a data set, None for the default of its config file."""
-        if self.uses_stand_ins:
-            return None if name == "digits" else str(self.root / "data" / name)
-        if self.data is None or self.dataset is not None or name != "imagenet1k":
-            return self.data
-        return str(Path(self.data, "imagenet"))
-
-
-@dataclass(frozen=True)
 class Point:
-    """One cell, or one value of a sweep; `label` is its display name."""
+    """A row of a study at a scale, with its command line and its configuration for seed 0."""
 
-    label: str
-    cell: Cell
-    change: tuple[str, ...] = ()
+    study: str
+    name: str
+    row: Row
+    overrides: tuple[str, ...]
+    config: Config
+
+    @property
+    def label(self) -> str:
+        return f"{self.study}/{self.name}"
+
+    @property
+    def is_shown_only(self) -> bool:
+        """Whether it is the baseline of a sweep, which a table trains."""
+        return self.study in SWEEPS and self.name == BASELINE
+
+    @property
+    def key(self) -> str:
+        """The identity that its runs share, whatever their seed."""
+        return run_hash(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run with its seed and folder.
+    """A run with its seed and folder, and the labels of all points that it serves.
 
-    `overrides` is its command line for train.py, `labels` names all points that it serves.
+    `overrides` is its command line for train.py.
     """
 
     config: Config
@@ -112,128 +87,181 @@ class PlannedRun:
         return self.folder.is_finished() and self.folder.report_path.exists()
 
 
-def cells_of(scale: str) -> list[Cell]:
-    """Returns the cells that a scale trains, in the paper's order."""
-    return [cell for cell in read_cells() if cell.column in SCALES[scale].columns]
+def studies_of(name: str) -> dict[str, Study]:
+    """Returns the studies of a name by their own names; UserError if there are none."""
+    papers = papers_studies()
+    if name == ALL:
+        return dict(papers)
+    if name in papers:
+        return {name: papers[name]}
+    if name in papers_figures():
+        table, figure = papers_figures()[name]
+        rows = {figure.of: papers[table].rows[figure.of]}
+        return {table: replace(papers[table], rows=rows, seeds=figure.seeds)}
+    path = Path(name)
+    if not (name.endswith(".yaml") and path.is_file()):
+        allowed = f"must be one of {', '.join(names())}, or an existing .yaml file"
+        raise UserError(f"study={name}: {allowed}")
+    return {path.stem: read_study(path)}
 
 
-def point_configs(study: str, settings: Settings) -> dict[str, Config]:
-    """Returns the configurations by experiment for cells, and by label (`tau=2`) for sweeps.
+def points(name: str, study: Study, settings: Settings) -> Iterator[Point]:
+    """Yields the rows of a study that are trained at the scale. Images may be missing.
 
-    They have seed 0 and no name: `find_runs(config.output_root)` has their folders by
-    `run_hash(config)`. Images may be missing. Raises UserError for settings that do not fit
-    together.
+    Raises UserError for a row that cannot be composed, or a study without this scale.
     """
-    return {point.label: _config(point, settings) for point in _points(study, settings)}
+    own = None if name in papers_studies() else study
+    if own is not None:
+        _check_own(name, study, settings)
+    scale = settings.chosen
+    for key, row in rows_of(study, settings.scale).items():
+        if own is not None or scale.only is None or row.column in scale.only:
+            with error_context(f"{name}.yaml: {key}") if own is not None else nullcontext():
+                overrides = tuple(_overrides(row, own, settings))
+                config = _config(row, own, settings)
+            yield Point(study=name, name=key, row=row, overrides=overrides, config=config)
 
 
-def sweep_label(key: str, value: str) -> str:
-    """Returns the name of a point of a sweep, such as `tau=2`."""
-    return f"{key.rpartition('.')[2]}={value}"
+def points_of(studies: Mapping[str, Study], settings: Settings) -> list[Point]:
+    """Returns the points of several studies; a sweep's own value has the printed accuracies."""
+    found = [point for name, study in studies.items() for point in points(name, study, settings)]
+    return [_with_printed(point, settings) for point in found]
 
 
-def studies_of(scale: str) -> list[str]:
-    """Returns the tables and sweeps with cells at this scale."""
-    studies = [study for study in STUDIES if study not in ("all", *FIGURES)]
-    return [study for study in studies if any(_points(study, Settings(scale=scale)))]
+def keys_of(points: Sequence[Point], settings: Settings) -> dict[str, str]:
+    """Returns the keys by label of all points and of the rows that they are tested against."""
+    keys = {point.label: point.key for point in points}
+    for point in points:
+        if (base := against_of(point)) is not None and base not in keys:
+            keys[base] = run_hash(_config(papers_row(base), None, settings))
+    return keys
 
 
-def plan(study: str, settings: Settings, seeds: int | None = None) -> list[PlannedRun]:
+def against_of(point: Point) -> str | None:
+    """Returns the label of the row that a point is tested against."""
+    name = point.row.against
+    return name if name is None or "/" in name else f"{point.study}/{name}"
+
+
+def plan(name: str, settings: Settings, seeds: int | None = None) -> list[PlannedRun]:
     """Returns the runs of a study, seed by seed; points of the same configuration share a run.
 
-    Existing runs keep their names; new ones are named after the first cell of the paper with their
-    configuration. Raises UserError for settings that do not fit together.
+    Existing runs keep their names, new ones are named after their first row in the paper. Raises
+    UserError for settings that do not fit together.
     """
-    points = list(_points(study, settings))
-    if not points:
-        raise UserError(f"study={study}: has no cells at {settings.scale} scale")
-    first_cells: dict[str, str] = {}
-    for cell in cells_of(settings.scale):
-        if not study.startswith("table") or cell.table <= int(study[-1]):
-            key = run_hash(_config(Point(cell.experiment, cell), settings))
-            first_cells.setdefault(key, cell.experiment)
-    default = 1 if study == "figure3" else settings.chosen.seeds  # Figure 3 shows one model
-    existing = find_runs(settings.root)
+    studies = studies_of(name)
     groups: dict[str, list[Point]] = {}
-    for point in points:
-        groups.setdefault(run_hash(_config(point, settings)), []).append(point)
+    for point in points_of(studies, settings):
+        if not point.is_shown_only:
+            groups.setdefault(point.key, []).append(point)
+    if not groups:
+        raise UserError(f"study={name}: has no rows at {settings.scale} scale")
+    existing, firsts = find_runs(settings.root), _first_rows(studies, settings)
+    own = min((study.seeds for study in studies.values() if study.seeds), default=None)
+    scaled = settings.chosen.seeds if settings.scale != FULL or own is None else own
+    if own is not None and name in papers_figures():
+        scaled = own  # a figure shows so many, at every scale
     return [
-        planned_run(
-            _config(group[0], settings),
-            _overrides(group[0], settings),
-            seed,
-            first_cells.get(key, group[0].cell.experiment),
-            existing,
-            tuple(point.label for point in group),
-        )
-        for seed in range(seeds or default)
+        _planned(firsts.get(key, group[0]), group, seed, existing)
+        for seed in range(seeds or scaled)
         for key, group in groups.items()
     ]
 
 
-def planned_run(
-    config: Config,
-    overrides: Sequence[str],
-    seed: int,
-    experiment: str,
-    existing: Mapping[str, RunFolder],
-    labels: tuple[str, ...],
+def _planned(
+    first: Point, group: Sequence[Point], seed: int, existing: Mapping[str, RunFolder]
 ) -> PlannedRun:
-    """Sets the seed and the name: that of the existing folder, or a new one."""
-    config = dataclasses.replace(config, seed=seed)
+    config = replace(group[0].config, seed=seed)
     folder = existing.get(run_hash(config))
-    name = default_name(config, experiment) if folder is None else folder.path.name
+    name = folder.path.name if folder else _name(first, config)
     own = (f"seed={seed}", f"name={quoted(name)}", "resume=auto")
     return PlannedRun(
-        config=dataclasses.replace(config, name=name, resume="auto"),
-        overrides=(*overrides, *own),
-        labels=labels,
+        config=replace(config, name=name, resume="auto"),
+        overrides=(*group[0].overrides, *own),
+        labels=tuple(point.label for point in group),
     )
 
 
-def _points(study: str, settings: Settings) -> Iterator[Point]:
-    cells = cells_of(settings.scale)
-    if study not in STUDIES:
-        raise UserError(f"study={study}: must be one of {', '.join(STUDIES)}")
-    for cell in cells:
-        if study in ("all", f"table{cell.table}") or FIGURES.get(study) == cell.experiment:
-            yield Point(cell.experiment, cell)
-    for sweep, (experiment, key, values) in SWEEPS.items():
-        if study in ("all", sweep):
-            (cell,) = (cell for cell in cells if cell.experiment == experiment)
-            for value in settings.chosen.sweeps.get(sweep, values).split():
-                yield Point(sweep_label(key, value), cell, (f"{key}={value}",))
+def _name(point: Point, config: Config) -> str:
+    if point.study in SWEEPS:
+        return default_name(config, point.row.experiment, point.row.overrides)
+    return default_name(config, point.label)
 
 
-def _config(point: Point, settings: Settings) -> Config:
-    """Returns the configuration of a point with seed 0 and no name."""
-    config = _cached_config(point, dataclasses.replace(settings, outputs="outputs"))
+def _first_rows(studies: Mapping[str, Study], settings: Settings) -> dict[str, Point]:
+    """Returns the paper's first row of each configuration, which names its runs."""
+    first: dict[str, Point] = {}
+    last = max((TABLES.index(name) for name in studies if name in TABLES), default=-1)
+    tables = TABLES[: last + 1] if not {*studies} & {*SWEEPS} else TABLES
+    for name in tables if {*studies} & {*TABLES, *SWEEPS} else ():
+        for point in points(name, papers_studies()[name], settings):
+            first.setdefault(point.key, point)
+    return first
+
+
+def _check_own(name: str, study: Study, settings: Settings) -> None:
+    """Raises UserError for a scale or data set that a study of your own does not have."""
+    if settings.dataset is not None:
+        raise UserError(f"{name}.yaml: fixes its data set, leave dataset out")
+    if settings.scale not in (FULL, *study.scales):
+        allowed = " or ".join([FULL, *study.scales])
+        raise UserError(f"{name}.yaml: scale={settings.scale}: allowed is {allowed}")
+
+
+def papers_row(label: str) -> Row:
+    """Returns a row of the paper by its label."""
+    table, _, name = label.partition("/")
+    return papers_studies()[table].rows[name]
+
+
+def _with_printed(point: Point, settings: Settings) -> Point:
+    """Gives the value of a sweep that is the paper's own its printed accuracy."""
+    if point.study not in SWEEPS or point.is_shown_only:
+        return point
+    assert point.row.against is not None
+    own = papers_row(point.row.against)
+    if run_hash(_config(own, None, settings)) != point.key:
+        return point
+    table = point.row.against.partition("/")[0].removeprefix("table")
+    row = replace(point.row, row=f"{point.row.row} (as in Table {table})", printed=own.printed)
+    return replace(point, row=row)
+
+
+def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
+    """Returns the command line of train.py without seed and name; `own` is a study of your own."""
+    scale, full = settings.chosen, _composed(tuple(row.command))
+    dataset = settings.dataset or scale.dataset
+    root = settings.dataset_root(dataset or full.dataset.name)
+    first, last = row.command[:1], row.command[1:]  # a sweep's value counts more than the scale's
+    scaled = [*scale.overrides, *scale.columns.get(row.column, [])]
+    if own is not None:
+        first, last = row.command, []
+        scaled = [
+            text for key, texts in own.scales.items() if key == settings.scale for text in texts
+        ]
+    return [
+        *first,
+        *([f"dataset={dataset}"] if dataset else []),
+        *([f"dataset.root={quoted(root)}"] if root is not None else []),
+        *scaled,
+        *scale.of_stack(full.augmentation.stack),
+        *last,
+        f"devices={settings.devices}",
+        f"output_root={quoted(str(settings.root))}",
+    ]
+
+
+def _config(row: Row, own: Study | None, settings: Settings) -> Config:
+    """Returns the configuration with seed 0 and no name; the cache does not depend on `outputs`."""
+    config = _composed(tuple(_overrides(row, own, replace(settings, outputs="outputs"))))
     root = settings.dataset_root(config.dataset.name)
-    dataset = config.dataset if root is None else dataclasses.replace(config.dataset, root=root)
-    return dataclasses.replace(config, dataset=dataset, output_root=str(settings.root))
+    dataset = config.dataset if root is None else replace(config.dataset, root=root)
+    return replace(config, dataset=dataset, output_root=str(settings.root))
 
 
 @lru_cache(maxsize=1024)
-def _cached_config(point: Point, settings: Settings) -> Config:
-    return config_of(_overrides(point, settings))
-
-
-def _overrides(point: Point, settings: Settings) -> list[str]:
-    """Returns the command line of train.py without seed and name."""
-    overrides = [f"experiment={point.cell.experiment}"]
-    dataset = settings.dataset or settings.chosen.dataset
-    if dataset is not None:
-        overrides.append(f"dataset={dataset}")
-    root = settings.dataset_root(dataset or point.cell.dataset)
-    if root is not None:
-        overrides.append(f"dataset.root={quoted(root)}")
-    stack: list[str] = []
-    if settings.chosen.stacks:
-        full = _cached_config(Point(point.cell.experiment, point.cell), Settings())
-        stack = full.augmentation.stack
-    overrides += settings.chosen.overrides(point.cell.column, stack)
-    overrides += [*point.change, f"devices={settings.devices}"]
-    return [*overrides, f"output_root={quoted(str(settings.root))}"]
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return config_of(overrides)
 
 
 def quoted(text: str) -> str:

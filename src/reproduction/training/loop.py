@@ -45,8 +45,11 @@ ACCURACIES = (
     "top5_best",
 )  # of the test set
 # Attributes of Trainer in a checkpoint; metrics_size is in bytes.
-SAVED = ("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "history")
-TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far
+SAVED = (
+    *("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "all_totals"),
+    *("history", "mixing"),
+)
+TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far, and over all
 
 
 def renamed(result: dict[str, float]) -> dict[str, float]:
@@ -90,8 +93,9 @@ class Trainer:
         self.mixed_share = MixedShare(module.htm, self.epochs)
         self.step = self.epoch = self.images = self.metrics_size = 0
         self.eval_seconds = 0.0
-        self.totals = dict.fromkeys(TOTALS, 0.0)
+        self.totals, self.all_totals = dict.fromkeys(TOTALS, 0.0), dict.fromkeys(TOTALS, 0.0)
         self.history: list[dict[str, Any]] = []  # metrics of the evaluated epochs
+        self.mixing: dict[str, float | None] = {}  # see _mixing, of the last complete epoch
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # the one resumed from
         self.initial_weights: str | None = None  # what was read from a file
@@ -225,10 +229,11 @@ class Trainer:
         self._write(lines)
         self.non_finite.check(lines)
         lines = [line for line in lines if not line["skipped"]]
-        self.totals["batches"] += len(lines)
-        self.totals["loss"] += sum(line["loss"] for line in lines)
-        self.totals["mixed"] += sum(line["mixed_samples"] for line in lines)
-        self.totals["tokens"] += sum(line["mixed_samples"] * line["mixed_tokens"] for line in lines)
+        for totals in (self.totals, self.all_totals):
+            totals["batches"] += len(lines)
+            totals["loss"] += sum(line["loss"] for line in lines)
+            totals["mixed"] += sum(line["mixed_samples"] for line in lines)
+            totals["tokens"] += sum(x["mixed_samples"] * x["mixed_tokens"] for x in lines)
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         """Writes the lines before the first update that ends the run."""
@@ -252,6 +257,19 @@ class Trainer:
                 self.epoch -= 1
                 raise
             self.eval_seconds += time.perf_counter() - start
+        self.mixing = self._mixing()
+        if self.world.is_main:
+            self.folder.write_summary(epochs=self.epoch, **self.mixing, log=self.history)
+
+    def _mixing(self) -> dict[str, float | None]:
+        """Returns mixed samples per batch and tokens in each of the epoch, and the share of all."""
+        batches, _, mixed, tokens = (self.totals[name] for name in TOTALS)
+        share = self.all_totals["mixed"] / max(self.all_totals["batches"], 1)
+        return {
+            "mixed_samples": mixed / max(batches, 1),
+            "mixed_tokens": tokens / mixed if mixed else None,
+            "mixed_share": round(share * self.step / max(self.images, 1), 4),
+        }
 
     def _evaluate(self) -> None:
         """Evaluates, writes the epoch's metrics and keeps the best weights."""
@@ -380,4 +398,6 @@ class Trainer:
             "seconds": round(self.seconds, 1),
             "images_per_second": round(self.images / self.metrics.seconds, 1),
             **({"skipped_steps": self.non_finite.skipped} if self.non_finite.counts else {}),
+            **self.mixing,
+            "log": self.history,
         }

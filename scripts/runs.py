@@ -1,0 +1,50 @@
+"""Prints a table of all runs in folders: what differs between them, accuracy, mixing, status."""
+
+from pathlib import Path
+
+from reproduction.system.errors import UserError
+from reproduction.system.storage import write_text
+from reproduction.system.terminal import Parser, one_line_errors, say
+
+
+@one_line_errors("runs.py")
+def main() -> None:
+    """Groups the runs over seeds; the columns are the settings in which they differ."""
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "folders", nargs="*", type=Path, default=[Path("outputs")], metavar="FOLDER",
+        help="of runs, or single runs (default: outputs)",
+    )  # fmt: skip
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the unrounded numbers")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="of one or two varied keys")
+    parser.add_argument(
+        "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
+    )
+    parser.add_argument(
+        "--upgrade", action="store_true", help="first add the mixing of runs of earlier revisions"
+    )
+    args = parser.parse_args()
+    if args.plot is not None and args.plot.suffix != ".png":
+        raise UserError(f"plot={args.plot}: must end in .png")
+    from reproduction.runs.folder import RunFolder
+    from reproduction.studies.runs import read_runs, upgrade
+    from reproduction.studies.sweeps import RunsTable
+
+    runs = read_runs(*args.folders)
+    if args.upgrade:
+        paths = runs.path[runs.status == "finished"]
+        say(f"{sum(upgrade(RunFolder(path)) for path in paths)} runs upgraded")
+        runs = read_runs(*args.folders)
+    table = RunsTable(runs)
+    if args.against:
+        table.against(args.against)
+    say(table.text())
+    if args.csv:
+        write_text(args.csv, table.csv())
+        say(f"written to {args.csv}")
+    if args.plot and not table.draw(args.plot):
+        raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Published runs: a line each in results/<study>.jsonl, and docs/results.md, written from them.
+
+`publish` adds the line of a run, and writes a folder with weights, configuration, metrics and a
+model card.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from reproduction.commands.jobs import PUBLISHED as WEIGHTS
+from reproduction.config import ROOT
+from reproduction.models.weights import read_file
+from reproduction.runs.folder import RunFolder, hash_of, settings_of
+from reproduction.runs.parse import parse_saved
+from reproduction.studies.plan import points_of
+from reproduction.studies.results import Result, as_markdown, results_of
+from reproduction.studies.runs import METRICS, as_json, read_store, stack_of
+from reproduction.studies.study import TABLES, Settings, Study, papers_studies, read_study
+from reproduction.studies.tables import form, spreads
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.storage import write_text
+from reproduction.training.checkpoint import export
+
+RESULTS = ROOT / "results"
+OTHERS = "others"  # the file of runs that belong to no study
+INTRODUCTION = """# Results
+
+`python scripts/write_docs.py` writes this page from `results/*.jsonl`, which hold a line for each
+run: configuration, seed, hardware, threads, hours, accuracies by epoch, mixed share, sha256 of the
+weights. `make publish RUN=outputs/NAME` adds such a line, and writes a folder with weights for
+`python eval.py checkpoint=FOLDER`. Weights are not kept in this repository. To check a line, train
+its configuration again at its git revision: on a CPU, with the same versions and number of threads,
+the weights are equal bit for bit. The lines of cifar10_5k and digits100 lack the threads
+(digits100: `OMP_NUM_THREADS=1`), and their sha256 may differ for equal weights, as the order of the
+metadata was random.
+
+Last, median, best: accuracy after the last epoch, the median of the last ten and the best, in
+percent, mean +/- standard deviation over n seeds. Best of 10: the best of the last ten epochs.
+Mixed: the share of samples that HTM mixes, averaged over training. Difference and p: of the last
+epoch, two-sided t-tests, paired over seeds. So few pairs find only a difference that is large
+compared with its spread: no test shows that two rows are equal, and nothing follows for other
+models, data, training lengths or settings, including the paper's.
+"""
+
+
+def publish(run: Path, results: Path, folder: Path) -> Path:
+    """Adds a line to a file in `results`, which it returns, and writes `folder`, which must be new.
+
+    A line of the same run is replaced. Raises UserError for a run that is not finished.
+    """
+    run = run.resolve()
+    source = RunFolder(run)
+    saved = source.read_config()
+    if not source.is_finished():
+        raise UserError(f"run={run.name}: is not finished, only finished runs can be published")
+    if saved["dataset"].get("validation"):
+        raise UserError(
+            f"run={run.name}: has a validation split, only runs without can be published"
+        )
+    if folder.exists():
+        raise UserError(f"{folder}: exists already, move it away or name another folder")
+    config, portable = parse_saved(saved, needs_data=False), _portable(saved)
+    result = _result(source, saved, portable)
+    state = read_file(f"checkpoint={source.last_path}", source.last_path)
+    if state.get("step") != source.read_summary()["steps"]:
+        raise UserError(f"checkpoint={source.last_path}: is not from the last step of the run")
+    path = results / f"{_study_of(hash_of(saved | {'seed': 0}), results)}.jsonl"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=".publishing-") as temporary:
+        staged = Path(temporary, folder.name)
+        export(config.model, [source.last_path], staged / WEIGHTS)
+        (staged / WEIGHTS).chmod(0o644)
+        result["weights_sha256"] = hashlib.sha256((staged / WEIGHTS).read_bytes()).hexdigest()
+        write_text(staged / "config.yaml", yaml.safe_dump(portable, sort_keys=False))
+        write_text(staged / "metrics.jsonl", source.metrics_path.read_text())
+        write_text(staged / "summary.json", source.summary_path.read_text())
+        write_text(staged / "README.md", _card(result))
+        _add_line(path, result)
+        staged.rename(folder)
+    return path
+
+
+def _portable(saved: dict[str, Any]) -> dict[str, Any]:
+    """Removes paths and settings of one machine or user from a saved configuration."""
+    root, weights = saved["dataset"]["root"], saved["model"]["weights"]
+    is_absolute = root is not None and Path(root).is_absolute()
+    return {
+        **saved,
+        **{"output_root": "outputs", "device": "auto", "resume": "never", "logger": {}},
+        "dataset": {**saved["dataset"], "root": None if is_absolute else root},
+        "model": {**saved["model"], "weights": weights and Path(weights).name},
+    }
+
+
+def _result(source: RunFolder, saved: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
+    """Returns a line of the store, without the digest of the weights; `shown` is published.
+
+    Raises UserError if something is missing.
+    """
+    summary = source.read_summary()
+    try:
+        return {
+            "name": source.path.name,
+            "hash": hash_of(saved),
+            **{key: summary[key] for key in ("seed", *METRICS, "epochs", "hardware", "devices")},
+            "threads": summary.get("threads"),
+            "hours": round(summary["seconds"] / 3600, 3),
+            **{key: summary[key] for key in ("mixed_share", "mixed_samples", "mixed_tokens")},
+            **{key: summary[key] for key in ("git_revision", "versions", "parameters", "macs")},
+            "config": as_json(settings_of(shown)),
+            "log": summary["log"],
+        }
+    except (KeyError, TypeError) as error:
+        hint = "python scripts/runs.py --upgrade adds what earlier revisions lack"
+        raise UserError(f"{source.path}: lacks {first_line(error)}; {hint}") from error
+
+
+def _study_of(key: str, results: Path) -> str:
+    """Returns the name of the first study that trains these runs, yours before the paper's."""
+    for name, study in (_studies(results) | dict(papers_studies())).items():
+        if any(point.key == key for point in points_of({name: study}, Settings())):
+            return name
+    return OTHERS
+
+
+def _studies(results: Path) -> dict[str, Study]:
+    return {path.stem: read_study(path) for path in sorted(results.glob("*.yaml"))}
+
+
+def _add_line(path: Path, result: Mapping[str, Any]) -> None:
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in lines if json.loads(line)["hash"] != result["hash"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "\n".join([*kept, json.dumps(result)]) + "\n")
+
+
+def _card(result: Mapping[str, Any]) -> str:
+    config = result["config"]
+    data = f"{config['dataset.name']} at {config['model.image_size']} pixels"
+    best = f"best {result['top1_best']:.2f} %, seed {result['seed']}"
+    return f"""---
+license: mit
+library_name: pytorch
+tags: [image-classification, tokenmixup]
+---
+# {result["name"]}
+
+{config["model.name"]} on {data}, augmentation: {stack_of(config)}.
+Top-1 {result["top1_last"]:.2f} % after the last of {result["epochs"]} epochs ({best}).
+
+`{WEIGHTS}` holds the plain model after the last epoch, `config.yaml` the resolved configuration,
+`metrics.jsonl` every batch. The weights' sha256: {result["weights_sha256"]}.
+From a checkout of revision {result["git_revision"]}:
+
+```sh
+python eval.py checkpoint=path/to/this/folder
+```
+
+The method: TokenMixup (Choi, Choi and Kim, NeurIPS 2022).
+"""
+
+
+def results_page(results: Path = RESULTS) -> str:
+    """Returns docs/results.md: the paper's rows, then each study of your own."""
+    runs, studies = read_store(results), _studies(results)
+    papers, *_ = results_of({name: papers_studies()[name] for name in TABLES}, Settings(), runs)
+    lines = [
+        INTRODUCTION,
+        "## The paper's tables\n",
+        as_markdown(_papers_rows(papers)),
+    ]
+    mine, *_ = results_of(studies, Settings(), runs)
+    for result in mine:
+        lines += _section(result, studies[result.name])
+    return "\n".join(lines) + "\n"
+
+
+def _papers_rows(results: list[Result]) -> pd.DataFrame:
+    """Returns the trained rows of the tables with their command."""
+    tables = [result.numbers.assign(table=result.name[-1]) for result in results]
+    rows = pd.concat([table[table.label.notna()] for table in tables])
+    return pd.DataFrame(
+        {
+            "table": rows.table,
+            "row": rows.row,
+            "data": rows.column,
+            "paper": rows.paper_top1.map("{:.2f}".format),
+            "last": ["not run" if text == "-" else text for text in spreads(rows, "top1_last")],
+            "n": rows.n.map(str),
+            "hours": [form(x, ".1f") for x in rows.seconds_mean * rows.n / 3600],
+            "command": "`python train.py experiment=" + rows.label + "`",
+        }
+    )
+
+
+def _section(result: Result, study: Study) -> Iterator[str]:
+    """Yields the section of a study of your own."""
+    file, done = f"results/{result.name}.yaml", int(result.numbers.n.sum())
+    planned = len(result.numbers[result.numbers.label.notna()]) * (study.seeds or 1)
+    yield f"\n## {study.title}\n"
+    yield f"{study.about.strip()}\n"
+    yield f"Fixed before the first run by `{file}`;"
+    yield f"`make study FILE={file}` trains it. {study.pilot.strip()}\n"
+    yield f"{done} of {planned} runs are finished.\n"
+    for name, texts in result.sections():
+        yield from [f"### {name}\n"] if name else []
+        yield as_markdown(texts) + "\n"
+    yield from [f"Quoted, not trained here: {study.source.strip()}.\n"] if study.source else []
+    yield from (f"- {note}" for note in result.notes)

@@ -1,0 +1,267 @@
+"""A study is a YAML file: the rows to train, what is printed of them and which rows are compared.
+
+The paper's tables and sweeps lie in paper/, studies of your own in results/; all have this form.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from reproduction.config import FORBID, Count, FolderName
+from reproduction.system.errors import UserError, first_line
+from reproduction.system.reading import parse_yaml
+
+PAPER = Path(__file__).parent / "paper"
+TABLES = tuple(f"table{number}" for number in range(1, 6))
+SWEEPS = ("sweep-tau", "sweep-rho", "sweep-kappa")
+OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # set for each run of a plan
+FULL, SMOKE = "full", "smoke"
+BASELINE = "baseline"  # of a sweep, shown beside its values
+T = TypeVar("T")
+
+
+@checked(config=FORBID, frozen=True, kw_only=True)
+class Row:
+    """What to train: an `experiment`, `overrides` of train.py or both.
+
+    `row` and `column` are shown, `printed` holds top1, top5 (percent) and latency_ms, `against`
+    names the row that it is tested against: `row` or `study/row`.
+    """
+
+    experiment: str | None = None
+    overrides: list[str] = Field(default_factory=list)
+    row: str = ""
+    column: str = ""
+    printed: dict[Literal["top1", "top5", "latency_ms"], float] = Field(default_factory=dict)
+    against: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The overrides with the experiment."""
+        return [*([f"experiment={self.experiment}"] if self.experiment else []), *self.overrides]
+
+
+@checked(config=FORBID, frozen=True, kw_only=True)
+class Sweep:
+    """Rows for the `values` of a `key`; `own` (study/row) has the paper's value and baseline."""
+
+    key: str
+    values: list[str | int | float]
+    own: str
+    values_at: dict[str, list[str | int | float]] = Field(default_factory=dict)  # by scale
+
+    @property
+    def word(self) -> str:
+        return self.key.rpartition(".")[2]
+
+
+@checked(config=FORBID, frozen=True, kw_only=True)
+class Size:
+    """A printed size and the model of the row here, with its stored counts.
+
+    `parameters` in millions and `macs` in billions are printed; `counted` are our parameters, MACs
+    of one image, and MACs without the matmuls of attention. Notes say why they differ.
+    """
+
+    model: str
+    classes: int
+    counted: tuple[int, int, int]
+    stack: list[str] = Field(default_factory=list)
+    overrides: list[str] = Field(default_factory=list)
+    parameters: float | None = None
+    macs: float | None = None
+    parameters_note: str | None = None
+    macs_note: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        return [f"model={self.model}", f"augmentation=[{','.join(self.stack)}]", *self.overrides]
+
+
+@checked(config=FORBID, frozen=True, kw_only=True)
+class Figure:
+    """A picture of the runs of the row `of`."""
+
+    of: str
+    title: str
+    shows: Literal["saliency", "mixed_pairs", "curriculum", "latency"]
+    seeds: Count | None = None
+
+
+def _long_form(row: Any) -> Any:
+    return {"overrides": row} if isinstance(row, list) else row
+
+
+@checked(config=FORBID, frozen=True, kw_only=True)
+class Study:
+    """The content of the file. `overrides` are of all rows; a row may be a list of overrides.
+
+    `scales` has the overrides of a study of your own at other scales than full. `quoted` has
+    results of others by row and column, from `source`.
+    """
+
+    title: str
+    about: str = ""
+    pilot: str = ""
+    overrides: list[str] = Field(default_factory=list)
+    rows: dict[FolderName, Annotated[Row, BeforeValidator(_long_form)]] = Field(
+        default_factory=dict
+    )
+    sweep: Sweep | None = None
+    seeds: Count | None = None
+    scales: dict[Literal["smoke"], list[str]] = Field(default_factory=dict)
+    source: str = ""
+    quoted: dict[str, dict[str, dict[Literal["top1", "top5"], float]]] = Field(default_factory=dict)
+    sizes: dict[str, Size] = Field(default_factory=dict)
+    figures: dict[str, Figure] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+
+
+@checked(config=FORBID, frozen=True, kw_only=True)
+class Scale:
+    """How the paper's rows are trained at a scale, see paper/scales.yaml."""
+
+    about: str
+    seeds: int = 3
+    apart: bool = True
+    dataset: str | None = None
+    only: list[str] | None = None  # columns
+    overrides: list[str] = Field(default_factory=list)
+    columns: dict[str, list[str]] = Field(default_factory=dict)
+    stacks: dict[str, list[str]] = Field(default_factory=dict)
+
+    def of_stack(self, stack: list[str]) -> list[str]:
+        """Returns the entries of `stacks` that apply to these augmentations."""
+        chosen = (more for key, more in self.stacks.items() if {*key.split("+")} <= {*stack})
+        return [*chain.from_iterable(chosen)]
+
+
+@cache
+def scales() -> Mapping[str, Scale]:
+    return _read(PAPER / "scales.yaml", dict[str, Scale])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a command.
+
+    `dataset`: an option that replaces the data sets of the rows. `data`: its folder; without
+    `dataset`, the folder of CIFAR, with ImageNet in `imagenet`. `outputs`: the folder of all runs;
+    scales other than `full` have a folder of their own in it.
+    """
+
+    scale: str = FULL
+    dataset: str | None = None
+    data: str | None = None
+    devices: int = 1
+    outputs: str = "outputs"
+
+    def __post_init__(self) -> None:
+        if self.scale not in scales():
+            raise UserError(f"scale={self.scale}: must be one of {', '.join(scales())}")
+        if self.dataset == "image_folder" and self.data is None and not self.uses_stand_ins:
+            raise UserError("dataset=image_folder: name the folder of images as well, with data")
+        own = self.chosen.dataset
+        if own is not None and (self.dataset or self.data) is not None:
+            raise UserError(f"scale={self.scale}: always uses {own}, leave dataset and data out")
+
+    @property
+    def chosen(self) -> Scale:
+        return scales()[self.scale]
+
+    @property
+    def root(self) -> Path:
+        """The folder of the runs of this scale."""
+        return Path(self.outputs) if self.scale == FULL else Path(self.outputs, self.scale)
+
+    @property
+    def uses_stand_ins(self) -> bool:
+        """Whether to train on generated images: at smoke scale, unless `data` is set."""
+        return self.scale == SMOKE and self.data is None
+
+    def dataset_root(self, name: str) -> str | None:
+        """Returns the folder of a data set, None for the default of its config file."""
+        if self.uses_stand_ins:
+            return None if name == "digits" else str(self.root / "data" / name)
+        if self.data is None or self.dataset is not None or name != "imagenet1k":
+            return self.data
+        return str(Path(self.data, "imagenet"))
+
+
+@cache
+def papers_studies() -> Mapping[str, Study]:
+    """Returns the five tables and three sweeps by name."""
+    return {name: read_study(PAPER / f"{name}.yaml") for name in (*TABLES, *SWEEPS)}
+
+
+@cache
+def papers_figures() -> Mapping[str, tuple[str, Figure]]:
+    """Returns each figure with the study that it belongs to."""
+    studies = papers_studies().items()
+    return {key: (name, figure) for name, study in studies for key, figure in study.figures.items()}
+
+
+def read_study(path: Path) -> Study:
+    """Reads a study; UserError names the file, the key and what is wrong with it."""
+    study = _read(path, Study)
+    rows = study.rows.items()
+    for override in chain(study.overrides, *study.scales.values(), *(x.overrides for _, x in rows)):
+        if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
+            raise UserError(f"{path}: {override}: a study must not set {key}")
+    for name, row in rows:
+        if row.against is not None and not _is_row(row.against, study):
+            allowed = f"{', '.join(study.rows)}, or a row of the paper such as table4/full"
+            raise UserError(f"{path}: rows.{name}.against={row.against}: must be one of {allowed}")
+    if not study.rows and study.sweep is None:
+        raise UserError(f"{path}: rows: must name one row at least")
+    return study
+
+
+def _is_row(name: str, study: Study) -> bool:
+    """Whether a name is a row of the study, or `table/row` of the paper."""
+    table, slash, row = name.partition("/")
+    if not slash:
+        return name in study.rows
+    return table in TABLES and row in _rows_of_paper(table)
+
+
+@cache
+def _rows_of_paper(table: str) -> list[str]:
+    return [*_read(PAPER / f"{table}.yaml", Study).rows]
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return TypeAdapter(kind).validate_python(parse_yaml(path.read_text()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "must be a mapping of settings"
+        raise UserError(f"{path}: {key}: {first['msg']}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable: {first_line(error)}") from error
+
+
+def rows_of(study: Study, scale: str = FULL) -> dict[str, Row]:
+    """Returns the rows with the overrides of the study; a sweep begins with its baseline."""
+    if study.sweep is None:
+        return {
+            name: replace(row, row=row.row or name, overrides=[*study.overrides, *row.overrides])
+            for name, row in study.rows.items()
+        }
+    sweep = study.sweep
+    table, _, name = sweep.own.partition("/")
+    own = papers_studies()[table].rows[name]
+    assert own.against is not None
+    baseline = papers_studies()[table].rows[own.against]
+    rows = {BASELINE: replace(baseline, row=BASELINE, against=sweep.own)}
+    for value in sweep.values_at.get(scale, sweep.values):
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        changed = replace(own, row=text, overrides=[f"{sweep.key}={text}"], printed={})
+        rows[f"{sweep.word}={text}"] = replace(changed, against=sweep.own)
+    return rows

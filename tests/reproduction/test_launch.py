@@ -1,0 +1,682 @@
+"""reproduce.py trains each run once, here or in processes, resumes, and writes job arrays."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reproduction.commands.jobs import resolve
+from reproduction.data.stand_ins import make_stand_ins
+from reproduction.runs.compose import compose
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.locking import hold, is_held
+from reproduction.studies import launch, study
+from reproduction.studies import plan as planning
+from reproduction.studies.launch import Children, Resources, Share, array_script
+from reproduction.studies.plan import PlannedRun, plan
+from reproduction.studies.status import states
+from reproduction.studies.study import Settings
+from reproduction.system.errors import RunInterrupted, RunLocked, UserError
+from reproduction.training.loop import Trainer
+from reproduction.training.train import run_training
+from scripts.reproduce import reproduce
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_training import assert_same_result
+
+pytestmark = pytest.mark.all_digits
+TABLE3 = ["table3/gradient", "table3/attention", "table3/random"]
+ALONE = [Share({})]
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[None]:
+    """Smoke scale with narrow models and two epochs of two batches, as composing takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        narrow = ["model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu"]
+        narrow += ["recipe.epochs=2", "recipe.max_steps=null", "recipe.batch_size=100"]
+        smoke = study.scales()["smoke"]
+        scaled = {**study.scales(), "smoke": replace(smoke, columns={"CIFAR-100": narrow})}
+        patch.setattr(study, "scales", lambda: scaled)
+        planning._composed.cache_clear()
+        yield
+    planning._composed.cache_clear()
+
+
+@pytest.fixture
+def small(narrow: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Narrow models, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def call(*args: str) -> int:
+    return reproduce([*args, "--scale", "smoke"])
+
+
+def table3() -> list[PlannedRun]:
+    return plan("table3", Settings(scale="smoke"), 1)
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, times: int, error: BaseException, at: int) -> list:
+    """Raises `error` up to `times` at step `at` of the random detector's run; returns all steps."""
+    original, steps, failures = Trainer.train_step, [], []
+
+    def step(self: Trainer, *args: Any) -> Any:
+        htm = self.config.augmentation.htm
+        assert htm is not None
+        if htm.detector == "random" and self.step == at and len(failures) < times:
+            failures.append(self.step)
+            raise error
+        steps.append((htm.detector, self.step))
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    return steps
+
+
+def test_reproduce_trains_each_run_of_a_table_once(small, monkeypatch, capsys):
+    steps = fail_on(monkeypatch, 0, ValueError(), 0)
+    assert call("table3") == 0
+    runs = table3()
+    assert [run.labels for run in runs] == [(label,) for label in TABLE3]
+    assert all(run.is_done() for run in runs)
+    assert len(steps) == 12  # 3 runs of 2 epochs of 2 batches
+    out = capsys.readouterr().out
+    assert out.startswith("run 1 of 3: starting ")
+    assert out.rstrip().endswith("\n3 runs: 3 finished")
+    assert call("table3") == 0
+    assert capsys.readouterr().out.startswith("| run ")
+    assert len(steps) == 12
+    runs[1].folder.report_path.unlink()
+    assert not runs[1].is_done()
+    assert call("table3") == 0  # writes the report again, without training
+    assert runs[1].is_done() and len(steps) == 12
+    assert call("table4") == 0  # two runs are table 3's, and one is shared: all samples are mixed
+    assert len(steps) == 12 + 2 * 4
+
+
+def test_interrupted_run_resumes_from_its_last_epoch(small, monkeypatch):
+    uninterrupted = replace(table3()[2].config, output_root="other", name="random")
+    make_stand_ins("cifar100", Path("outputs/smoke/data/cifar100"))
+    run_training(uninterrupted)
+    steps = fail_on(monkeypatch, 1, KeyboardInterrupt(), 3)
+    with pytest.raises(KeyboardInterrupt, match="repeat the command to continue"):
+        call("table3")
+    table = states(table3())
+    assert table.status.tolist() == ["finished", "finished", "interrupted"]
+    assert table.epochs[2] == 1 and table.log[2][0]["top1"] is not None
+    steps.clear()
+    assert call("table3") == 0
+    assert steps == [("random", 2), ("random", 3)]
+    assert_same_result(table3()[2].folder, RunFolder("other/random"))
+
+
+def test_failed_run_is_listed_with_its_error_and_a_second_start_trains_it(
+    small, monkeypatch, capsys
+):
+    steps = fail_on(monkeypatch, 1, ZeroDivisionError("what\never"), 3)
+    assert call("table3") == 1
+    result = capsys.readouterr()
+    last = result.err.splitlines()[-1]
+    assert last.startswith("reproduce.py: table3-random-s0-") and " failed: " in last
+    assert "ZeroDivisionError: what ever" in last
+    assert "failed: ZeroDivisionError: what ever" in result.out
+    assert result.out.count("run 3 of 3: ") == 1 and "\n3 runs: 2 finished, 1 failed" in result.out
+    steps.clear()
+    assert call("table3") == 0
+    assert steps == [("random", 2), ("random", 3)]
+
+
+HOLDER = """
+import os, sys, time
+from reproduction.runs.locking import hold
+from reproduction.runs.folder import RunFolder
+with hold(RunFolder(sys.argv[1])):
+    worker = os.fork()
+    if worker:
+        print(worker, flush=True)
+    time.sleep(60)
+"""
+
+
+class Holder:
+    """A process that holds a run's lock and has forked a worker."""
+
+    def __init__(self, folder: RunFolder):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(folder.path)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.worker = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        os.kill(self.worker, signal.SIGKILL)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    held = Holder(RunFolder(tmp_path / "outputs" / "mine"))
+    yield held
+    held.close()
+
+
+def test_second_process_on_a_run_is_refused_in_one_line(command: Command, tmp_path: Path, holder):
+    folder = RunFolder(tmp_path / "outputs" / "mine")
+    assert is_held(folder)
+    result = command("train", "name=mine", "resume=auto", *SMALL)
+    assert result.status == 2
+    assert len(result.lines) == 1
+    assert f"process {holder.process.pid} on " in result.lines[0]
+    assert "is training outputs/mine" in result.lines[0]
+    assert not folder.config_path.exists()
+    holder.kill()  # its worker survives, but does not hold the lock
+    os.kill(holder.worker, 0)
+    assert not is_held(folder)
+    assert command("train", "name=mine", "resume=auto", *SMALL).status == 0
+    assert not is_held(folder)
+
+
+def test_hold_removes_a_folder_without_a_run(tmp_path: Path):
+    folder = RunFolder(tmp_path / "outputs" / "mine")
+    with hold(folder):
+        assert folder.path.is_dir()
+    assert not folder.path.exists()
+    folder.path.mkdir()
+    (folder.path / "notes.txt").write_text("the user's")
+    with hold(folder):
+        pass
+    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+
+
+def test_hold_refuses_file_systems_without_locks(tmp_path: Path, monkeypatch):
+    def no_locks(file: Any, kind: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    with pytest.raises(UserError, match="cannot be locked"), hold(RunFolder(tmp_path / "mine")):
+        pass
+
+
+def test_train_all_leaves_locked_runs_to_their_process(capsys):
+    order: list[str] = []
+
+    def start(run: Any, place: str) -> str | None:
+        order.append(run.name)
+        if run.name == "b":
+            raise RunLocked("b is being trained")
+        return "broken" if run.name == "a" else None
+
+    runs: list[Any] = [SimpleNamespace(name=x, is_done=lambda: False) for x in "abc"]
+    assert launch.train_all(runs, start) == {"a": "broken"}
+    assert order == ["a", "b", "c"]
+    assert capsys.readouterr().out == "b is being trained; left to it\n"
+
+
+def stand_in_for_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> PlannedRun:
+    """Replaces train.py by a script; returns a run for it."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import os, pathlib, signal, sys, time\nhere = {str(tmp_path)!r}\n{code}")
+    monkeypatch.setattr(launch, "TRAIN", script)
+    run = table3()[0]
+    return replace(run, config=replace(run.config, output_root=str(tmp_path / "outputs")))
+
+
+def train_apart(run: PlannedRun, children: Children) -> str | None:
+    return launch._train_apart(children, None, run, "")
+
+
+def signal_when(path: Path, times: int) -> threading.Thread:
+    """Sends SIGTERM to this process whenever `path` appears, and removes it, `times` times."""
+
+    def watch() -> None:
+        for _ in range(times):
+            while not path.exists():
+                time.sleep(0.01)
+            path.unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_reach_the_process_of_a_run(small, monkeypatch, tmp_path, times):
+    code = f"""
+def end(*_):
+    if {times} == 1:
+        pathlib.Path(here, "left").touch()
+        sys.exit(130)
+    pathlib.Path(here, "ready").touch()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(here, "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+    run = stand_in_for_train(monkeypatch, tmp_path, code)
+    before = signal.getsignal(signal.SIGTERM)
+    watcher = signal_when(tmp_path / "ready", times)
+    with pytest.raises(RunInterrupted, match="same command"), Children(ALONE) as children:
+        train_apart(run, children)
+    watcher.join()
+    assert (tmp_path / "left").exists() == (times == 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("print('one\\ntwo', file=sys.stderr); sys.exit(1)", "two"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "train.py was ended by SIGKILL"),
+        ("sys.exit(0)", "train.py ended with status 0 and left no finished run"),
+    ],
+)
+def test_train_apart_returns_the_error_of_a_run(small, monkeypatch, tmp_path, code, error):
+    run = stand_in_for_train(monkeypatch, tmp_path, code)
+    with Children(ALONE) as children:
+        assert train_apart(run, children) == error
+
+
+def test_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_path):
+    run = stand_in_for_train(monkeypatch, tmp_path, "import time; time.sleep(60)")
+    start, started = subprocess.Popen, []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        started.append(start(*args, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[0]
+
+    with pytest.raises(RunInterrupted, match="same command"), Children(ALONE) as children:
+        monkeypatch.setattr(subprocess, "Popen", slow)
+        train_apart(run, children)
+    assert started[0].returncode == -signal.SIGTERM
+
+
+def test_damaged_folder_fails_only_its_own_run(small, capsys):
+    damaged, *_ = runs = table3()
+    damaged.folder.create(damaged.config)
+    damaged.folder.summary_path.write_text("x")
+    assert call("table3", "--status") == 0
+    assert "unusable: summary.json: not readable" in capsys.readouterr().out
+    assert call("table3") == 1
+    assert [run.is_done() for run in runs[1:]] == [True, True]
+    assert f"{damaged.name} failed: " in capsys.readouterr().err
+
+
+def test_train_all_apart_runs_train_py(small, capfd):
+    settings = Settings(scale="smoke", dataset="digits")
+    (run,) = (r for r in plan("table1", settings, 1) if "table1/cifar100_baseline" in r.labels)
+    launch.prepare([run], settings)
+    assert launch.train_all_apart([run]) == {}
+    assert run.is_done()
+    assert run.folder.read_config()["name"] == run.name
+    assert f"starting {run.name}" in capfd.readouterr().out
+
+
+MEET = """
+share = os.environ["SHARE"]
+print("with share", share, sys.argv[-1])
+pathlib.Path(here, "in-" + share).touch()
+while len(list(pathlib.Path(here).glob("in-*"))) < 2:
+    time.sleep(0.01)
+"""
+TWO = [Share({"SHARE": "a"}, 3), Share({"SHARE": "b"}, 3)]
+
+
+def test_parallel_runs_have_their_own_shares_and_logs(small, monkeypatch, tmp_path):
+    stand_in_for_train(monkeypatch, tmp_path, f"{MEET}sys.exit('failed with ' + share)")
+    logs = tmp_path / "logs"
+    failed = launch.train_all_apart(table3(), TWO, logs)
+    assert {path.name for path in logs.iterdir()} == {f"{run.name}.log" for run in table3()}
+    assert set(failed) == {run.name for run in table3()}
+    for run in table3():
+        out, err = (logs / f"{run.name}.log").read_text().splitlines()
+        assert failed[run.name] == err and err.removeprefix("failed with ") in out.split()[2]
+
+
+def test_loaders_workers_are_divided_unless_they_are_set(small, monkeypatch, tmp_path):
+    run = stand_in_for_train(monkeypatch, tmp_path, "sys.exit(' '.join(sys.argv[-2:]))")
+    with Children([Share({}, 3)]) as children:
+        assert str(train_apart(run, children)).split()[-1] != "dataset.workers=3"  # smoke sets 0
+        free = replace(run, overrides=tuple(x for x in run.overrides if "workers" not in x))
+        assert str(train_apart(free, children)).split()[-1] == "dataset.workers=3"
+
+
+def test_signal_reaches_all_processes_and_prevents_new_ones(small, monkeypatch, tmp_path, capsys):
+    code = f"""
+def end(*_):
+    pathlib.Path(here, "left-" + share).touch()
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+{MEET}
+pathlib.Path(here, "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+    stand_in_for_train(monkeypatch, tmp_path, code)
+    watcher = signal_when(tmp_path / "ready", 1)
+    with pytest.raises(RunInterrupted, match="same command"):
+        launch.train_all_apart(table3(), TWO)
+    watcher.join()
+    assert {path.name for path in tmp_path.glob("left-*")} == {"left-a", "left-b"}
+    assert capsys.readouterr().out.count("starting") == 2
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--status"])
+def test_dry_run_and_status_write_nothing(small, tmp_path, capsys, option):
+    assert call("table3", option) == 0
+    assert sorted(tmp_path.rglob("*")) == []
+    out = capsys.readouterr().out
+    assert out.count(" not started ") == 3 and out.endswith("\n3 runs: 3 not started\n")
+    assert ("outputs/smoke/table3-random-s0-" in out) == (option == "--dry-run")
+
+
+def test_dry_run_shows_measured_hours(small, capsys):
+    run = table3()[0]
+    run.folder.create(run.config)
+    done = {"status": "finished", "top1_last": 12.5, "epochs": 2, "seconds": 7308}
+    more = {"top1_median10": 12.5, "top1_best": 12.5, "top5_last": 50, "top5_best": 50}
+    run.folder.write_summary(**done, **more)
+    assert call("table3", "--seeds", "2", "--dry-run") == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "table3/" in line]
+    hours = [(row[1].strip(), row[2].strip(), row[6].strip()) for row in rows]
+    expected = {("table3/gradient", "0"): "2.03", ("table3/gradient", "1"): "~2.03"}
+    assert {(label, seed): text for label, seed, text in hours if text} == expected
+    assert len(hours) == 6
+
+
+def test_own_study_ends_with_its_table(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        launch, "train_all_apart", lambda runs: launch.train_all(runs, launch.train_here)
+    )
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "title: Mine\noverrides: [model.embed_dim=16, dataset.limit=60, recipe.batch_size=20, "
+        "recipe.epochs=1, device=cpu]\nrows:\n  none: ['augmentation=[]']\n"
+        "  htm: {overrides: ['augmentation=[htm]'], against: none}\nseeds: 2\n"
+    )
+    assert reproduce([str(file)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("report: outputs/report/mine.md")
+    text = (tmp_path / "outputs/report/mine.md").read_text()
+    assert text.startswith("# Mine\n") and re.search(r"\| htm +\| +2 \|", text)
+    assert "p (Holm)" in text or "Not tested" in text
+    assert (tmp_path / "outputs/report/mine.csv").exists()
+
+
+SLOW = """import runpy, time
+from reproduction.reporting import report
+from reproduction.training.loop import Trainer
+report._draw = lambda folder, config: []
+step = Trainer.train_step
+def slow(*args):
+    time.sleep(0.1)
+    return step(*args)
+Trainer.train_step = slow
+runpy.run_path({train!r}, run_name="__main__")
+"""
+# srun starts the step on every node; scancel signals it.
+COMMANDS = {
+    "srun": """
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < ${SLURM_JOB_NUM_NODES:-1}; node++)); do
+  "$@" & steps[node]=$!
+done
+echo "${steps[@]}" > "$STEPS"
+for step in "${steps[@]}"; do
+  wait "$step" || status=$?
+done
+exit "${status:-0}"
+""",
+    "scancel": 'kill "-${1#--signal=}" $(cat "$STEPS")',
+    "scontrol": "[[ $1 != show ]] || echo localhost",
+    "sbatch": 'cp "${!#}" "$SUBMITTED"; ! grep -q refused "${!#}" && echo "70;cluster"',
+}
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Installs stand-ins for SLURM's commands; returns the file that records their calls."""
+    commands, calls = tmp_path / "commands", tmp_path / "calls"
+    commands.mkdir()
+    for name, code in COMMANDS.items():
+        path = commands / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$CALLS"\n{code}\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    monkeypatch.setenv("SUBMITTED", str(tmp_path / "submitted"))
+    return calls
+
+
+def small_run(**changes: str) -> PlannedRun:
+    """Returns a run whose overrides contain everything that a shell could misread."""
+    typed = {"output_root": "'it\\'s $HOME'", "name": "'a \"run\"'", "resume": "auto", **changes}
+    overrides = [*SMALL, "recipe.log_every=1", *(f"{key}={text}" for key, text in typed.items())]
+    return PlannedRun(
+        config=resolve(compose("train", overrides)), overrides=tuple(overrides), labels=("small",)
+    )
+
+
+def execute(script: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """Executes the script as the first task of a job array."""
+    task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "71"}
+    nodes = {"SLURM_JOB_NODELIST": "n[1-2]"}
+    return subprocess.Popen(["bash", str(script)], env=os.environ | task | nodes | environment)
+
+
+def task_script(path: Path, train: Path, run: PlannedRun) -> list[str]:
+    """Writes a command with `--task N` that becomes `train`; returns it."""
+    words = json.dumps(list(run.overrides))
+    path.write_text(
+        "import json, pathlib, sys\nfrom reproduction.studies import launch\n"
+        "from types import SimpleNamespace\n"
+        f"launch.TRAIN = pathlib.Path({str(train)!r})\n"
+        f"run = SimpleNamespace(overrides=json.loads({words!r}))\n"
+        "launch.train_task([run], int(sys.argv[sys.argv.index('--task') + 1]), 'cpu')\n"
+    )
+    return [str(path)]
+
+
+def test_a_task_is_queued_again_near_its_time_limit_and_goes_on(
+    calls: Path, tmp_path: Path, monkeypatch
+):
+    here = tmp_path / "it's $(here)"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    train = here / "train.py"
+    train.write_text(SLOW.format(train=str(launch.TRAIN)))
+    run = small_run()
+    command = task_script(here / "task.py", train, run)
+    script = tmp_path / "job.sbatch"
+    script.write_text(array_script("small", command, [run], here, Resources(no_gpu=True, cpus=1)))
+    monkeypatch.chdir(tmp_path)  # the script goes there itself
+    first = execute(script)
+    folder = RunFolder(here / run.config.output_root / run.name)
+    while not folder.metrics_path.exists():
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait() == 130
+    assert "scontrol requeue 70_0" in calls.read_text().splitlines()
+    assert folder.read_summary()["status"] == "interrupted" and folder.last_path.exists()
+    assert execute(script).wait() == 0
+    assert folder.read_summary()["status"] == "finished"
+    assert calls.read_text().count("scontrol requeue") == 1
+    undisturbed = replace(run.config, output_root=str(tmp_path), name="undisturbed", device="cpu")
+    run_training(undisturbed)
+    assert_same_result(folder, RunFolder.of(undisturbed))
+
+
+# A rank of a run on two nodes: it writes down its arguments when it is stopped.
+RANK = """import os, pathlib, signal, sys, time
+here, rank = pathlib.Path({here!r}), os.environ["RANK"] + "-of-" + os.environ["WORLD_SIZE"]
+def end(*_):
+    (here / ("stopped-" + rank)).write_text("\\n".join(sys.argv[1:]))
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+(here / ("ready-" + rank)).touch()
+time.sleep(300)
+"""
+
+
+def test_ranks_of_all_nodes_are_stopped_near_the_time_limit(
+    calls: Path, tmp_path: Path, monkeypatch
+):
+    (tmp_path / "train.py").write_text(RANK.format(here=str(tmp_path)))
+    run = small_run(devices="2")
+    command = task_script(tmp_path / "task.py", tmp_path / "train.py", run)
+    script = tmp_path / "job.sbatch"
+    resources = Resources(devices=2, nodes=2, no_gpu=True, cpus=1)
+    script.write_text(array_script("small", command, [run], tmp_path, resources))
+    task = execute(script, SLURM_JOB_NUM_NODES="2")
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        assert task.poll() is None
+        time.sleep(0.02)
+    task.send_signal(signal.SIGUSR1)
+    assert task.wait() == 1
+    assert "scontrol requeue 70_0" in calls.read_text().splitlines()
+    arguments = {path.name: path.read_text().splitlines() for path in tmp_path.glob("stopped-*")}
+    assert set(arguments) == {"stopped-0-of-2", "stopped-1-of-2"}
+    assert all(args == [*run.overrides, "device=cpu"] for args in arguments.values())
+
+
+def test_sigterm_is_left_to_slurm(calls: Path, tmp_path: Path):
+    """SIGTERM ends the run, here with status 7, and does not requeue the task.
+
+    The run takes a moment to end, like runs that save: bash loses the status of a step that ends in
+    the same millisecond as the signal reaches the shell.
+    """
+    code = "import pathlib, signal, sys, time\n"
+    code += "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7)))\n"
+    code += f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(60)\n"
+    (tmp_path / "task.py").write_text(code)
+    script = tmp_path / "job.sbatch"
+    command = [str(tmp_path / "task.py")]
+    script.write_text(array_script("small", command, [small_run()], tmp_path, Resources()))
+    task = execute(script)
+    while not (tmp_path / "ready").exists():
+        assert task.poll() is None
+        time.sleep(0.02)
+    task.send_signal(signal.SIGTERM)  # as SLURM does, to the shell and to the step
+    os.kill(int((tmp_path / "steps").read_text()), signal.SIGTERM)
+    assert task.wait() == 7
+    assert "requeue" not in calls.read_text()
+
+
+RESOURCES = {
+    "plain": Resources(),
+    "full": Resources(devices=8, nodes=2, cpus=6, sbatch=["--partition=gpu", "--constraint='a&b'"]),
+}
+
+
+@pytest.mark.parametrize("resources", RESOURCES.values(), ids=RESOURCES)
+def test_shellcheck_and_bash_accept_the_script(resources: Resources, tmp_path: Path):
+    runs = [small_run(output_root="outputs", name=f"run-{seed}") for seed in range(2)]
+    command = ["it's here/reproduce.py", "table 1"]
+    text = array_script("small", command, runs, Path("outputs"), resources)
+    assert len(text.splitlines()) <= 46
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=places)
+    assert shellcheck is not None, "see requirements-dev.txt"
+    checked = subprocess.run(
+        [shellcheck, "-"], input=text, text=True, capture_output=True, check=False
+    )
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_options_of_sbatch():
+    text = array_script("small", ["x"], [small_run()] * 9, Path("/logs"), RESOURCES["full"])
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+    assert lines == [
+        "--job-name=small",
+        "--array=0-8",
+        "--output=/logs/.slurm/%x-%A_%a.log",
+        "--open-mode=append",
+        "--signal=B:USR1@120",
+        "--requeue",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=24",
+        "--gpus-per-node=4",
+        "--partition=gpu",
+        "--constraint='a&b'",
+    ]
+    assert "--nnodes=2 --nproc-per-node=4" in text
+    with pytest.raises(UserError, match="nodes=3: devices=8"):
+        Resources(devices=8, nodes=3)
+
+
+def submit(*args: str) -> int:
+    """make reproduce-table3 LAUNCHER=slurm, in the folder of the test."""
+    return reproduce(["table3", "--scale", "digits", "--seeds", "1", "--launcher", "slurm", *args])
+
+
+def test_array_has_a_task_for_each_unfinished_run(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    done, *_ = plan("table3", Settings(scale="digits"), 1)
+    done.folder.create(done.config)
+    done.folder.write_summary(status="finished", top1_last=1.0)
+    done.folder.report_path.touch()
+    assert submit("--partition", "gpu", "--mem", "64G", "--no-gpu") == 0
+    path = Path("outputs/digits/.slurm/table3.sbatch")
+    assert capsys.readouterr().out.splitlines()[-1] == f"sbatch {path}"
+    text = path.read_text()
+    assert {"#SBATCH --array=1-2", "#SBATCH --partition=gpu", "#SBATCH --mem=64G"} <= {
+        *text.splitlines()
+    }
+    assert "--scale=digits" in text and '--task "$SLURM_ARRAY_TASK_ID"' in text
+    words = text[text.index("reproduce.py") :].partition(" --task")[0].split()[1:]
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    assert reproduce([*words, "--task", "2"]) == 0
+    ((_, train, *overrides),) = started
+    assert train == str(launch.TRAIN) and overrides[-1] == "device=cpu"
+    assert [x for x in overrides if x.startswith("experiment=")] == ["experiment=table3/random"]
+    with pytest.raises(UserError, match="task=3: the plan has 3 runs, 0 to 2"):
+        reproduce([*words, "--task", "3"])
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--launcher", "slurm", "--nodes", "2"], "nodes=2: devices=1"),
+        (["--partition", "gpu"], "unrecognized arguments: --partition gpu"),
+        (["--launcher", "slurm", "gpu"], "unrecognized arguments: gpu"),
+    ],
+)
+def test_invalid_submissions_are_refused(tmp_path, monkeypatch, args, named):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(named)):
+        reproduce(["table3", "--scale", "digits", "--seeds", "1", *args])
+
+
+def test_hydras_launcher_submits_one_array(calls: Path, tmp_path: Path, command: Command):
+    args = ["hydra/launcher=slurm", "hydra.launcher.partition=refused", "resume=auto"]
+    result = command("train", "-m", *args, "devices=2", "seed=0,1,2")
+    assert result.status == 1
+    assert result.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
+    text = (tmp_path / "submitted").read_text()
+    assert {"--array=0-2%3", "--partition=refused", "--signal=USR2@120", "--gpus-per-node=2"} <= {
+        line.removeprefix("#SBATCH ") for line in text.splitlines()
+    }

@@ -1,0 +1,121 @@
+"""The report of a scale: its page, files, pictures and what is missing."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from reproduction.studies.page import write_page
+from reproduction.studies.plan import points_of, studies_of
+from reproduction.studies.study import Settings
+from reproduction.system.errors import UserError
+from scripts import report
+from tests.reproduction.conftest import config_of
+from tests.reproduction.tables import Configs, rising, write_metrics, write_run
+
+BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
+LATENCY = (
+    '{"hardware": "<b>CPU</b>", "device": "cpu", "precision": "float32", "batch_size": 8, '
+    '"model": "cct", "repeats": 5, "torch": "2.15", "detectors": {'
+    '"gradient": {"median_ms": 30, "low_ms": 29, "high_ms": 33},'
+    '"attention": {"median_ms": 10, "low_ms": 9, "high_ms": 11},'
+    '"random": {"median_ms": 5, "low_ms": 4, "high_ms": 6}}}'
+)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
+    """Runs of a few rows with metrics and pictures, one failed, and two other folders."""
+    outputs = tmp_path_factory.mktemp("page") / "outputs"
+    for seed in range(2):
+        write_run(outputs, configs[BASELINE], seed, f"base{seed}")
+        run = write_run(outputs, configs[HTM], seed, f"htm{seed}", top1=81.0 + 2 * seed)
+        write_metrics(run / "metrics.jsonl", rising(24))
+        write_run(outputs, configs["sweep-tau/tau=1"], seed, f"tau{seed}")
+    for name in ("saliency", "mixed_pairs"):
+        for suffix in ("png", "pdf"):
+            Image.new("RGB", (60, 30)).save(outputs / "htm0" / f"{name}.{suffix}")
+    (outputs / "htm0" / "saliency.json").write_text('{"gradient": 4.5, "uniform": 5.5}')
+    failed = {"status": "failed", "error": "<script>alert(1)</script>"}
+    write_run(outputs, configs["table3/gradient"], 0, "gradient", **failed)
+    write_run(outputs, config_of(), 0, "mine")
+    (outputs / "notes").mkdir()
+    (outputs / "latency.json").write_text(LATENCY)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def page(outputs: Path) -> str:
+    return write_page(Settings(outputs=str(outputs))).read_text()
+
+
+def test_page_shows_tables_figures_and_runs(page: str, outputs: Path):
+    assert "81.50" not in page.partition("<main>")[0]
+    assert "82.00 &plusmn; 1.41" in page and "Table 1: Accuracy on CIFAR-10 and CIFAR-100" in page
+    assert page.count("<img ") == 6  # latency, two sweeps, Figures 3 and 4, mixed pairs
+    assert "Figure 4: mixing by HTM over training (table1/cifar100_htm)" in page
+    assert "gradient 4.50 nats; uniform 5.50" in page and "From htm0" in page
+    assert "2 of 8 rows have a finished run" in page and "6 of 8" not in page
+    assert "WARNING" not in page and "generated stand-ins" not in page
+
+
+def test_page_names_what_is_missing_and_unused(page: str):
+    assert "No value has a finished run; make sweep-kappa trains them." in page
+    assert "is not a run folder: it has no config.yaml" in page
+    assert re.search(r"<th>mine</th>\s*<td>finished, no row of the paper at this scale", page)
+
+
+def test_texts_of_runs_are_escaped(page: str):
+    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    assert "<b>CPU</b>" not in page
+
+
+def test_notes_and_warnings_are_shown_once(page: str, outputs: Path, tmp_path: Path):
+    assert page.count("Accuracies are top-1 in percent") == 1
+    shutil.copytree(outputs, tmp_path / "smoke")
+    smoke = write_page(Settings(scale="smoke", outputs=str(tmp_path))).read_text()
+    assert smoke.count("WARNING. SMOKE SCALE (4 batches of 8 images") == 1
+    assert "No run folder has the configuration of a row at smoke scale." in smoke
+
+
+def test_report_writes_its_formats_and_prints_the_page_last(
+    outputs: Path, page: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["report.py", "--outputs", str(outputs)])
+    report.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == str(outputs / "report/index.html") and len(lines) == 2
+    names = {path.name for path in (outputs / "report").iterdir()}
+    assert {f"table{n}.{kind}" for n in range(1, 6) for kind in ("md", "tex", "csv")} <= names
+    assert {"sweep-tau.png", "sweep-tau.pdf", "figure4.png", "latency.pdf"} <= names
+    assert "sweep-rho.png" in names and "sweep-kappa.png" not in names
+    assert (outputs / "report/index.html").read_text() == page  # byte for byte
+
+
+def test_pictures_say_that_images_are_stand_ins(tmp_path: Path):
+    settings = Settings(scale="smoke", outputs=str(tmp_path))
+    points = {x.label: x.config for x in points_of(studies_of("table1"), settings)}
+    run = write_run(tmp_path / "smoke", points[HTM])
+    for suffix in ("png", "pdf"):
+        Image.new("RGB", (60, 30)).save(run / f"mixed_pairs.{suffix}")
+    page = write_page(settings).read_text()
+    assert "generated stand-ins" in page and "has no saliency.png and .pdf" in page
+    assert "HTM and rho=0" not in page and "metrics.jsonl: not readable" in page
+
+
+def test_reports_that_cannot_be_written_are_refused(tmp_path: Path, configs: Configs):
+    with pytest.raises(UserError, match="there is no such folder of runs"):
+        write_page(Settings(outputs=str(tmp_path / "nowhere")))
+    write_run(tmp_path, configs[HTM], 0, "report")
+    with pytest.raises(UserError, match="is the folder of a run, the report needs this name"):
+        write_page(Settings(outputs=str(tmp_path)))
+
+
+def test_damaged_latency_is_refused(tmp_path: Path, configs: Configs):
+    write_run(tmp_path, configs[HTM])
+    (tmp_path / "latency.json").write_text(LATENCY.replace("30", "-1"))
+    with pytest.raises(UserError, match=r"latency\.json: .*greater than 0.*; remove it"):
+        write_page(Settings(outputs=str(tmp_path)))

@@ -1,0 +1,173 @@
+"""The table of a study: statistics, tests, printed values, notes, and its text formats."""
+
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import false_discovery_control, ttest_rel
+
+from reproduction.runs.folder import run_hash
+from reproduction.studies.results import csv, latex, markdown
+from reproduction.studies.runs import read_runs
+from reproduction.studies.tables import compare, holm, p_text, spread, statistics
+from tests.reproduction.tables import Configs, result, write_run
+
+BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
+VALUES = st.lists(st.floats(50, 90), min_size=3, max_size=8)
+
+
+def frame(**columns: dict[int, float]) -> pd.DataFrame:
+    return pd.DataFrame(columns)
+
+
+@given(VALUES, VALUES)
+def test_compare_is_a_paired_test_over_common_seeds(ours: list[float], base: list[float]):
+    pairs = list(zip(ours, base, strict=False))
+    accuracy = frame(ours=dict(enumerate(ours)), base=dict(enumerate(base)))
+    found = compare(accuracy, "ours", "base")
+    assert found["test_seeds"] == list(range(len(pairs)))
+    assert found["difference"] == pytest.approx(fmean(a - b for a, b in pairs))
+    if "test_p" in found:
+        test = ttest_rel(*zip(*pairs, strict=True))
+        assert found["test_p"] == pytest.approx(test.pvalue)
+        assert found["test_t"] == pytest.approx(test.statistic)
+
+
+@pytest.mark.parametrize(
+    ("ours", "base", "note"),
+    [
+        ({0: 1.0}, {0: 2.0}, "needs 2 common seeds, has 1"),
+        ({0: 1.0}, {1: 2.0}, "needs 2 common seeds, has 0"),
+        ({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}, "values are identical"),
+        ({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}, "all differences are equal"),
+    ],
+)
+def test_compare_says_why_there_is_no_test(ours, base, note):
+    found = compare(frame(ours=ours, base=base), "ours", "base")
+    assert found["test_note"] == note and "test_p" not in found
+    assert compare(frame(ours=ours), "ours", "missing")["test_note"].endswith("has 0")
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_holm_bounds_and_orders_the_p_values(values: list[float]):
+    p = pd.Series([*values, math.nan])
+    adjusted = holm(p)
+    assert pd.isna(adjusted.iloc[-1])
+    known = adjusted.iloc[:-1]
+    assert (known >= p.iloc[:-1] - 1e-12).all() and (known <= 1).all()
+    order = p.iloc[:-1].argsort()
+    assert known.iloc[order].is_monotonic_increasing
+    by_bonferroni = (p.iloc[:-1] * len(values)).clip(upper=1)
+    assert (known <= by_bonferroni + 1e-12).all()
+    assert (known >= false_discovery_control(values, method="bh") - 1e-12).all()
+
+
+def test_holm_of_known_values():
+    assert holm(pd.Series([0.01, 0.04, 0.03])).tolist() == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_statistics_are_means_and_sample_deviations(tmp_path: Path, configs: Configs):
+    values = [82.0, 83.5, 82.25]
+    for seed, top1 in enumerate(values):
+        write_run(tmp_path, configs[HTM], seed, top1=top1, seconds=3600.0 * (seed + 1))
+    write_run(tmp_path, configs[HTM], 7, status="interrupted")
+    row = statistics(read_runs(tmp_path)).loc[run_hash(configs[HTM])]
+    assert (row.n, row.seeds) == (3, [0, 1, 2])
+    assert row.top1_last_mean == pytest.approx(fmean(values))
+    assert row.top1_last_std == pytest.approx(stdev(values))
+    assert row.seconds_mean == 7200 and row.devices == [1]
+
+
+def two_rows(outputs: Path, configs: Configs) -> None:
+    for seed in range(3):
+        write_run(outputs, configs[BASELINE], seed, top1=82.0 + seed**2)
+        write_run(outputs, configs[HTM], seed, top1=83.0 + seed)
+
+
+def test_table_shows_ours_beside_the_paper(tmp_path: Path, configs: Configs):
+    two_rows(tmp_path, configs)
+    table = result(tmp_path, "table1").numbers.set_index("label")
+    row = table.loc[HTM]
+    assert row.top1_last_minus_paper == pytest.approx(84 - 83.56)
+    assert row.top1_best_minus_paper == pytest.approx(84.5 - 83.56)
+    assert row.paper_difference == pytest.approx(83.56 - 82.87)
+    assert row.difference == pytest.approx(84 - (82 + 83 + 86) / 3)
+    assert (row.n, row.status) == (3, "3 finished")
+    assert table.loc["table1/cifar100_vtm"].status == "not run"
+    quoted = table.loc[table.index.isna()]
+    assert len(quoted) == 28 and set(quoted.status) == {"quoted"}
+    first = result(tmp_path, "table1").numbers
+    assert first[first.row == "ResNet50"].paper_top1.tolist() == [90.6, 61.68]
+    assert first[first.row == "ResNet50"].parameters.tolist() == [23528522, 23528522]
+
+
+def test_row_is_not_compared_with_itself(tmp_path: Path, configs: Configs):
+    two_rows(tmp_path, configs)
+    sweep = result(tmp_path, "sweep-tau").numbers.set_index("row")
+    own = sweep.loc["2 (as in Table 1)"]
+    assert own.n == 3 and pd.isna(own.difference) and own.paper_top1 == 83.56
+    assert sweep.loc["baseline"].difference == pytest.approx(-1 / 3)
+    full = result(tmp_path, "table4").numbers
+    assert pd.isna(full.test_note[0])
+
+
+def test_other_scales_and_data_are_marked_and_not_compared_with_the_paper(
+    tmp_path: Path, configs: Configs
+):
+    two_rows(tmp_path, configs)
+    smoke = result(tmp_path, "table1", scale="smoke")
+    assert smoke.mark == "smoke scale" and "top1_last_minus_paper" not in smoke.numbers
+    other = result(tmp_path, "table3", dataset="cifar10")
+    assert other.mark == "cifar10 instead of CIFAR-100"
+    assert "> **WARNING. SMOKE SCALE: not the paper's experiments.**" in markdown(smoke)
+    assert result(tmp_path, "table1").mark is None
+
+
+def test_notes_say_what_is_significant_shared_and_left_out(tmp_path: Path, configs: Configs):
+    for seed in range(3):
+        write_run(tmp_path, configs[BASELINE], seed, top1=80.0 + seed)
+        write_run(tmp_path, configs[HTM], seed, top1=85.0 + 1.01 * seed)
+    write_run(tmp_path, configs["table1/cifar100_vtm"], 0, top1=81.0)
+    vtm = configs["table1/cifar100_htm_vtm"]
+    write_run(tmp_path, vtm, 5, "odd", status="failed", error="step 3: the loss is nan", epochs=7)
+    notes = " ".join(result(tmp_path, "table1").notes)
+    assert "Significant at 5 %: CCT-7/3x1(1500) + HTM on CIFAR-100 +5.01 (p = " in notes
+    assert "Not tested (needs 2 common seeds, has 1): CCT-7/3x1(1500) + VTM on CIFAR-100." in notes
+    assert "1 test; significant after Holm's correction: CCT-7/3x1(1500) + HTM" in notes
+    assert "Not counted: odd is failed after epoch 7 of 1510: step 3: the loss is nan" in notes
+    assert "7 finished runs, 14.00 hours in total, git ababababab." in notes
+    assert "The baseline on CIFAR-100 has two values" in notes
+
+
+def test_formats_hold_the_same_table(tmp_path: Path, configs: Configs):
+    two_rows(tmp_path, configs)
+    table1 = result(tmp_path, "table1")
+    text = markdown(table1)
+    assert r"| CCT-7/3x1(1500)\*" in text and "## CIFAR-100" in text and "## Parameters" in text
+    assert "84.00 +/- 1.00" in text and "+0.69" in text
+    tex = latex(table1)
+    assert (
+        r"84.00 $\pm$ 1.00" in tex and r"\toprule" in tex and r"\label{tab:table1-full-CIFAR" in tex
+    )
+    (tmp_path / "x.csv").write_text(csv(table1))
+    numbers = pd.read_csv(tmp_path / "x.csv")
+    row = numbers[numbers.label == HTM].iloc[0]
+    assert (row.top1_last_mean, row.seeds, row.scale) == (84.0, "0;1;2", "full")
+    assert len(numbers) == 8 + 28
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [((82.875, 0.125), "82.88 +/- 0.12"), ((80.0, math.nan), "80.00"), ((None, None), "-")],
+)
+def test_spread_is_a_mean_with_its_deviation(values: tuple[Any, Any], text: str):
+    assert spread(*values) == text
+
+
+def test_p_values_have_three_decimals_or_two_digits():
+    assert [p_text(p) for p in (0.0412, 0.00099, math.nan)] == ["0.041", "9.9e-04", "-"]

@@ -1,0 +1,257 @@
+"""Runs as a table: read from folders, grouped over seeds, with what differs; a sweep's end."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from scipy.stats import ttest_rel
+
+from reproduction.runs.folder import RunFolder
+from reproduction.studies.runs import left, newest, read_runs, state_text, upgrade
+from reproduction.studies.sweeps import RunsTable, value_text
+from reproduction.system.errors import UserError
+from scripts import runs as script
+from tests.reproduction.conftest import SMALL, Command, config_of
+from tests.reproduction.tables import set_time, write_metrics, write_run
+
+PLAIN = ["augmentation=[]"]
+
+
+def runs_of(outputs: Path, *variants: list[str], seeds: int = 2) -> None:
+    """Writes finished runs of each variant; accuracies rise with the variant and the seed."""
+    for number, overrides in enumerate(variants):
+        for seed in range(seeds):
+            write_run(outputs, config_of(*overrides), seed, top1=60.0 + 3 * number + seed**2)
+
+
+def test_read_runs_gives_a_row_for_each_folder(tmp_path: Path):
+    run = write_run(tmp_path, config_of(), 1, "mine", error=None, hardware="A GPU")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "smoke").mkdir()
+    (tmp_path / ".logs").mkdir()
+    (tmp_path / "notes").mkdir()
+    runs = read_runs(tmp_path).set_index("folder")
+    assert list(runs.index) == ["mine", "notes"]
+    mine = runs.loc["mine"]
+    assert (mine.status, mine.seed, mine.top1_last, mine.hardware) == ("finished", 1, 81, "A GPU")
+    assert mine.settings["augmentation.htm.tau"] == "auto" and "seed" not in mine.settings
+    assert (mine.mixed_share, mine.top1_best10, mine.planned) == (0.25, 81, mine.epochs)
+    notes = runs.loc["notes"]
+    assert (notes.status, notes.error) == (
+        "unusable",
+        "is not a run folder: it has no config.yaml",
+    )
+    assert read_runs(run).folder.tolist() == ["mine"]
+    with pytest.raises(UserError, match="there is no such folder of runs"):
+        read_runs(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"top1_last": "high"}, "finished, but top1_last is high, no percentage"),
+        ({"top5_best": 100.5}, "finished, but top5_best is 100.5, no percentage"),
+        ({"top1_best": 70.0}, "top1_best=70.0 must not be below top1_last=80.0"),
+        ({"epochs": 3}, "finished, but after 3 of 28 epochs"),
+        ({"top1_last": True}, "no percentage"),
+    ],
+)
+def test_summaries_that_contradict_themselves_are_unusable(tmp_path, changes, reason):
+    write_run(tmp_path, config_of(), **changes)
+    (run,) = read_runs(tmp_path).itertuples()
+    assert run.status == "unusable" and reason in run.error
+
+
+def test_newest_finished_run_of_a_seed_counts(tmp_path: Path):
+    set_time(write_run(tmp_path, config_of(), 0, "old", top1=50.0), 1)
+    set_time(write_run(tmp_path, config_of(), 0, "new", top1=60.0), 2)
+    set_time(write_run(tmp_path, config_of(), 0, "broken", top1=60.0, status="failed"), 3)
+    set_time(write_run(tmp_path, config_of(), 1, "other", status="failed", error="a\nb"), 3)
+    runs = read_runs(tmp_path)
+    assert newest(runs).folder.tolist() == ["new"]
+    (open_run,) = left(runs).itertuples()  # another run of seed 0 is finished
+    assert (open_run.folder, open_run.error) == ("other", "a b")
+    assert state_text(open_run) == "failed after epoch 28 of 28"
+
+
+def test_upgrade_adds_mixing_and_accuracies_once(tmp_path: Path):
+    run = write_run(tmp_path, config_of(), images=12800, steps=100)
+    summary = json.loads((run / "summary.json").read_text())
+    for key in ("log", "mixed_share", "mixed_samples"):
+        del summary[key]
+    (run / "summary.json").write_text(json.dumps(summary))
+    set_time(run, 7)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: holds no batches"):
+        upgrade(RunFolder(run))
+    write_metrics(run / "metrics.jsonl", [[(0, 0, 4.0)], [(32, 10, 2), (96, 2, 1)]])
+    assert upgrade(RunFolder(run)) and not upgrade(RunFolder(run))
+    (row,) = read_runs(tmp_path).itertuples()
+    assert (row.mixed_samples, row.mixed_tokens) == (64, (32 * 10 + 96 * 2) / 128)
+    assert row.mixed_share == round((0 + 32 + 96) / 3 / 128, 4)
+    assert [line["epoch"] for line in row.log] == [1, 2] and row.written == 7
+
+
+def test_training_writes_what_upgrade_digs_out(command: Command, tmp_path: Path):
+    """And the same after an interruption: see test_checkpoints.py for exact resuming."""
+    args = [*SMALL, "augmentation.htm.tau=inf", "recipe.epochs=3", "recipe.evaluate_every=2"]
+    assert command("train", "name=mine", *args).status == 0
+    run = RunFolder(tmp_path / "outputs/mine")
+    written = run.read_summary()
+    assert written["mixed_share"] == 1 and written["mixed_samples"] == 20
+    assert [line["epoch"] for line in written["log"]] == [2, 3]
+    del written["log"]
+    run.summary_path.write_text(json.dumps(written))
+    assert upgrade(run)
+    dug = run.read_summary()
+    assert dug["mixed_tokens"] == pytest.approx(written["mixed_tokens"])
+    assert (dug["mixed_share"], dug["mixed_samples"]) == (1, 20)
+
+
+def test_runs_table_shows_what_differs_grouped_over_seeds(tmp_path: Path):
+    taus = [[f"augmentation.htm.tau={tau}"] for tau in (2.5, 0.5, "inf")]
+    runs_of(tmp_path, *taus)
+    table = RunsTable(read_runs(tmp_path))
+    assert table.varied == {"tau": "augmentation.htm.tau"} and table.following == []
+    shown = table.shown()
+    assert shown.columns.tolist() == ["tau", "n", "top-1 last", "best", "mixed samples", "status"]
+    assert shown.tau.tolist() == ["0.5", "2.5", "inf"]
+    assert shown["top-1 last"].tolist() == [
+        "63.50 +/- 0.71",
+        "60.50 +/- 0.71",
+        "66.50 +/- 0.71",
+    ]
+    assert set(shown.n) == {"2"} and set(shown.status) == {"finished"}
+    assert shown["mixed samples"][0] == "25.00 +/- 0.00 %"
+    assert "cct_2_3x2, digits, htm+vtm: 6 runs, 6 finished; " in table.text()
+
+
+def test_runs_table_names_models_and_stacks_instead_of_all_their_keys(tmp_path: Path):
+    runs_of(tmp_path, ["augmentation=[htm]"], PLAIN, [*PLAIN, "model=vit_lite_6_4"], seeds=1)
+    table = RunsTable(read_runs(tmp_path))
+    assert list(table.varied) == ["mixing", "model.name"] and table.following == []
+    assert table.shown()["mixing"].tolist() == ["htm", "none", "none"]
+    assert table.shown().status.tolist() == ["finished"] * 3
+
+
+def test_runs_table_lists_keys_that_follow_from_its_columns(tmp_path: Path):
+    runs_of(tmp_path, [*PLAIN, "recipe.lr=0.1"], [*PLAIN, "recipe.lr=0.2", "recipe.epochs=3"])
+    table = RunsTable(read_runs(tmp_path))
+    assert [*table.varied.values(), *table.following[:1]] == ["recipe.epochs", "recipe.lr"]
+    assert "differs as well: recipe.lr" in table.text()
+
+
+def test_runs_table_shows_unfinished_and_unusable_runs(tmp_path: Path):
+    write_run(tmp_path, config_of(), 0)
+    write_run(tmp_path, config_of(), 1, status="failed", error="CUDA | out\nof memory", epochs=3)
+    (tmp_path / "foreign").mkdir()
+    text = RunsTable(read_runs(tmp_path)).text()
+    assert "1 finished; seed 1 failed after epoch 3 of 28" in text
+    assert "run1: CUDA | out of memory" in text and "no runs: 1 folders (foreign)" in text
+
+
+def test_against_tests_rows_that_differ_in_one_setting(tmp_path: Path):
+    points = [
+        [f"augmentation.htm.tau={t}", f"augmentation.htm.rho={r}"] for t in (1, 2) for r in (0, 1)
+    ]
+    for number, overrides in enumerate(points):
+        for seed, top1 in enumerate([50.0, 52.0, 55.0]):
+            write_run(tmp_path, config_of(*overrides), seed, top1=top1 + number * (seed + 1))
+    table = RunsTable(read_runs(tmp_path))
+    table.against("tau=1")
+    by_values = table.numbers.set_index(["tau", "rho"])
+    row, base = by_values.loc[(2.0, 1.0)], by_values.loc[(1.0, 1.0)]
+    test = ttest_rel([53, 58, 64], [51, 54, 58])
+    assert row.difference == pytest.approx(4) and row.test_p == pytest.approx(test.pvalue)
+    assert pd.isna(base.difference) and row.test_p_holm >= row.test_p
+    with pytest.raises(UserError, match="against=lr=1: must be one of tau="):
+        table.against("lr=1")
+    with pytest.raises(UserError, match="against=tau=7: tau must be one of 1, 2"):
+        RunsTable(read_runs(tmp_path)).against("tau=7")
+
+
+@pytest.mark.parametrize(
+    ("variants", "is_drawn"),
+    [
+        ([["recipe.lr=0.1"], ["recipe.lr=0.2"]], True),
+        (
+            [[f"recipe.lr={x}", f"seed={0}", f"recipe.epochs={y}"] for x in (1, 2) for y in (1, 2)],
+            True,
+        ),
+        ([["recipe.lr=0.1"]], False),  # nothing differs
+    ],
+)
+def test_plot_shows_one_or_two_settings(tmp_path: Path, variants: list[list[str]], is_drawn: bool):
+    runs_of(tmp_path / "outputs", *([*PLAIN, *variant] for variant in variants))
+    path = tmp_path / "plot.png"
+    assert RunsTable(read_runs(tmp_path / "outputs")).draw(path) == is_drawn == path.exists()
+
+
+def test_values_are_shown_as_on_the_command_line():
+    values = [True, [0, 0.5], None, float("inf"), 1e-5, "x" * 50]
+    texts = ["true", "[0,0.5]", "-", "inf", "1e-05", "x" * 37 + "..."]
+    assert [value_text(value) for value in values] == texts
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr("sys.argv", ["runs.py", *map(str, args)])
+    try:
+        script.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_script_prints_the_table_and_writes_numbers(tmp_path: Path, monkeypatch, capsys):
+    outputs = tmp_path / "outputs"
+    runs_of(outputs, [*PLAIN, "recipe.lr=0.1"], [*PLAIN, "recipe.lr=0.2"])
+    csv = tmp_path / "x.csv"
+    assert call(monkeypatch, outputs, "--csv", csv, "--against", "lr=0.1") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\| lr +\| +n \| +top-1 last \| +best \| .* difference \|", out)
+    numbers = pd.read_csv(csv)
+    assert numbers.top1_last_mean.tolist() == [60.5, 63.5] and numbers.seeds.tolist() == ["0;1"] * 2
+    assert call(monkeypatch, tmp_path / "nowhere") == 2
+    assert call(monkeypatch, outputs, "--plot", "x.pdf") == 2
+    assert "plot=x.pdf: must end in .png" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert call(monkeypatch, tmp_path / "empty") == 2
+    assert "there are no runs in these folders" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unevaluated")
+def test_sweep_ends_with_its_table_and_plot(command: Command, tmp_path: Path):
+    args = ["augmentation.htm.tau=0.5,inf", "seed=0,1", "recipe.max_steps=2", *SMALL]
+    result = command("train", "-m", *args)
+    assert result.status == 0
+    table = result.out.partition("\n\n")[2]
+    assert re.search(
+        r"^\| inf +\| +2 \| 10\.00 \+/- 0\.00 \| .* 100\.00 .* \| finished", table, re.M
+    )
+    assert result.out.rstrip().endswith("4 of 4 runs are finished")
+    report = tmp_path / "outputs/report"
+    assert {path.name for path in report.iterdir()} == {"tau.csv", "tau.png", "tau.pdf"}
+    names = [path.name for path in (tmp_path / "outputs").glob("cct_*")]
+    assert len(names) == 4 and all("-tau=" in name and "-limit=60-" in name for name in names)
+
+
+@pytest.mark.usefixtures("unevaluated")
+def test_failed_point_is_shown_in_the_table(command: Command, tmp_path: Path):
+    args = ["recipe.lr=0.001,1e30", "recipe.clip_grad_norm=null", "recipe.max_steps=3", *SMALL]
+    result = command("train", "-m", "augmentation=[]", "recipe.optimizer=sgd", *args)
+    assert result.status == 1
+    assert "seed 0 failed" in result.out and "1 of 2 runs are finished" in result.out
+
+
+@pytest.mark.usefixtures("unevaluated")
+def test_resume_auto_finds_an_equal_run_under_any_name(command: Command, tmp_path: Path):
+    args = ["resume=auto", "augmentation.htm.tau=1", "recipe.max_steps=2", *SMALL]
+    assert command("train", *args).status == 0
+    (run,) = (tmp_path / "outputs").glob("cct_*")
+    run.rename(run.with_name("mine"))
+    again = command("train", *args)
+    assert again.status == 0 and again.out.startswith("mine: top-1 10.00 %")
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["mine"]
+    other = command("train", *args, "seed=1")
+    assert other.status == 0 and len(list((tmp_path / "outputs").iterdir())) == 2
