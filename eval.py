@@ -1,16 +1,22 @@
 """Evaluates a run (run=FOLDER) or a weight file (checkpoint=FILE model=... dataset=...)."""
 
 from reproduction.commands.cli import run
-from reproduction.commands.jobs import WeightsTask, resolve_evaluation
+from reproduction.commands.jobs import WeightsTask, check_distinct, resolve_evaluation
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import say
 
 
+def check_all(tasks: list[WeightsTask], here: bool) -> None:
+    check_distinct("predictions", [task.predictions for task in tasks])
+
+
 def main(settings: WeightsTask) -> None:
-    """Evaluates, prints and writes top-1, top-5 and loss."""
+    """Evaluates, prints and writes top-1, top-5 and loss, and the predictions if asked for."""
     from reproduction.training.evaluate import evaluate_checkpoint
 
-    result = evaluate_checkpoint(settings.config, settings.checkpoints, settings.result)
+    result = evaluate_checkpoint(
+        settings.config, settings.checkpoints, settings.result, settings.predictions
+    )
     if not is_first_rank():
         return
     place = ""
@@ -23,7 +29,13 @@ def main(settings: WeightsTask) -> None:
         f"loss {result['eval_loss']:.4f} on {result['images']} images of {result['dataset']}"
     )
     say(f"written to {settings.result}")
+    if settings.predictions is not None:
+        from reproduction.reporting.confusion import draw_confusion
+        from reproduction.training.predictions import table_path
+
+        picture, table = draw_confusion(settings.result), table_path(settings.result, "classes")
+        say(f"written to {settings.predictions}, {table} and {picture}")
 
 
 if __name__ == "__main__":
-    run("eval", resolve_evaluation, lambda settings, here: None, main)
+    run("eval", resolve_evaluation, check_all, main)

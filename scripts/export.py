@@ -1,9 +1,13 @@
 """Exports the plain model of a run (run=FOLDER) or a file (checkpoint=FILE model=...)."""
 
 from reproduction.commands.cli import run
-from reproduction.commands.jobs import WeightsTask, resolve_export
+from reproduction.commands.jobs import WeightsTask, check_distinct, resolve_export
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import say
+
+
+def check_all(tasks: list[WeightsTask], here: bool) -> None:
+    check_distinct("output", [task.result for task in tasks])
 
 
 def main(settings: WeightsTask) -> None:
@@ -11,9 +15,11 @@ def main(settings: WeightsTask) -> None:
     from reproduction.training.checkpoint import export
 
     if is_first_rank():
-        export(settings.config.model, settings.checkpoints, settings.result)
+        config = settings.config
+        preprocessing = config.preprocessing if settings.is_run else None
+        export(config.model, settings.checkpoints, settings.result, preprocessing)
         say(f"written to {settings.result}")
 
 
 if __name__ == "__main__":
-    run("export", resolve_export, lambda settings, here: None, main)
+    run("export", resolve_export, check_all, main)

@@ -19,8 +19,7 @@ from reproduction.system.errors import PlainError, UserError
 from reproduction.system.timing import Work, time_calls
 from reproduction.training.distributed import World, allow_tf32
 from reproduction.training.evaluate import evaluate
-from reproduction.training.loop import Trainer
-from reproduction.training.step import MicroBatch
+from reproduction.training.loop import MicroBatch, Trainer
 
 FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass
 ROUNDS = 5
@@ -92,7 +91,7 @@ def bare_trainer(
         RunFolder(config.output_root),
         module=place(module, device).train(),
         classes=[str(label) for label in range(classes)],
-        inputs=build_training_inputs(config, classes, device),
+        inputs=build_training_inputs(config, device),
         batches=TrainingBatches(1, 1, config.seed),
         train_loader=no_data,
         eval_loader=no_data,
@@ -150,7 +149,7 @@ def _cpu_batch(trainer: Trainer) -> int:
 
 
 def _evaluation_of(trainer: Trainer, batch_size: int) -> Work:
-    batches, normalize = [[*_synthetic(trainer, batch_size)]], trainer.update.inputs.normalize
+    batches, normalize = [[*_synthetic(trainer, batch_size)]], trainer.inputs.normalize
     precision = trainer.recipe.precision
     return lambda: evaluate(trainer.module, normalize, batches, trainer.world, precision)
 

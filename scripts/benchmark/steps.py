@@ -15,8 +15,7 @@ from reproduction.models.build import attention_kernel, count_macs
 from reproduction.runs.compose import config_of
 from reproduction.system.timing import spread_of, time_in_turns
 from reproduction.training.evaluate import DTYPES, autocast
-from reproduction.training.loop import Trainer
-from reproduction.training.step import MicroBatch
+from reproduction.training.loop import MicroBatch, Trainer
 from scripts.benchmark.measure import (
     AGAIN,
     CCT,
@@ -147,7 +146,7 @@ def oracle_trainer(config: Config, device: torch.device) -> Trainer:
     """A `sharp_trainer` that trains with the oracle, in torch's default memory format."""
     trainer = sharp_trainer(config, device)
     trainer.module.to(memory_format=torch.contiguous_format)
-    trainer.update.parallel = Oracle(trainer.module)
+    trainer.parallel = Oracle(trainer.module)
     return trainer
 
 

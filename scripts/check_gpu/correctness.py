@@ -62,7 +62,7 @@ def waits(scope: Scope) -> Iterator[Finding]:
         places = _waits_of(step)
         is_right = len(places) == ("htm" in stack)
         yield Finding(f"a step, {'+'.join(stack) or 'plain'}", _joined(places), is_right)
-    model, normalize = trainer.module.model, trainer.update.inputs.normalize
+    model, normalize = trainer.module.model, trainer.inputs.normalize
     few, many = (
         _waits_of(partial(evaluate, model, normalize, [_pinned()] * n, trainer.world, "bf16"))
         for n in (1, 5)
@@ -177,7 +177,7 @@ def one_rank(scope: Scope) -> Iterator[Finding]:
     with join_world(scope.device.type) as world:
         trainer = small_trainer(world.device, SMALL, BOTH, "float32", *NO_DROPOUT)
         devices = [world.device] if world.device.type == "cuda" else None
-        trainer.update.parallel = DistributedDataParallel(trainer.module, device_ids=devices)
+        trainer.parallel = DistributedDataParallel(trainer.module, device_ids=devices)
         in_group = steps_of(trainer, 6, 3)
         summed = torch.ones(3, device=world.device)
         dist.all_reduce(summed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from reproduction.training.loop import Trainer
+from reproduction.training.loop import Trainer, metrics_of
 from reproduction.training.metrics import Line
 from scripts.benchmark.measure import CCT, VIT
 from scripts.benchmark.steps import sharp_trainer, step_config
@@ -58,7 +58,8 @@ def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
         micro_batches = trainer.train_step(images, classes, batch)
         trainer.step += 1
-        trainer.metrics.add(trainer.step, 1, 0.1, micro_batches, trainer.update.not_finite)
+        metrics = [metrics_of(part, trainer.not_finite) for part in micro_batches]
+        trainer.metrics.add({"step": trainer.step}, batch, metrics)
     return trainer.metrics.fetch()
 
 
@@ -173,7 +174,7 @@ def train(device: torch.device, case: Case) -> Trained:
     trainer = sharp_trainer(config, device, sharpness=case.sharpness)
     with DrawnOnHost():
         lines = steps_of(trainer, case.batch, case.steps)
-    states = [trainer.update.optimizer.state[p] for p in trainer.module.parameters()]
+    states = [trainer.optimizer.state[p] for p in trainer.module.parameters()]
     moments = [state.get("exp_avg", state.get("momentum_buffer")) for state in states]
     return Trained(lines, [moment.float().cpu() for moment in moments])
 

@@ -1,1 +1,17 @@
 """The experiments of the TokenMixup paper: configuration, data, models, training and reports."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reproduction.training.checkpoint import Trained
+
+
+def load_run(folder: str | Path, weights: str = "last") -> "Trained":
+    """Returns the plain model of a run, its transform and classes, see `checkpoint.load_run`.
+
+    Imports torch here, so that a refused command does not.
+    """
+    from reproduction.training import checkpoint
+
+    return checkpoint.load_run(folder, weights)

@@ -214,6 +214,13 @@ class InputMix:
     prob: Share
 
 
+@dataclass(config=FORBID, frozen=True, kw_only=True)
+class CutMix(InputMix):
+    """`labels=attention` weighs the classes by attention, as TransMix does, else by area."""
+
+    labels: Literal["area", "attention"] = "area"
+
+
 def _by_library(kind: Any) -> BeforeValidator:
     return BeforeValidator(partial(built, kind))
 
@@ -229,7 +236,7 @@ class Augmentation:
     mode: Literal["batch", "pair", "elem"] = "batch"
     off_epoch: Count | None = None
     mixup: InputMix | None = None
-    cutmix: InputMix | None = None
+    cutmix: CutMix | None = None
     manifold_mixup: Annotated[ManifoldMixup | None, _by_library(ManifoldMixup)] = None
     htm: Annotated[HTM | None, _by_library(HTM)] = None
     vtm: Annotated[VTM | None, _by_library(VTM)] = None
@@ -330,3 +337,14 @@ class Config:
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()  # unused by eval.py
     logger: Loggers = Loggers()
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How an image becomes the model's input in evaluation, for timm's `create_transform`."""
+        return {
+            "image_size": self.model.image_size,
+            "crop_pct": self.recipe.transforms.eval_crop_pct,
+            "interpolation": "bicubic",
+            "mean": self.dataset.mean,
+            "std": self.dataset.std,
+        }

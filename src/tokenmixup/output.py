@@ -3,7 +3,7 @@
 Letters: b batch, t spatial tokens, c classes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,17 @@ class LayerMix(NamedTuple):
     is_easy: Tensor  # b bool
     mask: Tensor  # b t bool, the replaced tokens
     gain: Tensor  # b t, gain in saliency of each replaced token, else 0
+
+
+class Stat(NamedTuple):
+    """A figure of a batch: `total / divisor`, 0 for 0 / 0; `total` alone without one.
+
+    Both add up over micro-batches and ranks; of `is_max`, the largest counts.
+    """
+
+    total: Tensor | float
+    divisor: Tensor | float | None = None
+    is_max: bool = False
 
 
 class Output(NamedTuple):
@@ -38,6 +49,18 @@ class Output(NamedTuple):
     score_loss_weight: float = 0.0  # the setting of HTM
 
     @property
+    def sums(self) -> dict[str, Stat]:
+        """What `stats` are made of, which adds up over micro-batches and ranks."""
+        if self.is_easy is None or self.mask is None or self.gain is None:
+            return {"mixed_samples": Stat(0), "mixed_tokens": Stat(0, 0)}
+        difficulty = torch.stack([mix.difficulty.detach() for mix in self.layers])
+        sums = _sums(self.is_easy, self.mask, self.gain, difficulty)
+        for mix in self.layers if len(self.layers) > 1 else ():
+            of_layer = _sums(mix.is_easy, mix.mask, mix.gain, mix.difficulty.detach())
+            sums |= {f"{name}/{mix.layer}": stat for name, stat in of_layer.items()}
+        return sums
+
+    @property
     def stats(self) -> dict[str, Tensor]:
         """Scalars, computed on access.
 
@@ -46,26 +69,28 @@ class Output(NamedTuple):
         replaced tokens. With several layers these are over all of them together; the values of each
         layer follow under names such as `mixed_samples/1`.
         """
-        if self.is_easy is None or self.mask is None or self.gain is None:
+        if not self.layers:
             zero = self.logits.new_zeros((), dtype=torch.float32)
-            return {"mixed_samples": zero, "mixed_tokens": zero}
-        difficulty = torch.stack([mix.difficulty.detach() for mix in self.layers])
-        stats = _stats(self.is_easy, self.mask, self.gain, difficulty)
-        for mix in self.layers if len(self.layers) > 1 else ():
-            of_layer = _stats(mix.is_easy, mix.mask, mix.gain, mix.difficulty.detach())
-            stats |= {f"{name}/{mix.layer}": value for name, value in of_layer.items()}
-        return stats
+            return dict.fromkeys(self.sums, zero)
+        return {name: _value(stat) for name, stat in self.sums.items()}
 
 
-def _stats(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> dict[str, Tensor]:
-    mixed_samples, replaced = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
+def _sums(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> dict[str, Stat]:
+    mixed, replaced = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
     return {
-        "mixed_samples": mixed_samples,
-        "mixed_tokens": replaced / mixed_samples.clamp(min=1),
-        "difficulty": difficulty.mean(),
-        "gain_max": gain.amax(),
-        "gain_mean": gain.sum() / replaced.clamp(min=1),
+        "mixed_samples": Stat(mixed),
+        "mixed_tokens": Stat(replaced, mixed),
+        "difficulty": Stat(difficulty.sum(), difficulty.numel()),
+        "gain_max": Stat(gain.amax(), is_max=True),
+        "gain_mean": Stat(gain.sum(), replaced),
     }
+
+
+def _value(stat: Stat) -> Any:
+    total, divisor, _ = stat
+    if divisor is None:
+        return total
+    return total / (divisor.clamp(min=1) if isinstance(divisor, Tensor) else divisor)
 
 
 def training_loss(output: Output, score_loss_weight: float | None = None) -> Tensor:

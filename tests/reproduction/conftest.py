@@ -67,8 +67,8 @@ SCRIPTS: dict[str, tuple[Any, ...]] = {
         *(train_script.resolve, train_script.check_all, train_script.main),
         train_script.conclude,
     ),
-    "eval": (eval_script.resolve_evaluation, lambda settings, here: None, eval_script.main),
-    "export": (export_script.resolve_export, lambda settings, here: None, export_script.main),
+    "eval": (eval_script.resolve_evaluation, eval_script.check_all, eval_script.main),
+    "export": (export_script.resolve_export, export_script.check_all, export_script.main),
 }
 
 

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from reproduction.data.inputs import TrainingInputs
+from reproduction.data.inputs import Mixed, TrainingInputs
+from reproduction.data.loaders import TrainingBatches
 from reproduction.models.names import State
 from reproduction.runs.folder import RunFolder
 from reproduction.training.distributed import World
-from reproduction.training.step import TrainingStep
+from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command, config_of, trained_run
 from tests.reproduction.test_training import (
     MIXED,
@@ -33,38 +34,44 @@ def average_of(run: RunFolder) -> State:
     return torch.load(run.last_path, weights_only=True)["model_ema"]
 
 
-def small_model() -> TokenMixup:
+def trainer_of(*overrides: str) -> Trainer:
+    """Builds a trainer of a small model with batch norm, for images of 8 pixels as they are."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
-    return TokenMixup(nn.Sequential(*layers), 10, htm=None, vtm=None)
-
-
-def step_of(module: TokenMixup, *overrides: str) -> TrainingStep:
-    """Builds the training step of a recipe, with unchanged images and targets."""
-    inputs: Any = TrainingInputs(lambda x: x, lambda images, targets: (images, targets))
-    return TrainingStep(module, inputs, config_of(*overrides).recipe, ALONE, 0)
+    no_data: Any = []
+    return Trainer(
+        config_of(*overrides),
+        ALONE,
+        RunFolder("unused"),
+        module=TokenMixup(nn.Sequential(*layers), 10, htm=None, vtm=None),
+        classes=[*"0123456789"],
+        inputs=TrainingInputs(lambda x: x, lambda x, classes: Mixed(x, classes, classes)),
+        batches=TrainingBatches(1, 1, 0),
+        train_loader=no_data,
+        eval_loader=no_data,
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_average_follows_every_update_from_the_initial_weights(precision: str):
     """Includes batch norm's running statistics; integers are copied."""
     overrides = ["recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
-    module = small_model()
-    step = step_of(module, *overrides)
+    trainer = trainer_of(*overrides)
+    model = trainer.module.model
     if precision == "float16":  # a scale at which no gradient overflows
-        step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 1024.0})
-    expected = {name: value.clone() for name, value in module.model.state_dict().items()}
+        trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 1024.0})
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     for seed in range(3):
         torch.manual_seed(seed)
-        step(torch.randn(6, 3, 8, 8), torch.eye(10)[:6], seed, 6)
-        for name, value in module.model.state_dict().items():
+        trainer.train_step(torch.randn(6, 3, 8, 8), torch.arange(6), 6)
+        for name, value in model.state_dict().items():
             mean = 0.75 * expected[name] + 0.25 * value
             expected[name] = mean if value.is_floating_point() else value.clone()
-    average = step.evaluated.state_dict()
+    average = trainer.evaluated.state_dict()
     assert average["1.num_batches_tracked"] == 3
     for name, value in expected.items():
         torch.testing.assert_close(average[name], value, atol=1e-6, rtol=1e-5)
-        assert name.endswith("tracked") or not torch.equal(value, module.model.state_dict()[name])
+        assert name.endswith("tracked") or not torch.equal(value, model.state_dict()[name])
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ def write_files(folder: Path) -> None:
     (folder / "folder").mkdir()
     (folder / "outputs").mkdir()
     (folder / "file.txt").write_text("text")
+    (folder / "table.csv").touch()
     (folder / "empty.pt").touch()
     (folder / "zip.pt").write_bytes(b"PK")
     (folder / "noise.pt").write_bytes(bytes(range(256)) * 8)

@@ -23,7 +23,7 @@ from reproduction.data.loaders import EvaluationImages, data_loader, evaluation_
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS
-from reproduction.training import distributed, endings
+from reproduction.training import distributed, endings, operations
 from reproduction.training.distributed import World, _failure_line
 from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import Logs
@@ -109,7 +109,7 @@ def test_ranks_mix_within_their_shares_and_sum_their_counts(mixing_runs: Path):
     for name in names:
         steps, _ = lines_of(mixing_runs, name)
         assert sum(line["mixed_samples"] for line in steps) == 3 * 95
-        assert [line["gain_max"] is None for line in steps] == [False] * 30 + [True] * 10
+        assert ["gain_max" in line for line in steps] == [True] * 30 + [False] * 10
         assert all(line["gain_max"] > line["gain_mean"] > 0 for line in steps[:30])
 
 
@@ -264,9 +264,10 @@ def test_only_rank_0_writes(tmp_path: Path):
     folder.last_path.unlink()  # resumes after the first epoch
     trainer = build_trainer(config, World(0, 1, torch.device("cpu")), build_source(config.dataset))
     trainer.world = World(1, 1, torch.device("cpu"))
-    trainer.history[0]["top1"] = -1.0  # the second epoch becomes the best
+    trainer.history.epochs[0]["top1"] = -1.0  # the second epoch becomes the best
     before = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
-    trainer.fit(Logs())
+    with operations.around(trainer, Logs()):
+        trainer.fit()
     after = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
     assert after == before
 

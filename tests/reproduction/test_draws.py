@@ -34,7 +34,7 @@ def drawn(stack: list[str], *, seed: int = 0, rank: int = 0, steps: int = STEPS)
     erasing = "recipe.transforms.erasing_prob=1"
     small = ["model.embed_dim=16", "recipe.warmup_epochs=0", f"seed={seed}", erasing]
     trainer = small_trainer(stack, *small)
-    trainer.update.world = World(rank, 2, CPU)
+    trainer.world = World(rank, 2, CPU)
     seen: list[Drawn] = []
 
     def spy(images: Tensor, targets: Tensor) -> Any:
@@ -43,7 +43,7 @@ def drawn(stack: list[str], *, seed: int = 0, rank: int = 0, steps: int = STEPS)
         )
         return trainer.module(images, targets)
 
-    trainer.update.parallel = spy
+    trainer.parallel = spy
     for _ in range(steps):
         torch.rand(5)  # anything may draw between two steps
         trainer.train_step(IMAGES, torch.arange(8), 8)
@@ -70,7 +70,7 @@ def test_erased_boxes_and_noise_depend_on_step_rank_and_seed():
     """Without mixing, inputs differ only by erasing."""
     draws = [*drawn([]), *drawn([], rank=1), *drawn([], seed=1)]
     trainer = small_trainer([], "model.embed_dim=16")
-    plain = trainer.update.inputs.normalize(IMAGES)
+    plain = trainer.inputs.normalize(IMAGES)
     masks = [boxes(plain, one.images) for one in draws]
     for (one, mask), (other, its) in combinations(zip(draws, masks, strict=True), 2):
         assert not torch.equal(mask, its)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from reproduction.system.errors import PlainError
 from reproduction.training import metrics
 from reproduction.training.distributed import World
-from reproduction.training.loop import Trainer
-from reproduction.training.metrics import BatchMetrics, NonFinite
+from reproduction.training.endings import explaining_step
+from reproduction.training.loop import MicroBatch, Trainer, metrics_of
+from reproduction.training.metrics import NonFinite
 from tests.reproduction.conftest import SMALL, Command, small_trainer
-from tests.reproduction.test_average import small_model, step_of
+from tests.reproduction.test_average import trainer_of as average_trainer
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
 from tokenmixup import assignment, detectors, horizontal
 
@@ -36,8 +37,14 @@ def step(trainer: Trainer, images: Tensor | None = None) -> None:
     if images is None:
         generator = torch.Generator().manual_seed(1)
         images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    parts = trainer.train_step(images, torch.arange(6), 6)
-    trainer.metrics.add(trainer.step + 1, 1, 0.1, parts, trainer.update.not_finite)
+    with explaining_step(trainer.step + 1, trainer.config):
+        parts = trainer.train_step(images, torch.arange(6), 6)
+    record(trainer, parts)
+
+
+def record(trainer: Trainer, parts: list[MicroBatch]) -> None:
+    metrics = [metrics_of(part, trainer.not_finite) for part in parts]
+    trainer.metrics.add({"step": trainer.step + 1}, 6, metrics)
 
 
 def outputs(module: nn.Module, value: float) -> Callable[[], None]:
@@ -135,9 +142,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_where_the_scaler_sees_none(
     """In float16 the scaler looks at gradients only, which are finite here."""
     half = ("recipe.precision=float16", f"recipe.clip_grad_norm={clip}")
     trainer = trainer_of(SKIP, f"recipe.optimizer={optimizer}", "recipe.ema_decay=0.5", *half)
-    assert trainer.update.average is not None
-    held = {**trainer.module.state_dict(), **trainer.update.average.state_dict(prefix="average.")}
-    scale = trainer.update.scaler.get_scale()
+    assert trainer.average is not None
+    held = {**trainer.module.state_dict(), **trainer.average.state_dict(prefix="average.")}
+    scale = trainer.scaler.get_scale()
     for part, skipped in (("difficulty", 1), ("gradient", 1), (None, 0)):
         before = {name: value.clone() for name, value in held.items()}
         undo = broken(part, trainer) if part else (lambda: None)
@@ -145,7 +152,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_where_the_scaler_sees_none(
         undo()
         same = [torch.equal(held[name], before[name]) for name in held]
         assert all(same) if skipped else not any(same)
-        assert trainer.update.scaler.get_scale() == scale / (1 if part == "difficulty" else 2)
+        assert trainer.scaler.get_scale() == scale / (1 if part == "difficulty" else 2)
     assert [line["skipped"] for line in trainer.metrics.fetch()] == [1, 1, 0]
 
 
@@ -161,13 +168,14 @@ def test_non_finite_values_on_another_rank_skip_the_update(monkeypatch: pytest.M
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_skipped_update_keeps_average_and_running_statistics(precision: str):
     overrides = [SKIP, "recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
-    module = small_model()
-    update = step_of(module, *overrides)
-    held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
+    trainer = average_trainer(*overrides)
+    assert trainer.average is not None
+    average = trainer.average.module.state_dict(prefix="average.")
+    held = {**trainer.module.state_dict(), **average}
     before = {name: value.clone() for name, value in held.items()}
     for value, skipped in ((torch.nan, 1), (1.0, 0)):
-        update(torch.randn(6, 3, 8, 8) * value, torch.eye(10)[:6], 0, 6)
-        assert float(update.not_finite) == skipped
+        trainer.train_step(torch.randn(6, 3, 8, 8) * value, torch.arange(6), 6)
+        assert float(trainer.not_finite) == skipped
         same = [torch.equal(held[name], before[name]) for name in held]
         assert all(same) if skipped else not any(same)
 
@@ -178,20 +186,21 @@ def test_step_skipped_by_the_scaler_is_counted_and_changes_nothing(clip: str, ru
     """The loss is finite, the scaled gradient is not; averages and statistics are unchanged."""
     overrides = ["recipe.precision=float16", "recipe.ema_decay=0.75", "recipe.lr=0.1"]
     overrides += [f"recipe.clip_grad_norm={clip}", f"recipe.non_finite={rule}"]
-    module = small_model()
-    update = step_of(module, *overrides)
-    held = {**module.state_dict(), **update.average.module.state_dict(prefix="average.")}
-    metrics, counter = BatchMetrics(World(0, 1, CPU)), NonFinite(update.skips, update.uses_scaler)
+    trainer = average_trainer(*overrides)
+    assert trainer.average is not None
+    average = trainer.average.module.state_dict(prefix="average.")
+    held = {**trainer.module.state_dict(), **average}
+    counter = trainer.non_finite
     before = {name: value.clone() for name, value in held.items()}
     for step, scale in enumerate((1e38, 1024.0)):
-        update.scaler.load_state_dict({**update.scaler.state_dict(), "scale": scale})
-        parts = update(torch.randn(6, 3, 8, 8), torch.eye(10)[:6], step, 6)
+        trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": scale})
+        parts = trainer.train_step(torch.randn(6, 3, 8, 8), torch.arange(6), 6)
         assert torch.isfinite(parts[0].loss)
-        assert float(update.not_finite) == (step == 0)
+        assert float(trainer.not_finite) == (step == 0)
         same = [torch.equal(held[name], before[name]) for name in held]
         assert all(same) if step == 0 else not any(same)
-        metrics.add(step + 1, 1, 0.1, parts, update.not_finite)
-    lines = metrics.fetch()
+        record(trainer, parts)
+    lines = trainer.metrics.fetch()
     counter.check(lines)
     assert [line["skipped"] for line in counter.writable(lines)] == [1, 0]
     assert counter.state_dict() == {"skipped": 1, "in_a_row": 0}

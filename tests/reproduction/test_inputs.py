@@ -1,7 +1,5 @@
 """Inputs on the device: normalisation, mixing and erasing, drawn by seed, step and rank."""
 
-from typing import Any
-
 import pytest
 import torch
 from timm.data import create_transform
@@ -14,6 +12,7 @@ from reproduction.data.build import build_training_images, build_training_inputs
 from reproduction.data.inputs import (
     Erasing,
     InputMixer,
+    Mixed,
     TrainingInputs,
     build_input_mixer,
     build_normalize,
@@ -26,12 +25,12 @@ CPU = torch.device("cpu")
 MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), InputMix(alpha=1.0, prob=1.0)
 
 
-def mixed_by(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> Any:
+def mixed_by(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> Mixed:
     return TrainingInputs(lambda x: x, mixer)(images, targets, *key)
 
 
 def inputs_of(*overrides: str) -> TrainingInputs:
-    return build_training_inputs(config_of(*overrides), 10, CPU)
+    return build_training_inputs(config_of(*overrides), CPU)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -108,12 +107,11 @@ def test_erased_boxes_are_not_mixed(stack: str):
     assert inputs.erase is not None and plain.erase is None
     for step in range(20):
         images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
-        erased, targets = inputs(images, torch.arange(8), 0, step, 0)
-        mixed, same_targets = plain(images, torch.arange(8), 0, step, 0)
-        noise = inputs.erase(torch.full_like(mixed, torch.inf), 0, step, 0)
+        erased, mixed = (of(images, torch.arange(8), 0, step, 0) for of in (inputs, plain))
+        noise = inputs.erase(torch.full_like(mixed.images, torch.inf), 0, step, 0)
         assert (noise != torch.inf).flatten(1).any(dim=1).all()
-        assert torch.equal(erased, torch.where(noise == torch.inf, mixed, noise))
-        assert torch.equal(targets, same_targets)
+        assert torch.equal(erased.images, torch.where(noise == torch.inf, mixed.images, noise))
+        assert torch.equal(erased.targets(10, 0.1), mixed.targets(10, 0.1))
 
 
 def test_inputs_are_a_function_of_seed_step_and_rank():
@@ -122,7 +120,8 @@ def test_inputs_are_a_function_of_seed_step_and_rank():
 
     def prepared(*key: int) -> tuple[Tensor, Tensor]:
         torch.rand(3)  # unrelated draws
-        return inputs(images, torch.arange(16) % 10, *key)
+        mixed = inputs(images, torch.arange(16) % 10, *key)
+        return mixed.images, mixed.targets(10, 0.1)
 
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     results = [prepared(*key) for key in keys]
@@ -162,7 +161,7 @@ def test_inputs_leave_images_and_global_generators_unchanged():
     [{"mixup": MIXUP}, {"cutmix": CUTMIX}, {"mixup": MIXUP, "cutmix": CUTMIX}],
 )
 def test_input_mixing_equals_timm_and_accepts_odd_batches(n, stack, mode):
-    ours = build_input_mixer(Augmentation(mode=mode, **stack), 0.1, 4)
+    ours = build_input_mixer(Augmentation(mode=mode, **stack))
     theirs = Mixup(
         mixup_alpha=0.8 if "mixup" in stack else 0.0,
         cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
@@ -172,23 +171,23 @@ def test_input_mixing_equals_timm_and_accepts_odd_batches(n, stack, mode):
     )
     for step in range(8):
         images, targets = torch.randn(n, 3, 8, 8), torch.arange(n) % 4
-        mixed, soft = mixed_by(ours, images.clone(), targets, 0, step)
+        mixed = mixed_by(ours, images.clone(), targets, 0, step)
+        soft = mixed.targets(4, 0.1)
         torch.testing.assert_close(soft.sum(dim=1), torch.ones(n))
         if n % 2 == 0:
             with seeded(Purpose.MIX_INPUTS, 0, step):
                 expected = theirs(images.clone(), targets)
-            assert torch.equal(mixed, expected[0])
+            assert torch.equal(mixed.images, expected[0])
             assert torch.equal(soft, expected[1])
 
 
 def test_input_mixing_has_the_configured_probabilities():
     mixup, cutmix = InputMix(alpha=1.0, prob=0.2), InputMix(alpha=1.0, prob=0.6)
-    mixer = build_input_mixer(Augmentation(mixup=mixup, cutmix=cutmix), 0.0, 2)
+    mixer = build_input_mixer(Augmentation(mixup=mixup, cutmix=cutmix))
     kinds = {"none": 0, "mixup": 0, "cutmix": 0}
     for step in range(2000):
         images = torch.stack([torch.zeros(1, 8, 8), torch.ones(1, 8, 8)])
-        mixed, _ = mixed_by(mixer, images, torch.tensor([0, 1]), step)
-        values = mixed[0].unique()
+        values = mixed_by(mixer, images, torch.tensor([0, 1]), step).images[0].unique()
         soft = bool(((values > 0) & (values < 1)).any())
         kinds["mixup" if soft else "cutmix" if (values == 1).any() else "none"] += 1
     assert kinds["mixup"] / 2000 == pytest.approx(0.1, abs=0.03)
@@ -196,20 +195,21 @@ def test_input_mixing_has_the_configured_probabilities():
 
 
 def test_targets_are_smoothed_like_timms_without_input_mixing():
-    mixer = build_input_mixer(Augmentation(), 0.1, 4)
-    _, soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3]))
+    mixer = build_input_mixer(Augmentation())
+    soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3])).targets(4, 0.1)
     torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_mixup_of_odd_batches_mixes_labels_like_images(mode: str):
     mixup = InputMix(alpha=1.0, prob=1.0)
-    mixer = build_input_mixer(Augmentation(mixup=mixup, mode=mode), 0.0, 5)
+    mixer = build_input_mixer(Augmentation(mixup=mixup, mode=mode))
     for step in range(5):
         images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
-        mixed, soft = mixed_by(mixer, images, torch.arange(5), step)
+        mixed = mixed_by(mixer, images, torch.arange(5), step)
+        soft = mixed.targets(5, 0.0)
         expected = soft @ torch.arange(5.0)  # the pixel value that the labels imply
-        torch.testing.assert_close(mixed[:, 0, 0, 0], expected)
+        torch.testing.assert_close(mixed.images[:, 0, 0, 0], expected)
         assert 0 < soft[0, 0] < 1
         kept = soft.diagonal().tolist()
         assert (kept[0] == kept[1]) == (mode == "batch")
@@ -224,12 +224,12 @@ def test_purposes_have_different_random_streams():
 
 
 def test_stop_mixing_keeps_label_smoothing():
-    mixer = build_input_mixer(Augmentation(mixup=MIXUP), 0.1, 4)
+    mixer = build_input_mixer(Augmentation(mixup=MIXUP))
     inputs = TrainingInputs(lambda x: x, mixer)
     images = torch.randn(4, 3, 8, 8)
-    assert not torch.equal(inputs(images.clone(), torch.arange(4), 0, 0, 0)[0], images)
+    assert not torch.equal(inputs(images.clone(), torch.arange(4), 0, 0, 0).images, images)
     inputs.stop_mixing()
     for step in range(5):
-        mixed, soft = inputs(images.clone(), torch.arange(4), 0, step, 0)
-        assert torch.equal(mixed, images)
-        torch.testing.assert_close(soft, 0.9 * torch.eye(4) + 0.025)
+        mixed = inputs(images.clone(), torch.arange(4), 0, step, 0)
+        assert torch.equal(mixed.images, images)
+        torch.testing.assert_close(mixed.targets(4, 0.1), 0.9 * torch.eye(4) + 0.025)

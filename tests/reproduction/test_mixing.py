@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from reproduction.training.loop import MicroBatch
 from reproduction.training.mixing import MixedShare
-from reproduction.training.step import MicroBatch
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_synchronisation import counted, trainer_on
 from tests.reproduction.test_training import folder

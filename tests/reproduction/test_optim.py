@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reproduction.config import Recipe
-from reproduction.training.step import build_optimizer, build_schedule
+from reproduction.training.optim import build_optimizer, build_schedule
 from tests.conftest import CLASSES, small_vit
 from tests.reproduction.conftest import config_of, small_trainer
 from tokenmixup import attach
@@ -81,7 +81,7 @@ def test_optimizer_with_frozen_parameters_can_be_saved(optimizer: str):
 def ten_losses(optimizer: str, lr: float, fused: bool) -> list[float]:
     overrides = [f"recipe.optimizer={optimizer}", f"recipe.lr={lr}", "recipe.warmup_epochs=0"]
     trainer = small_trainer(["htm", "vtm"], "model.embed_dim=16", *overrides)
-    for group in trainer.update.optimizer.param_groups:
+    for group in trainer.optimizer.param_groups:
         assert group["fused"]
         group["fused"] = fused
     images, losses = torch.randn(8, 3, 32, 32), []

@@ -1,22 +1,26 @@
 """Updates in micro-batches equal those of full batches, except that HTM pairs within each."""
 
 import time
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reproduction.training.distributed import World
-from reproduction.training.loop import Trainer
+from reproduction.training.distributed import World, data_parallel
+from reproduction.training.loop import MicroBatch, Trainer, metrics_of
 from reproduction.training.metrics import BatchMetrics
-from reproduction.training.step import MicroBatch, TrainingStep
-from tests.reproduction.conftest import small_trainer
+from tests.reproduction.conftest import Command, small_trainer
+from tokenmixup import TokenMixup
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
 PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.warmup_epochs=0"]
+RHO = "augmentation.htm.rho=0.0002"  # of which tokens are replaced
 SGD = [*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1"]  # Adam's steps take the sign of noise
 
 
@@ -39,7 +43,7 @@ class Twice(World):
 
 def line_of(parts: list[MicroBatch], world: World = ALONE) -> dict[str, float]:
     metrics = BatchMetrics(world)
-    metrics.add(1, 1, 0.1, parts)
+    metrics.add({}, 1, [metrics_of(part, torch.zeros(())) for part in parts])
     (line,) = metrics.fetch()
     return line
 
@@ -70,7 +74,7 @@ def test_clipping_uses_the_unscaled_norm(precision: str):
 
 def test_pairs_are_matched_within_a_micro_batch():
     mixed = [
-        line_of(trainer_of(["htm"], count, *PLAIN).train_step(*images_of(6), 6))
+        line_of(trainer_of(["htm"], count, *PLAIN, RHO).train_step(*images_of(6), 6))
         for count in (1, 2, 6)
     ]
     assert [line["mixed_samples"] for line in mixed] == [6, 6, 6]
@@ -79,7 +83,7 @@ def test_pairs_are_matched_within_a_micro_batch():
 
 
 def test_metrics_of_an_update_average_over_all_images():
-    parts = trainer_of(["htm"], 2, *PLAIN).train_step(*images_of(5), 5)
+    parts = trainer_of(["htm"], 2, *PLAIN, RHO).train_step(*images_of(5), 5)
     assert [len(part.output.logits) for part in parts] == [3, 2]
     line = line_of(parts)
 
@@ -112,7 +116,8 @@ def test_images_per_second_cover_all_batches_since_the_last_fetch(
     metrics = BatchMetrics(World(0, 1, CPU))
     for seconds, batches, speed in ((2.0, 3, 9.0), (4.0, 2, 3.0)):
         for step in range(batches):
-            metrics.add(step, 1, 0.1, trainer.train_step(*images_of(6), 6))
+            parts = trainer.train_step(*images_of(6), 6)
+            metrics.add({"step": step}, 6, [metrics_of(x, trainer.not_finite) for x in parts])
         now[0] += seconds
         assert [line["images_per_second"] for line in metrics.fetch()] == [speed] * batches
 
@@ -127,7 +132,8 @@ def alone() -> Iterator[None]:
 
 def test_gradients_are_reduced_once_per_update(alone: None):
     trainer = trainer_of([], 3, *PLAIN)
-    step = TrainingStep(trainer.module, trainer.update.inputs, trainer.recipe, World(0, 2, CPU), 0)
+    trainer.world = World(0, 2, CPU)
+    trainer.parallel = data_parallel(trainer.module, trainer.world)
     sums = []
 
     def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -136,9 +142,9 @@ def test_gradients_are_reduced_once_per_update(alone: None):
         done.set_result(bucket.buffer())
         return done
 
-    step.parallel.register_comm_hook(None, count)
-    for number in range(2):
-        step(*images_of(6), number, 12)
+    trainer.parallel.register_comm_hook(None, count)
+    for _ in range(2):
+        trainer.train_step(*images_of(6), 12)
     assert sums.count(True) == 2
 
 
@@ -146,3 +152,24 @@ def test_gradients_are_reduced_once_per_update(alone: None):
 def test_tf32_follows_the_recipe(allowed: bool):
     trainer_of([], 1, f"recipe.tf32={str(allowed).lower()}")
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
+
+
+def test_six_calls_lead_from_the_command_to_the_module(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """And train.py itself; the model and the library are not counted."""
+    stacks: list[list[str]] = []
+    original = TokenMixup.__call__
+
+    def call(self: TokenMixup, *args: Any) -> Any:
+        frames = traceback.extract_stack()
+        parts = [{*Path(frame.filename).parts} for frame in frames]
+        own = [{"reproduction", "train.py"} & x and "tests" not in x for x in parts]
+        stacks.append([frame.name for frame, is_own in zip(frames, own, strict=True) if is_own])
+        return original(self, *args)
+
+    monkeypatch.setattr(TokenMixup, "__call__", call)
+    args = ["dataset.limit=10", "recipe.epochs=1", "recipe.batch_size=10", "dataset.workers=0"]
+    result = command("train", "model.embed_dim=16", *args)
+    assert result.status == 0, result.err
+    assert stacks[0] == ["run", "main", "run_training", "train", "fit", "train_step"]

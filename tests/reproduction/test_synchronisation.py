@@ -70,7 +70,7 @@ def counted() -> Iterator[Counter[str]]:
 
 def trainer_on(device: str, stack: list[str], *overrides: str) -> Trainer:
     trainer = small_trainer(stack, *overrides, device=device)
-    for group in trainer.update.optimizer.param_groups:
+    for group in trainer.optimizer.param_groups:
         group["fused"] = device != "meta"  # which fused kernels do not support
     return trainer
 
@@ -95,11 +95,11 @@ def test_htm_waits_once_a_step_for_two_copies_to_the_host_and_nothing_else(stack
 def test_htm_waits_once_per_micro_batch_and_averaging_never():
     overrides = ("recipe.grad_accum_steps=3", "recipe.ema_decay=0.9")
     # timm's average needs a generator, which meta lacks
-    average = trainer_on("cpu", [], *overrides).update.average
+    average = trainer_on("cpu", [], *overrides).average
     assert average is not None
     average.module.to("meta")
     trainer = trainer_on("meta", ["htm", "vtm"], overrides[0])
-    trainer.update.average = average
+    trainer.average = average
     with counted() as counts:
         step(trainer)
     assert counts == {"copy": 3 * COPIES}
@@ -107,7 +107,7 @@ def test_htm_waits_once_per_micro_batch_and_averaging_never():
 
 def test_skipping_non_finite_updates_adds_no_wait():
     trainer = trainer_on("meta", ["htm"], "recipe.non_finite=skip")
-    trainer.update.optimizer.step = lambda: None  # only fused kernels can skip on the device
+    trainer.optimizer.step = lambda: None  # only fused kernels can skip on the device
     with counted() as counts:
         step(trainer)
     assert counts == {"copy": COPIES}
@@ -146,7 +146,7 @@ def test_synchronisations_are_counted():
 
 def test_evaluation_waits_once_for_all_batches():
     trainer = trainer_on("meta", [])
-    normalize = trainer.update.inputs.normalize
+    normalize = trainer.inputs.normalize
     batch = [torch.zeros(6, 3, 32, 32, dtype=torch.uint8), torch.zeros(6, dtype=torch.int64)]
     with counted() as counts:
         evaluate(trainer.module.model, normalize, [batch] * 3, trainer.world, "float32")

@@ -119,11 +119,11 @@ def test_run_that_ends_before_its_last_evaluation_resumes_alike(
     assert command("train", "name=whole", *args).status == 0
     original = Trainer._test
 
-    def stopped(self: Trainer, loader: Any) -> dict[str, Any]:
+    def stopped(self: Trainer) -> Any:
         if devices > 1:
             raise RuntimeError("stopped")
         signal.raise_signal(signal.SIGTERM)
-        return original(self, loader)
+        return original(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_test", stopped)

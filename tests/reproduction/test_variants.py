@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reproduction.data.sources import load_source
 from reproduction.training.distributed import join_world
-from reproduction.training.step import MicroBatch
+from reproduction.training.loop import MicroBatch
 from reproduction.training.train import build_trainer
 from tests.reproduction.conftest import SMALL_VIT, config_of
 from tokenmixup import TokenMixup

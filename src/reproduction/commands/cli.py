@@ -8,8 +8,8 @@ import re
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import mkdtemp
@@ -87,7 +87,9 @@ def run(
             settings = [resolve(point) for point in composed]
             check_all(settings, launcher not in SUBMITIT)
             if launcher == HERE:
-                failures += _run_here(points, settings, main)
+                for point_settings in _in_turn(points, settings):
+                    with _noting(failures):
+                        main(point_settings)
             else:
                 failures += _launch(launcher, composed, config_name, resolve, check_all, main)
             if len(points) > 1:
@@ -124,19 +126,21 @@ def _print_hydra_output(config_name: str) -> None:
             say(output.getvalue().removesuffix("\n"))
 
 
-def _run_here(
-    points: list[list[str]], settings: list[Settings], main: Callable[[Settings], None]
-) -> list[Exception]:
-    """Runs the points one after the other in this process and returns their failures."""
-    failures: list[Exception] = []
+def _in_turn(points: list[list[str]], settings: list[Settings]) -> Iterator[Settings]:
+    """Yields the settings of each point and says which of several comes next."""
     for number, (overrides, point_settings) in enumerate(zip(points, settings, strict=True), 1):
         if len(points) > 1:
             say(f"run {number} of {len(points)}: {' '.join(overrides)}")
-        try:
-            main(point_settings)
-        except (UserError, PlainError) as error:
-            failures.append(type(error)(str(error)))  # a copy: the traceback holds the model
-    return failures
+        yield point_settings
+
+
+@contextmanager
+def _noting(failures: list[Exception]) -> Iterator[None]:
+    """Adds a failure to the list, so that the sweep goes on."""
+    try:
+        yield
+    except (UserError, PlainError) as error:
+        failures.append(type(error)(str(error)))  # a copy: the traceback holds the model
 
 
 def _launch(

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +15,7 @@ from reproduction.config import Config
 from reproduction.data.custom import load as load_own
 from reproduction.runs.compose import Composed, options_of
 from reproduction.runs.folder import (
+    PUBLISHED,
     RunFolder,
     changes_result,
     check_writable,
@@ -23,14 +26,15 @@ from reproduction.runs.folder import (
 )
 from reproduction.runs.parse import check_named, parse, parse_saved
 from reproduction.system.errors import UserError
+from reproduction.system.storage import temporary_name
 
 Keys = tuple[str, ...]
-PUBLISHED = "model.safetensors"  # weights in a folder written by scripts/publish.py
 CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
 TRAINING_ONLY = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
-EVALUATED_RUN: Keys = ("run", "weights", *CHANGEABLE)
+EVALUATED_RUN: Keys = ("run", "weights", "predictions", *CHANGEABLE)
 EVALUATED_FILE: Keys = (
-    *("checkpoint", "device", "devices", "model", "dataset", "recipe", "output_root"),
+    *("checkpoint", "predictions", "device", "devices"),
+    *("model", "dataset", "recipe", "output_root"),
 )
 EXPORTED_RUN: Keys = ("run", "weights", "output")
 EXPORTED_FILE: Keys = ("checkpoint", "model", "output")
@@ -108,33 +112,54 @@ def check_all(configs: list[Config], here: bool = True) -> None:
 
 @dataclass(frozen=True)
 class WeightsTask:
-    """Candidate checkpoints (the first readable one is used), their configuration, the output."""
+    """Candidate checkpoints (the first readable one is used), their configuration, the output.
+
+    `predictions` is a further file of an evaluation. `is_run` tells whether the whole configuration
+    is that of the weights, or, for an export, only its model.
+    """
 
     config: Config
     checkpoints: list[Path]
     result: Path
+    predictions: Path | None = None
+    is_run: bool = True
 
 
 def resolve_export(composed: Composed) -> WeightsTask:
     """Returns the checked settings of one export; UserError names overrides that do not apply."""
     raw = dict(composed.raw)
-    output = _output_file(raw.pop("output", None))
+    output = _new_file("output", raw.pop("output", None), ".safetensors")
     checkpoints, saved = _select_weights(composed, raw, EXPORTED_RUN, EXPORTED_FILE)
-    return WeightsTask(parse_saved(saved or raw, needs_data=False), checkpoints, output)
+    config = parse_saved(saved or raw, needs_data=False)
+    return WeightsTask(config, checkpoints, output, is_run=saved is not None)
 
 
-def _output_file(output: Any) -> Path:
-    if not isinstance(output, str) or not output.endswith(".safetensors"):
-        raise UserError(f"output={output}: must be a file ending in .safetensors")
-    if os.path.lexists(output):
-        raise UserError(f"output={output}: already exists")
-    check_writable(Path(output), f"output={output}")
-    return Path(output)
+def _new_file(key: str, name: Any, ending: str) -> Path:
+    """Returns the path. Raises UserError if no file with this ending can be created there."""
+    if not isinstance(name, str) or not name.endswith(ending):
+        raise UserError(f"{key}={name}: must be a file ending in {ending}")
+    if os.path.lexists(name):
+        raise UserError(f"{key}={name}: already exists")
+    check_writable(Path(name), f"{key}={name}")
+    with suppress(FileNotFoundError):
+        os.lstat(temporary_name(Path(name)))  # OSError if it is too long
+    return Path(name)
+
+
+def check_distinct(key: str, files: Iterable[Path | None]) -> None:
+    """Raises UserError if two points of a sweep would write the same new file."""
+    for path, points in Counter(file for file in files if file is not None).items():
+        if points > 1:
+            raise UserError(
+                f"{key}={path}: {points} points of the sweep share it, each must name its own"
+            )
 
 
 def resolve_evaluation(composed: Composed) -> WeightsTask:
     """Returns the checked settings of one evaluation; UserError as for `resolve_export`."""
     raw = dict(composed.raw)
+    new = raw.get("predictions")
+    predictions = None if new is None else _new_file("predictions", new, ".csv")
     files, saved = _select_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
     file = files[0]
     if saved is not None:
@@ -147,13 +172,13 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
             name += f"-{config.dataset.name}-{short_digest(images_of(config))}"
         result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
-        return WeightsTask(config, files, result)
+        return WeightsTask(config, files, result, predictions)
     config = _with_content(parse(raw, trains=False), composed)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}"
     digest = short_digest([str(file.resolve()), *images_of(config)])
     result = Path(config.output_root, "evaluations", f"{name}-{digest}.json")
     check_writable(result, f"output_root={config.output_root}")
-    return WeightsTask(config, files, result)
+    return WeightsTask(config, files, result, predictions)
 
 
 def images_of(config: Config) -> list[Any]:
@@ -169,9 +194,10 @@ def _select_weights(
 ) -> tuple[list[Path], dict[str, Any] | None]:
     """Returns candidate weight files (the first readable one is used) and their saved config.
 
-    Removes run, weights and checkpoint from `raw`. Raises UserError for overrides of keys or groups
+    Removes the keys of eval.yaml alone from `raw`. Raises UserError for overrides of keys or groups
     outside `run_keys` for a run, or outside `file_keys` for a file.
     """
+    raw.pop("predictions", None)
     run, weights, checkpoint = (raw.pop(key, None) for key in ("run", "weights", "checkpoint"))
     for key, value in (("run", run), ("checkpoint", checkpoint)):
         if isinstance(value, dict | list | bool):
@@ -179,11 +205,11 @@ def _select_weights(
     if (run is None) == (checkpoint is None):
         both = "run, checkpoint" if run is None else f"run={run}, checkpoint={checkpoint}"
         raise UserError(f"{both}: set exactly one of them, a run folder or a file")
-    if weights not in ("last", "best"):
-        raise UserError(f"weights={weights}: must be last or best")
     if run is not None:
         _check_allowed(composed, run_keys)
-        return _weights_of_run(RunFolder(str(run)), is_best=weights == "best")
+        folder = RunFolder(str(run))
+        saved = folder.read_config()
+        return folder.weights(weights), saved
     path = Path(str(checkpoint))
     if path.is_dir():
         if not (path / PUBLISHED).is_file():
@@ -195,15 +221,6 @@ def _select_weights(
     if not path.is_file():
         raise UserError(f"checkpoint={checkpoint}: there is no such file")
     return [path], None
-
-
-def _weights_of_run(folder: RunFolder, is_best: bool) -> tuple[list[Path], dict[str, Any]]:
-    saved = folder.read_config()
-    path = folder.best_path if is_best else folder.last_path
-    files = [path] if is_best else folder.checkpoints()
-    if not files or (is_best and not path.is_file()):
-        raise UserError(f"run={folder.path}: holds no {path.name} yet")
-    return files, saved
 
 
 def _check_allowed(composed: Composed, allowed: Keys) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
 from reproduction.data.folders import DATASETS
-from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory
+from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory, to_rgb
 from reproduction.data.inputs import (
     Erasing,
     TrainingInputs,
@@ -70,13 +70,22 @@ def build_training_images(config: Config, source: ImageSource) -> TrainingImages
 
 def build_evaluation_transform(config: Config) -> Transform:
     """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
+    settings = config.preprocessing
     return create_transform(
-        (3, config.model.image_size, config.model.image_size),
+        (3, settings["image_size"], settings["image_size"]),
         is_training=False,
-        interpolation="bicubic",
-        crop_pct=config.recipe.transforms.eval_crop_pct,
+        interpolation=settings["interpolation"],
+        crop_pct=settings["crop_pct"],
         normalize=False,
     )
+
+
+def build_input_transform(config: Config) -> Transform:
+    """Returns PIL image of any mode -> the model's input in evaluation, `3 s s` float32."""
+    crop = build_evaluation_transform(config)
+    normalize = build_normalize(config.dataset.mean, config.dataset.std, "cpu")
+    upright = config.dataset.name == "image_folder"  # as `load_source` reads it
+    return lambda image: normalize(crop(to_rgb(image, upright)))
 
 
 def build_training_loader(
@@ -107,17 +116,16 @@ def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
         raise UserError(f"{error}; {SKIPPING}") from error
 
 
-def build_training_inputs(config: Config, num_classes: int, device: torch.device) -> TrainingInputs:
+def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:
     """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
     transforms = config.recipe.transforms
-    mixer = build_input_mixer(config.augmentation, config.recipe.label_smoothing, num_classes)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
     erasing = None
     if transforms.erasing_prob > 0:
         erasing = Erasing(
             transforms.erasing_prob, transforms.erasing_mode, transforms.erasing_count, device
         )
-    return TrainingInputs(normalize, mixer, erasing)
+    return TrainingInputs(normalize, build_input_mixer(config.augmentation), erasing)
 
 
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:

@@ -40,6 +40,9 @@ class OwnImages:
         except Exception as error:  # from any code
             raise RuntimeError(f"image {place}: {NO_IMAGE}: {first_line(error)}") from error
 
+    def name(self, index: int) -> str:
+        return str(self.places[index])
+
     def take(self, indices: list[int]) -> Self:
         targets, places = ([part[i] for i in indices] for part in (self.targets, self.places))
         return type(self)(self.pairs, targets, places)

@@ -13,6 +13,8 @@ from PIL import Image
 from PIL.ExifTags import Base
 from PIL.Image import Transpose
 
+from reproduction.system.progress import Progress
+from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import warn
 
 NO_IMAGE = "no readable image"
@@ -37,13 +39,17 @@ warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
 
 
 class ImageSource(Protocol):
-    """Images by index. RuntimeError names a broken one; `targets` need no decoding."""
+    """Images by index, which have names. RuntimeError names a broken one.
+
+    `targets` need no decoding.
+    """
 
     targets: list[int]
 
     def __hash__(self) -> int: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
+    def name(self, index: int) -> str: ...
     def take(self, indices: list[int]) -> Self: ...
 
 
@@ -59,6 +65,9 @@ class ArrayImages:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         image = Image.fromarray(self.images[index])  # a copy, so that the array stays unchanged
         return image if image.mode == "RGB" else image.convert("RGB"), self.targets[index]
+
+    def name(self, index: int) -> str:
+        return str(index)
 
     def take(self, indices: list[int]) -> Self:
         return type(self)([self.images[i] for i in indices], [self.targets[i] for i in indices])
@@ -77,6 +86,9 @@ class FileImages:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         path, target = self.samples[index]
         return load_image(path, self.upright), target
+
+    def name(self, index: int) -> str:
+        return self.samples[index][0]
 
     def take(self, indices: list[int]) -> Self:
         return type(self)([self.samples[i] for i in indices], self.upright)
@@ -116,7 +128,8 @@ def cache_in_memory(images: ImageSource, mib: int, threads: int) -> ImageSource:
             return error
 
     with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
-        decoded = list(pool.map(decode, range(len(images))))
+        each = pool.map(decode, range(len(images)))
+        decoded = list(Progress(is_first_rank()).over(each, "decoding images", len(images)))
     if broken := [one for one in decoded if isinstance(one, RuntimeError)]:
         count = f"{len(broken):,} of {len(decoded):,} images of this folder are broken"
         raise RuntimeError(f"{broken[0]}; {count}")
@@ -140,9 +153,14 @@ def load_image(path: str, upright: bool = False) -> Image.Image:
     With `upright` an image is turned as its EXIF orientation says.
     """
     with _open_image(path) as image:
-        rgb = image.convert("RGB")
-        turn = UPRIGHT.get(image.getexif().get(Base.Orientation, 1)) if upright else None
-        return rgb if turn is None else rgb.transpose(turn)
+        return to_rgb(image, upright)
+
+
+def to_rgb(image: Image.Image, upright: bool) -> Image.Image:
+    """Converts to RGB and, with `upright`, turns the image as its EXIF orientation says."""
+    rgb = image.convert("RGB")
+    turn = UPRIGHT.get(image.getexif().get(Base.Orientation, 1)) if upright else None
+    return rgb if turn is None else rgb.transpose(turn)
 
 
 @contextmanager

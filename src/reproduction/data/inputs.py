@@ -3,10 +3,11 @@
 Letters: b batch, c classes, h w image.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from timm.data.mixup import Mixup, mixup_target
+from timm.data.mixup import Mixup, cutmix_bbox_and_lam, one_hot
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
@@ -14,11 +15,42 @@ from reproduction.config import Augmentation
 from reproduction.data.seeding import Purpose, seed_of, seeded
 
 Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
-InputMixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Box = tuple[int, int, int, int]  # rows from, to; columns from, to
+
+
+class Mixed(NamedTuple):
+    """Images, each mixed with a partner or with none, and what labels are formed of."""
+
+    images: Tensor  # b 3 h w
+    classes: Tensor  # b, of the image itself
+    partners: Tensor  # b, of the image that is mixed in
+    weight: Tensor | float = 1.0  # of the image itself, one for all or b 1
+    box: Box | None = None  # of the partner's pixels, with CutMix of the whole batch
+
+    def split(self, count: int) -> Iterator["Mixed"]:
+        """Yields `count` consecutive parts, whose sizes differ by at most one."""
+        weights: Sequence[Tensor | float] = [self.weight] * count
+        if isinstance(self.weight, Tensor):
+            weights = self.weight.tensor_split(count)
+        parts = (x.tensor_split(count) for x in (self.images, self.classes, self.partners))
+        for images, classes, partners, weight in zip(*parts, weights, strict=True):
+            yield Mixed(images, classes, partners, weight, self.box)
+
+    def targets(self, num_classes: int, smoothing: float) -> Tensor:
+        """Returns soft targets `b c`: both classes by the weight, with smoothed labels."""
+        off = smoothing / num_classes
+        own, others = (
+            one_hot(classes, num_classes, on_value=1 - smoothing + off, off_value=off)
+            for classes in (self.classes, self.partners)
+        )
+        return own * self.weight + others * (1.0 - self.weight)
+
+
+InputMixer = Callable[[Tensor, Tensor], Mixed]
 
 
 class TrainingInputs:
-    """`inputs(images, classes, seed, step, rank)` -> images `b 3 h w` float32, targets `b c`.
+    """`inputs(images, classes, seed, step, rank)` -> `Mixed`, with images float32.
 
     Takes batches of the loader, `b 3 h w` uint8 and `b`, on the device. All random numbers depend
     on seed, step and rank alone.
@@ -27,11 +59,11 @@ class TrainingInputs:
     def __init__(self, normalize: Normalize, mix: InputMixer, erase: "Erasing | None" = None):
         self.normalize, self.mix, self.erase = normalize, mix, erase
 
-    def __call__(self, images: Tensor, classes: Tensor, *key: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, classes: Tensor, *key: int) -> Mixed:
         images = self.normalize(images)
         with seeded(Purpose.MIX_INPUTS, *key):
-            images, targets = self.mix(images, classes)
-        return images if self.erase is None else self.erase(images, *key), targets
+            mixed = self.mix(images, classes)
+        return mixed if self.erase is None else mixed._replace(images=self.erase(images, *key))
 
     def stop_mixing(self) -> None:
         """Stops mixing; labels are still smoothed."""
@@ -53,10 +85,30 @@ class AnyMixup(Mixup):
     timm asserts an even batch size; here the middle image of an odd batch is mixed with itself.
     """
 
-    def __call__(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, target: Tensor) -> Mixed:
+        self.box: Box | None = None
         mix = {"batch": self._mix_batch, "pair": self._mix_pairs, "elem": self._mix_elem}
-        lam = mix[self.mode](x)
-        return x, mixup_target(target, self.num_classes, lam, self.label_smoothing)
+        weight = mix[self.mode](x)
+        return Mixed(x, target, target.flip(0), weight, self.box)
+
+    def _mix_batch(self, x: Tensor) -> float:
+        """Mixes `b 3 h w` in place and returns the ratio that all images keep.
+
+        As timm's, which does not tell the box.
+        """
+        weight, is_cutmix = self._params_per_batch()
+        if weight == 1.0:
+            return weight
+        others = x.flip(0)
+        if not is_cutmix:
+            x.mul_(weight).add_(others.mul_(1.0 - weight))
+            return weight
+        (top, bottom, left, right), weight = cutmix_bbox_and_lam(
+            x.shape, weight, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
+        )
+        self.box = int(top), int(bottom), int(left), int(right)
+        x[:, :, top:bottom, left:right] = others[:, :, top:bottom, left:right]
+        return weight
 
     def _mix_pairs(self, x: Tensor) -> Tensor:
         """Mixes `b 3 h w` in place and returns the ratio that each image keeps, `b 1`."""
@@ -67,14 +119,14 @@ class AnyMixup(Mixup):
         return torch.cat([lam[:middle], lam.new_ones(is_odd, 1), lam[middle:]])
 
 
-def build_input_mixer(stack: Augmentation, label_smoothing: float, num_classes: int) -> InputMixer:
-    """Returns (images `b 3 h w`, classes `b`) -> (images, soft targets `b c`), in place.
+def build_input_mixer(stack: Augmentation) -> InputMixer:
+    """Returns (images `b 3 h w`, classes `b`) -> `Mixed`, whose images are changed in place.
 
     With both mixup and CutMix a fair coin picks one of them, which is applied with its own `prob`.
     This is drawn per batch, or in other `stack.mode`s per pair or per image.
     """
     if stack.mixup is None and stack.cutmix is None:
-        return lambda x, target: (x, mixup_target(target, num_classes, 1.0, label_smoothing))
+        return lambda x, target: Mixed(x, target, target)
     (mixup_alpha, mixup_prob), (cutmix_alpha, cutmix_prob) = (
         (0.0, 0.0) if mix is None else (mix.alpha, mix.prob) for mix in (stack.mixup, stack.cutmix)
     )
@@ -86,8 +138,6 @@ def build_input_mixer(stack: Augmentation, label_smoothing: float, num_classes: 
         prob=total / 2 if both else total,
         switch_prob=cutmix_prob / total if total else 0.0,
         mode=stack.mode,
-        label_smoothing=label_smoothing,
-        num_classes=num_classes,
     )
 
 

@@ -39,16 +39,22 @@ NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "che
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     """Builds the plain model, without TokenMixup; `load_initial_weights` reads `weights`."""
+    build, arguments = constructor(config, num_classes)
+    return build(**arguments)
+
+
+def constructor(
+    config: AnyModel, num_classes: int
+) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Returns what builds the plain model: a function and its keyword arguments."""
     build: Callable[..., nn.Module] = build_library_model
     if isinstance(config, CCTConfig):
         build = CCT
     elif isinstance(config, ViTConfig):
         build = build_vit
     settings = dataclasses.asdict(config)
-    return build(
-        num_classes=num_classes,
-        **{key: value for key, value in settings.items() if key not in NOT_FOR_THE_MODEL},
-    )
+    arguments = {key: value for key, value in settings.items() if key not in NOT_FOR_THE_MODEL}
+    return build, {"num_classes": num_classes, **arguments}
 
 
 def head_names(config: AnyModel) -> list[str]:

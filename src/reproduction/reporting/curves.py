@@ -80,5 +80,5 @@ def epoch_means(lines: Iterable[Line]) -> Epoch:
         batches[0]["epoch"],
         mixed / len(batches),
         tokens / mixed if mixed else None,
-        fmean(nan if (nats := line["difficulty"]) is None else nats for line in batches),
+        fmean(nan if (nats := line.get("difficulty")) is None else nats for line in batches),
     )

@@ -40,7 +40,7 @@ SECTIONS = (
     Section("Horizontal TokenMixup", "HTM", "augmentation.htm.", "augmentation/htm.yaml"),
     Section("Vertical TokenMixup", "VTM", "augmentation.vtm.", "augmentation/vtm.yaml"),
     Section("Input mixup", "InputMix", "augmentation.mixup.", "augmentation/mixup.yaml"),
-    Section("CutMix", "InputMix", "augmentation.cutmix.", "augmentation/cutmix.yaml"),
+    Section("CutMix", "CutMix", "augmentation.cutmix.", "augmentation/cutmix.yaml"),
     Section(
         "Manifold mixup",
         "ManifoldMixup",

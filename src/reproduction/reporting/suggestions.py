@@ -52,13 +52,14 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     assert trained.module.htm is not None
     each = trained.module.htm.each
     observed: dict[int, list[Observed]] = {layer: [] for layer in each}
-    inputs = build_training_inputs(config, len(trained.source.classes), trained.device)
+    inputs = build_training_inputs(config, trained.device)
     parts = config.devices * config.recipe.grad_accum_steps  # pairs are matched within each
     size = max(1, config.recipe.batch_size // parts)
     for step, (pixels, classes) in enumerate(training_batches(trained, size, batches)):
-        images, targets = inputs(pixels, classes, config.seed, step, 0)
+        mixed = inputs(pixels, classes, config.seed, step, 0)
+        targets = mixed.targets(len(trained.source.classes), config.recipe.label_smoothing)
         for layer, htm in each.items():
-            observed[layer].append(_observe(trained, layer, htm, images, targets))
+            observed[layer].append(_observe(trained, layer, htm, mixed.images, targets))
     return [_layer(layer, htm, observed[layer]) for layer, htm in each.items()]
 
 

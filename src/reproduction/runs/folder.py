@@ -28,6 +28,7 @@ from reproduction.system.reading import parse_json, parse_yaml
 from reproduction.system.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
 LOCK = ".lock"
+PUBLISHED = "model.safetensors"  # weights in a folder written by scripts/publish.py
 LONGEST_NAME = 120  # bytes of a default name
 PLAIN = re.compile(r"[^\w.+,=-]+", re.ASCII)  # what a default name leaves out
 STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # required by reports
@@ -183,6 +184,21 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """Returns the checkpoints to resume from, newest first."""
         return versions(self.last_path)
+
+    def weights(self, which: str) -> list[Path]:
+        """Returns the files to read `last` or `best` weights from, the first readable one counts.
+
+        Those of a published folder are the last. Raises UserError if there are none.
+        """
+        if which not in ("last", "best"):
+            raise UserError(f"weights={which}: must be last or best")
+        files = self.checkpoints() if which == "last" else [self.best_path]
+        if which == "last" and (self.path / PUBLISHED).is_file():
+            files = [self.path / PUBLISHED]
+        if not files or not files[-1].is_file():
+            missing = self.last_path if which == "last" else self.best_path
+            raise UserError(f"run={self.path}: holds no {missing.name} yet")
+        return files
 
     def resume_from(self, checkpoint: Path | None) -> None:
         """Makes the checkpoint the newest, and removes newer, damaged ones and temporary files."""

@@ -156,6 +156,8 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
             yield from _vtm_problems(config.model, stack.vtm)
     elif problem := stack_problem(config.model.name, stack.stack):
         yield problem
+    if stack.cutmix is not None and stack.cutmix.labels == "attention":
+        yield from _label_problems(config)
     if trains:
         if stack.off_epoch is not None and stack.off_epoch >= config.recipe.epochs:
             yield (
@@ -195,6 +197,23 @@ def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
                 f"augmentation.manifold_mixup.layers={layers}: must be blocks of {model.name}, "
                 f"which has 0..{model.depth - 1}"
             )
+
+
+def _label_problems(config: Config) -> Iterator[str]:
+    """Why labels cannot follow the attention in the last block."""
+    key, stack = "augmentation.cutmix.labels=attention", config.augmentation
+    for name in ("manifold_mixup", "htm"):
+        if name in stack.stack:
+            reason = "which mixes labels before the last block has run"
+            yield f"{key}: not with {name} in the stack, {reason}; allowed is area"
+    if stack.mode != "batch":
+        reason = f"augmentation.mode={stack.mode} draws more than one box for a batch"
+        yield f"{key}: {reason}; allowed is area"
+    if isinstance(config.model, Library):
+        yield f"{key}: {config.model.name} has no blocks with attention; allowed is area"
+    if config.compile:
+        value = str(config.compile).lower()
+        yield f"{key}: not with compile={value}, which hides the last block; allowed is area"
 
 
 def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:

@@ -75,7 +75,7 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".publishing-") as temporary:
         staged = Path(temporary, folder.name)
-        export(config.model, [source.last_path], staged / WEIGHTS)
+        export(config.model, [source.last_path], staged / WEIGHTS, config.preprocessing)
         (staged / WEIGHTS).chmod(0o644)
         result["weights_sha256"] = hashlib.sha256((staged / WEIGHTS).read_bytes()).hexdigest()
         write_text(staged / "config.yaml", yaml.safe_dump(portable, sort_keys=False))

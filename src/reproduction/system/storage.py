@@ -28,7 +28,7 @@ def replacing(path: Path, keep: int | None = None) -> Iterator[Path]:
     The new file is flushed to disk first. An error removes it and leaves `path` untouched. With
     `keep`, the newest `keep` versions of `path` are kept, see `versions`.
     """
-    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    temporary = temporary_name(path)
     try:
         yield temporary
         sync(temporary)
@@ -39,6 +39,11 @@ def replacing(path: Path, keep: int | None = None) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """Returns a new name beside `path`, which matches TEMPORARIES."""
+    return path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
 
 
 def write_text(path: Path, text: str) -> None:

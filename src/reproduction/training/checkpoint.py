@@ -1,24 +1,27 @@
-"""Checkpoints: last.pt to resume from, best.safetensors for evaluation."""
+"""Checkpoints: last.pt to resume from, best.safetensors for evaluation; the plain model in them."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel
-from reproduction.models.build import build_model, count_classes, without_weights
+from reproduction.data.build import build_input_transform
+from reproduction.data.loaders import Transform
+from reproduction.models.build import build_model, constructor, count_classes, without_weights
 from reproduction.models.names import State
 from reproduction.models.weights import Newest, extract_weights, matching_state, read_newest
 from reproduction.runs.folder import RunFolder
+from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
 from reproduction.system.storage import BLANK, KEY, WRITER, replacing, seal_archive, write_digest
 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),
-    *("step", "epoch", "totals", "history", "metrics_size"),
+    *("step", "epoch", "history", "metrics_size"),
     *("classes", "num_images"),
 }
 
@@ -54,9 +57,12 @@ def _is_last(content: Any) -> bool:
     return isinstance(content, dict) and set(content) >= STATE_KEYS
 
 
-def save_plain(path: Path, state: State, classes: list[str] | None) -> None:
-    """Writes a plain model's parameters and, if known, its classes atomically."""
-    metadata = {"format": "pt", "classes": json.dumps(classes), KEY: BLANK, **WRITER}
+def save_plain(path: Path, state: State, classes: list[str] | None, **about: str) -> None:
+    """Writes a plain model's parameters and, if known, its classes atomically.
+
+    `about` is further metadata.
+    """
+    metadata = {"format": "pt", "classes": json.dumps(classes), **about, KEY: BLANK, **WRITER}
     # save_file would ignore the umask and turn errors of the disk into text
     content = save({k: v.contiguous() for k, v in state.items()}, metadata)
     end = 8 + int.from_bytes(content[:8], "little")
@@ -103,19 +109,56 @@ def check_classes(path: Path, trained: list[str], found: list[str]) -> None:
         )
 
 
-def export(config: AnyModel, checkpoints: list[Path], output: Path) -> None:
+class Trained(NamedTuple):
+    """A trained plain model in evaluation mode; PIL image -> its input `3 s s`; class names."""
+
+    model: nn.Module
+    transform: Transform
+    classes: list[str]
+
+
+def load_run(folder: str | Path, weights: str = "last") -> Trained:
+    """Loads a run, or a folder written by make publish, onto the CPU.
+
+    `weights` is `last` or `best`. Predictions equal those of eval.py in float32. Raises UserError
+    if the folder holds no such weights, or if they cannot be read.
+    """
+    run = RunFolder(Path(folder).expanduser())
+    config = parse_saved(run.read_config(), needs_data=False)
+    path, content = read_newest(run.weights(weights))
+    plain = extract_weights(f"checkpoint={path}", content)
+    if plain.classes is None:
+        raise UserError(f"checkpoint={path}: holds no names of classes")
+    model = build_model(without_weights(config.model), len(plain.classes))
+    model.load_state_dict(matching_state(plain, model))
+    return Trained(model.eval(), build_input_transform(config), plain.classes)
+
+
+def export(
+    config: AnyModel,
+    checkpoints: list[Path],
+    output: Path,
+    preprocessing: dict[str, Any] | None = None,
+) -> None:
     """Exports the first readable checkpoint, of any known format, as `save_plain` does.
 
+    The metadata hold the model's constructor with its arguments and, if known, `preprocessing`.
     Raises UserError if none is readable, or if it does not fit the model.
     """
     path, content = read_newest(checkpoints)
     weights = extract_weights(f"checkpoint={path}", content)
+    build, arguments = constructor(without_weights(config), count_classes(config, weights.state))
     with torch.device("meta"):
-        model = build_model(without_weights(config), count_classes(config, weights.state))
+        model = build(**arguments)
+    about = {
+        "constructor": f"{build.__module__}.{build.__qualname__}",
+        "arguments": json.dumps(arguments),
+        "preprocessing": json.dumps(preprocessing),
+    }
     output.parent.mkdir(parents=True, exist_ok=True)
     # Tensors that share memory cannot be saved.
     state = {name: value.clone() for name, value in matching_state(weights, model).items()}
-    save_plain(output, state, weights.classes)
+    save_plain(output, state, weights.classes, **about)
 
 
 def _shortened(names: list[str]) -> str:

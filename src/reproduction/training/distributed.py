@@ -1,4 +1,4 @@
-"""One process or many: ranks started by torchrun or by `run_on_ranks`."""
+"""One process or many: ranks started by torchrun or by `on_ranks`."""
 
 import errno
 import logging
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +21,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from reproduction.system.errors import (
     STOP_SIGNALS,
@@ -43,7 +45,7 @@ Shared = TypeVar("Shared")
 GLOO = "gloo/transport"  # in gloo's messages about a lost peer; NCCL raises a DistError
 SECONDS_FOR_PEERS = 2
 START_METHOD = "spawn"  # of ranks; CUDA does not work after a fork
-QUIET_LOGGERS = (  # `run_on_ranks` reports the same in one line
+QUIET_LOGGERS = (  # `on_ranks` reports the same in one line
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.multiprocessing.spawn",
@@ -108,6 +110,14 @@ class World:
         if self.size > 1:
             # NCCL would warn that it has to guess the device
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+
+def data_parallel(module: nn.Module, world: World) -> nn.Module:
+    """Wraps a module so that backward passes reduce its gradients over the ranks, if several."""
+    if world.size == 1:
+        return module
+    devices = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(module, device_ids=devices)
 
 
 def resolve_device(device: str, devices: int, precision: str = "float32") -> str:
@@ -199,18 +209,24 @@ def _reporting_lost_peers() -> Iterator[None]:
         raise RankFailed(f"another rank is gone ({first_line(error)})") from error
 
 
-def run_on_ranks(
-    function: Callable[[Settings], Result], settings: Settings, devices: int, max_restarts: int = 0
-) -> Result:
-    """Runs `function(settings)` here if this is a rank, else on `devices` new ranks.
-
-    Returns the first rank's result. If a new rank fails or is killed, torch's elastic launcher
-    restarts all of them, at most `max_restarts` times. UserError and Stopped are raised as such,
-    any other error as RankFailed.
-    The launcher's signal handlers stay set.
-    """
+def on_ranks(
+    function: Callable[[Settings], Result], devices: int, max_restarts: int = 0
+) -> Callable[[Settings], Result]:
+    """Returns the function itself if this is a rank, else what runs it on `devices` new ranks."""
     if is_a_rank(devices):
-        return function(settings)
+        return function
+    return partial(_run_on_new_ranks, function, devices, max_restarts)
+
+
+def _run_on_new_ranks(
+    function: Callable[[Settings], Result], devices: int, max_restarts: int, settings: Settings
+) -> Result:
+    """Returns the first rank's result.
+
+    If a new rank fails or is killed, torch's elastic launcher
+    restarts all of them, at most `max_restarts` times. UserError and Stopped are raised as such,
+    any other error as RankFailed. The launcher's signal handlers stay set.
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -34,6 +34,7 @@ from reproduction.system.errors import (
 from reproduction.system.ranks import is_first_rank, restarts
 from reproduction.system.terminal import warn
 from reproduction.training.distributed import World
+from reproduction.training.metrics import non_finite_error
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # only of the run's folder
@@ -89,6 +90,16 @@ def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
             f"{task} does not fit into {place}: lower recipe.batch_size={recipe.batch_size}, raise "
             f"recipe.grad_accum_steps={recipe.grad_accum_steps} or choose recipe.precision=bf16"
         ) from error
+
+
+@contextmanager
+def explaining_step(step: int, config: Config) -> Iterator[None]:
+    """Turns a lack of memory, a gain that is not finite or a compiler's error into PlainError."""
+    try:
+        with explaining_memory(f"step {step}", config.recipe), explaining_compiler(config):
+            yield
+    except FloatingPointError as error:
+        raise non_finite_error(step, str(error)) from error
 
 
 @contextmanager

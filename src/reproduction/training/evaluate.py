@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.sources import report_other_files
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
+from reproduction.system.progress import Progress
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import load_plain
@@ -27,14 +29,21 @@ from reproduction.training.distributed import (
     World,
     allow_tf32,
     join_world,
+    on_ranks,
     resolve_device,
-    run_on_ranks,
 )
 from reproduction.training.endings import (
     explaining_data,
     explaining_memory,
     handling,
     stop_at_once,
+)
+from reproduction.training.predictions import (
+    Predictions,
+    Recorder,
+    best_classes,
+    write_predictions,
+    write_tables,
 )
 from tokenmixup.contexts import evaluating
 
@@ -53,22 +62,25 @@ def evaluate(
     loader: Iterable[list[Tensor]],
     world: World,
     precision: str,
+    recorder: Recorder | None = None,
 ) -> dict[str, float]:
     """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
 
     Returns `top1` and `top5` in percent and `eval_loss`, the mean cross-entropy in nats, and if
     there are any, the number of `broken_images`. `loader` yields images `b 3 h w` (uint8) and
-    classes `b`, where images of class LEFT_OUT do not count. Raises PlainError if no image is
-    readable or the loss is not finite.
+    classes `b`, where images of class LEFT_OUT do not count. `recorder` keeps the predictions.
+    Raises PlainError if no image is readable or the loss is not finite.
     """
     loaded, totals = 0, torch.zeros(4, dtype=torch.float64, device=world.device)
     with evaluating(model):
         for batch in loader:
             images, targets = (x.to(world.device, non_blocking=True) for x in batch)
             with autocast(world.device, precision):
-                logits = model(normalize(images))
+                logits = model(normalize(images)).float()
             loaded += len(images)
-            totals += _count(logits.float(), targets)  # does not wait for the device
+            totals += _count(logits, targets)  # does not wait for the device
+            if recorder is not None:
+                recorder.add(logits, targets)
     everything, images, top1, top5, loss = world.sum(
         torch.cat([totals.new_tensor([loaded]), totals])
     ).tolist()
@@ -86,27 +98,37 @@ def evaluate(
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
     """Images that count, top-1 hits, top-5 hits and summed cross-entropy of a batch: `4`."""
-    hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]  # b 5
+    hits = best_classes(logits) == targets[:, None]  # b k
     loss = F.cross_entropy(logits, targets, ignore_index=LEFT_OUT, reduction="sum")
     return torch.stack([(targets != LEFT_OUT).sum(), hits[:, 0].sum(), hits.sum(), loss]).double()
 
 
-def evaluate_checkpoint(config: Config, checkpoints: list[Path], result: Path) -> dict[str, Any]:
+def evaluate_checkpoint(
+    config: Config, checkpoints: list[Path], result: Path, predictions: Path | None = None
+) -> dict[str, Any]:
     """Evaluates the first readable checkpoint on one rank or many and writes `result`, a JSON file.
 
-    Raises UserError if it does not fit the model, PlainError if a rank dies or memory runs out.
+    `predictions` is a .csv file to write too, together with the tables of `write_tables`. Raises
+    UserError if the checkpoint does not fit the model, PlainError if a rank dies or memory runs
+    out.
     """
     resolve_device(config.device, config.devices, config.recipe.precision)
-    evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints)
+    recorder = None if predictions is None else Recorder()
+    evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints, recorder=recorder)
     with handling(stop_at_once):
-        scores = run_on_ranks(evaluate_on_rank, config, config.devices)
+        scores, found = on_ranks(evaluate_on_rank, config.devices)(config)
     if is_first_rank():
         result.parent.mkdir(parents=True, exist_ok=True)
         write_text(result, json.dumps(scores, indent=2) + "\n")
+        if predictions is not None and found is not None:
+            write_predictions(predictions, found)
+            write_tables(result, found)
     return scores
 
 
-def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]:
+def _evaluate_on_rank(
+    config: Config, checkpoints: list[Path], recorder: Recorder | None
+) -> tuple[dict[str, Any], Predictions | None]:
     allow_tf32(config.recipe.tf32)
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     with join_world(device) as world:
@@ -118,14 +140,21 @@ def _evaluate_on_rank(config: Config, checkpoints: list[Path]) -> dict[str, Any]
         pin = world.device.type == "cuda"
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source.held_out, world.rank, world.size, pin)
-        with explaining_memory("evaluation", config.recipe), explaining_data():
+        progress = Progress(world.is_main)
+        with closing(progress), explaining_memory("evaluation", config.recipe), explaining_data():
+            batches = progress.over(loader, "evaluation", length_hint(loader))
             scores = evaluate(
-                place(model, world.device), normalize, loader, world, config.recipe.precision
+                place(model, world.device),
+                normalize,
+                batches,
+                world,
+                config.recipe.precision,
+                recorder,
             )
-        return {
-            **scores,
+            found = None if recorder is None else recorder.gather(world, source)
+        facts = {
             "images": len(source.held_out) - scores.get("broken_images", 0),
             "dataset": config.dataset.name,
             "root": config.dataset.root,
-            **loaded,
         }
+        return {**scores, **facts, **loaded}, found

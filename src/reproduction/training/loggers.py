@@ -1,22 +1,19 @@
-"""Progress display and loggers."""
+"""Loggers of metrics."""
 
 import dataclasses
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from reproduction.config import Config, TensorBoard, Wandb
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError, first_line
-from reproduction.system.terminal import LABEL, say, warn
+from reproduction.system.terminal import say, warn
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -242,35 +239,3 @@ def _teardown() -> None:
 
 def _warn(text: str) -> None:
     warn(f"warning: {text}")
-
-
-class ProgressDisplay:
-    """A bar over the steps of the run and one line per epoch; silent unless `active`."""
-
-    def __init__(self, total_steps: int, done_steps: int, active: bool):
-        self.active = active
-        self.bar: Progress | None = None
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        if active and is_terminal and LABEL not in os.environ:
-            self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            self.task = self.bar.add_task("training", total=total_steps, completed=done_steps)
-            self.bar.start()
-
-    def advance(self) -> None:
-        if self.bar is not None:
-            self.bar.advance(self.task)
-
-    def line(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        elif self.active:
-            say(text)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()

@@ -1,64 +1,75 @@
-"""The training loop: epochs, batches, checkpoints and evaluation. step.py updates the weights."""
+"""The training loop and its step, top to bottom: from a batch of images to new weights.
+
+Elsewhere are signals, disk and memory (operations.py, endings.py), ranks (distributed.py) and what
+the epochs' figures become (metrics.py, history.py).
+
+Letters: b batch, c classes, h w image.
+"""
 
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
+from operator import length_hint
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from torch import Tensor
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config
 from reproduction.data.build import Loader
 from reproduction.data.inputs import TrainingInputs
 from reproduction.data.loaders import TrainingBatches
+from reproduction.data.seeding import Purpose, seed_device
 from reproduction.models.build import compile_module
 from reproduction.models.names import State
-from reproduction.models.weights import module_state
-from reproduction.runs.folder import RunFolder, run_hash
-from reproduction.system.errors import Stopped, UserError, first_line
+from reproduction.runs.folder import RunFolder
+from reproduction.system.errors import Stopped
 from reproduction.system.hardware import give_back_freed_memory
-from reproduction.training.checkpoint import check_classes, save_last, save_plain
-from reproduction.training.distributed import World
-from reproduction.training.endings import (
-    Agreement,
-    explaining_compiler,
-    explaining_memory,
-    handling,
-)
-from reproduction.training.evaluate import evaluate
-from reproduction.training.loggers import Logs, ProgressDisplay
-from reproduction.training.metrics import BatchMetrics, NonFinite, non_finite_error
+from reproduction.system.progress import Progress
+from reproduction.training import operations
+from reproduction.training.distributed import World, data_parallel
+from reproduction.training.endings import Agreement, explaining_memory, explaining_step
+from reproduction.training.evaluate import autocast, evaluate
+from reproduction.training.history import History, Tests, renamed
+from reproduction.training.labels import AttentionLabels
+from reproduction.training.loggers import Logs
+from reproduction.training.metrics import BatchMetrics, NonFinite
 from reproduction.training.mixing import MixedShare
-from reproduction.training.step import MicroBatch, TrainingStep, build_schedule
-from tokenmixup import TokenMixup
-
-MEDIAN_EPOCHS = 10
-ACCURACIES = (
-    "top1_last",
-    "top1_best",
-    "top1_median10",
-    "top5_last",
-    "top5_best",
-)  # of the test set
-# Attributes of Trainer in a checkpoint; metrics_size is in bytes.
-SAVED = (
-    *("step", "epoch", "images", "metrics_size", "eval_seconds", "totals", "all_totals"),
-    *("history", "mixing"),
-)
-TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far, and over all
+from reproduction.training.optim import build_optimizer, build_schedule, skip_if
+from tokenmixup import Output, TokenMixup, training_loss
+from tokenmixup.output import Stat
 
 
-def renamed(result: dict[str, float]) -> dict[str, float]:
-    """Names the results of a validation split: val_top1, val_top5, val_loss."""
-    return {f"val_{key.removeprefix('eval_')}": value for key, value in result.items()}
+class MicroBatch(NamedTuple):
+    """The mean loss of a micro-batch and the model's output for it."""
+
+    loss: Tensor
+    output: Output
+
+
+def metrics_of(part: MicroBatch, not_finite: Tensor) -> dict[str, Stat]:
+    """Names the scalars of the log, on the device; HTM's names are those of `Output.sums`."""
+    loss, output = part
+    n = len(output.logits)
+    metrics = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
+    if output.score_loss is not None:
+        metrics["score_loss"] = Stat(output.score_loss.detach() * n, n)
+    return metrics | output.sums
 
 
 class Trainer:
-    """Trains `module` epoch by epoch and writes the run folder; every rank has one."""
+    """Trains `module` epoch by epoch, together with all other ranks; every rank has one.
+
+    After a step `not_finite`, on the device, is 1 if a loss or gradient was not finite, else 0. All
+    ranks skip such a step if `recipe.non_finite=skip`, or if float16's scaler finds the overflow.
+    """
 
     def __init__(
         self,
@@ -74,330 +85,263 @@ class Trainer:
         eval_loader: Loader,
     ):
         recipe = config.recipe
-        self.config, self.recipe, self.world = config, recipe, world
-        self.folder, self.classes = folder, classes
-        self.logger = Logs()
-        self.module, self.batches = module, batches
+        self.config, self.recipe, self.world, self.folder = config, recipe, world, folder
+        self.module, self.classes, self.inputs, self.batches = module, classes, inputs, batches
         self.train_loader, self.eval_loader = train_loader, eval_loader
         if config.compile:
             compile_module(module, cuda_graphs=config.compile == "reduce-overhead")
-        self.update = TrainingStep(module, inputs, recipe, world, config.seed)
-        self.update.clones = config.compile == "reduce-overhead"
-        self.schedule = build_schedule(self.update.optimizer, recipe, len(batches))
-        self.metrics = BatchMetrics(world)
-        self.non_finite = NonFinite(self.update.skips, self.update.uses_scaler)
+        self.clones = config.compile == "reduce-overhead"  # outputs: CUDA graphs reuse their memory
+        self.parameters = [*module.parameters()]
+        self.average: ModelEmaV3 | None = None
+        if recipe.ema_decay is not None:
+            self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
+        self.attention_labels: AttentionLabels | None = None
+        cutmix = config.augmentation.cutmix
+        if cutmix is not None and cutmix.labels == "attention":
+            self.attention_labels = AttentionLabels(module.model)
+        self.mixes = True
+        self.parallel = data_parallel(module, world)
+        self.optimizer = build_optimizer(module, recipe)
+        self.schedule = build_schedule(self.optimizer, recipe, len(batches))
+        self.uses_scaler = recipe.precision == "float16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
+        self.not_finite = torch.zeros((), device=world.device)
+        self.skips = recipe.non_finite == "skip"
+        if self.skips:
+            self.optimizer.register_step_pre_hook(partial(skip_if, self.not_finite))
+
         self.total_steps = recipe.epochs * len(batches)
         if recipe.max_steps is not None:
             self.total_steps = min(self.total_steps, recipe.max_steps)
         self.epochs = math.ceil(self.total_steps / len(batches))
-        self.mixed_share = MixedShare(module.htm, self.epochs)
-        self.step = self.epoch = self.images = self.metrics_size = 0
+        self.step = self.epoch = self.images = 0  # completed
         self.eval_seconds = 0.0
-        self.totals, self.all_totals = dict.fromkeys(TOTALS, 0.0), dict.fromkeys(TOTALS, 0.0)
-        self.history: list[dict[str, Any]] = []  # metrics of the evaluated epochs
-        self.mixing: dict[str, float | None] = {}  # see _mixing, of the last complete epoch
+        self.metrics, self.history = BatchMetrics(world), History()
+        self.non_finite = NonFinite(self.skips, self.uses_scaler)
+        self.mixed_share = MixedShare(module.htm, self.epochs)
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # the one resumed from
         self.initial_weights: str | None = None  # what was read from a file
         self.test_loader: Loader | None = None  # if epochs are evaluated on a validation split
+        self.metrics_size = 0  # bytes of metrics.jsonl at the last checkpoint
         self.agreement = Agreement(world, config.checkpoint)
+        self.logger, self.progress = Logs(), Progress(world.is_main)
 
-    def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Resumes from the state of a checkpoint; UserError if it does not fit the run."""
-        check_classes(checkpoint, state["classes"], self.classes)
-        if state["num_images"] != self.batches.num_images:
-            raise UserError(
-                f"checkpoint={checkpoint}: was trained on {state['num_images']} images, the data "
-                f"set has {self.batches.num_images}"
-            )
-        self.checkpoint, self.best = checkpoint, state["best"]
-        self.module.load_state_dict(module_state(f"checkpoint={checkpoint}", state, self.module))
-        try:
-            self.update.load_state_dict(state)
-            for name in SAVED:
-                setattr(self, name, state[name])
-            self.metrics.seconds = state["train_seconds"]
-            self.non_finite.load_state_dict(state["non_finite"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = first_line(error)
-            raise UserError(f"checkpoint={checkpoint}: does not fit the run: {reason}") from error
+    def fit(self) -> dict[str, Any]:
+        """Trains to the end, within `operations.around`; returns the results for summary.json.
 
-    def fit(self, logger: Logs) -> dict[str, Any]:
-        """Trains to the end and returns the results for summary.json.
-
-        On a signal, finishes the step, saves a checkpoint to resume from, and raises Stopped.
+        Raises Stopped after the step in which a signal has come.
         """
-        self.logger = logger
-        if self.world.is_main:
-            self._rewind_folder()
-        with (
-            closing(ProgressDisplay(self.total_steps, self.step, self.world.is_main)) as display,
-            handling(self.agreement.request_stop),
-        ):
-            while self.epoch < self.epochs:
-                self._begin_epoch()
-                try:
-                    self._train_epoch(display)
-                    self._end_epoch()
-                except Stopped:
-                    if self.agreement.to_stop:  # not at a second Ctrl-C
-                        self._save()
-                    raise
-                display.line(self._describe())
-                for warning in self.mixed_share.warnings():
-                    display.line(warning)
-                self.totals = dict.fromkeys(TOTALS, 0.0)
-                self._save()
-                if self.world.is_main and self._is_best():
-                    assert self.best is not None
-                    save_plain(self.folder.best_path, self.best, self.classes)
-                self.agreement.update(self.step)
-                if self.agreement.to_stop:
-                    raise Stopped(self.agreement.to_stop)
-            return self._result() if self.test_loader is None else self._test(self.test_loader)
-
-    def _rewind_folder(self) -> None:
-        """Removes what was written after the checkpoint that the run resumes from."""
-        self.folder.trim_metrics(self.metrics_size)
-        self.folder.resume_from(self.checkpoint)
-        if self.best is not None:
-            save_plain(self.folder.best_path, self.best, self.classes)
-        else:
-            self.folder.best_path.unlink(missing_ok=True)
-
-    def _begin_epoch(self) -> None:
-        """Prepares the model and the loader for the remaining batches of the epoch."""
-        off_epoch = self.config.augmentation.off_epoch
-        if off_epoch is not None and self.epoch >= off_epoch:
-            self.update.stop_mixing()
-        self.module.train()
-        self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
-        self.metrics.restart_clock()
-
-    def _train_epoch(self, display: ProgressDisplay) -> None:
-        """Trains on the remaining batches of the epoch, until its end or a signal."""
-        remaining = islice(self.train_loader, self.total_steps - self.step)
-        with self._flushing_on_error():
-            for images, classes in self.agreement.waiting_for(remaining):
+        while self.epoch < self.epochs:
+            self._begin_epoch()
+            for images, classes in self._remaining_batches():
                 batch = self.step % len(self.batches)
-                size = self.batches.global_size(batch)
-                lr = self.schedule(self.epoch, batch)
-                micro_batches = self.train_step(images, classes, size)
+                size, lr = self.batches.global_size(batch), self.schedule(self.epoch, batch)
+                with explaining_step(self.step + 1, self.config):
+                    micro_batches = self.train_step(images, classes, size)
                 self.step, self.images = self.step + 1, self.images + size
-                not_finite = self.update.not_finite
-                self.metrics.add(self.step, self.epoch + 1, lr, micro_batches, not_finite)
+                head = {"step": self.step, "epoch": self.epoch + 1, "lr": lr}
+                metrics = [metrics_of(part, self.not_finite) for part in micro_batches]
+                self.metrics.add(head, size, metrics)
                 self.mixed_share.add(self.epoch + 1, micro_batches)
-                display.advance()
-                self.agreement.update(self.step)
-                if self.agreement.to_stop:
-                    break
+                self._agree()
                 if self.agreement.to_save or self.step % self.recipe.log_every == 0:
                     self._flush()
                 if self.agreement.to_save:
                     self._save()
                     self.metrics.restart_clock()
             self._flush()
-        if self.agreement.to_stop:
-            raise Stopped(self.agreement.to_stop)
+            self._end_epoch()
+            self.progress.line(self.history.describe(self))
+            for warning in self.mixed_share.warnings():
+                self.progress.line(warning)
+            self.history.restart()
+            self._agree()
+            self._save()
+        return self.history.result(self, self._test())
 
-    @contextmanager
-    def _flushing_on_error(self) -> Iterator[None]:
-        """Writes pending metrics on an error; not with several ranks, as their sums need all."""
-        try:
-            yield
-        except BaseException:
-            if self.world.size == 1:
-                with suppress(Exception):  # the first error counts
-                    self._flush()
-            raise
+    def _begin_epoch(self) -> None:
+        """Prepares the model and the loader for the remaining batches of the epoch."""
+        off_epoch = self.config.augmentation.off_epoch
+        if off_epoch is not None and self.epoch >= off_epoch:
+            self._stop_mixing()
+        self.module.train()
+        self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
+        self.metrics.restart_clock()
+
+    def _remaining_batches(self) -> Iterator[list[Tensor]]:
+        """Returns those of the epoch: images `b 3 h w`, uint8, and classes `b`."""
+        batches = islice(self.train_loader, self.total_steps - self.step)
+        done = self.step - len(self.batches) * self.epoch
+        task = f"epoch {self.epoch + 1}/{self.epochs}"
+        total = min(len(self.batches), done + self.total_steps - self.step)
+        return self.progress.over(self.agreement.waiting_for(batches), task, total, done)
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
-        """Runs one step on this rank's share of a batch, `b 3 h w` uint8 and `b`; see TrainingStep.
+        """Updates the parameters by the mean loss over a global batch of `global_size` images.
 
-        Raises PlainError if memory runs short, or if a gain is not finite.
+        `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
+        draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
+        consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
+        Raises FloatingPointError if a gain is not finite, unless `recipe.non_finite=skip`.
         """
-        try:
-            step = f"step {self.step + 1}"
-            with explaining_memory(step, self.recipe), explaining_compiler(self.config):
-                return self.update(images, classes, self.step, global_size)
-        except FloatingPointError as error:
-            raise non_finite_error(self.step + 1, str(error)) from error
+        # Data and the mixing of images
+        device, key = self.world.device, (self.config.seed, self.step, self.world.rank)
+        images, classes = (x.to(device, non_blocking=True) for x in (images, classes))
+        mixed = self.inputs(images, classes, *key)
+        seed_device(device, Purpose.DROPOUT, *key)
+
+        # A skipped step also restores the buffers and the averaged weights.
+        restorable = self._buffers_and_average() if self.skips or self.uses_scaler else []
+        backup = [value.clone() for value in restorable]
+
+        # Forward, with the mixing of tokens, loss and backward
+        micro_batches: list[MicroBatch] = []
+        labels = len(self.classes), self.recipe.label_smoothing
+        no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
+        for part in mixed.split(count := self.recipe.grad_accum_steps):
+            # Only the last backward pass reduces the gradients over the ranks.
+            is_last = len(micro_batches) == count - 1
+            with nullcontext() if is_last else no_sync():
+                with autocast(device, self.recipe.precision):
+                    output: Output = self.parallel(part.images, part.targets(*labels))
+                    if self.attention_labels is not None:
+                        targets = self.attention_labels(part).targets(*labels)
+                        output = output._replace(targets=targets)
+                if self.clones:
+                    output = tree_map_only(Tensor, Tensor.clone, output)
+                loss = training_loss(output)
+                # DDP averages over the ranks: the world size turns that mean into a sum.
+                weight = len(part.images) * self.world.size / global_size
+                self.scaler.scale(loss * weight).backward()
+            micro_batches.append(MicroBatch(loss.detach(), output))
+
+        # Clip and update
+        norm = self._clip_gradients()
+        losses = [micro_batch.loss for micro_batch in micro_batches]
+        self.not_finite.copy_((~torch.stack([norm, *losses]).isfinite()).any())
+        if self.skips:
+            self.world.sum(self.not_finite).clamp_(max=1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+        # Average
+        if self.average is not None:
+            self.average.update(self.module.model)
+        for value, old in zip(restorable, backup, strict=True):
+            value.copy_(torch.where(self.not_finite > 0, old, value))
+        return micro_batches
+
+    def _clip_gradients(self) -> Tensor:
+        """Clips the gradients and returns their norm before clipping.
+
+        With a scaler this is the norm of the scaled gradients: the scaler skips the step if it
+        overflows, and querying the scaler would wait for the device.
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm, max_norm = get_total_norm(gradients), self.recipe.clip_grad_norm
+        if max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            true_norm = get_total_norm(gradients) if self.uses_scaler else norm
+            clip_grads_with_norm_(self.parameters, max_norm, true_norm)
+        return norm
+
+    def _buffers_and_average(self) -> list[Tensor]:
+        average = {} if self.average is None else self.average.module.state_dict()
+        return [*self.module.buffers(), *average.values()]
 
     def _flush(self) -> None:
         """Fetches and writes the metrics; PlainError if a non-finite update ends the run."""
         lines = self.metrics.fetch()
-        self._write(lines)
-        self.non_finite.check(lines)
-        lines = [line for line in lines if not line["skipped"]]
-        for totals in (self.totals, self.all_totals):
-            totals["batches"] += len(lines)
-            totals["loss"] += sum(line["loss"] for line in lines)
-            totals["mixed"] += sum(line["mixed_samples"] for line in lines)
-            totals["tokens"] += sum(x["mixed_samples"] * x["mixed_tokens"] for x in lines)
-
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        """Writes the lines before the first update that ends the run."""
         if self.world.is_main:
-            writable = self.non_finite.writable(lines)
-            self.folder.append_metrics(writable)
-            for line in writable:
-                self.logger.log(line)
+            self._log(self.non_finite.writable(lines))
+        self.non_finite.check(lines)
+        self.history.add(lines)
+
+    def _log(self, lines: list[dict[str, Any]]) -> None:
+        self.folder.append_metrics(lines)
+        for line in lines:
+            self.logger.log(line)
+
+    def _agree(self) -> None:
+        """Decides with all ranks whether to stop or to save; raises Stopped."""
+        self.agreement.update(self.step)
+        if self.agreement.to_stop:
+            raise Stopped(self.agreement.to_stop)
+
+    def _stop_mixing(self) -> None:
+        """Stops the mixing of images and tokens for the rest of the run; idempotent."""
+        if not self.mixes:
+            return
+        self.mixes = False
+        self.inputs.stop_mixing()
+        self.module.stop_mixing()
+        # The old wrapper would wait for ScoreNet's gradients.
+        self.parallel = data_parallel(self.module, self.world)
 
     def _end_epoch(self) -> None:
         """Counts the epoch; evaluates every `recipe.evaluate_every` epochs and after the last.
 
         An epoch whose evaluation is interrupted does not count yet: a resumed run evaluates it.
         """
-        self.epoch += 1
-        if self.epoch % self.recipe.evaluate_every == 0 or self.epoch == self.epochs:
+        epoch = self.epoch + 1
+        if epoch % self.recipe.evaluate_every == 0 or epoch == self.epochs:
             start = time.perf_counter()
-            try:
-                self._evaluate()
-            except Stopped:
-                self.epoch -= 1
-                raise
+            result = self._evaluate(self.eval_loader)
+            line = {"epoch": epoch, **(renamed(result) if self.test_loader else result)}
             self.eval_seconds += time.perf_counter() - start
-        self.mixing = self._mixing()
+            self.history.epochs.append(line)
+            if self.world.is_main:
+                self._log([line])
+        self.epoch = epoch
+        self.history.end_epoch(self.images / max(self.step, 1))
         if self.world.is_main:
-            self.folder.write_summary(epochs=self.epoch, **self.mixing, log=self.history)
+            log = self.history.epochs
+            self.folder.write_summary(epochs=epoch, **self.history.mixing, log=log)
+        if self.world.is_main and self.history.is_best(epoch):
+            state = self.evaluated.state_dict()
+            self.best = {name: value.to("cpu", copy=True) for name, value in state.items()}
+            operations.save_best(self)
 
-    def _mixing(self) -> dict[str, float | None]:
-        """Returns mixed samples per batch and tokens in each of the epoch, and the share of all."""
-        batches, _, mixed, tokens = (self.totals[name] for name in TOTALS)
-        share = self.all_totals["mixed"] / max(self.all_totals["batches"], 1)
-        return {
-            "mixed_samples": mixed / max(batches, 1),
-            "mixed_tokens": tokens / mixed if mixed else None,
-            "mixed_share": round(share * self.step / max(self.images, 1), 4),
-        }
+    def _test(self) -> Tests | None:
+        """Evaluates the last and the best epoch on the test set, if the epochs were not.
 
-    def _evaluate(self) -> None:
-        """Evaluates, writes the epoch's metrics and keeps the best weights."""
-        model = self.update.evaluated
-        self.world.share_buffers(model)  # the first rank saves these weights
-        result = self._evaluate_on(self.eval_loader)
-        line = {"epoch": self.epoch, **(result if self.test_loader is None else renamed(result))}
-        self.history.append(line)
-        if self.world.is_main:
-            self.folder.append_metrics([line])
-            self.logger.log(line)
-            if self._is_best():
-                self.best = {k: v.to("cpu", copy=True) for k, v in model.state_dict().items()}
+        The evaluated model keeps the weights of the best epoch.
+        """
+        if self.test_loader is None:
+            return None
+        start = time.perf_counter()
+        last = selected = self._evaluate(self.test_loader)
+        if self.history.best_epoch != self.epoch:
+            self.evaluated.load_state_dict(self.world.share(cast(State, self.best)))
+            selected = self._evaluate(self.test_loader)
+        self.eval_seconds += time.perf_counter() - start
+        return Tests(last, selected)
 
-    def _evaluate_on(self, loader: Loader) -> dict[str, float]:
+    def _evaluate(self, loader: Loader) -> dict[str, float]:
+        self.world.share_buffers(self.evaluated)  # the first rank saves these weights
         give_back_freed_memory()  # before the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
+            batches = self.agreement.waiting_for(loader)
             return evaluate(
-                self.update.evaluated,
-                self.update.inputs.normalize,
-                self.agreement.waiting_for(loader),
+                self.evaluated,
+                self.inputs.normalize,
+                self.progress.over(batches, "evaluation", length_hint(loader)),
                 self.world,
                 self.recipe.precision,
             )
 
-    def _test(self, loader: Loader) -> dict[str, Any]:
-        """Evaluates the last and the best epoch on the test set, for the first time.
-
-        Returns the results for summary.json. The model keeps the weights of the best epoch.
-        """
-        start, result = time.perf_counter(), self._result()
-        last = selected = self._evaluate_on(loader)
-        if result["selected_epoch"] != self.epoch:
-            self.update.evaluated.load_state_dict(self.world.share(cast(State, self.best)))
-            selected = self._evaluate_on(loader)
-        self.eval_seconds += time.perf_counter() - start
-        return {
-            **result,
-            **{f"{name}_last": last[name] for name in ("top1", "top5")},
-            **{f"{name}_selected": selected[name] for name in ("top1", "top5")},
-            "broken_images": last.get("broken_images", 0),
-            "seconds": round(self.seconds, 1),
-        }
-
     @property
-    def _top1(self) -> list[float]:
-        """The accuracy after each evaluated epoch, by which the best is chosen."""
-        key = "top1" if self.test_loader is None else "val_top1"
-        return [line[key] for line in self.history]
-
-    @property
-    def _is_evaluated(self) -> bool:
-        """Whether the last epoch was evaluated."""
-        return bool(self.history) and self.history[-1]["epoch"] == self.epoch
-
-    def _is_best(self) -> bool:
-        """Whether the last epoch was evaluated and beats all earlier ones."""
-        top1 = self._top1
-        return self._is_evaluated and all(top1[-1] > other for other in top1[:-1])
-
-    def _save(self) -> None:
-        """Writes a checkpoint with the complete training state."""
-        if self.world.is_main:
-            self.metrics_size = self.folder.sync_metrics()
-            save_last(self.folder.last_path, self._state(), self.config.checkpoint.keep)
-        self.agreement.note_saved()
-        self.world.barrier()
+    def evaluated(self) -> nn.Module:
+        """The plain model to evaluate and save: the averaged one, if weights are averaged."""
+        return self.module.model if self.average is None else self.average.module
 
     @property
     def seconds(self) -> float:
         """Duration of training and evaluation."""
         return self.metrics.seconds + self.eval_seconds
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "module": self.module.state_dict(),
-            **self.update.state_dict(),
-            "best": self.best,
-            "classes": self.classes,
-            "num_images": self.batches.num_images,
-            "run": run_hash(self.config),
-            "non_finite": self.non_finite.state_dict(),
-            "train_seconds": self.metrics.seconds,
-            **{name: getattr(self, name) for name in SAVED},
-        }
-
-    def _describe(self) -> str:
-        batches, loss, mixed, tokens = (self.totals[name] for name in TOTALS)
-        text = f"epoch {self.epoch:>{len(str(self.epochs))}}/{self.epochs}"
-        text += f"  loss {loss / max(batches, 1):.3f}"
-        if self.module.htm is not None:
-            text += f"  mixed {mixed / max(batches, 1):.1f} samples per batch"
-            text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
-        if self._is_evaluated:
-            text += "  top-1" if self.test_loader is None else "  validation top-1"
-            text += f" {self._top1[-1]:.2f} %"
-        return f"{text}  [{self.seconds:.0f} s]"
-
-    def _accuracies(self) -> dict[str, Any]:
-        """Accuracies on the test set; with a validation split those on it, and null for the test's.
-
-        The best and the median over epochs of the test set stay unknown then.
-        """
-        top1 = self._top1
-        if self.test_loader is not None:
-            best = top1.index(max(top1))
-            return {
-                **dict.fromkeys(ACCURACIES),
-                "val_top1_last": top1[-1],
-                "val_top1_selected": top1[best],
-                "selected_epoch": self.history[best]["epoch"],
-            }
-        top5 = [line["top5"] for line in self.history]
-        since = self.epoch - MEDIAN_EPOCHS
-        last = [line["top1"] for line in self.history if line["epoch"] > since]
-        values = top1[-1], max(top1), median(last), top5[-1], max(top5)
-        return dict(zip(ACCURACIES, values, strict=True))
-
-    def _result(self) -> dict[str, Any]:
-        return {
-            **self._accuracies(),
-            "epochs": self.epoch,
-            "steps": self.step,
-            "images": self.images,
-            "broken_images": self.history[-1].get("broken_images", 0),
-            "seconds": round(self.seconds, 1),
-            "images_per_second": round(self.images / self.metrics.seconds, 1),
-            **({"skipped_steps": self.non_finite.skipped} if self.non_finite.counts else {}),
-            **self.mixing,
-            "log": self.history,
-        }
+    def _save(self) -> None:
+        """Writes a checkpoint with the complete training state."""
+        operations.save(self)

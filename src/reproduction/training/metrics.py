@@ -14,10 +14,9 @@ from torch import Tensor
 
 from reproduction.system.errors import PlainError
 from reproduction.training.distributed import World
-from reproduction.training.step import MicroBatch
-from tokenmixup import Output
+from tokenmixup.output import Stat
 
-COLUMNS = 5  # of HTM, for all layers or one, see `_columns`; a row starts with flag and loss
+PARTS = ("total", "divisor")  # of a Stat
 MOST_IN_A_ROW = 100  # skipped updates that end the run
 ADVICE = "try a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
 
@@ -25,14 +24,17 @@ Line = dict[str, Any]
 
 
 class BatchMetrics:
-    """Collects one row per micro-batch; `fetch` turns the rows into lines of metrics.jsonl."""
+    """Collects the scalars of batches on the device; `fetch` turns them into metrics.jsonl's lines.
+
+    It knows no names: they are the keys of what it is given.
+    """
 
     def __init__(self, world: World):
         self.world = world
-        self.zero = torch.zeros((), device=world.device)
-        # of each batch: step, epoch and learning rate; images; a row of each micro-batch
-        self.batches: list[tuple[Line, int, list[Tensor]]] = []
-        self.layers: list[int] = []  # of HTM
+        # of each batch: its first columns; images; micro-batch x column: on the device, on the host
+        self.batches: list[tuple[Line, int, Tensor, list[list[float]]]] = []
+        self.columns: list[tuple[str, str]] = []  # name, part of its Stat: first the device's
+        self.kinds: dict[str, tuple[bool, bool]] = {}  # name -> is it a maximum, has it a divisor
         self.seconds = 0.0  # spent on all fetched batches
         self.restart_clock()
 
@@ -40,95 +42,58 @@ class BatchMetrics:
         """Restarts the clock, to keep other work than training out of the throughput."""
         self.start = time.perf_counter()
 
-    def add(
-        self,
-        step: int,
-        epoch: int,
-        lr: float,
-        micro_batches: list[MicroBatch],
-        not_finite: Tensor | None = None,
-    ) -> None:
-        """Collects a batch without waiting for the device; all have equally many micro-batches."""
-        self.layers = [mix.layer for mix in micro_batches[0].output.layers]
-        rows = list[Tensor]()
-        flag = self.zero if not_finite is None else not_finite
-        for micro_batch in micro_batches:
-            rows.append(torch.stack([flag, *_row(*micro_batch)]))
-            flag = self.zero
-        images = sum(len(micro_batch.output.logits) for micro_batch in micro_batches)
+    def add(self, head: Line, images: int, micro_batches: list[dict[str, Stat]]) -> None:
+        """Collects a batch without waiting for the device; all have equally many micro-batches.
+
+        `head` begins the line, `images` counts those of all ranks.
+        """
+        device, host = list[list[Tensor]](), list[list[float]]()
+        for stats in micro_batches:
+            scalars = {
+                (name, part): getattr(x, part) for name, x in stats.items() for part in PARTS
+            }
+            on_device = {key: x for key, x in scalars.items() if isinstance(x, Tensor)}
+            on_host = {key: x for key, x in scalars.items() if isinstance(x, int | float)}
+            device.append([*on_device.values()])
+            host.append([*on_host.values()])
+            self.columns = [*on_device, *on_host]
+            self.kinds = {name: (x.is_max, x.divisor is not None) for name, x in stats.items()}
+        rows = torch.stack([x for row in device for x in row]).unflatten(0, (len(device), -1))
         # one statement, so that a signal leaves no half of a batch
-        self.batches.append(({"step": step, "epoch": epoch, "lr": lr}, images, rows))
+        self.batches.append((head, images, rows, host))
 
     def fetch(self) -> list[Line]:
-        """Returns one line per collected batch, summed over all ranks, and clears the collection.
-
-        `skipped` is 1 if the loss or a gradient is not finite.
-        """
+        """Returns one line per collected batch, over all ranks, and clears the collection."""
         if not self.batches:
             return []
-        heads, counts, parts = zip(*self.batches, strict=True)
-        rows = torch.stack([row for part in parts for row in part]).double()
-        rows = rows.unflatten(0, (len(heads), -1))  # batch, micro-batch, column
-        images = rows.new_tensor(counts)[:, None]
-        sums = self.world.sum(torch.cat([images, rows.sum(dim=1)], dim=1))
-        maxima = self.world.max(rows[:, :, COLUMNS + 1 :: COLUMNS].amax(dim=1))
-        table = torch.cat([sums, maxima], dim=1).tolist()  # waits for the device
+        heads, images, device, host = zip(*self.batches, strict=True)
+        rows = torch.stack(device).double()  # batch, micro-batch, column
+        rows = torch.cat([rows, rows.new_tensor(host)], dim=2)
+        sums, maxima = self.world.sum(rows.sum(dim=1)), self.world.max(rows.amax(dim=1))
+        table = torch.stack([sums, maxima], dim=1).tolist()  # waits for the device
         elapsed = time.perf_counter() - self.start
         self.seconds += elapsed
-        speed = sum(row[0] for row in table) / elapsed
+        speed = {"images_per_second": round(sum(images) / elapsed, 1)}
         lines = [
-            {**head, **self._line(row, sums.shape[1]), "images_per_second": round(speed, 1)}
-            for head, row in zip(heads, table, strict=True)
+            {**head, **self._values(*values), **speed}
+            for head, values in zip(heads, table, strict=True)
         ]
         self.batches = []
         self.restart_clock()
         return lines
 
-    def _line(self, row: list[float], width: int) -> Line:
-        """Turns `width` sums, followed by the maxima, into named metrics.
-
-        Those of HTM are over all its layers, and if it has several also of each layer.
-        """
-        images, flag, loss, *columns = row[:width]
-        maxima = row[width:]
-        line: Line = {
-            "loss": loss / images,
-            "skipped": int(flag > 0 or not math.isfinite(loss)),
-            "mixed_samples": 0,
-            "mixed_tokens": 0.0,
-            **dict.fromkeys(("score_loss", "difficulty", "gain_max", "gain_mean")),
-        }
-        if columns:
-            line["score_loss"] = columns[3] / images
-        suffixes = ["", *(f"/{layer}" for layer in self.layers)]
-        starts = range(0, len(columns), COLUMNS)
-        for suffix, start, maximum in zip(suffixes, starts, maxima, strict=False):
-            mixed, tokens, gain, difficulty = columns[start : start + 4]
-            line[f"mixed_samples{suffix}"] = round(mixed)
-            line[f"mixed_tokens{suffix}"] = tokens / mixed if mixed else 0.0
-            line[f"difficulty{suffix}"] = difficulty / images / (1 if suffix else len(self.layers))
-            line[f"gain_max{suffix}"] = maximum
-            line[f"gain_mean{suffix}"] = gain / tokens if tokens else 0.0
-        return line
-
-
-def _row(loss: Tensor, output: Output) -> list[Tensor]:
-    """The summed loss, then COLUMNS of all HTM layers and, if there are several, of each layer."""
-    n = len(output.logits)
-    row = [loss * n]
-    if output.is_easy is not None:
-        assert output.mask is not None and output.gain is not None
-        assert output.score_loss is not None
-        row += _columns(output.is_easy, output.mask, output.gain, output.score_loss * n)
-    for mix in output.layers if len(output.layers) > 1 else ():
-        row += _columns(mix.is_easy, mix.mask, mix.gain, mix.difficulty.sum())
-    return row
-
-
-def _columns(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> list[Tensor]:
-    """Sums of mixed samples, replaced tokens, gains and difficulty, then the largest gain."""
-    sums = (x.sum(dtype=torch.float32) for x in (is_easy, mask, gain))
-    return [*sums, difficulty.detach(), gain.amax()]
+    def _values(self, sums: list[float], maxima: list[float]) -> Line:
+        """The value of each name, from the sums and the maxima of all columns."""
+        of_sum, of_max = (dict(zip(self.columns, x, strict=True)) for x in (sums, maxima))
+        values: Line = {}
+        for name, (is_max, is_quotient) in self.kinds.items():
+            value = (of_max if is_max else of_sum)[name, "total"]
+            if is_quotient:
+                divisor = of_sum[name, "divisor"]
+                values[name] = value / divisor if divisor else 0.0
+            else:
+                values[name] = int(value) if value.is_integer() else value
+        return values
 
 
 class NonFinite:

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reproduction.training.step import MicroBatch
 from tokenmixup import HTM
+
+if TYPE_CHECKING:
+    from reproduction.training.loop import MicroBatch
 
 FEW, MOST = 0.01, 0.95  # shares of mixed samples outside of which the line is printed
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -22,7 +25,7 @@ class MixedShare:
         # by layer, of each micro-batch: difficulty and easy flag, 2 b
         self.seen: dict[int, list[Tensor]] = {}
 
-    def add(self, epoch: int, micro_batches: list[MicroBatch]) -> None:
+    def add(self, epoch: int, micro_batches: list["MicroBatch"]) -> None:
         """Collects a batch of an epoch, counted from 1."""
         for micro_batch in micro_batches if epoch == self.epoch else ():
             for mix in micro_batch.output.layers:

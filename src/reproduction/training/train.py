@@ -37,13 +37,14 @@ from reproduction.system.errors import PlainError, RunInterrupted, Stopped, User
 from reproduction.system.hardware import hardware_name, join_hardware
 from reproduction.system.ranks import restarts
 from reproduction.system.terminal import say, warn
+from reproduction.training import operations
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import (
     World,
     allow_tf32,
     join_world,
+    on_ranks,
     resolve_device,
-    run_on_ranks,
 )
 from reproduction.training.endings import (
     explaining_data,
@@ -78,7 +79,7 @@ def run_training(config: Config) -> dict[str, Any]:
             if folder.is_finished():
                 return folder.read_summary()
             with handling(stop_at_once), _recording_end(config):
-                return run_on_ranks(train, config, config.devices, config.restarts)
+                return on_ranks(train, config.devices, config.restarts)(config)
     except RunInterrupted as interrupted:
         if isinstance(interrupted.__cause__, Stopped):
             forward_signal(interrupted.__cause__.signum)
@@ -120,7 +121,8 @@ def train(config: Config) -> dict[str, Any]:
             if world.is_main:
                 trainer.folder.create(config)
                 trainer.folder.write_summary(**facts, status="running", error=None)
-            result = trainer.fit(logger)
+            with operations.around(trainer, logger):
+                result = trainer.fit()
             status = "finished"
         finally:
             logger.close(status)
@@ -146,7 +148,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         folder,
         module=place(module, world.device),
         classes=source.classes,
-        inputs=build_training_inputs(config, len(source.classes), world.device),
+        inputs=build_training_inputs(config, world.device),
         batches=batches,
         train_loader=build_training_loader(config, source, batches, pin),
         eval_loader=build_evaluation_loader(config, source.per_epoch, world.rank, world.size, pin),
@@ -157,7 +159,7 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         )
     trainer.initial_weights = initial_weights
     if newest is not None:
-        trainer.restore(*newest)
+        operations.restore(trainer, *newest)
     if world.share(trainer.step) != trainer.step:
         raise RuntimeError(f"rank {world.rank} and the first rank have read different checkpoints")
     return trainer
@@ -189,7 +191,9 @@ def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
     data = f"{train:,} images of {config.dataset.name}, {classes:,} classes, {held_out:,} held out"
     if source.validation is not None:
         data += f", {len(source.validation):,} for validation"
-    say(f"{verb}: {config.model.name} on {data}, {mixing}, {trainer.world.device.type}")
+    device, ranks = trainer.world.device.type, trainer.world.size
+    place = device if ranks == 1 else f"{ranks} ranks on {device}"
+    say(f"{verb}: {config.model.name} on {data}, {mixing}, {place}")
     report_other_files(source)
     if trainer.initial_weights is not None:
         say(f"initial weights: {trainer.initial_weights}")
