@@ -127,7 +127,9 @@ def test_run_that_ends_before_its_last_evaluation_resumes_alike(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_test", stopped)
-        assert command("train", "name=stopped", *args).status == (1 if devices > 1 else 130)
+        assert command("train", "name=stopped", *args).status in (
+            (1, 130) if devices > 1 else (130,)
+        )
     assert RunFolder(tmp_path / "outputs" / "stopped").is_finished() is False
     assert command("train", "name=stopped", *args, "resume=auto").status == 0
     whole, again = (RunFolder(tmp_path / "outputs" / x) for x in ("whole", "stopped"))

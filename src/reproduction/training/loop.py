@@ -305,17 +305,18 @@ class Trainer:
             operations.save_best(self)
 
     def _test(self) -> Tests | None:
-        """Evaluates the last and the best epoch on the test set, if the epochs were not.
-
-        The evaluated model keeps the weights of the best epoch.
-        """
+        """Evaluates the last and the best epoch on the test set, if the epochs were not."""
         if self.test_loader is None:
             return None
         start = time.perf_counter()
         last = selected = self._evaluate(self.test_loader)
         if self.history.best_epoch != self.epoch:
+            weights = {name: x.clone() for name, x in self.evaluated.state_dict().items()}
             self.evaluated.load_state_dict(self.world.share(cast(State, self.best)))
-            selected = self._evaluate(self.test_loader)
+            try:
+                selected = self._evaluate(self.test_loader)
+            finally:
+                self.evaluated.load_state_dict(weights)  # a stop saves the last epoch's
         self.eval_seconds += time.perf_counter() - start
         return Tests(last, selected)
 
