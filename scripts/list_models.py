@@ -5,11 +5,20 @@ import time
 
 import timm
 
-from reproduction.models.survey import PAGE, Verdict, page_of, smallest_of_families, survey, try_out
+from reproduction.models.survey import (
+    PAGE,
+    Verdict,
+    count_of,
+    page_of,
+    smallest_of_families,
+    survey,
+    try_out,
+)
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors
 
+SUPPORTED = {True: "supported", False: "supported, HTM alone"}
 LARGEST = 450e6  # parameters; larger models are tried with 3 blocks
 
 
@@ -40,7 +49,6 @@ def main() -> int:
     if not names:
         raise UserError(f"{args.pattern}: timm has no such model")
     verdicts = survey(names)
-    supported = [verdict for verdict in verdicts if verdict.reason is None]
     status = 0
     if args.page:
         write_text(PAGE, page_of(verdicts))
@@ -53,8 +61,8 @@ def main() -> int:
         status = int(bool(failed) or is_outdated)
     else:
         for verdict in verdicts:
-            print(f"{verdict.name}: {verdict.reason or 'supported'}")
-    print(f"{len(supported)} of {len(verdicts)} models are supported, timm {timm.__version__}")
+            print(f"{verdict.name}: {verdict.reason or SUPPORTED[verdict.takes_vtm]}")
+    print(count_of(verdicts))
     return status
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tokenmixup import hierarchical
 from tokenmixup.attention import POSITIONAL, Parts, Projection
 from tokenmixup.contexts import evaluating
 
@@ -21,25 +22,45 @@ def _itself(out: Any) -> Any:
     return out
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(1, -2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Describes where a model with pre-norm attention keeps the modules that TokenMixup needs.
+    """Describes where a model keeps the modules that TokenMixup needs.
 
-    Paths are dotted, such as `encoder.layers`. The block must call `attn` for self-attention
-    without a mask, with the normed tokens as its first argument. `parts` is called with that module
-    whenever its Parts are needed.
+    Paths are dotted, such as `encoder.layers`; in `blocks`, `*` is every module of a sequence. HTM
+    and VTM work with `parts`: attention over all tokens. The block must then call `attn` for
+    self-attention without a mask, with the normed tokens as its first argument. HTM alone works
+    with `saliency`, whatever the attention, or with neither and the gradient detector.
     """
 
-    blocks: str  # path from the model to the sequence of blocks
-    norm: str  # path from a block to the layer norm before its attention
-    attn: str  # path from a block to its attention module
-    parts: Callable[[Any], Parts]
-    embed_dim: str | int  # width of the tokens, or the path from the model to it
+    blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`
+    embed_dim: str | int  # width of the tokens, or the path to it from the model or from `block`
+    parts: Callable[[Any], Parts] | None = None  # of the attention, whenever they are needed
+    norm: str | None = None  # path from a block to the layer norm before its attention
+    attn: str | None = None  # path from a block to its attention module
+    # The block and its arguments -> saliency `b t` of its input by its own attention, sum 1.
+    saliency: Callable[..., Tensor] | None = None
+    own_classes: bool = (
+        False  # whether block and attention must be of the model's own Python module
+    )
+    # A block's input -> tokens `b n d`, and back: tokens and the input -> one of its shape.
+    tokens: tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = (
+        _flat,
+        torch.Tensor.view_as,
+    )
+    in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
     num_prefix_tokens: int = 0  # tokens before the spatial tokens
     reads_class_token: bool = False  # whether the head reads token 0 and no other token
     returns: Callable[[Tensor], Any] = _itself  # tokens -> the attention module's return value
     logits: Callable[[Any], Tensor] = _itself  # the model's return value -> logits `b c`
     arguments: tuple[str, ...] = ()  # further ones of the attention, of POSITIONAL's meaning
+
+    def __post_init__(self) -> None:
+        if self.parts is not None and (self.saliency or not (self.norm and self.attn)):
+            raise ValueError("Adapter: parts needs norm and attn, and excludes saliency")
 
 
 def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
@@ -112,6 +133,18 @@ def _huggingface(blocks: str, norm: str, **more: Any) -> Adapter:
     )
 
 
+def _timm_stages(blocks: str, saliency: Callable[..., Tensor], in_rows: bool = True) -> Adapter:
+    """Returns the adapter of a hierarchical model of timm."""
+    return Adapter(
+        blocks=blocks,
+        embed_dim="block.attn.dim",
+        attn="attn",
+        saliency=saliency,
+        own_classes=True,
+        in_rows=in_rows,
+    )
+
+
 BEFORE = "layernorm_before"
 # by (module, class): models that work without an adapter of the user's
 ADAPTERS = {
@@ -133,13 +166,27 @@ ADAPTERS = {
     ("transformers.models.dinov2.modeling_dinov2", "Dinov2ForImageClassification"): _huggingface(
         "dinov2.encoder.layer", "norm1", num_prefix_tokens=1
     ),
+    ("timm.models.swin_transformer", "SwinTransformer"): _timm_stages(
+        "layers.*.blocks", hierarchical.swin
+    ),
+    ("timm.models.swin_transformer_v2", "SwinTransformerV2"): _timm_stages(
+        "layers.*.blocks", hierarchical.swin_v2
+    ),
+    ("timm.models.pvt_v2", "PyramidVisionTransformerV2"): _timm_stages(
+        "stages.*.blocks", hierarchical.pvt_v2
+    ),
+    ("timm.models.hiera", "Hiera"): _timm_stages("blocks", hierarchical.hiera, in_rows=False),
 }
 
 
 def adapter_of(model: Any) -> Adapter:
     """Returns the adapter of a known model class; that of timm's names for any other class."""
-    known = ADAPTERS.get((type(model).__module__, type(model).__name__))
-    return known or timm_adapter(model)
+    return ADAPTERS.get(class_path(model)) or timm_adapter(model)
+
+
+def class_path(module: Any) -> tuple[str, str]:
+    """Returns module and name of the class."""
+    return type(module).__module__, type(module).__name__
 
 
 def timm_adapter(model: Any) -> Adapter:

@@ -20,6 +20,8 @@ from tokenmixup.settings import HTM
 
 def by_mean_attention(entry: BlockPass) -> Tensor:
     """Saliency by Eq. 3 as printed, also if there is a class token: the mean over all queries."""
+    if not entry.encoder.has_parts:
+        return entry.own_saliency()  # no class token
     q, k = entry.queries_and_keys()
     return entry.saliency_by(q, k, class_token=False)
 

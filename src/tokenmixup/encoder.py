@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenmixup.adapters import Adapter, adapter_of, has_class_token, timm_parts
+from tokenmixup.adapters import Adapter, adapter_of, class_path, has_class_token, timm_parts
 from tokenmixup.attention import Parts
 
 # timm's, as (module, class). An unknown class may have terms that would be silently lost.
@@ -48,10 +48,12 @@ class Block:
     module: Any
     norm: Any  # before the attention
     attn: Any
+    width: int  # of the tokens that enter it
     adapter: Adapter
 
     def parts(self) -> Parts:
         """Returns the Parts of the attention as it is now."""
+        assert self.adapter.parts is not None, "needed where Encoder.has_parts"
         try:
             parts = self.adapter.parts(self.attn)
         except (AttributeError, ValueError) as error:  # such as of another module
@@ -78,8 +80,11 @@ class Block:
 
     def why_not(self) -> str | None:
         """Returns in one line why TokenMixup does not support the block as it is now."""
-        if found(self.module, self.adapter, "attn") is not self.attn:
+        adapter = self.adapter
+        if adapter.attn and _follow(self.module, adapter.attn, "attn") is not self.attn:
             return "whose attention was replaced after attach"
+        if adapter.parts is None:
+            return None
         if getattr(self.module, "norm_first", True) is False:
             return "which normalises after its attention (norm_first=False)"
         return _why_not_projections(self.parts(), self.attn)
@@ -90,7 +95,7 @@ class Encoder:
     """The blocks of a model and what enters and leaves them."""
 
     blocks: tuple[Block, ...]
-    width: int  # of the tokens
+    stages: tuple[Any, ...]  # the modules that hold them: the stages, else the model
     num_prefix_tokens: int  # that enter the blocks, as the model declares it
     has_class_token: bool  # whether one of them is a class token
     # Whether the head reads it: saliency is then the attention of its query, else the mean over all
@@ -98,6 +103,7 @@ class Encoder:
     reads_class_token: bool
     patch_embed: nn.Module | None  # whose output has one token for each patch, if known
     own_positions: bool  # whether each block gets rotary positions of its own
+    has_parts: bool  # whether each block attends to all tokens, with known Parts
 
 
 def why_not(
@@ -136,25 +142,23 @@ def find_encoder(
         raise ValueError(f"{kind}: Adapter.num_prefix_tokens={prefix!r} must be an int >= 0")
     if adapter.reads_class_token and not prefix:
         raise ValueError(f"{kind}: Adapter.reads_class_token needs num_prefix_tokens >= 1")
-    modules = _sequence(model, adapter)
+    modules, stages = _sequence(model, adapter)
     checked = len(modules) if last_layer is None else last_layer + 1
-    blocks = [_block(module, adapter, index < checked) for index, module in enumerate(modules)]
+    blocks = [_block(model, x, adapter, index < checked) for index, x in enumerate(modules)]
     for index, block in enumerate(blocks[:checked]):
-        if reason := (is_timm and _why_not_timm_block(block.module)) or block.why_not():
+        foreign = adapter.own_classes and _why_not_own(block, type(model).__module__)
+        if reason := foreign or (is_timm and _why_not_timm_block(block.module)) or block.why_not():
             raise ValueError(f"{kind}: block {index} is {type(block.module).__name__}, {reason}")
-    told = adapter.embed_dim
-    width = found(model, adapter, "embed_dim") if isinstance(told, str) else told
-    if type(width) is not int:
-        raise ValueError(f"{kind}: Adapter.embed_dim={told!r} is not the path of an int")
-    embed = getattr(model, "patch_embed", None)
+    embed = None if adapter.parts is None else getattr(model, "patch_embed", None)
     return Encoder(
         tuple(blocks),
-        width,
+        stages,
         prefix,
         has_class_token=prefix > 0 and (adapter.reads_class_token or has_class_token(model)),
         reads_class_token=adapter.reads_class_token,
         patch_embed=embed if isinstance(embed, nn.Module) else None,
         own_positions=any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_")),
+        has_parts=adapter.parts is not None,
     )
 
 
@@ -192,34 +196,53 @@ def layer_group(groups: Any, name: str) -> Any:
     return (math.inf,)
 
 
-def _sequence(model: Any, adapter: Adapter) -> nn.Sequential | nn.ModuleList:
-    """Returns the modules of the blocks."""
-    blocks, path = found(model, adapter, "blocks"), f"Adapter.blocks={adapter.blocks!r}"
-    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
-        kind = f"is {type(blocks).__name__}, needs a Sequential or ModuleList of blocks"
-        raise ValueError(f"{path}: {kind}")
+def _sequence(model: Any, adapter: Adapter) -> tuple[list[nn.Module], tuple[nn.Module, ...]]:
+    """Returns the modules of the blocks, and those of the stages that hold them."""
+    blocks, stages = [model], []
+    for path in adapter.blocks.split(".*."):
+        stages, blocks = blocks, []
+        for stage in stages:
+            part = _follow(stage, path, "blocks")
+            if not isinstance(part, nn.Sequential | nn.ModuleList) or not len(part):
+                kind = f"is {type(part).__name__}, needs a Sequential or ModuleList of blocks"
+                raise ValueError(f"Adapter.blocks={path!r}: {kind}")
+            blocks += part
     if len({id(block) for block in blocks}) < len(blocks):
-        raise ValueError(f"{path}: holds one block more than once")
-    return blocks
+        raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
+    return blocks, tuple(stages)
 
 
-def _block(module: Any, adapter: Adapter, is_checked: bool) -> Block:
+def _block(model: Any, module: Any, adapter: Adapter, is_checked: bool) -> Block:
     """Resolves a block; one that is not checked may lack the norm and the attention."""
     try:
-        norm, attn = (found(module, adapter, field) for field in ("norm", "attn"))
+        paths = {"norm": adapter.norm, "attn": adapter.attn}
+        norm, attn = (path and _follow(module, path, key) for key, path in paths.items())
     except ValueError:
         if is_checked and adapter.parts is not timm_parts:
             raise
         norm = attn = None
     if is_checked and norm is not None and norm is attn:
         raise ValueError(f"Adapter.norm={adapter.norm!r}: is the attention")
-    return Block(module, norm, attn, adapter)
+    return Block(module, norm, attn, _width(model, module, adapter), adapter)
 
 
-def found(start: Any, adapter: Adapter, field: str) -> Any:
+def _width(model: Any, module: Any, adapter: Adapter) -> int:
+    """Returns the width of the tokens that enter a block."""
+    width = told = adapter.embed_dim
+    if isinstance(told, str):
+        of_block = told.startswith("block.")
+        start = module if of_block else model
+        width = _follow(start, told.removeprefix("block."), "embed_dim")
+    if type(width) is not int:
+        kind = type(model).__name__
+        raise ValueError(f"{kind}: Adapter.embed_dim={told!r} is not the path of an int")
+    return width
+
+
+def _follow(start: Any, path: str, field: str) -> Any:
     """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
-    path, part = getattr(adapter, field), start
-    for name in str(path).split("."):
+    part = start
+    for name in path.split("."):
         if not hasattr(part, name):
             modules = ", ".join(dict(part.named_children())) if isinstance(part, nn.Module) else ""
             has = f", its modules are {modules}" if modules else ""
@@ -255,15 +278,18 @@ def _why_not_timm_block(block: Any) -> str | None:
     attn = getattr(block, "attn", None)
     if attn is None:
         return "which has no self-attention named attn"
-    if not (_class_path(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
+    if not (class_path(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
         return "not pre-norm self-attention followed by an MLP over one token axis"
-    if _class_path(attn) not in ATTENTIONS:
+    if class_path(attn) not in ATTENTIONS:
         return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
     return None
 
 
-def _class_path(module: Any) -> tuple[str, str]:
-    return type(module).__module__, type(module).__name__
+def _why_not_own(block: Block, home: str) -> str | None:
+    for module in (block.module, block.attn):
+        if type(module).__module__ != home:
+            return f"whose {type(module).__name__} is not {home}'s own"
+    return None
 
 
 def _why_not_projections(parts: Parts, module: Any) -> str | None:

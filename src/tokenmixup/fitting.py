@@ -32,7 +32,8 @@ def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
 
     Raises ValueError, naming the block, unless each block is called once with `b n d`; its
     attention once with the norm of these tokens; the Parts reproduce the attention's output; and
-    queries, keys and values of a token depend on that token alone. During the check constant
+    queries, keys and values of a token depend on that token alone. Of an adapter without Parts it
+    checks tokens and saliency. During the check constant
     parameters, such as those of newly initialised norms, get other values, since any norm would
     fit otherwise. Evaluation does not show dropout, which tokens are the prefix, and whether the
     head reads token 0: compare the returned number with the number of patches.
@@ -41,17 +42,19 @@ def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
     traces = [Trace([], [], []) for _ in encoder.blocks]
     with ExitStack() as stack, evaluating(model), _constants_perturbed(model):
         for block, trace in zip(encoder.blocks, traces, strict=True):
+            attn = block.attn or nn.Module()  # without Parts there may be none
             for handle in (
                 block.module.register_forward_pre_hook(lambda _, x, t=trace: t.block.append(x)),
-                block.attn.register_forward_pre_hook(lambda _, x, t=trace: t.attn.append(x)),
-                block.attn.register_forward_hook(lambda _, x, y, t=trace: t.out.append(y)),
+                attn.register_forward_pre_hook(lambda _, x, t=trace: t.attn.append(x)),
+                attn.register_forward_hook(lambda _, x, y, t=trace: t.out.append(y)),
             ):
                 stack.callback(handle.remove)
         model(images)
         for index, (block, trace) in enumerate(zip(encoder.blocks, traces, strict=True)):
-            for reason in _problems(block, encoder.width, trace):
+            problems = _problems if encoder.has_parts else _problems_without_parts
+            for reason in problems(block, trace):
                 raise ValueError(f"block {index} ({type(block.module).__name__}): {reason}")
-    return traces[0].block[0][0].shape[1] - adapter.num_prefix_tokens
+    return adapter.tokens[0](traces[0].block[0][0]).shape[1] - adapter.num_prefix_tokens
 
 
 @contextmanager
@@ -72,8 +75,9 @@ def _constants_perturbed(model: nn.Module) -> Iterator[None]:
             parameter.copy_(original)
 
 
-def _problems(block: Block, width: int, trace: Trace) -> Iterator[str]:
+def _problems(block: Block, trace: Trace) -> Iterator[str]:
     """Yields the reasons why the adapter does not fit this block."""
+    width = block.width
     if len(trace.block) != 1 or len(trace.attn) != 1:
         calls = f"{len(trace.block)} and {len(trace.attn)} times"
         yield f"it and its attention are called {calls}, must be once"
@@ -113,6 +117,29 @@ def _problems(block: Block, width: int, trace: Trace) -> Iterator[str]:
     flipped = [y.flip(2) for y in project(parts, normed.flip(1))]
     if not all(_same(y, z) for y, z in zip((q, k, v), flipped, strict=True)):
         yield "queries, keys or values of a token depend on its place or on other tokens"
+
+
+def _problems_without_parts(block: Block, trace: Trace) -> Iterator[str]:
+    """Yields the reasons why an adapter without Parts does not fit this block."""
+    if len(trace.block) != 1 or not trace.block[0]:
+        yield f"is called {len(trace.block)} times, must be once, with its tokens first"
+        return
+    adapter, args = block.adapter, trace.block[0]
+    (flat, back), x = adapter.tokens, args[0]
+    tokens = flat(x)
+    if tokens.ndim != 3 or tokens.shape[2] != block.width:
+        yield f"gives {[*tokens.shape]}, must be b n {block.width} (Adapter.tokens, embed_dim)"
+        return
+    if not torch.equal(back(tokens, x), x):
+        yield "Adapter.tokens do not lead back to its input"
+    if adapter.saliency is None:
+        return
+    saliency = adapter.saliency(block.module, *args)
+    expected = [len(x), tokens.shape[1] - adapter.num_prefix_tokens]
+    if [*saliency.shape] != expected:
+        yield f"Adapter.saliency returns {[*saliency.shape]}, must be b t, {expected}"
+    elif bool((saliency < 0).any()) or not _same(saliency.sum(1), torch.ones(len(x))):
+        yield "Adapter.saliency must be >= 0 and sum to 1"
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

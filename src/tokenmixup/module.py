@@ -102,7 +102,8 @@ class TokenMixup(nn.Module):
             pooling = scorenet_pooling(self.encoder, htm.pooling)
             like = next(model.parameters())
             for layer in htm.layers:
-                scorenet = ScoreNet(self.encoder.width, num_classes, pooling, htm.stop_gradient)
+                width = self.encoder.blocks[layer].width
+                scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
                 self.scorenets[str(layer)] = scorenet.to(like.device, like.dtype)
             self.rules, self.detect = rules_of(htm), detector_of(htm)
         self._state: ForwardPass | None = None  # of the training pass that runs
@@ -135,10 +136,32 @@ class TokenMixup(nn.Module):
                 f"htm.rollout_steps={steps}: must be 0, since each block of {kind} has rotary "
                 "positions of its own"
             )
+        if not encoder.has_parts and (reason := self._needs_parts()):
+            raise ValueError(f"{reason}, which {kind} does not have")
+        for key, at in (("htm", [*self._htm_at]), ("vtm", [*self._sources, *self._vtm_at])):
+            widths = [encoder.blocks[layer].width for layer in at]
+            if len({*widths}) > 1:
+                reason = f"blocks {at} must lie in one stage, their widths are {widths}"
+                raise ValueError(f"{key}.layer={getattr(self, key).layer}: {reason}")
         offset = "paper" if self.vtm is None else self.vtm.class_token_offset
         if offset == "published" and not encoder.has_class_token:
             raise ValueError("vtm.class_token_offset='published': no class token enters the blocks")
         return encoder
+
+    def _needs_parts(self) -> str | None:
+        """Returns in one line which setting an adapter without Parts cannot serve, or None."""
+        over_all = "needs attention over all tokens"
+        if self._vtm_at:
+            return f"vtm.layer={next(iter(self._vtm_at))}: {over_all}"
+        if (htm := self.htm) is None:
+            return None
+        if htm.rollout_steps:
+            return f"htm.rollout_steps={htm.rollout_steps}: {over_all}"
+        if htm.detector == "gradient":
+            rows = "htm.detector=gradient: needs blocks with tokens in the order of the image"
+            return None if self.adapter.in_rows else rows
+        needs = f"htm.detector={htm.detector}: needs Adapter.parts or Adapter.saliency"
+        return None if self.adapter.saliency else needs
 
     @property
     def _manifold_layers(self) -> Sequence[int]:
@@ -288,8 +311,10 @@ class TokenMixup(nn.Module):
         Raises ValueError if the model has been changed since `attach` in a way that rules it out.
         """
         blocks = () if self.encoder is None else self.encoder.blocks
+        stages = () if self.encoder is None else self.encoder.stages
         reruns = [getattr(block.module, "gradient_checkpointing", False) for block in blocks]
-        if getattr(self.model, "grad_checkpointing", False) or any(reruns):
+        reruns += [getattr(x, "grad_checkpointing", False) for x in {self.model, *stages}]
+        if any(reruns):
             raise ValueError(
                 "TokenMixup cannot rerun all blocks: instead of the model's gradient "
                 "checkpointing use attach(..., checkpoint_blocks=True)"
@@ -340,12 +365,16 @@ class TokenMixup(nn.Module):
     def answered_blocks(self) -> set[int]:
         """Returns the blocks whose attention has a stand-in in training."""
         answered = {*self._sources, *self._vtm_at}
-        if self._htm_at and self.detect is BlockPass.own_saliency:
+        has_parts = self.encoder is not None and self.encoder.has_parts
+        if has_parts and self._htm_at and self.detect is BlockPass.own_saliency:
             answered |= {*self._htm_at}  # it has projected the tokens
         return answered
 
-    def _enter(self, index: int, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
-        """Mixes a block's input: manifold mixup, then HTM; VTM then stores its salient tokens."""
+    def _enter(self, index: int, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
+        """Mixes a block's input: manifold mixup, then HTM; VTM then stores its salient tokens.
+
+        Returns the block's positional arguments.
+        """
         state, encoder = self._state, self.encoder
         assert state is not None and encoder is not None
         block = state.enter(encoder, index, args, given)
@@ -372,7 +401,7 @@ class TokenMixup(nn.Module):
             block.own_saliency()  # by its own keys, before the memory is added to them
         if block.saliency is not None:  # else its attention does it
             block.remember(block.saliency)
-        return block.tokens
+        return block.inputs()
 
     def _saliency_of(self, block: BlockPass) -> Tensor:
         """Returns the detector's saliency. Raises ValueError unless it is `b t`."""
@@ -424,8 +453,7 @@ def _embed(method: TokenMixup, embed: Any, plain: Forward, *args: Any, **given: 
 def _run_block(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
     if method._state is None:
         return plain(*args, **given)
-    tokens = method._enter(index, args, given)
-    return plain(tokens, *args[1:], **given)
+    return plain(*method._enter(index, args, given), **given)
 
 
 def _attend(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:

@@ -45,17 +45,27 @@ class BlockPass:
     saliency: Tensor | None = None  # b t, by the block's own attention map, once computed
     projected: Sequence[Tensor] = ()  # b n k, the block's own projections, once computed
     where: Positions | None = None  # positional terms of the tokens, once computed
+    called: tuple[Any, ...] = ()  # the block's positional arguments, before mixing
 
     def __post_init__(self) -> None:
         self.block: Block = self.encoder.blocks[self.index]
-        self.parts = self.block.parts()
+        if self.encoder.has_parts:
+            self.parts = self.block.parts()
+
+    def inputs(self) -> tuple[Any, ...]:
+        """Returns the block's positional arguments, with the tokens as they are now."""
+        first, *others = self.called
+        return self.block.adapter.tokens[1](self.tokens, first), *others
 
     def own_saliency(self) -> Tensor:
         """Returns the saliency by the block's own attention map, `b t`; computed once.
 
-        Keeps the projections for the block's attention.
+        Keeps the projections for the block's attention, if it has Parts.
         """
-        if self.saliency is None:
+        if self.saliency is None and (of_block := self.block.adapter.saliency) is not None:
+            with torch.no_grad():
+                self.saliency = of_block(self.block.module, *self.inputs(), **self.given)
+        elif self.saliency is None:
             q, k = self.queries_and_keys()
             self.saliency = self.saliency_by(q, k, self.class_token)
         return self.saliency
@@ -151,16 +161,10 @@ class ForwardPass:
         self, encoder: Encoder, index: int, args: tuple[Any, ...], given: dict[str, Any]
     ) -> BlockPass:
         """Begins the pass through a block. Raises ValueError for one that runs out of order."""
-        if not args:
-            raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
-        if not isinstance(args[0], Tensor) or args[0].ndim != 3:
-            found = [*getattr(args[0], "shape", [])] or type(args[0]).__name__
-            raise ValueError(f"block {index} gets {found}: must be tokens b n d")
-        if any(value is not None for value in args[1:]):
-            raise ValueError(f"block {index} gets further positional arguments: not supported")
+        tokens = _tokens_of(encoder, index, args)
         if index <= self.last:
             raise ValueError(f"block {index} runs again: must run once in a forward pass, in order")
-        self.last, n, prefix = index, args[0].shape[1], encoder.num_prefix_tokens
+        self.last, n, prefix = index, tokens.shape[1], encoder.num_prefix_tokens
         if self.num_patches is not None:
             prefix = n - self.num_patches
         if not 0 <= prefix < n:
@@ -168,17 +172,20 @@ class ForwardPass:
                 f"block {index} gets {n} tokens for {n - prefix} patches: "
                 "TokenMixup cannot tell which tokens are the prefix"
             )
+        spatial = args[0].shape[1:-1]
+        is_map = len(spatial) == 2 and spatial.numel() == n  # with its channels last
         self.blocks[index] = BlockPass(
             encoder,
             index,
-            args[0],
+            tokens,
             given,
             prefix,
             class_token=prefix > 0 and encoder.reads_class_token,
             pixels=self.pixels,
-            grid=self.grid,
+            grid=(spatial[0], spatial[1]) if is_map else self.grid,
             memory=self.memories.get(index),
             later=[memory for layer, memory in self.memories.items() if layer > index],
+            called=args,
         )
         return self.blocks[index]
 
@@ -199,3 +206,16 @@ class ForwardPass:
             tuple(self.layers),
             score_loss_weight,
         )
+
+
+def _tokens_of(encoder: Encoder, index: int, args: tuple[Any, ...]) -> Tensor:
+    """Returns the tokens that enter a block, `b n d`. Raises ValueError for other arguments."""
+    if not args:
+        raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
+    x, dims = args[0], (3,) if encoder.has_parts else (3, 4)
+    if not isinstance(x, Tensor) or x.ndim not in dims:
+        found = [*getattr(x, "shape", [])] or type(x).__name__
+        raise ValueError(f"block {index} gets {found}: must be tokens b n d")
+    if encoder.has_parts and any(value is not None for value in args[1:]):
+        raise ValueError(f"block {index} gets further positional arguments: not supported")
+    return encoder.blocks[index].adapter.tokens[0](x)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conftest import CLASSES, small_cct, small_vit
 from tests.tokenmixup.test_adapters import MODELS
 from tests.tokenmixup.test_any_transformer import build as build_kind
+from tests.tokenmixup.test_hierarchical import built as build_stages
 from tokenmixup import TokenMixup, attach, training_loss
 
 HTM: dict[str, Any] = {"layer": 1, "rho": 0.0}
@@ -131,6 +132,14 @@ def test_models_by_other_names_are_one_graph(name: str):
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_attention_are_one_graph(name: str):
     eager, module = pair(partial(build_kind, name), **BOTH)
+    counter = compiled(module)
+    assert_same_steps(module, eager, 64, STEPS[:2])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["swin", "swin v2", "pvt v2, pooled", "hiera"])
+def test_models_with_stages_are_one_graph(kind: str):
+    eager, module = pair(partial(build_stages, kind), htm={**HTM, "layer": 3})
     counter = compiled(module)
     assert_same_steps(module, eager, 64, STEPS[:2])
     assert counter.frame_count == 1

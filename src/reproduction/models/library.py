@@ -12,6 +12,7 @@ from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
 from reproduction.system.errors import UserError, first_line
+from tokenmixup import find_encoder
 
 
 def build_vit(
@@ -35,6 +36,8 @@ def build_vit(
     an unknown name or tag, a failed download, a size that does not fit, and MLPs without dropout.
     """
     name = timm_name(architecture, pretrained)
+    # models with stages have no such dropout
+    optional: dict[str, Any] = {"pos_drop_rate": pos_drop_rate} if pos_drop_rate else {}
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # reported in one line below
     try:
         model = timm.create_model(
@@ -43,7 +46,7 @@ def build_vit(
             num_classes=num_classes,
             img_size=image_size,
             global_pool=global_pool,
-            pos_drop_rate=pos_drop_rate,
+            **optional,
             proj_drop_rate=proj_drop_rate,
             attn_drop_rate=attn_drop,
             drop_path_rate=drop_path,
@@ -66,7 +69,7 @@ def build_vit(
 
 def _set_mlp_dropout(model: Any, architecture: str, rate: float) -> None:
     """Sets both dropouts of each MLP, which timm ties to `proj_drop_rate`."""
-    for block in model.blocks:
+    for block in blocks_of(model):
         mlp = getattr(block, "mlp", nn.Identity())
         dropouts = [part for part in mlp.modules() if isinstance(part, nn.Dropout)]
         if not dropouts:
@@ -75,6 +78,14 @@ def _set_mlp_dropout(model: Any, architecture: str, rate: float) -> None:
             )
         for dropout in dropouts:
             dropout.p = rate
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of a transformer over all stages; none of a model of another kind."""
+    try:
+        return [block.module for block in find_encoder(model, last_layer=-1).blocks]
+    except ValueError:
+        return []
 
 
 def timm_name(architecture: str, pretrained: str | None) -> str:
@@ -97,7 +108,7 @@ def _check_sizes(
     model: nn.Module, architecture: str, depth: int, image_size: int, patch_size: int
 ) -> None:
     """Checks depth and patch size, by the token grid: a hybrid patches its feature maps."""
-    blocks = getattr(model, "blocks", ())
+    blocks = blocks_of(model)
     embed = getattr(model, "patch_embed", None)
     built_patch = getattr(embed, "patch_size", None)
     if grid := getattr(embed, "grid_size", None):

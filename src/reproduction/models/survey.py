@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from reproduction.config import ROOT
-from tokenmixup import Output, attach, training_loss, why_not
+from tokenmixup import Output, attach, find_encoder, training_loss, why_not
 
 PAGE = ROOT / "docs" / "models.md"
 CLASSES = 10
+SMALL = 64  # pixels, of models with stages; others get 4 x 4 tokens
 # Words of a model name that describe its size.
 SIZES = re.compile(
     r"(\d+\w?|\d*(xx?s|s|m|l)\d*|tiny|small|medium(d)?|base|large|huge|giant|gigantic|plus|mini|nano"
@@ -30,6 +31,7 @@ class Verdict(NamedTuple):
     module: str  # timm.models.<module>
     parameters: int
     reason: str | None  # why it is not supported, None if it is
+    takes_vtm: bool = True  # or HTM alone
 
     @property
     def family(self) -> str:
@@ -54,15 +56,16 @@ def smallest_of_families(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
     """docs/models.md: by timm's modules, how many are supported, and why the others are not."""
-    supported = sum(verdict.reason is None for verdict in verdicts)
     lines = [
         "# Supported models\n",
-        f"{supported} of the {len(verdicts)} models of timm {timm.__version__} are supported.",
+        f"{count_of(verdicts)}. HTM alone is for models whose attention is not",
+        "over all tokens: by windows, or with fewer keys than queries.",
         "`python scripts/list_models.py --page` writes this page. Without `--page` it prints the",
         "verdict on every model. `make check-models` trains and evaluates the smallest model of",
         "each family. Models of torchvision and transformers, and your own:",
         "[adapters.md](adapters.md).\n",
-        "| timm module | supported | models | reason for the others |\n|---|---:|---:|---|",
+        "| timm module | HTM | HTM and VTM | models | reason for the others |",
+        "|---|---:|---:|---:|---|",
     ]
     modules: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
@@ -70,8 +73,20 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
     for module, members in sorted(modules.items()):
         reasons = Counter(_short_reason(x.reason) for x in members if x.reason is not None)
         text = "; ".join(reason for reason, _ in reasons.most_common())
-        lines.append(f"| {module} | {len(members) - reasons.total()} | {len(members)} | {text} |")
+        htm, both = _counts(members)
+        lines.append(f"| {module} | {htm} | {both} | {len(members)} | {text} |")
     return "\n".join(lines) + "\n"
+
+
+def count_of(verdicts: Sequence[Verdict]) -> str:
+    """How many models are supported, in one sentence without a stop."""
+    (htm, both), number = _counts(verdicts), len(verdicts)
+    return f"timm {timm.__version__}: {htm} of {number} models take HTM, {both} HTM and VTM"
+
+
+def _counts(verdicts: Iterable[Verdict]) -> tuple[int, int]:
+    supported = [verdict for verdict in verdicts if verdict.reason is None]
+    return len(supported), sum(verdict.takes_vtm for verdict in supported)
 
 
 def _short_reason(reason: str) -> str:
@@ -86,7 +101,8 @@ def _verdict(name: str) -> Verdict:
     if reason is None and getattr(model, "num_classes", 0) != CLASSES:
         reason = f"{type(model).__name__} is an encoder without a classifier"
     module = type(model).__module__.rpartition(".")[2]
-    return Verdict(name, module, sum(p.numel() for p in model.parameters()), reason)
+    takes_vtm = reason is None and find_encoder(model).has_parts
+    return Verdict(name, module, sum(p.numel() for p in model.parameters()), reason, takes_vtm)
 
 
 def _create(name: str, **options: Any) -> nn.Module:
@@ -99,16 +115,17 @@ def _create(name: str, **options: Any) -> nn.Module:
 
 
 def try_out(name: str, depth: int | None = None) -> None:
-    """Attaches HTM, VTM and manifold mixup, trains one step and compares evaluation.
+    """Attaches HTM, VTM if possible and manifold mixup, trains one step and compares evaluation.
 
-    Uses small images of 4 x 4 tokens if possible, and all blocks unless `depth` is set. Evaluation
+    Uses small images if possible, and all blocks unless `depth` is set. Evaluation
     must equal the plain model. Raises AssertionError or an error of the model on failure.
     """
     torch.manual_seed(0)
     model, size = _small(name, {} if depth is None else {"depth": depth})
     plain = copy.deepcopy(model)
     htm = {"layer": 1, "tau": float("inf"), "rho": 0.0}
-    module = attach(model, CLASSES, htm=htm, vtm={"layer": 2}, manifold_mixup={"layers": [0, 1]})
+    vtm = {"layer": 2} if find_encoder(model).has_parts else None
+    module = attach(model, CLASSES, htm=htm, vtm=vtm, manifold_mixup={"layers": [0, 1]})
     images = torch.randn(2, 3, size, size)
     output = module.train()(images, torch.eye(CLASSES)[:2])
     assert isinstance(output, Output)
@@ -129,7 +146,8 @@ def _small(name: str, options: dict[str, Any]) -> tuple[nn.Module, int]:
     with torch.device("meta"):
         full: Any = _create(name)
     embedding = getattr(full, "patch_embed", None) or full.embeds
-    size = 4 * embedding.feat_ratio(as_scalar=True)
+    has_stages = not find_encoder(full).has_parts
+    size = SMALL if has_stages else 4 * embedding.feat_ratio(as_scalar=True)
     try:
         return _create(name, img_size=size, **options), size
     except (TypeError, AssertionError):

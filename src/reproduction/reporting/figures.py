@@ -30,7 +30,7 @@ STYLE: Any = {
 }
 
 DPI = 150
-ROLLOUT_IS_ONE_STEP = "HTM mixes before the last block, where the full rollout is this one step"
+NO_ROLLOUT = "no full rollout, since no later block attends to all tokens"
 
 
 class Missing(Exception):

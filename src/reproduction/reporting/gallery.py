@@ -15,7 +15,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from reproduction.reporting.figures import BLUE, ORANGE, ROLLOUT_IS_ONE_STEP, figure
+from reproduction.reporting.figures import BLUE, NO_ROLLOUT, ORANGE, figure
 from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable
 from reproduction.system.storage import write_text
 from tokenmixup import HorizontalMix, find_encoder
@@ -162,7 +162,7 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
         for ax, (name, nats) in zip(axes[0][1:], sharpness.items(), strict=True):
             ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
         if "full_rollout" not in maps:
-            axes[0][0].figure.supxlabel(ROLLOUT_IS_ONE_STEP, fontsize="small")
+            axes[0][0].figure.supxlabel(NO_ROLLOUT, fontsize="small")
     sharpness["uniform"] = math.log(maps["one_step"].shape[1])
     write_text(path.with_suffix(".json"), json.dumps(sharpness, indent=2) + "\n")
     return sharpness
@@ -172,12 +172,14 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
     """Returns the saliencies `b t` of the tokens that enter the HTM block, by detector.
 
     `images` is `b 3 h w`, `targets` `b c`. `full_rollout` covers all blocks to the last; it is left
-    out if the HTM block is the last one, where it equals `one_step`. Raises ValueError if the model
-    does not support attention rollout, or its tokens form no grid.
+    out if the HTM block is the last one, where it equals `one_step`, and without attention over all
+    tokens. Raises ValueError if the model does not support attention rollout, or its tokens form no
+    grid.
     """
     model, layer = module.model.eval(), module.htm.first.layer
-    steps = len(model.blocks) - 1 - layer
-    if steps > 0 and find_encoder(model).own_positions:
+    encoder = find_encoder(model)
+    steps = len(encoder.blocks) - 1 - layer if encoder.has_parts else 0
+    if steps > 0 and encoder.own_positions:
         raise ValueError("each of its blocks has rotary positions of its own")
     detectors: dict[str, Detector] = {"gradient": by_gradient}
     if steps > 0:

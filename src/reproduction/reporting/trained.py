@@ -125,11 +125,14 @@ def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockPass]:
     def record(block: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         index = len(inputs)
         prefix, by_class_token = encoder.num_prefix_tokens, encoder.reads_class_token
-        inputs.append(BlockPass(encoder, index, args[0], kwargs, prefix, by_class_token))
+        tokens = encoder.blocks[index].adapter.tokens[0](args[0])
+        entry = BlockPass(encoder, index, tokens, kwargs, prefix, by_class_token, called=args)
+        inputs.append(entry)
         if index == last:
             raise _Enough
 
-    handles = [block.register_forward_pre_hook(record, with_kwargs=True) for block in model.blocks]
+    modules = [block.module for block in encoder.blocks]
+    handles = [block.register_forward_pre_hook(record, with_kwargs=True) for block in modules]
     try:
         with suppress(_Enough):
             model(images)

@@ -17,8 +17,8 @@ from reproduction.reporting.figures import (
     BLUE,
     GREEN,
     GREY,
+    NO_ROLLOUT,
     ORANGE,
-    ROLLOUT_IS_ONE_STEP,
     VERMILION,
     Missing,
     copy_picture,
@@ -245,7 +245,7 @@ def _copy_saliency(
         text += ", ".join(f"{key.replace('_', ' ')} {x:.2f}" for key, x in entropies.items())
         text += " nats" + ("" if uniform is None else f"; uniform {uniform:.2f}")
         if "full_rollout" not in entropies:
-            text += f"; {ROLLOUT_IS_ONE_STEP}"
+            text += f"; {NO_ROLLOUT}"
     stand_ins = STAND_INS if sources.settings.uses_stand_ins else ""
     return (
         "Saliency of the tokens that enter the HTM block: gradient of the input, full attention "
