@@ -85,10 +85,10 @@ def test_try_out_trains_and_evaluates_a_model(name: str, depth: int | None):
 def test_try_out_notices_a_changed_evaluation(monkeypatch: pytest.MonkeyPatch):
     from tokenmixup import TokenMixup
 
-    def forward(self, images, targets=None):
+    def forward(self, images, targets=None, *drawn):
         if not self.training:
             return self.model(images) * 2
-        return original(self, images, targets)
+        return original(self, images, targets, *drawn)
 
     original = TokenMixup.forward
     monkeypatch.setattr(TokenMixup, "forward", forward)
