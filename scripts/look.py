@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
+from reproduction.config import Config
 from reproduction.runs.folder import RunFolder, check_writable
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
 
 
-def shares(folder: RunFolder, batches: int) -> None:
+def shares(folder: RunFolder, config: Config, batches: int) -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
     from reproduction.reporting.suggestions import as_text, suggestions
 
-    for layer in suggestions(folder, parse_saved(folder.read_config()), batches):
+    for layer in suggestions(folder, config, batches):
         say(as_text(layer))
     say(
         "\n*: the run's own. Tokens are counted at its tau, or over all samples if none is easy; "
@@ -20,9 +21,8 @@ def shares(folder: RunFolder, batches: int) -> None:
     )
 
 
-def draw(folder: RunFolder, path: Path, images: int | None) -> None:
+def draw(folder: RunFolder, config: Config, path: Path, images: int | None) -> None:
     """Draws the saliency maps again, over `images`, and prints their entropies."""
-    config = parse_saved(folder.read_config())
     check_writable(path, str(path))
     from reproduction.reporting.gallery import draw_saliency_maps
     from reproduction.reporting.trained import batch_size, load_trained, some_images
@@ -44,6 +44,9 @@ def draw(folder: RunFolder, path: Path, images: int | None) -> None:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a trained run with HTM")
+    parser.add_argument(
+        "source", metavar="dataset.source=...", nargs="?", help="the function of a run on own data"
+    )
     parser.add_argument("--batches", type=positive, default=8, help="to count over (default: 8)")
     parser.add_argument(
         "--saliency", type=Path, nargs="?", const=Path(), metavar="PICTURE.png",
@@ -57,13 +60,16 @@ def main() -> None:
     path = folder.path / "saliency.png" if args.saliency == Path() else args.saliency
     if path is not None and path.suffix != ".png":
         raise UserError(f"{path}: must end in .png")
+    saved = folder.read_config()
+    source = parse_saved(saved, needs_data=False).dataset.source
+    config = parse_saved(saved, named=args.source == f"dataset.source={source}")
     from reproduction.training.endings import explaining_data
 
     with explaining_data():
         if path is None:
-            shares(folder, args.batches)
+            shares(folder, config, args.batches)
         else:
-            draw(folder, path, args.images)
+            draw(folder, config, path, args.images)
 
 
 if __name__ == "__main__":

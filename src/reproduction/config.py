@@ -31,6 +31,13 @@ def folder_name(value: str) -> str:
     return value
 
 
+def function_name(value: str) -> str:
+    module, _, name = value.partition(":")
+    if name.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+        return value
+    raise ValueError("must be package.module:function")
+
+
 def number_as_text(value: Any) -> Any:
     return str(value) if type(value) in (int, float) else value
 
@@ -73,6 +80,7 @@ Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 RunName = Annotated[str, BeforeValidator(number_as_text), AfterValidator(folder_name)]
+FunctionName = Annotated[str, AfterValidator(function_name)]
 AutoAugment = Annotated[str, AfterValidator(auto_augment_policy)]
 
 
@@ -172,9 +180,13 @@ AnyModel = CCT | ViT | Library
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Dataset:
-    """A data set, its normalisation statistics and loading options."""
+    """A data set, its normalisation statistics and loading options.
 
-    name: Literal["digits", "cifar10", "cifar100", "imagenet1k", "image_folder"]
+    The names are those of `data.folders.DATASETS`. `source`, `options` and `content` belong to
+    `custom`; jobs.py sets `content`, which identifies the images that the function returned.
+    """
+
+    name: FolderName
     root: PathName | None
     mean: Channels
     std: Scales
@@ -183,6 +195,11 @@ class Dataset:
     workers: Processes
     memory_mib: Whole | None
     broken_images: Literal["refuse", "skip"]
+    validation: Rate = 0.0
+    validation_seed: Whole = 0
+    source: FunctionName | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    content: str | None = None
 
     @property
     def skips(self) -> bool:

@@ -97,7 +97,8 @@ def loading_errors(images: int, ranks: int, args: tuple[str, ...]) -> Iterator[s
     config = resolve_evaluation(compose("eval", [*args, f"devices={ranks}"])).config
     source = build_source(config.dataset)
     loaders = [
-        build_evaluation_loader(config, source, rank, ranks, pin=False) for rank in range(ranks)
+        build_evaluation_loader(config, source.held_out, rank, ranks, pin=False)
+        for rank in range(ranks)
     ]
     batches = [batch for loader in loaders for batch in cast(Any, loader).batch_sampler]
     loaded = [index for batch in batches for index in batch]

@@ -46,7 +46,7 @@ def epoch_of(config: Config, epoch: int) -> tuple[list[Any], list[Any]]:
     batches = TrainingBatches(len(source.train), 5, config.seed)
     batches.start_at(epoch, 0)
     training = build_training_loader(config, source, batches, False)
-    return list(training), list(build_evaluation_loader(config, source, 0, 1, False))
+    return list(training), list(build_evaluation_loader(config, source.held_out, 0, 1, False))
 
 
 def expected_batches(config: Config, epoch: int) -> list[tuple[Tensor, Tensor]]:

@@ -285,7 +285,9 @@ def test_configured_statistics_of_digits_equal_the_pixels():
 def test_evaluation_loaders_give_each_image_to_one_rank_once(ranks):
     source = load_source("digits", None, None)
     config = config_of(f"recipe.batch_size={7 * ranks}")
-    loaders = [build_evaluation_loader(config, source, r, ranks, False) for r in range(ranks)]
+    loaders = [
+        build_evaluation_loader(config, source.held_out, r, ranks, False) for r in range(ranks)
+    ]
     seen = [index for loader in loaders for batch in loader.batch_sampler for index in batch]
     assert sorted(seen) == list(range(360))
     assert sum(len(targets) for loader in loaders for _, targets in loader) == 360

@@ -47,7 +47,7 @@ def loaded(config: Config, source: Source, meanwhile: Callable[[], object]) -> l
     """Loads two training epochs and the held-out images; first calls `meanwhile`."""
     batches = TrainingBatches(len(source.train), 5, config.seed)
     loader = build_training_loader(config, source, batches, False)
-    evaluation = build_evaluation_loader(config, source, 0, 1, False)
+    evaluation = build_evaluation_loader(config, source.held_out, 0, 1, False)
     meanwhile()
     tensors = []
     for epoch in range(2):

@@ -250,7 +250,7 @@ def read(root: Path, memory: int = 0) -> None:
     source = load_source("image_folder", str(root), None)
     batches = TrainingBatches(len(source.train), 2, 0)
     assert len(list(build_training_loader(config, source, batches, False))) >= 1
-    assert len(list(build_evaluation_loader(config, source, 0, 1, False))) >= 1
+    assert len(list(build_evaluation_loader(config, source.held_out, 0, 1, False))) >= 1
 
 
 def check(root: Path, message: str | None) -> None:

@@ -4,12 +4,19 @@ import sys
 
 import pytest
 
-from reproduction.models.survey import Verdict, smallest_of_families, survey, try_out
+from reproduction.models.survey import (
+    Verdict,
+    count_of,
+    page_of,
+    smallest_of_families,
+    survey,
+    try_out,
+)
 from scripts import list_models
 
 REFUSED = {
     "resnet18": "its layers form stages",
-    "swin_tiny_patch4_window7_224": "its layers form stages",
+    "swinv2_cr_tiny_224": "its layers form stages",
     "vgg11": "it has none",
     "xcit_nano_12_p16_224": "block 0 is XCABlock, not pre-norm self-attention",
     "mixer_s32_224": "block 0 is MixerBlock, which has no self-attention",
@@ -17,7 +24,6 @@ REFUSED = {
     "vit_base_patch16_xp_224": "block 0 is ParallelScalingBlock, which has no self-attention",
     "vit_dwee_patch16_reg1_gap_256": "whose DiffAttention is not a softmax of q k^T",
     "convit_tiny": "block 0 is Block, not pre-norm self-attention",
-    "hiera_tiny_224": "block 0 is HieraBlock",
     "qwen3_vit_88m_enc": "is an encoder without a classifier",
 }
 SERVED = [
@@ -26,11 +32,21 @@ SERVED = [
     "cait_xxs24_224",
     "beit_base_patch16_224",
 ]
+HTM_ALONE = [
+    "swin_tiny_patch4_window7_224",
+    "swinv2_tiny_window8_256",
+    "pvt_v2_b0",
+    "hiera_tiny_224",
+]
 
 
 def test_survey_gives_the_reason_of_refusals():
-    verdicts = {verdict.name: verdict for verdict in survey([*REFUSED, *SERVED])}
-    assert {name for name in verdicts if verdicts[name].reason is None} == set(SERVED)
+    verdicts = {verdict.name: verdict for verdict in survey([*REFUSED, *SERVED, *HTM_ALONE])}
+    served = {verdict for verdict in verdicts.values() if verdict.reason is None}
+    assert {verdict.name for verdict in served if verdict.takes_vtm} == set(SERVED)
+    assert {verdict.name for verdict in served if not verdict.takes_vtm} == set(HTM_ALONE)
+    assert "8 of 18 models take HTM, 4 HTM and VTM" in count_of([*verdicts.values()])
+    assert "| hiera | 1 | 0 | 1 |  |" in page_of([*verdicts.values()])
     for name, part in REFUSED.items():
         reason = verdicts[name].reason
         assert reason is not None and part in reason and "\n" not in reason
@@ -54,10 +70,16 @@ def test_smallest_of_families_chooses_the_smallest_supported_models():
 
 
 @pytest.mark.parametrize(
-    "name", ["test_vit", "naflexvit_base_patch16_gap", "vit_tiny_r_s16_p8_224"]
+    ("name", "depth"),
+    [
+        ("test_vit", None),
+        ("naflexvit_base_patch16_gap", 3),
+        ("vit_tiny_r_s16_p8_224", 3),
+        ("swin_tiny_patch4_window7_224", None),
+    ],
 )
-def test_try_out_trains_and_evaluates_a_model(name: str):
-    try_out(name, depth=None if name == "test_vit" else 3)
+def test_try_out_trains_and_evaluates_a_model(name: str, depth: int | None):
+    try_out(name, depth)
 
 
 def test_try_out_notices_a_changed_evaluation(monkeypatch: pytest.MonkeyPatch):
@@ -81,7 +103,7 @@ def test_list_models_prints_verdicts_and_their_count(
     list_models.main()
     printed = capsys.readouterr().out
     assert "test_vit: supported" in printed
-    assert "5 of 5 models are supported, timm" in printed
+    assert "5 of 5 models take HTM, 5 HTM and VTM" in printed
     monkeypatch.setattr(sys, "argv", ["list_models.py", "no_such_model"])
     with pytest.raises(SystemExit) as end:
         list_models.main()

@@ -241,7 +241,9 @@ def test_settings_that_cannot_be_served_are_refused(settings: dict[str, Any], re
 
 def test_models_that_cannot_be_served_are_refused():
     model: Any = built("swin")
-    model.layers[1].blocks[0].attn = nn.Identity()
+    foreign = nn.Identity()
+    foreign.dim = 48  # type: ignore[assignment]
+    model.layers[1].blocks[0].attn = foreign
     assert "block 2 is SwinTransformerBlock, whose Identity is not timm." in str(why_not(model))
     with pytest.raises(ValueError, match=r"gradient: needs blocks with tokens in the order of the"):
         attach(built("hiera"), CLASSES, htm={"layer": 1, "detector": "gradient"})

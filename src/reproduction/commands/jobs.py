@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
+from reproduction.data.custom import load as load_own
 from reproduction.runs.compose import Composed, options_of
 from reproduction.runs.folder import (
     PUBLISHED,
@@ -23,12 +24,13 @@ from reproduction.runs.folder import (
     run_hash,
     short_digest,
 )
-from reproduction.runs.parse import parse, parse_saved
+from reproduction.runs.parse import check_named, parse, parse_saved
 from reproduction.system.errors import UserError
 from reproduction.system.storage import temporary_name
 
 Keys = tuple[str, ...]
 CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
+TRAINING_ONLY = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 EVALUATED_RUN: Keys = ("run", "weights", "predictions", *CHANGEABLE)
 EVALUATED_FILE: Keys = (
     *("checkpoint", "predictions", "device", "devices"),
@@ -49,6 +51,7 @@ def resolve(composed: Composed) -> Config:
         if composed.experiment is None or str(error).partition("=")[0] in composed.overrides:
             raise
         raise UserError(f"experiment={composed.experiment}: {error}") from None
+    config = _with_content(config, composed)
     name = config.name
     if name is None and config.resume == "auto":
         root = Path(config.output_root)
@@ -71,6 +74,19 @@ def _changes(composed: Composed) -> list[str]:
         for key, text in composed.overrides.items()
         if changes_result(key) and key != "seed" and (key == "recipe" or not options_of(key))
     ]
+
+
+def _with_content(config: Config, composed: Composed) -> Config:
+    """Opens own data, if their function is named on the command line, to identify them."""
+    data = config.dataset
+    if data.source is None:
+        return config
+    if "dataset.source" not in composed.overrides:
+        check_named(data)
+    if data.content is not None and "dataset.content" in composed.overrides:
+        raise UserError(f"dataset.content={data.content}: is found by the program, leave it out")
+    content = load_own(data.source, data.options).content
+    return dataclasses.replace(config, dataset=dataclasses.replace(data, content=content))
 
 
 def check_all(configs: list[Config], here: bool = True) -> None:
@@ -147,7 +163,9 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
     files, saved = _select_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
     file = files[0]
     if saved is not None:
-        config = parse_saved(_apply_overrides(deepcopy(saved), raw, composed))
+        named = "dataset.source" in composed.overrides
+        config = parse_saved(_apply_overrides(deepcopy(saved), raw, composed), named=named)
+        config = _with_content(config, composed)
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
         name = f"evaluation-{file.stem}"
         if images_of(config) != images_of(parse_saved(saved, needs_data=False)):
@@ -155,7 +173,7 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
         result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
         return WeightsTask(config, files, result, predictions)
-    config = parse(raw, trains=False)
+    config = _with_content(parse(raw, trains=False), composed)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}"
     digest = short_digest([str(file.resolve()), *images_of(config)])
     result = Path(config.output_root, "evaluations", f"{name}-{digest}.json")
@@ -167,7 +185,8 @@ def images_of(config: Config) -> list[Any]:
     """Returns the settings that identify the held-out images and their normalisation."""
     data = config.dataset
     limit = [] if data.eval_limit is None else [data.eval_limit]
-    return [data.name, data.root, data.mean, data.std, *limit]
+    own = [] if data.source is None else [data.source, data.options, data.content]
+    return [data.name, data.root, data.mean, data.std, *limit, *own]
 
 
 def _select_weights(
@@ -206,7 +225,7 @@ def _select_weights(
 
 def _check_allowed(composed: Composed, allowed: Keys) -> None:
     for key, text in composed.overrides.items():
-        if key == "dataset.limit":
+        if key in TRAINING_ONLY:
             raise UserError(f"{text}: not allowed here, it only limits the images for training")
         if not {key, key.partition(".")[0]} & {*allowed, "hydra"}:
             raise UserError(f"{text}: not allowed here, allowed are {', '.join(allowed)}")

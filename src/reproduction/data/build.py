@@ -8,6 +8,7 @@ from timm.data import create_transform
 from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
+from reproduction.data.folders import DATASETS
 from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory, to_rgb
 from reproduction.data.inputs import (
     Erasing,
@@ -32,7 +33,17 @@ Loader = Iterable[list[Tensor]]  # images, classes
 
 def build_source(dataset: Dataset) -> Source:
     """Opens the data set, downloading CIFAR on first use. Raises UserError if that fails."""
-    return load_source(dataset.name, dataset.root, dataset.limit, dataset.eval_limit, dataset.skips)
+    return load_source(
+        dataset.name,
+        dataset.root,
+        dataset.limit,
+        dataset.eval_limit,
+        dataset.skips,
+        validation=dataset.validation,
+        validation_seed=dataset.validation_seed,
+        function=dataset.source,
+        options=dataset.options,
+    )
 
 
 def build_training_images(config: Config, source: ImageSource) -> TrainingImages:
@@ -86,13 +97,12 @@ def build_training_loader(
 
 
 def build_evaluation_loader(
-    config: Config, source: Source, rank: int, ranks: int, pin: bool
+    config: Config, source: ImageSource, rank: int, ranks: int, pin: bool
 ) -> Loader:
-    """Returns the loader of this rank's share of the held-out images, cached likewise."""
-    held_out = _cached(config.dataset, source.held_out)
-    images = EvaluationImages(held_out, build_evaluation_transform(config))
+    """Returns the loader of this rank's share of the images of `source`, cached likewise."""
+    images = EvaluationImages(_cached(config.dataset, source), build_evaluation_transform(config))
     size = max(1, config.recipe.batch_size // ranks)
-    batches = evaluation_batches(len(source.held_out), size, rank, ranks)
+    batches = evaluation_batches(len(source), size, rank, ranks)
     return data_loader(images, batches, config.dataset.workers, pin)
 
 
@@ -121,7 +131,7 @@ def build_training_inputs(config: Config, device: torch.device) -> TrainingInput
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:
     """Returns a warning if mean and std match neither the data set nor the pretrained weights."""
     known = [] if pretrained is None else [pretrained]
-    if dataset.name != "image_folder":  # which has no statistics of its own
+    if DATASETS[dataset.name].sizes is not None:  # others have no statistics of their own
         own = yaml.safe_load((CONF_DIR / "dataset" / f"{dataset.name}.yaml").read_text())
         known.append((own["mean"], own["std"]))
     if not known or (dataset.mean, dataset.std) in known:

@@ -1,4 +1,4 @@
-"""The layout of data sets on disk. Imports no heavy package, so that checks are fast."""
+"""The data sets and their layout on disk. Imports no heavy package, so that checks are fast."""
 
 import os
 from collections import Counter
@@ -28,11 +28,25 @@ class Sizes(NamedTuple):
     classes: int
 
 
-SIZES = {
-    "digits": Sizes(1_437, 360, 10),
-    "cifar10": Sizes(50_000, 10_000, 10),
-    "cifar100": Sizes(50_000, 10_000, 100),
-    "imagenet1k": Sizes(1_281_167, 50_000, IMAGENET_CLASSES),
+class Entry(NamedTuple):
+    """Of a data set: the function `module:name` that opens it, and its sizes if they are fixed.
+
+    Without a function, `dataset.source` names it.
+    """
+
+    opens: str | None
+    sizes: Sizes | None = None
+
+
+DATASETS = {
+    "digits": Entry("reproduction.data.sources:digits", Sizes(1_437, 360, 10)),
+    "cifar10": Entry("reproduction.data.sources:cifar", Sizes(50_000, 10_000, 10)),
+    "cifar100": Entry("reproduction.data.sources:cifar", Sizes(50_000, 10_000, 100)),
+    "imagenet1k": Entry(
+        "reproduction.data.sources:folders", Sizes(1_281_167, 50_000, IMAGENET_CLASSES)
+    ),
+    "image_folder": Entry("reproduction.data.sources:folders"),
+    "custom": Entry(None),
 }
 
 
@@ -40,10 +54,13 @@ SIZES = {
 def data_sizes(name: str, root: str | None) -> Sizes:
     """Returns the sizes of a data set. Counts the files of an image folder, once in a process.
 
-    Raises UserError if the image folder is missing or invalid.
+    Raises UserError if the image folder is missing or invalid, and for own data, whose function is
+    not called to plan a run.
     """
-    if name in SIZES:
-        return SIZES[name]
+    if (sizes := DATASETS[name].sizes) is not None:
+        return sizes
+    if name == "custom":
+        raise UserError("dataset=custom: its images are not counted before it is trained on")
     if problem := missing_data(name, root):
         raise UserError(problem)
     folders = split_folders(str(root))
@@ -60,8 +77,8 @@ def data_sizes(name: str, root: str | None) -> Sizes:
 
 def missing_data(name: str, root: str | None) -> str | None:
     """Returns why a data set cannot be read, in one line that names the key, or None."""
-    if name == "digits":
-        return None if root is None else f"dataset.root={root}: digits needs no folder, use null"
+    if name in ("digits", "custom"):
+        return None if root is None else f"dataset.root={root}: {name} needs no folder, use null"
     if root is None:
         return f"dataset.root=null: {name} needs a folder, set dataset.root"
     if name in ("cifar10", "cifar100"):

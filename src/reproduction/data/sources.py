@@ -1,4 +1,4 @@
-"""The five data sets with their published splits, as (PIL image, class index)."""
+"""Opens the data sets with their published splits, as (PIL image, class index)."""
 
 import fcntl
 import os
@@ -6,18 +6,26 @@ import socket
 import tarfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import download_and_extract_archive
 
-from reproduction.data.folders import EXTENSIONS, class_names, image_files, split_folders
+from reproduction.data.custom import load as load_own
+from reproduction.data.folders import (
+    DATASETS,
+    EXTENSIONS,
+    class_names,
+    image_files,
+    split_folders,
+)
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, SkippedFiles
 from reproduction.data.stand_ins import STAND_INS, cifar_stand_ins
 from reproduction.system.errors import UserError, first_line
@@ -29,12 +37,21 @@ DOWNLOAD_TIMEOUT = 60  # seconds without data from the server
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: training images, held-out images, class names and other files by ending."""
+    """A data set: its images, class names and other files by ending.
+
+    `held_out` is the test set. `validation` is a part of the training images that `train` lacks.
+    """
 
     train: ImageSource
     held_out: ImageSource
     classes: list[str]
     others: Counter[str] = field(default_factory=Counter)
+    validation: ImageSource | None = None
+
+    @property
+    def per_epoch(self) -> ImageSource:
+        """The images to evaluate on after an epoch: for validation, else the held-out ones."""
+        return self.held_out if self.validation is None else self.validation
 
 
 def report_other_files(source: Source) -> None:
@@ -50,28 +67,65 @@ def load_source(
     limit: int | None,
     eval_limit: int | None = None,
     skips: bool = False,
+    *,
+    validation: float = 0.0,
+    validation_seed: int = 0,
+    function: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Opens a data set, downloading CIFAR on first use.
+    """Opens a data set, downloading CIFAR on first use; own data by their function, see custom.py.
 
-    Keeps `limit` training images and `eval_limit` held-out images, if given. With `skips` broken
-    files are left out, see `SkippedFiles`. Raises UserError when the download fails or a limit is
-    out of range.
+    Keeps `limit` training images and `eval_limit` held-out images, if given, and sets the share
+    `validation` of the training images apart. With `skips` broken files are left out, see
+    `SkippedFiles`. Raises UserError when the download fails, a limit is out of range, or there are
+    too few images for validation.
     """
-    source = _open(name, root)
+    source = _open(name, root) if function is None else _open_own(function, options or {})
     halves = {"limit": (source.train, limit), "eval_limit": (source.held_out, eval_limit)}
-    train, held_out = (_limited(key, *half, len(source.classes)) for key, half in halves.items())
+    parts = [_limited(key, *half, len(source.classes)) for key, half in halves.items()]
+    if validation:
+        parts[0], held_back = _split(parts[0], validation, validation_seed)
+        parts.append(held_back)
     if skips:
-        train, held_out = _skipped(train), _skipped(held_out)
-    return Source(train, held_out, source.classes, source.others)
+        parts = [_skipped(part) for part in parts]
+    train, held_out, *rest = parts
+    return Source(train, held_out, source.classes, source.others, *rest)
 
 
 @lru_cache(maxsize=1)
 def _open(name: str, root: str | None) -> Source:
     """Opens a data set. Cached across the points of a sweep, as it is immutable."""
-    return _LOADERS[name](name, root)
+    opens = DATASETS[name].opens
+    assert opens is not None, "checked by parse()"
+    source: Source = resolve_name(opens)(name, root)
+    return source
 
 
-@lru_cache(maxsize=2)
+def _open_own(function: str, options: Mapping[str, Any]) -> Source:
+    own = load_own(function, options)
+    return Source(own.train, own.held_out, own.classes)
+
+
+@lru_cache(maxsize=1)
+def _split(images: ImageSource, share: float, seed: int) -> tuple[ImageSource, ImageSource]:
+    """Splits images into the rest and a stratified `share`, both in their order."""
+    from sklearn.model_selection import train_test_split
+
+    targets = np.asarray(images.targets)
+    try:
+        parts = train_test_split(
+            np.arange(len(targets)), test_size=share, stratify=targets, random_state=seed
+        )
+    except ValueError as error:
+        reason = f"must give images of every class: {error}"
+        raise UserError(f"dataset.validation={share}: {reason}") from error
+    if lost := {*targets.tolist()} - {*targets[parts[0]].tolist()}:
+        raise UserError(f"dataset.validation={share}: leaves class {min(lost)} no training image")
+    rest, validation = (images.take(sorted(part.tolist())) for part in parts)
+    return rest, validation
+
+
+@lru_cache(maxsize=3)
 def _skipped(images: ImageSource) -> ImageSource:
     """Returns the same object again for the same images, so that each is reported once."""
     assert isinstance(images, FileImages), "checked by parse()"
@@ -96,7 +150,8 @@ def _limited(key: str, images: ImageSource, limit: int | None, classes: int) -> 
     return images.take(np.lexsort((targets, turn))[:limit].tolist())
 
 
-def _digits(name: str, root: str | None) -> Source:
+def digits(name: str, root: str | None) -> Source:
+    """Opens scikit-learn's digits: 1,437 images and 360 held out."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -115,7 +170,7 @@ def _digits(name: str, root: str | None) -> Source:
     )
 
 
-def _cifar(name: str, root: str | None) -> Source:
+def cifar(name: str, root: str | None) -> Source:
     """Opens CIFAR by torchvision, which checks each file's MD5 before unpickling it."""
     kind: Any = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
     place = Path(str(root))
@@ -158,12 +213,13 @@ def _download_cifar(kind: Any, place: Path) -> Source:
         return _read_cifar(kind, place)
 
 
-def _folders(name: str, root: str | None) -> Source:
-    folders = split_folders(str(root))
-    assert folders is not None, "checked by parse()"
-    classes = class_names(folders[0])
+def folders(name: str, root: str | None) -> Source:
+    """Opens a folder of image files; UserError if a part of it is not readable."""
+    halves = split_folders(str(root))
+    assert halves is not None, "checked by parse()"
+    classes = class_names(halves[0])
     try:
-        (train, others), (held_out, more) = (_samples(folder, classes) for folder in folders)
+        (train, others), (held_out, more) = (_samples(folder, classes) for folder in halves)
     except OSError as error:
         raise UserError(f"dataset.root={root}: {error}") from error
     upright = name == "image_folder"  # ImageNet's published results show images as stored
@@ -183,12 +239,3 @@ def _samples(folder: Path, classes: list[str]) -> tuple[list[tuple[str, int]], C
         samples += [(file, label) for file in files]
         others += more
     return samples, others
-
-
-_LOADERS: dict[str, Callable[[str, str | None], Source]] = {
-    "digits": _digits,
-    "cifar10": _cifar,
-    "cifar100": _cifar,
-    "imagenet1k": _folders,
-    "image_folder": _folders,
-}

@@ -77,24 +77,27 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
 
 
 def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
-    """Draws held-out accuracy, training loss and held-out loss."""
+    """Draws held-out accuracy, training loss and held-out loss; of the validation split if any."""
+    images, key, loss_key = "held-out", "top1", "eval_loss"
+    if "val_top1" in epochs[0]:
+        images, key, loss_key = "validation", "val_top1", "val_loss"
     batches_per_epoch = max(line["step"] / line["epoch"] for line in steps)
     x = [line["step"] / batches_per_epoch for line in steps]
     epoch = [line["epoch"] for line in epochs]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
-        accuracy.plot(epoch, [line["top1"] for line in epochs], color=GREEN, marker=".")
-        best = max(epochs, key=lambda line: line["top1"])
+        accuracy.plot(epoch, [line[key] for line in epochs], color=GREEN, marker=".")
+        best = max(epochs, key=lambda line: line[key])
         accuracy.annotate(
-            f"best {best['top1']:.2f} %",
-            (best["epoch"], best["top1"]),
+            f"best {best[key]:.2f} %",
+            (best["epoch"], best[key]),
             xytext=(0, -14),
             textcoords="offset points",
             ha="center",
         )
-        accuracy.set_ylabel("held-out top-1 [%]")
+        accuracy.set_ylabel(f"{images} top-1 [%]")
         _scatter_with_mean(loss, x, [line["loss"] for line in steps], BLUE, "training")
-        held_out = [line["eval_loss"] for line in epochs]
-        loss.plot(epoch, held_out, color=GREEN, marker=".", label="held out")
+        held_out = [line[loss_key] for line in epochs]
+        loss.plot(epoch, held_out, color=GREEN, marker=".", label=images)
         loss.set_ylabel("loss [nats]")
         loss.set_ylim(bottom=0)
         loss.set_xlabel("epoch")

@@ -50,6 +50,7 @@ SECTIONS = (
     Section("Recipe", "Recipe", "recipe.", "recipe/cifar_cct.yaml"),
     Section("Transforms", "Transforms", "recipe.transforms.", "recipe/cifar_cct.yaml"),
     Section("Data set", "Dataset", "dataset.", "dataset/image_folder.yaml"),
+    Section("Validation and own data", "Dataset", "dataset.", "train.yaml"),
     Section("CCT, CVT, ViT-Lite", "CCT", "model.", "model/cct_7_3x1.yaml"),
     Section("ViT (timm)", "ViT", "model.", "model/vit_base_patch16_224.yaml"),
     Section("Other models", "Library", "model.", "model/resnet18.yaml"),

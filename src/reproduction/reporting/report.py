@@ -18,7 +18,7 @@ from reproduction.system.terminal import say, warn
 
 MANY = 512  # images of the histogram of difficulty
 CAPTIONS = {
-    "accuracy.png": "Held-out accuracy, training loss and held-out loss.",
+    "accuracy.png": "Held-out (or validation) accuracy and loss, and training loss.",
     "mixed_samples.png": (
         "Easy samples, which HTM mixes, and the tokens that it replaces in each (dots: batches; "
         "line: running mean)."
@@ -119,8 +119,16 @@ def _reason(error: Exception) -> str:
 
 
 def _headline(summary: dict[str, Any]) -> str:
+    others = (
+        f"best {summary['top1_best']:.2f} %"
+        if "selected_epoch" not in summary
+        else (
+            f"test images; epoch {summary['selected_epoch']}, selected by validation: "
+            f"{summary['top1_selected']:.2f} %"
+        )
+    )
     return (
-        f"top-1 {summary['top1_last']:.2f} % (best {summary['top1_best']:.2f} %) after "
+        f"top-1 {summary['top1_last']:.2f} % ({others}) after "
         f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)} in "
         f"{_duration(summary['seconds'])}"
     )
@@ -143,7 +151,11 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
     epochs, every = int(summary["epochs"]), config.recipe.evaluate_every
     evaluated = [epoch for epoch in range(max(1, epochs - 9), epochs) if epoch % every == 0]
     rows = {"top-5": f"{summary['top5_last']:.2f} %"}
-    if evaluated:
+    if "selected_epoch" in summary:
+        last, selected = summary["val_top1_last"], summary["val_top1_selected"]
+        rows["top-1 on the validation images"] = f"{last:.2f} %"
+        rows[f"the same, epoch {summary['selected_epoch']}"] = f"{selected:.2f} %"
+    elif evaluated:
         median = f"top-1, median of the last {len(evaluated) + 1} evaluated epochs"
         rows[median] = f"{summary['top1_median10']:.2f} %"
     if broken := summary.get("broken_images"):

@@ -210,7 +210,7 @@ def _describe_key_error(error: Exception, cause: ConfigKeyError | ConfigAttribut
         return f"{missing}: the stack does not name {key}, add it to augmentation=[...]"
     if parent == "logger" and key in options_of("logger"):
         return f"{missing}: logger does not name {key}, add it to logger=[...]"
-    if parent == "model.options":
+    if parent in ("model.options", "dataset.options"):
         return f"{missing}: is not set yet, must be added by +{missing}=..."
     tree: Any = OmegaConf.to_container(cause.parent_node._get_root())
     if "run" not in tree:  # of eval.py and export.py

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from reproduction.config import Config
-from reproduction.data.folders import SIZES
+from reproduction.data.folders import DATASETS
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank, launcher, restarts
 from reproduction.system.reading import parse_json, parse_yaml
@@ -32,7 +32,7 @@ PUBLISHED = "model.safetensors"  # weights in a folder written by scripts/publis
 LONGEST_NAME = 120  # bytes of a default name
 PLAIN = re.compile(r"[^\w.+,=-]+", re.ASCII)  # what a default name leaves out
 STEP_KEYS = ("step", "epoch", "loss", "mixed_samples", "mixed_tokens")  # required by reports
-EPOCH_KEYS = ("epoch", "top1", "eval_loss")
+EPOCH_KEYS = {False: ("epoch", "top1", "eval_loss"), True: ("epoch", "val_top1", "val_loss")}
 # Keys that do not change a result, and so not the identity of a run.
 NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
@@ -220,7 +220,7 @@ class RunFolder:
                 )
             last = 0
             for line in map(parse_json, text.splitlines()):
-                needed = STEP_KEYS if "step" in line else EPOCH_KEYS
+                needed = STEP_KEYS if "step" in line else EPOCH_KEYS["val_top1" in line]
                 if not (line.get("skipped") or _has_numbers(line, needed)):
                     raise ValueError(f"holds no numbers: {line}")
                 if line.get("step", last + 1) <= last:
@@ -276,7 +276,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     The folder of a fixed data set is not among them, as its images may be moved.
     """
     values = dict(flatten(config))
-    is_fixed = values.get("dataset.name") in [*SIZES]  # a list: a broken file's may be unhashable
+    fixed = [name for name, entry in DATASETS.items() if entry.sizes is not None]
+    is_fixed = values.get("dataset.name") in fixed  # a list: a broken file's may be unhashable
     return {
         key: value
         for key, value in values.items()

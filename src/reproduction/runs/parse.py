@@ -22,7 +22,7 @@ from reproduction.config import (
     Transforms,
     ViT,
 )
-from reproduction.data.folders import IMAGE_FOLDERS, missing_data
+from reproduction.data.folders import DATASETS, IMAGE_FOLDERS, missing_data
 from reproduction.system.errors import UserError, in_one_line
 from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
@@ -50,12 +50,28 @@ def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> 
     return config
 
 
-def parse_saved(raw: dict[str, Any], needs_data: bool = True) -> Config:
-    """Parses a saved configuration to use its trained weights; drops its initial weights."""
+def parse_saved(raw: dict[str, Any], needs_data: bool = True, named: bool = False) -> Config:
+    """Parses a saved configuration to use its trained weights; drops its initial weights.
+
+    UserError if it needs own data, as their function would run, unless the function is `named` on
+    the command line.
+    """
     model = raw.get("model")
     if isinstance(model, dict):
         model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}
-    return parse({**raw, "model": model}, needs_data, trains=False)
+    config = parse({**raw, "model": model}, needs_data, trains=False)
+    if needs_data and not named:
+        check_named(config.dataset)
+    return config
+
+
+def check_named(dataset: Dataset) -> None:
+    """Raises UserError for own data whose function was not named on the command line."""
+    if dataset.source is not None:
+        raise UserError(
+            f"dataset.source={dataset.source}: the images come from this code, which runs only if "
+            f"the command line names it: add dataset.source={dataset.source}"
+        )
 
 
 def _locate(places: Sequence[str | int], raw: dict[str, Any]) -> tuple[str, Any]:
@@ -263,6 +279,19 @@ def _transform_problems(transforms: Transforms) -> Iterator[str]:
 
 
 def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
+    if dataset.name not in DATASETS:
+        yield f"dataset.name={dataset.name}: must be one of {', '.join(DATASETS)}"
+        return
+    if dataset.name == "custom" and dataset.source is None:
+        yield "dataset.source=null: custom needs package.module:function, which returns its images"
+    for key in ("source", "options", "content") if dataset.name != "custom" else ():
+        if value := getattr(dataset, key):
+            yield f"dataset.{key}={value}: {dataset.name} does not use it; it is for dataset=custom"
+    if dataset.validation_seed and not dataset.validation:
+        yield (
+            f"dataset.validation_seed={dataset.validation_seed}: with dataset.validation=0 there "
+            "is no split, allowed is 0"
+        )
     if dataset.memory_mib is not None and dataset.name not in IMAGE_FOLDERS:
         yield (
             f"dataset.memory_mib={dataset.memory_mib}: {dataset.name} is always held in memory, "

@@ -60,6 +60,10 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
     saved = source.read_config()
     if not source.is_finished():
         raise UserError(f"run={run.name}: is not finished, only finished runs can be published")
+    if saved["dataset"].get("validation"):
+        raise UserError(
+            f"run={run.name}: has a validation split, only runs without can be published"
+        )
     if folder.exists():
         raise UserError(f"{folder}: exists already, move it away or name another folder")
     config, portable = parse_saved(saved, needs_data=False), _portable(saved)

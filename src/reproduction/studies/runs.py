@@ -21,6 +21,8 @@ REPORT = "report"
 # folders under outputs/ that are no runs, unless they hold one
 NO_RUNS = (REPORT, "data", "benchmark", "check-gpu", "evaluations", "published")
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
+# of runs with a validation split, beside top1_last and top5_last, see docs/data.md
+SELECTED = ("val_top1_last", "val_top1_selected", "top1_selected", "top5_selected")
 ORDERED = (  # pairs whose first metric is never below the second
     ("top1_best", "top1_last"),
     ("top1_best", "top1_median10"),
@@ -28,7 +30,7 @@ ORDERED = (  # pairs whose first metric is never below the second
 )
 MIXING = ("mixed_share", "mixed_samples", "mixed_tokens")  # see Trainer._mixing
 LAST_TEN = "top1_best10"  # the best of the last ten epochs that were evaluated
-NUMBERS = (*METRICS, LAST_TEN, *MIXING, "epochs", "seconds")
+NUMBERS = (*METRICS, *SELECTED, LAST_TEN, *MIXING, "epochs", "seconds")
 FACTS = ("devices", "hardware", "threads", "git_revision", "log")
 WHOLE = ("seed", "devices")
 COLUMNS = ("folder", "path", "key", "seed", "status", "error", "written", "settings", "planned")
@@ -41,8 +43,8 @@ def read_runs(*places: Path) -> pd.DataFrame:
     """Returns a row for each run folder among `places` or directly below them.
 
     `key` is the identity without the seed, `settings` holds the values by dotted key, `planned` the
-    epochs of the recipe. METRICS, in percent, are of finished runs only. A folder that holds no
-    run, or a damaged one, has the status `unusable` and the reason as its `error`.
+    epochs of the recipe. METRICS and SELECTED, in percent, are of finished runs only. A folder that
+    holds no run, or a damaged one, has the status `unusable` and the reason as its `error`.
     """
     rows = [_row(folder) for place in places for folder in _folders(place)]
     return _typed(pd.DataFrame(rows, columns=[*COLUMNS, *NUMBERS, *FACTS]))
@@ -102,8 +104,8 @@ def _read(folder: RunFolder) -> dict[str, Any]:
 
 
 def facts_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns NUMBERS without METRICS, and FACTS, from a summary; None where it has none."""
-    numbers = {key: number(summary.get(key)) for key in NUMBERS if key not in METRICS}
+    """Returns NUMBERS without accuracies, and FACTS, from a summary; None where it has none."""
+    numbers = {key: number(summary.get(key)) for key in (*MIXING, "epochs", "seconds")}
     devices, threads, log = (summary.get(key) for key in ("devices", "threads", "log"))
     numbers[LAST_TEN] = _best_of_ten(log, numbers["epochs"])
     texts = {key: summary.get(key) for key in ("hardware", "git_revision")}
@@ -126,13 +128,14 @@ def _best_of_ten(log: Any, epochs: float | None) -> float | None:
 def _accuracies(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
     """Raises UserError if the summary of a finished run contradicts itself or its configuration."""
     found: dict[str, float] = {}
-    for key in METRICS:
+    is_split = "selected_epoch" in summary
+    for key in ("top1_last", "top5_last", *SELECTED) if is_split else METRICS:
         value = number(summary.get(key))
         if value is None or not 0 <= value <= 100:
             reason = f"finished, but {key} is {summary.get(key)}, no percentage"
             raise UserError(f"summary.json: {reason}")
         found[key] = value
-    for greater, less in ORDERED:
+    for greater, less in () if is_split else ORDERED:
         if found[greater] < found[less]:
             bound = f"{greater}={found[greater]} must not be below {less}={found[less]}"
             raise UserError(f"summary.json: {bound}")

@@ -52,7 +52,8 @@ def counted(statuses: Sequence[str]) -> str:
 
 def _row(run: Any, table: pd.DataFrame, with_folders: bool) -> dict[str, str]:
     done = 0 if pd.isna(run.epochs) else int(run.epochs)
-    top1 = run.log[-1]["top1"] if isinstance(run.log, list) and run.log else run.top1_last
+    last = run.log[-1] if isinstance(run.log, list) and run.log else {}
+    top1 = last.get("top1", run.top1_last)  # with a validation split known at the end only
     row = {
         "run": ", ".join(run.labels),
         "seed": str(run.seed),

@@ -79,7 +79,8 @@ class RunsTable:
         columns: dict[str, Any] = dict(self._texts().items())
         columns["n"] = table.n.map(str)
         columns["top-1 last"] = spreads(table, "top1_last")
-        columns["best"] = spreads(table, "top1_best")
+        for title, name in self._measured().items():
+            columns[title] = spreads(table, name)
         if table.mixed_share_mean.any():
             shares = spreads(table, "mixed_share", 100)
             columns["mixed samples"] = [x if x == NOTHING else f"{x} %" for x in shares]
@@ -88,6 +89,14 @@ class RunsTable:
             columns["p"] = [p_text(x) for x in table.test_p]
             columns["p (Holm)"] = [p_text(x) for x in table.test_p_holm]
         return pd.DataFrame(columns | {"status": table.status})
+
+    def _measured(self) -> dict[str, str]:
+        """Titles and names of the other accuracies: best, or those by a validation split."""
+        is_split = self.numbers.val_top1_last_mean.notna()
+        names = {} if is_split.all() else {"best": "top1_best"}
+        if is_split.any():
+            names |= {"validation": "val_top1_last", "selected": "top1_selected"}
+        return names
 
     def text(self) -> str:
         """Returns the table as Markdown, and its notes."""
@@ -102,9 +111,15 @@ class RunsTable:
         done, number_of = len(newest(self.runs)), len(self.runs)
         notes = [
             f"{self._common()}{number_of} run{'s' * (number_of != 1)}, {done} finished; top-1 in "
-            "percent, mean +/- standard deviation over n seeds; best: of the best epoch on the "
-            "held-out images, which is optimistic"
+            "percent, mean +/- standard deviation over n seeds"
         ]
+        if "best" in self._measured():
+            notes[0] += "; best: of the best epoch on the held-out images, which is optimistic"
+        if "selected" in self._measured():
+            notes[0] += (
+                "; validation: of the last epoch on the validation split, to choose by; last and "
+                "selected, the epoch that is best by validation: on the test images"
+            )
         if self.following:
             names = ", ".join(self.following[:MOST_FOLLOWING])
             more = len(self.following) - MOST_FOLLOWING

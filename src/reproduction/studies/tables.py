@@ -12,13 +12,13 @@ from scipy.stats import ttest_rel
 
 from reproduction.studies.latency import Measurement, flat
 from reproduction.studies.plan import Point, against_of, papers_row
-from reproduction.studies.runs import LAST_TEN, METRICS, MIXING, left, newest, state_text
+from reproduction.studies.runs import LAST_TEN, METRICS, MIXING, SELECTED, left, newest, state_text
 from reproduction.studies.study import FULL, SWEEPS, TABLES, Settings, Study
 
 TESTED, LEVEL = "top1_last", 0.05  # percent; of significance
 LEAST_SEEDS = 2  # common ones, for a test
 SAME = 1e-9  # percent: smaller differences count as equal
-SPREADS = (*METRICS, LAST_TEN, *MIXING)
+SPREADS = (*METRICS, *SELECTED, LAST_TEN, *MIXING)
 TEST = ("difference", "test_seeds", "test_t", "test_p", "test_p_holm", "test_note")
 COUNTED = ("parameters", "macs", "macs_without_attention")
 SHORT = 10  # digits of a git revision

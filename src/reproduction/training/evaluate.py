@@ -132,14 +132,14 @@ def _evaluate_on_rank(
     allow_tf32(config.recipe.tf32)
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     with join_world(device) as world:
-        source = build_source(replace(config.dataset, limit=None))
+        source = build_source(replace(config.dataset, limit=None, validation=0.0))
         if world.is_main:
             report_other_files(source)
         model = build_model(without_weights(config.model), len(source.classes))
         loaded = load_plain(checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
-        loader = build_evaluation_loader(config, source, world.rank, world.size, pin)
+        loader = build_evaluation_loader(config, source.held_out, world.rank, world.size, pin)
         progress = Progress(world.is_main)
         with closing(progress), explaining_memory("evaluation", config.recipe), explaining_data():
             batches = progress.over(loader, "evaluation", length_hint(loader))

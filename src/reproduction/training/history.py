@@ -1,7 +1,7 @@
 """The figures of a run's epochs: means over the batches of the current one, all evaluations."""
 
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reproduction.system.progress import clock_time
 
@@ -11,6 +11,18 @@ if TYPE_CHECKING:
 MEDIAN_EPOCHS = 10
 TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far, and over all
 STATE = ("epochs", "totals", "all_totals", "mixing")
+
+
+class Tests(NamedTuple):
+    """Results on the test set after training with a validation split."""
+
+    last: dict[str, float]  # of the last epoch
+    selected: dict[str, float]  # of the best by validation
+
+
+def renamed(result: dict[str, float]) -> dict[str, float]:
+    """Names the results of a validation split: val_top1, val_top5, val_loss."""
+    return {f"val_{key.removeprefix('eval_')}": value for key, value in result.items()}
 
 
 class History:
@@ -58,9 +70,20 @@ class History:
     def is_evaluated(self, epoch: int) -> bool:
         return bool(self.epochs) and self.epochs[-1]["epoch"] == epoch
 
+    @property
+    def top1(self) -> list[float]:
+        """The accuracy of each evaluated epoch, on the validation split if there is one."""
+        return [line["val_top1" if "val_top1" in line else "top1"] for line in self.epochs]
+
+    @property
+    def best_epoch(self) -> int:
+        """The first epoch with the highest accuracy."""
+        best: int = self.epochs[self.top1.index(max(self.top1))]["epoch"]
+        return best
+
     def is_best(self, epoch: int) -> bool:
         """Whether this, the last epoch, was evaluated and beats all earlier ones."""
-        top1 = [line["top1"] for line in self.epochs]
+        top1 = self.top1
         return self.is_evaluated(epoch) and all(top1[-1] > other for other in top1[:-1])
 
     def describe(self, trainer: "Trainer") -> str:
@@ -72,28 +95,47 @@ class History:
             text += f"  mixed {mixed / max(batches, 1):.1f} samples per batch"
             text += f" ({tokens / max(mixed, 1):.1f} tokens each)"
         if self.is_evaluated(epoch):
-            text += f"  top-1 {self.epochs[-1]['top1']:.2f} %"
+            text += "  validation" if "val_top1" in self.epochs[-1] else ""
+            text += f"  top-1 {self.top1[-1]:.2f} %"
         left = trainer.seconds / epoch * (epochs - epoch)
         more = f", {clock_time(left)} left" if epoch < epochs else ""
         return f"{text}  [{trainer.seconds:.0f} s{more}]"
 
-    def result(self, trainer: "Trainer") -> dict[str, Any]:
-        """Returns the results for summary.json."""
-        top1 = [line["top1"] for line in self.epochs]
-        top5 = [line["top5"] for line in self.epochs]
-        since = trainer.epoch - MEDIAN_EPOCHS
+    def _accuracies(self, epoch: int) -> dict[str, Any]:
+        top1, top5 = self.top1, [line["top5"] for line in self.epochs]
+        since = epoch - MEDIAN_EPOCHS
         last = [line["top1"] for line in self.epochs if line["epoch"] > since]
-        counts, skipped = trainer.non_finite.counts, trainer.non_finite.skipped
         return {
             "top1_last": top1[-1],
             "top1_best": max(top1),
             "top1_median10": median(last),
             "top5_last": top5[-1],
             "top5_best": max(top5),
+        }
+
+    def _split_accuracies(self, tests: Tests) -> dict[str, Any]:
+        """Returns null for accuracies over all epochs, which the test set was not evaluated on."""
+        return {
+            "top1_last": tests.last["top1"],
+            "top5_last": tests.last["top5"],
+            "top1_selected": tests.selected["top1"],
+            "top5_selected": tests.selected["top5"],
+            "selected_epoch": self.best_epoch,
+            "val_top1_last": self.top1[-1],
+            "val_top1_selected": max(self.top1),
+            **dict.fromkeys(("top1_best", "top1_median10", "top5_best")),
+        }
+
+    def result(self, trainer: "Trainer", tests: Tests | None = None) -> dict[str, Any]:
+        """Returns the results for summary.json."""
+        evaluation = self.epochs[-1] if tests is None else tests.last
+        counts, skipped = trainer.non_finite.counts, trainer.non_finite.skipped
+        return {
+            **(self._accuracies(trainer.epoch) if tests is None else self._split_accuracies(tests)),
             "epochs": trainer.epoch,
             "steps": trainer.step,
             "images": trainer.images,
-            "broken_images": self.epochs[-1].get("broken_images", 0),
+            "broken_images": evaluation.get("broken_images", 0),
             "seconds": round(trainer.seconds, 1),
             "images_per_second": round(trainer.images / trainer.metrics.seconds, 1),
             **({"skipped_steps": skipped} if counts else {}),

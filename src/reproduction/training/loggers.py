@@ -52,7 +52,7 @@ class WandbLog:
         folder.write_summary(wandb_id=self.run_id)
         self.run.define_metric("step")
         self.run.define_metric("epoch")
-        for name in ("top1", "top5", "eval_loss"):
+        for name in ("top1", "top5", "eval_loss", "val_*"):
             self.run.define_metric(name, step_metric="epoch")
         by_step = "loss lr mixed_* score_loss difficulty* gain_* images_* skipped"
         for name in by_step.split():

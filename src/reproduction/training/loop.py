@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from timm.utils import ModelEmaV3
@@ -37,7 +37,7 @@ from reproduction.training import operations
 from reproduction.training.distributed import World, data_parallel
 from reproduction.training.endings import Agreement, explaining_memory, explaining_step
 from reproduction.training.evaluate import autocast, evaluate
-from reproduction.training.history import History
+from reproduction.training.history import History, Tests, renamed
 from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs
 from reproduction.training.metrics import BatchMetrics, NonFinite
@@ -122,6 +122,7 @@ class Trainer:
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # the one resumed from
         self.initial_weights: str | None = None  # what was read from a file
+        self.test_loader: Loader | None = None  # if epochs are evaluated on a validation split
         self.metrics_size = 0  # bytes of metrics.jsonl at the last checkpoint
         self.agreement = Agreement(world, config.checkpoint)
         self.logger, self.progress = Logs(), Progress(world.is_main)
@@ -157,7 +158,7 @@ class Trainer:
             self.history.restart()
             self._agree()
             self._save()
-        return self.history.result(self)
+        return self.history.result(self, self._test())
 
     def _begin_epoch(self) -> None:
         """Prepares the model and the loader for the remaining batches of the epoch."""
@@ -287,7 +288,8 @@ class Trainer:
         epoch = self.epoch + 1
         if epoch % self.recipe.evaluate_every == 0 or epoch == self.epochs:
             start = time.perf_counter()
-            line = {"epoch": epoch, **self._evaluate()}
+            result = self._evaluate(self.eval_loader)
+            line = {"epoch": epoch, **(renamed(result) if self.test_loader else result)}
             self.eval_seconds += time.perf_counter() - start
             self.history.epochs.append(line)
             if self.world.is_main:
@@ -302,15 +304,31 @@ class Trainer:
             self.best = {name: value.to("cpu", copy=True) for name, value in state.items()}
             operations.save_best(self)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _test(self) -> Tests | None:
+        """Evaluates the last and the best epoch on the test set, if the epochs were not."""
+        if self.test_loader is None:
+            return None
+        start = time.perf_counter()
+        last = selected = self._evaluate(self.test_loader)
+        if self.history.best_epoch != self.epoch:
+            weights = {name: x.clone() for name, x in self.evaluated.state_dict().items()}
+            self.evaluated.load_state_dict(self.world.share(cast(State, self.best)))
+            try:
+                selected = self._evaluate(self.test_loader)
+            finally:
+                self.evaluated.load_state_dict(weights)  # a stop saves the last epoch's
+        self.eval_seconds += time.perf_counter() - start
+        return Tests(last, selected)
+
+    def _evaluate(self, loader: Loader) -> dict[str, float]:
         self.world.share_buffers(self.evaluated)  # the first rank saves these weights
         give_back_freed_memory()  # before the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
-            batches = self.agreement.waiting_for(self.eval_loader)
+            batches = self.agreement.waiting_for(loader)
             return evaluate(
                 self.evaluated,
                 self.inputs.normalize,
-                self.progress.over(batches, "evaluation", length_hint(self.eval_loader)),
+                self.progress.over(batches, "evaluation", length_hint(loader)),
                 self.world,
                 self.recipe.precision,
             )

@@ -5,6 +5,7 @@ from torch import nn
 
 from reproduction.config import Config, ViT
 from reproduction.data.build import build_source, build_training_images
+from reproduction.data.folders import IMAGE_FOLDERS
 from reproduction.data.images import NO_IMAGE, SKIPPING
 from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import (
@@ -39,7 +40,8 @@ def preflight(config: Config, here: bool = True) -> None:
         images[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error) if NO_IMAGE in str(error) else first_line(error)
-        if NO_IMAGE in str(error) and not config.dataset.skips:
+        is_file = config.dataset.name in IMAGE_FOLDERS
+        if NO_IMAGE in str(error) and is_file and not config.dataset.skips:
             reason = f"{reason}; {SKIPPING}"
         raise UserError(f"the first training image: {reason}") from error
     batches = TrainingBatches(

@@ -151,8 +151,12 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
         inputs=build_training_inputs(config, world.device),
         batches=batches,
         train_loader=build_training_loader(config, source, batches, pin),
-        eval_loader=build_evaluation_loader(config, source, world.rank, world.size, pin),
+        eval_loader=build_evaluation_loader(config, source.per_epoch, world.rank, world.size, pin),
     )
+    if source.validation is not None:
+        trainer.test_loader = build_evaluation_loader(
+            config, source.held_out, world.rank, world.size, pin
+        )
     trainer.initial_weights = initial_weights
     if newest is not None:
         operations.restore(trainer, *newest)
@@ -185,6 +189,8 @@ def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
     mixing = "+".join(config.augmentation.stack) or "no mixing"
     train, held_out, classes = len(source.train), len(source.held_out), len(source.classes)
     data = f"{train:,} images of {config.dataset.name}, {classes:,} classes, {held_out:,} held out"
+    if source.validation is not None:
+        data += f", {len(source.validation):,} for validation"
     device, ranks = trainer.world.device.type, trainer.world.size
     place = device if ranks == 1 else f"{ranks} ranks on {device}"
     say(f"{verb}: {config.model.name} on {data}, {mixing}, {place}")
