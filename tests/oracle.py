@@ -46,7 +46,8 @@ class Oracle(nn.Module):
                 difficulty = F.cross_entropy(score_logits, targets, reduction="none")
                 is_easy = difficulty < htm.tau  # Eq. 8
                 before = saliency
-                x, targets, saliency, mask = mix(x, targets, before, is_easy, htm.rho, prefix)
+                rho = htm.rho_for(before.shape[1])
+                x, targets, saliency, mask = mix(x, targets, before, is_easy, rho, prefix)
                 gain = saliency - before
                 layers.append(LayerMix(index, score_logits, difficulty, is_easy, mask, gain))
             for layer in later:

@@ -82,9 +82,7 @@ def bare_trainer(
     no_data: Any = []
     allow_tf32(config.recipe.tf32)
     torch.manual_seed(config.seed)
-    module = build_module(without_weights(config.model), config.augmentation, classes)
-    if model is not None:
-        module.model = model
+    module = build_module(without_weights(config.model), config.augmentation, classes, model)
     return Trainer(
         config,
         World(0, 1, device),

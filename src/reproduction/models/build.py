@@ -88,12 +88,13 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
 
 
-def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
-    """Builds the model with the stack attached. Raises UserError if that fails."""
-    model = build_model(config, num_classes)
+def build_module(
+    config: AnyModel, stack: Augmentation, num_classes: int, model: nn.Module | None = None
+) -> TokenMixup:
+    """Builds the model, if it is not given, with the stack attached. UserError if that fails."""
     try:
         return attach(
-            model,
+            build_model(config, num_classes) if model is None else model,
             num_classes,
             stack.htm,
             stack.vtm,
