@@ -92,9 +92,10 @@ def build_module(
     config: AnyModel, stack: Augmentation, num_classes: int, model: nn.Module | None = None
 ) -> TokenMixup:
     """Builds the model, if it is not given, with the stack attached. UserError if that fails."""
+    model = build_model(config, num_classes) if model is None else model
     try:
         return attach(
-            build_model(config, num_classes) if model is None else model,
+            model,
             num_classes,
             stack.htm,
             stack.vtm,
