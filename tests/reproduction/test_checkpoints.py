@@ -20,7 +20,7 @@ from reproduction.training import endings, loop
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement
-from reproduction.training.loop import Trainer
+from reproduction.training.history import History
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import MIXED, assert_same_result
@@ -41,7 +41,7 @@ def train(root: Path, *more: str) -> RunFolder:
 def better() -> Iterator[None]:
     """Makes every epoch the best so far, independently of the random numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_is_best", lambda self: True)
+        patch.setattr(History, "is_best", lambda self, epoch: True)
         yield
 
 

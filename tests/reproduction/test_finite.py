@@ -18,7 +18,7 @@ from reproduction.training.metrics import NonFinite
 from tests.reproduction.conftest import SMALL, Command, small_trainer
 from tests.reproduction.test_average import trainer_of as average_trainer
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
-from tokenmixup import assignment, detectors, horizontal
+from tokenmixup import assignment, passes
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
 
@@ -54,14 +54,15 @@ def outputs(module: nn.Module, value: float) -> Callable[[], None]:
 
 def of_attention(value: float) -> Poison:
     def poison(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
-        own = detectors.received
-        patch.setattr(detectors, "received", lambda *args: own(*args).fill_(value))
+        own = passes.received
+        patch.setattr(passes, "received", lambda *args: own(*args).fill_(value))
 
     return poison
 
 
 def of_gains(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
-    patch.setattr(horizontal, "gain_matrix", lambda s, rho: torch.full((6, 6), torch.nan))
+    score: Any = lambda saliency, rho: torch.full((6, 6), torch.nan)  # noqa: E731
+    patch.setattr(trainer.module, "rules", trainer.module.rules._replace(score=score))
 
 
 @pytest.mark.parametrize("poison", [of_attention(torch.nan), of_attention(torch.inf), of_gains])
@@ -77,7 +78,8 @@ def test_non_finite_gains_never_reach_the_assignment(
         return original(gain, **kwargs)
 
     strict, lenient = trainer_of(), trainer_of(SKIP)
-    poison(monkeypatch, strict)
+    for trainer in (strict, lenient):
+        poison(monkeypatch, trainer)
     monkeypatch.setattr("tokenmixup.assignment.linear_sum_assignment", solve)
     with pytest.raises(PlainError, match="step 1: the saliency gain is not finite"):
         step(strict)

@@ -23,7 +23,7 @@ from reproduction.data.build import build_evaluation_loader, build_training_load
 from reproduction.data.folders import data_sizes, missing_data
 from reproduction.data.images import cache_in_memory, load_image
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.sources import _folders, load_source
+from reproduction.data.sources import folders, load_source
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import config_of, write_images
 
@@ -299,7 +299,7 @@ def test_image_folder_shows_images_upright(images: Path, kind: str, orientation:
         image = train[1][0]
         assert np.array_equal(image, UPRIGHT[orientation](stored))
         assert image.size == ((32, 40) if orientation < 5 else (40, 32))
-    published = _folders("imagenet1k", str(images))  # as the published accuracies see them
+    published = folders("imagenet1k", str(images))  # as the published accuracies see them
     assert np.array_equal(published.train[1][0], stored)
 
 

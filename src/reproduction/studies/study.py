@@ -74,8 +74,8 @@ class Size:
     counted: tuple[int, int, int]
     stack: list[str] = Field(default_factory=list)
     overrides: list[str] = Field(default_factory=list)
-    parameters: float | None = None
-    macs: float | None = None
+    parameters: int | float | None = None
+    macs: int | float | None = None
     parameters_note: str | None = None
     macs_note: str | None = None
 

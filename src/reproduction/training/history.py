@@ -47,12 +47,15 @@ class History:
 
     def add(self, lines: list[dict[str, Any]]) -> None:
         """Adds the lines of batches, of which skipped ones do not count."""
-        lines = [line for line in lines if not line["skipped"]]
-        for totals in (self.totals, self.all_totals):
-            totals["batches"] += len(lines)
-            totals["loss"] += sum(line["loss"] for line in lines)
-            totals["mixed"] += sum(line["mixed_samples"] for line in lines)
-            totals["tokens"] += sum(x["mixed_samples"] * x["mixed_tokens"] for x in lines)
+        for line in lines:  # one by one, so that the sums do not depend on when a run was resumed
+            if line["skipped"]:
+                continue
+            mixed, tokens = line["mixed_samples"], line["mixed_tokens"]
+            for totals in (self.totals, self.all_totals):
+                totals["batches"] += 1
+                totals["loss"] += line["loss"]
+                totals["mixed"] += mixed
+                totals["tokens"] += mixed * tokens
 
     def end_epoch(self, batch_size: float) -> None:
         """Notes mixed samples per batch and tokens in each of the epoch, and the share of all.
