@@ -16,7 +16,7 @@ from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, hash_of
 from reproduction.system.errors import UserError
 from reproduction.training import checkpoint as checkpoints
-from reproduction.training import endings, loop
+from reproduction.training import endings, loop, operations
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement
@@ -108,8 +108,8 @@ def test_repeatedly_killed_run_equals_the_undisturbed_one(
     run, begun = RunFolder(tmp_path / "mine"), []
     for module, name, call in (
         (checkpoints, "seal_archive", 1),  # metrics of steps 1 and 2 exist, but no checkpoint
-        (os, "replace", 9),  # of step 4: earlier checkpoints are moved, last.pt is missing
-        (loop, "save_plain", 2),  # the second epoch has ended, its best weights are not saved
+        (os, "replace", 10),  # of step 4: earlier checkpoints are moved, last.pt is missing
+        (operations, "save_plain", 2),  # the second epoch is evaluated, nothing of it saved
     ):
         with monkeypatch.context() as patch:
             dying_at(patch, module, name, call)
@@ -147,7 +147,7 @@ def test_run_falls_back_to_the_newest_intact_checkpoint_and_its_best_weights(
     best = load_file(left.best_path)  # not those of the second epoch, although written
     assert all(torch.equal(best[name], saved["best"][name]) for name in best)
     evaluated = command("eval", "run=outputs/mine", "weights=best")
-    assert f"top-1 {saved['history'][0]['top1']:.2f} %" in evaluated.out
+    assert f"top-1 {saved['history']['epochs'][0]['top1']:.2f} %" in evaluated.out
     assert_undisturbed(train(left.path.parent), undisturbed)
 
 
