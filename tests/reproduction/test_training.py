@@ -668,7 +668,7 @@ def test_sweep_writes_a_run_and_a_wandb_run_per_point_and_trains_each_once(
     assert len(ids) == 3
     again = command("train", *sweep, "resume=auto")
     assert again.status == 0, again.err
-    assert again.out.count("top-1") == 3
+    assert again.out.count(": top-1 ") == 3
     assert "run 2 of 3: augmentation.htm.tau=2 " in again.out
     assert again.out.endswith("\n3 of 3 runs are finished\n")
     assert [(run / "metrics.jsonl").read_bytes() for run in runs] == before
@@ -703,6 +703,8 @@ def test_sweep_over_stacks_names_runs_after_them(command: Command, tmp_path: Pat
     assert result.status == 0, result.err
     names = {path.name.partition("-embed_dim")[0] for path in (tmp_path / "outputs").glob("cct*")}
     assert names == {"cct_2_3x2-digits-mixup", "cct_2_3x2-digits-mixup+cutmix+htm"}
+    for path in (tmp_path / "outputs").glob("cct*"):
+        assert command("eval", f"run=outputs/{path.name}").status == 0  # its name has an "="
 
 
 def test_several_htm_layers_have_their_own_metrics_and_can_be_swept(

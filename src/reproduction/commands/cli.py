@@ -55,6 +55,9 @@ Settings = TypeVar("Settings")
 
 REPEAT = "repeat the command with resume=auto to continue"
 HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
+FOLDER = (
+    r"(run|name|checkpoint|model\.weights)=([^'\",\[{$]*=[^'\",\[{$]*)"  # its name has settings
+)
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
@@ -242,7 +245,7 @@ def _parse_arguments(argv: list[str]) -> Namespace:
     # argparse would also print its usage
     setattr(parser, "error", MethodType(Parser.error, parser))
     args = parser.parse_args(argv)
-    args.overrides = [re.sub(HOME, lambda _: str(Path.home()), text) for text in args.overrides]
+    args.overrides = [_as_hydra_reads(text) for text in args.overrides]
     for option in UNSUPPORTED_OPTIONS:
         if getattr(args, option, None):
             raise UserError(f"--{option.replace('_', '-')}: not available here; see --help")
@@ -251,6 +254,13 @@ def _parse_arguments(argv: list[str]) -> Namespace:
     if args.package and not args.cfg:
         raise UserError("--package: needs --cfg")
     return args
+
+
+def _as_hydra_reads(text: str) -> str:
+    """Expands `~` in an override and quotes the name of a run folder, such as `...-tau=1-s0`."""
+    text = re.sub(HOME, lambda _: str(Path.home()), text)
+    folder = re.fullmatch(FOLDER, text)
+    return f"{folder[1]}='{folder[2]}'" if folder else text
 
 
 def _check_hydra_keys(keys: Iterable[str]) -> None:

@@ -41,7 +41,7 @@ class MixedShare:
             assert self.htm is not None
             difficulty, is_easy = torch.cat(seen, dim=1).cpu().numpy()
             difficulty = difficulty[np.isfinite(difficulty)]  # of skipped updates
-            tau, share = self.htm.each[layer].tau, is_easy.mean()
+            tau, share = round(self.htm.each[layer].tau, 4), is_easy.mean()
             if tau in (0, math.inf) or FEW <= share <= MOST or not len(difficulty):
                 continue
             nats = ", ".join(f"{x:.2f}" for x in np.quantile(difficulty, QUANTILES))
