@@ -55,9 +55,7 @@ Settings = TypeVar("Settings")
 
 REPEAT = "repeat the command with resume=auto to continue"
 HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
-FOLDER = (
-    r"(run|name|checkpoint|model\.weights)=([^'\",\[{$]*=[^'\",\[{$]*)"  # its name has settings
-)
+FOLDER = r"(run|checkpoint|model\.weights)=([^'\",\[{$]*=[^'\",\[{$]*)"  # its name has settings
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
