@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from textwrap import indent
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from reproduction.system.errors import PlainError, UserError, in_one_line
 
@@ -50,13 +50,6 @@ def one_line_errors(program: str) -> Iterator[None]:
         return
     print(f"{program}: {line}", file=sys.stderr)
     sys.exit(status)
-
-
-def print_tables(*tables: Any) -> None:
-    """Prints rich tables. Imports rich here, so that a refused command does not."""
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
 
 
 def say(text: str) -> None:
