@@ -1,13 +1,33 @@
 # All targets run in .venv, which is created on first use. `make help` lists them.
 BIN := .venv/bin
 
-VARIABLES := PYTHON SCALE SEEDS DATASET DATA DEVICES OUTPUTS DRY_RUN LAUNCHER JOBS SLURM STUDIES SECTIONS PAIRS COMPARE \
-  STAGE KILLS RANK_KILLS MINUTES FILE RUN RUNS AGAINST WEIGHTS
+# The variables of each target beside PYTHON; other targets have none.
+SETTINGS := SCALE SEEDS DATASET DATA DEVICES OUTPUTS
+STUDIES_OF_PAPER := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all) \
+  sweep-tau sweep-rho sweep-kappa
+$(foreach target,$(STUDIES_OF_PAPER) study,$(eval USED_BY_$(target) := $(SETTINGS) DRY_RUN LAUNCHER JOBS SLURM))
+USED_BY_study += FILE
+USED_BY_cost := $(SETTINGS) STUDIES
+USED_BY_status := $(SETTINGS) FILE
+USED_BY_report := $(filter-out SEEDS,$(SETTINGS))
+USED_BY_runs := RUNS OUTPUTS AGAINST
+USED_BY_bench := SECTIONS PAIRS COMPARE OUTPUTS
+USED_BY_check-gpu := STAGE OUTPUTS
+USED_BY_chaos := KILLS RANK_KILLS MINUTES OUTPUTS
+USED_BY_publish := RUN
+USED_BY_check-published := WEIGHTS DATA OUTPUTS
+
 # Of the command line only: variables of the environment have another origin, and a make above this one its own names.
 TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
+USED = PYTHON $(foreach target,$(MAKECMDGOALS),$(USED_BY_$(target)))
 ifeq ($(MAKELEVEL),0)
-  $(foreach name,$(filter-out $(VARIABLES),$(TYPED)),$(error $(name)=$($(name)): unknown variable, known are $(VARIABLES)))
+  $(foreach name,$(filter-out $(USED),$(TYPED)),$(error $(name)=$($(name)): \
+    make $(or $(MAKECMDGOALS),help) does not use it, allowed are $(strip $(USED))))
 endif
+ALLOWED_DRY_RUN := 0 1
+ALLOWED_STAGE := correctness figures
+$(foreach name,$(filter DRY_RUN STAGE,$(USED)),$(if $(filter-out $(ALLOWED_$(name)),$($(name))),\
+  $(error $(name)=$($(name)): must be one of $(ALLOWED_$(name)))))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-lowest lint format lock audit check-models report clean status runs \
@@ -125,12 +145,19 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 audit: .venv-tools/installed  ## check the locked packages for known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-bench: .venv/installed  ## benchmark the training cost on this machine; SECTIONS="steps gain" PAIRS=40 COMPARE=old.json
-	$(BIN)/python -m scripts.benchmark $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
-	  $(if $(COMPARE),--compare "$(COMPARE)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+BENCHMARK = $(BIN)/python -m scripts.benchmark $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-check-gpu: .venv/installed  ## check a GPU against the CPU, then benchmark it, 9 minutes each; STAGE=correctness or figures
-	$(BIN)/python -m scripts.check_gpu $(if $(STAGE),--stage $(STAGE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+bench: .venv/installed  ## benchmark the training cost on this machine; SECTIONS="steps gain" PAIRS=40 COMPARE=old.json
+	$(BENCHMARK) $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
+	  $(if $(COMPARE),--compare "$(COMPARE)")
+
+# A test that hangs or crashes ends its worker, and the next one goes on.
+CHECK_GPU = $(BIN)/python -m pytest tests/gpu --device cuda -n 1 -o faulthandler_timeout=200 \
+  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
+
+check-gpu: .venv/installed-dev  ## check a GPU against the CPU, then benchmark it; STAGE=correctness or figures: only this
+	$(if $(filter figures,$(STAGE)),,$(CHECK_GPU))
+	$(if $(filter correctness,$(STAGE)),,$(BENCHMARK) --device cuda --pairs 12)
 
 chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS=50 RANK_KILLS=10 MINUTES=40
 	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \

@@ -64,21 +64,47 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_make_refuses_an_unknown_variable_of_its_command_line_only():
-    result = make("status", "SEED=1")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("status", "SEED=1"), "SEED=1: make status does not use it, allowed are PYTHON SCALE "),
+        (("runs", "RUN=x"), "RUN=x: make runs does not use it, allowed are PYTHON RUNS OUTPUTS "),
+        (("RUNS=x",), "RUNS=x: make help does not use it, allowed are PYTHON."),
+        (("study", "FILE=x", "DRY_RUN=no"), "DRY_RUN=no: must be one of 0 1."),
+        (("check-gpu", "STAGE=x"), "STAGE=x: must be one of correctness figures."),
+    ],
+)
+def test_make_refuses_a_variable_or_value_that_would_be_ignored(
+    arguments: tuple[str, ...], message: str
+):
+    result = make(*arguments)
     assert result.returncode == 2 and result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert "SEED=1: unknown variable, known are " in line and " SEEDS " in line
+    assert message in line
+
+
+def test_make_takes_variables_of_its_targets_and_any_of_the_environment():
     assert make("status", "SEEDS=2", "SCALE=smoke").returncode == 0
-    assert make("status", SEED="1").returncode == 0
+    assert make("lint", "runs", "RUNS=x").returncode == 0
+    assert make("status", SEED="1", STAGE="production").returncode == 0
     assert make("status", "--environment-overrides", SEED="1").returncode == 0
+    assert "--dry-run" in make("study", "FILE=x", "DRY_RUN=1").stdout
+    assert "--dry-run" not in make("study", "FILE=x", "DRY_RUN=0").stdout
 
 
-def test_make_knows_every_variable_that_it_names():
+def test_make_knows_the_variables_that_each_recipe_uses():
     text = (ROOT / "Makefile").read_text()
-    shown = set(re.findall(r"([A-Z_]{3,})=", text)) - {"OMP_NUM_THREADS"}
-    (known,) = re.findall(r"^VARIABLES := ((?:.*\\\n)*.*)", text, re.M)
-    assert shown <= {*known.replace("\\\n", " ").split()}
+    macros = dict(re.findall(r"^([A-Z_]+) = ((?:.*\\\n)*.*)", text, re.M))
+    listed = make("--print-data-base", "help").stdout
+    known = dict(re.findall(r"^USED_BY_(\S+) :?= ?(.*)", listed, re.M))
+    assert len(known) > 15
+    for targets, body in re.findall(r"^([a-z0-9 -]+):.*\n((?:\t.*\n?)+)", text, re.M):
+        recipe = body
+        while found := re.search(rf"\$\(({'|'.join(macros)})\)", recipe):
+            recipe = recipe.replace(found[0], macros[found[1]])
+        used = set(re.findall(r"\b([A-Z_]{3,})\)", recipe)) - {"PYTHON", "BIN", "MAKEFILE_LIST"}
+        for target in targets.split():
+            assert used == {*known.get(target, "").split()}, target
 
 
 def test_a_target_only_sets_up_development():

@@ -1,4 +1,4 @@
-"""Benchmarks steps, detectors, parts of HTM, gain matrix, input pipeline and start-up."""
+"""Benchmarks steps, detectors, parts of HTM, gain matrix, attention, loading and start-up."""
 
 import argparse
 import dataclasses
@@ -19,12 +19,11 @@ from reproduction.system.storage import write_text
 from reproduction.system.terminal import one_line_errors
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
-from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Scope, parse_sizes
-from scripts.benchmark.parts import measure_detectors, measure_gain, measure_parts
-from scripts.benchmark.pipeline import measure_pipeline, measure_startup
+from scripts.benchmark.latency import measure_detectors, measure_gain, measure_parts
+from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Group, Scope, parse_sizes
+from scripts.benchmark.pipeline import measure_attention, measure_pipeline, measure_startup
 from scripts.benchmark.report import (
     FILE,
-    Group,
     Report,
     add_groups,
     check_machine,
@@ -34,20 +33,22 @@ from scripts.benchmark.report import (
     read_report,
     slower,
 )
-from scripts.benchmark.steps import measure_oracle, measure_steps
+from scripts.benchmark.steps import measure_batches, measure_oracle, measure_steps
 
 MARKDOWN, MARK = "benchmark.md", "benchmark"
 LIBRARIES = ("torch", "timm", "numpy", "scipy")
 SECTIONS: Mapping[str, Callable[[Scope, torch.device], list[Group]]] = {
     "steps": measure_steps,
+    "batches": measure_batches,
     "oracle": measure_oracle,
     "detectors": measure_detectors,
     "parts": measure_parts,
     "gain": measure_gain,
+    "attention": measure_attention,
     "pipeline": measure_pipeline,
     "startup": measure_startup,
 }
-FEWER_ROUNDS = ("pipeline", "startup")  # slow, or with little variation
+FEWER_ROUNDS = ("batches", "attention", "pipeline", "startup")  # slow, or with little variation
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,7 +133,7 @@ def _section(name: str, scope: Scope, device: str, quick: bool) -> list[Group]:
             f"{name}: does not fit into the GPU's memory; earlier results are kept"
         ) from error
     measured = {
-        "rounds": scope.starts if name in FEWER_ROUNDS else scope.pairs,
+        "rounds": scope.few if name in FEWER_ROUNDS else scope.pairs,
         "quick": quick,
         "load_average": [round(load, 2) for load in (before, os.getloadavg()[0])],
         "seconds": round(time.perf_counter() - start, 1),

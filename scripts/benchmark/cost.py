@@ -4,33 +4,118 @@ python -m scripts.benchmark.cost [STUDY ...]. It prints and stores nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pandas as pd
+import torch
 
 from reproduction.config import Config
+from reproduction.data.folders import Sizes, data_sizes
+from reproduction.models.build import count_macs
+from reproduction.runs.folder import run_hash
 from reproduction.studies.options import add_settings, settings_of
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.study import SWEEPS, TABLES, Settings
-from reproduction.system.errors import UserError
+from reproduction.system.errors import PlainError, UserError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
+from reproduction.system.timing import Spread, Work, spread_of, time_calls, time_in_turns
 from reproduction.training.distributed import resolve_device
-from scripts.benchmark.speed import FLOPS_PER_MAC, Speed, measure_speed, sizes_of, speed_key
+from reproduction.training.evaluate import evaluate
+from reproduction.training.loop import Trainer
+from scripts.benchmark.measure import calls_on
+from scripts.benchmark.steps import FLOPS_PER_MAC
+from scripts.benchmark.trainers import as_measured, bare_trainer, random_batch, step_of
 
 SPEEDS = (
-    "Medians of several rounds, images/s of the slowest to the fastest round, on synthetic images "
+    "Medians of several rounds, images/s from the lower to the upper quartile, on synthetic images "
     "on the device; loading and augmentation limit a run if they are slower. HTM mixes every "
     "sample, the most expensive case. Hours: all epochs, each with its evaluation. EFLOP: 3 x 2 x "
     "MACs of the plain model x training images. CPUs are far slower in float16."
 )
+ROUNDS = 5
+FEW_IMAGES, STEP_SECONDS = 2, 2.0  # on a CPU: batch size of the first trial, target time of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Images per second in training (median and quartiles) and in evaluation.
+
+    `batch_size` and `macs` (of one image) are those of the measurement.
+    """
+
+    batch_size: int
+    training: Spread
+    evaluation: float
+    macs: int
+
+
 Speeds = Mapping[str, Speed]  # by speed_key
+
+
+def speed_key(config: Config) -> str:
+    """Returns a key that all configurations of the same speed share."""
+    return run_hash(as_measured(config))
+
+
+def sizes_of(config: Config) -> Sizes:
+    """Returns the images of an epoch, the held-out images and the classes; see `data_sizes`."""
+    sizes = data_sizes(config.dataset.name, config.dataset.root)
+    train, held_out = config.dataset.limit, config.dataset.eval_limit
+    return sizes._replace(
+        train=min(train or sizes.train, sizes.train),
+        held_out=min(held_out or sizes.held_out, sizes.held_out),
+    )
+
+
+def measure_speed(config: Config, device: str, batch_size: int | None = None) -> Speed:
+    """Times training steps and evaluation on synthetic images; writes nothing.
+
+    `device` is `cpu` or `cuda`. The default of `batch_size` is that of the recipe, reduced on a CPU
+    to steps of two seconds. Raises UserError if the batch exceeds the memory of the GPU.
+    """
+    least = config.recipe.grad_accum_steps
+    if batch_size is not None and batch_size < least:
+        raise UserError(f"--batch-size={batch_size}: recipe.grad_accum_steps={least} needs as many")
+    trainer = bare_trainer(as_measured(config), torch.device(device), sizes_of(config).classes)
+    size = batch_size or (config.recipe.batch_size if device == "cuda" else _cpu_batch(trainer))
+    works: dict[str, Work] = {
+        "training": step_of(trainer, size),
+        "evaluation": _evaluation_of(trainer, size),
+    }
+    try:
+        times = time_in_turns(works, ROUNDS, calls_on(trainer.world.device))
+    except (torch.OutOfMemoryError, PlainError) as error:  # of evaluation, of a training step
+        if torch.OutOfMemoryError not in (type(error), type(error.__cause__)):
+            raise
+        raise UserError(f"--batch-size={size}: too large for the memory of this GPU") from error
+    speeds = {name: spread_of([1000 * size / each for each in ms]) for name, ms in times.items()}
+    return Speed(
+        batch_size=size,
+        training=speeds["training"],
+        evaluation=speeds["evaluation"].median,
+        macs=count_macs(trainer.module.model, trainer.config.model.image_size).total,
+    )
+
+
+def _cpu_batch(trainer: Trainer) -> int:
+    """Returns a batch size with steps of STEP_SECONDS, at most that of the recipe."""
+    few = max(FEW_IMAGES, trainer.recipe.grad_accum_steps)
+    step = step_of(trainer, few)
+    seconds = min(time_calls(step) for _ in range(2))
+    return max(few, min(trainer.recipe.batch_size, int(few * STEP_SECONDS / seconds)))
+
+
+def _evaluation_of(trainer: Trainer, batch_size: int) -> Work:
+    batches, normalize = [[*random_batch(trainer, batch_size)]], trainer.inputs.normalize
+    precision = trainer.recipe.precision
+    return lambda: evaluate(trainer.module, normalize, batches, trainer.world, precision)
 
 
 def run_hours(config: Config, speed: Speed) -> float:
     """Returns the hours of a run; devices are assumed to scale ideally."""
     train, held_out, _ = sizes_of(config)
-    epoch = train / speed.training + held_out / speed.evaluation
+    epoch = train / speed.training.median + held_out / speed.evaluation
     return config.recipe.epochs * epoch / config.devices / 3600
 
 
@@ -46,14 +131,15 @@ def speed_table(runs: Sequence[PlannedRun], speeds: Speeds) -> str:
         if run.config.seed == 0:
             speed, config = speeds[speed_key(run.config)], run.config
             flops = FLOPS_PER_MAC * speed.macs * sizes_of(config).train * config.recipe.epochs
+            median, low, high = speed.training
             rows.append(
                 {
                     "run": ", ".join(run.labels),
                     "precision": config.recipe.precision,
                     "batch": str(speed.batch_size),
-                    "steps/s": f"{speed.training / speed.batch_size:.3g}",
-                    "images/s": f"{speed.training:.4g}",
-                    "from..to": f"{speed.slowest:.4g}..{speed.fastest:.4g}",
+                    "steps/s": f"{median / speed.batch_size:.3g}",
+                    "images/s": f"{median:.4g}",
+                    "from..to": f"{low:.4g}..{high:.4g}",
                     "in evaluation": f"{speed.evaluation:.4g}",
                     "EFLOP": f"{flops / 1e18:.3g}",
                     "hours a run": hours_text(run_hours(config, speed)),

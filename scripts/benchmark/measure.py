@@ -1,11 +1,9 @@
 """Sizes of the benchmarks; comparison of times with a repeated baseline; peak memory."""
 
-import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from reproduction.system.errors import UserError
 from reproduction.system.timing import Work, spread_of, time_in_turns
+from scripts.benchmark.trainers import CCT, TRAINED_AS, VIT
 
 Row = dict[str, Any]
+Group = dict[str, Any]  # title, about, rows; see report.py
 
 CALLS_ON_GPU = 10  # between two synchronisations, as in training, where the host runs ahead
 AGAIN = ", again"  # suffix of the repeated baseline, which shows the noise of the ratios
@@ -78,76 +78,63 @@ def peak_mib(work: Work, device: torch.device) -> float:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
-    held = peak = 0
-    for change in _memory_changes(record):
-        held += change
-        peak = max(peak, held)
-    return peak / 2**20
+    assert record.profiler is not None
+    events = [x for x in record.profiler.kineto_results.events() if x.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes, initial=0)) / 2**20
 
 
-def _memory_changes(record: profile) -> list[int]:
-    """Bytes allocated (positive) and freed (negative), in order."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        record.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    memory = [event for event in events if event["name"] == "[memory]"]
-    return [event["args"]["Bytes"] for event in sorted(memory, key=lambda event: event["ts"])]
-
-
-CCT, VIT = "cct_7_3x1", "vit_base_patch16_224"
 Size = tuple[str, int]  # model, batch
-# model -> data set, recipe, classes
-TRAINED_AS = {
-    "cct_2_3x2": ("digits", "quickstart", 10),
-    CCT: ("cifar100", "cifar_cct", 100),
-    VIT: ("imagenet1k", "imagenet_vit", 1000),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """Sizes and numbers of rounds.
 
-    `pairs`: rounds of comparisons; `starts`: rounds of processes and of the input pipeline.
-    `steps`, `oracle`: models and batch sizes of the training steps. `detectors`: batch size of the
-    detectors and parts. `gain`: samples and tokens of the gain matrix, whose growth is measured
-    over `gain_samples` at `gain[1]` tokens and over `gain_tokens` at `detectors` samples.
-    `matrix`: rows of the product that measures the matrix rate. `images`: batch size of the
-    pipeline. `compiled`: whether to measure compiled steps as well.
+    `pairs`: rounds of comparisons; `few`: rounds of what is slow or varies little. `steps`,
+    `oracle` and `batches`: models and batch sizes of the training steps; `compiling`: the values
+    of `compile` for `steps`. `detectors`: batch size of the detectors, parts and attention. `gain`:
+    samples and tokens of the gain matrix. `matrix`: rows of the product that measures the matrix
+    rate. `images`: batch size of the pipeline; `workers`: numbers of loading workers for the steps
+    of `loading`, models.
     """
 
     pairs: int = 40
-    starts: int = 10
+    few: int = 10
     steps: tuple[Size, ...] = (("cct_2_3x2", 128), (CCT, 16), (VIT, 4))
+    compiling: tuple[str, ...] = ("false",)
     oracle: tuple[Size, ...] = ((CCT, 16),)
+    batches: tuple[Size, ...] = ((CCT, 8), (CCT, 32))
     detectors: int = 128
     gain: tuple[int, int] = (504, 196)
-    gain_samples: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
-    gain_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024)
     matrix: int = 2048
     images: int = 64
-    compiled: bool = False
+    loading: tuple[str, ...] = (CCT, VIT)
+    workers: tuple[int, ...] = ()
 
 
 ON_CPU = Scope()
 ON_GPU = Scope(
     steps=(("cct_2_3x2", 128), (CCT, 128), (VIT, 128)),
+    compiling=("false", "true", "reduce-overhead"),
     oracle=((CCT, 128), (VIT, 128)),
+    batches=tuple((model, b) for model in (CCT, VIT) for b in (128, 256, 504, 1024)),
     matrix=8192,
-    compiled=True,
+    images=128,
+    workers=(4, 8, 16),
 )
 QUICK = Scope(
     pairs=2,
-    starts=1,
+    few=1,
     steps=(("cct_2_3x2", 4),),
     oracle=(("cct_2_3x2", 4),),
+    batches=(("cct_2_3x2", 2),),
     detectors=2,
     gain=(12, 16),
-    gain_samples=(8, 16, 32),
-    gain_tokens=(8, 16, 32),
     matrix=64,
     images=2,
+    loading=("cct_2_3x2",),
+    workers=(0,),
 )
 
 

@@ -1,25 +1,31 @@
-"""Benchmarks besides steps: images per second of one data-loading worker, and start-up."""
+"""Benchmarks beside steps: loading of images, attention kernels and start-up."""
 
-import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import default_collate
 
 from reproduction.config import TRAIN
-from reproduction.data.build import build_training_images
+from reproduction.data.build import build_training_images, build_training_loader
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, cache_in_memory
-from reproduction.system.timing import Work, time_in_turns
-from scripts.benchmark.measure import CCT, VIT, Row, Scope, summarize
-from scripts.benchmark.steps import step_config
+from reproduction.data.loaders import TrainingBatches
+from reproduction.data.sources import Source
+from reproduction.system.timing import Work, synchronize, time_in_turns
+from reproduction.training.evaluate import DTYPES
+from scripts.benchmark.measure import Group, Row, Scope, calls_on, summarize
+from scripts.benchmark.trainers import CCT, VIT, precision_on, sharp_trainer, step_config
 
 SMALL = "CIFAR, held in memory, to 32 px"
 FILES = "JPEG of 500 x 375, to 224 px"
@@ -30,7 +36,7 @@ PHOTO_MIB = 8  # enough to hold all photos
 GRAIN = 8  # pixels between the colours from which a synthetic photo is interpolated
 
 
-def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+def measure_pipeline(scope: Scope, device: torch.device) -> list[Group]:
     """Loads all kinds of images in this process, with one thread, as a worker does."""
     with tempfile.TemporaryDirectory() as folder:
         files = make_photos(Path(folder))
@@ -39,9 +45,10 @@ def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            times = time_in_turns(loads, scope.starts)
+            times = time_in_turns(loads, scope.few)
         finally:
             torch.set_num_threads(threads)
+        whole = [_to_weights(scope, device, files)] if scope.workers else []
     rows: dict[str, Row] = {
         name: {
             "ms": (summary := summarize(ms)),
@@ -50,7 +57,7 @@ def measure_pipeline(scope: Scope, device: torch.device) -> list[dict[str, Any]]
         for name, ms in times.items()
     }
     about = f"batches of {scope.images} with the recipes' transforms, in one process of one thread"
-    return [{"title": "input pipeline, per worker", "about": about, "rows": rows}]
+    return [{"title": "input pipeline, per worker", "about": about, "rows": rows}, *whole]
 
 
 def _load(model: str, images: ImageSource, number: int) -> Callable[[], object]:
@@ -81,46 +88,76 @@ def make_photos(folder: Path) -> FileImages:
     return FileImages([(path, 0) for path in paths])
 
 
-def workers_needed(report: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with the images/s of plain steps and the workers needed, for each kind of images.
+def _to_weights(scope: Scope, device: torch.device, files: FileImages) -> Group:
+    """Images per second from files or memory to updated parameters, by number of workers."""
+    number = 40 * scope.images
+    many = FileImages([files.samples[index % len(files)] for index in range(number)])
+    held = ArrayImages(np.zeros((number, 32, 32, 3), dtype=np.uint8), [0] * number)
+    rows: dict[str, Row] = {}
+    for model in scope.loading:
+        images: ImageSource = many if model == VIT else held
+        for workers in scope.workers:
+            speed = _end_to_end(model, images, scope.images, workers, device)
+            rows[f"{model}, {workers} workers"] = {"images_per_second": speed}
+    about = f"batches of {scope.images}, steps with HTM and VTM"
+    return {"title": "from loading to updated weights", "about": about, "rows": rows}
 
-    None if a step is not measured, such as a GPU's in the report of a CPU.
-    """
-    (pipeline,) = report["sections"]["pipeline"]
-    rows: dict[str, dict[str, float | None]] = {}
-    for images, model in FEEDS.items():
-        loaded = pipeline["rows"][images]["images_per_second"]
-        for step, consumed in _steps(report, model):
-            workers = None if consumed is None else math.ceil(consumed / loaded)
-            rows[f"{step}: {images}"] = {"images_per_second": consumed, "workers": workers}
-    about = "images/s of plain training steps in this report, and the workers that load as many"
-    return {"title": "data-loading workers needed", "about": about, "rows": rows}
+
+def _end_to_end(
+    model: str, images: ImageSource, batch: int, workers: int, device: torch.device
+) -> float:
+    overrides = (f"dataset.workers={workers}", f"recipe.batch_size={batch}")
+    config = step_config(model, ["htm", "vtm"], precision_on(device), *overrides)
+    trainer, order = sharp_trainer(config, device), TrainingBatches(len(images), batch, 0)
+    source, pin = Source(images, images, []), device.type == "cuda"
+    seen, start = 0, 0.0
+    for count, (pixels, classes) in enumerate(build_training_loader(config, source, order, pin)):
+        if count == len(order) // 4:  # warm: workers run, memory is allocated
+            synchronize()
+            seen, start = 0, time.perf_counter()
+        trainer.train_step(pixels, classes % len(trainer.classes), len(pixels))
+        trainer.step += 1
+        seen += len(pixels)
+    synchronize()
+    return seen / (time.perf_counter() - start)
 
 
-def _steps(report: Mapping[str, Any], model: str) -> Iterator[tuple[str, float | None]]:
-    """Yields (name, images/s) of the model's plain steps on this device and on a GPU."""
-    groups: list[Mapping[str, Any]] = report["sections"].get("steps", [])
-    device = report["machine"]["device"]
-    matches = [group for group in groups if group["title"].startswith(f"training step: {model},")]
-    for group in matches:
-        name = group["title"].removeprefix("training step: ")
-        yield f"{name}, {device}", group["rows"]["plain"]["images_per_second"]
-    if not matches:
-        yield f"{model}, {device}", None
-    if device != "cuda":
-        yield f"{model}, cuda", None
+BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
+HEADS = {CCT: (4, 256, 64), VIT: (12, 197, 64)}  # heads, tokens, width of a head
+
+
+def measure_attention(scope: Scope, device: torch.device) -> list[Group]:
+    """All attention kernels of torch that are available here, forward and backward."""
+    rows: dict[str, Row] = {}
+    for model, sizes in HEADS.items():
+        dtype = DTYPES[precision_on(device)]
+        q, k, v = (torch.randn(scope.detectors, *sizes, device=device, dtype=dtype) for _ in "qkv")
+        q.requires_grad_()
+        for name in BACKENDS:
+            work = partial(_attend, getattr(SDPBackend, name), q, k, v)
+            row = rows[f"{model}, {name.lower()}"] = {"ms": None}  # if it is not available here
+            with suppress(RuntimeError):
+                times = time_in_turns({name: work}, scope.few, calls_on(device))
+                row["ms"] = summarize(times[name])
+    about = f"{precision_on(device)}, batch of {scope.detectors}, forward and backward"
+    return [{"title": "attention kernels", "about": about, "rows": rows}]
+
+
+def _attend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    with sdpa_kernel(backend):
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
 
 
 COMMANDS = {"--help": 0, "recipe.epochs=0": 2}  # argument -> exit status
 
 
-def measure_startup(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
+def measure_startup(scope: Scope, device: torch.device) -> list[Group]:
     """Times complete processes, warm."""
     works: dict[str, Work] = {
         f"python train.py {argument}": partial(_run, argument, status)
         for argument, status in COMMANDS.items()
     }
-    times = time_in_turns(works, scope.starts)
+    times = time_in_turns(works, scope.few)
     rows: dict[str, Row] = {name: {"ms": summarize(ms)} for name, ms in times.items()}
     return [{"title": "start-up", "about": "whole processes, warm", "rows": rows}]
 

@@ -1,4 +1,4 @@
-"""benchmark.json: results, comparison with earlier ones, goals, and tables in Markdown.
+"""benchmark.json: results, comparison with earlier ones, and tables in Markdown.
 
 {"machine": {...}, "sections": {name: [{"title", "about", "rows", "measured": {...}}]}}, a list of
 groups per section. Rows are keyed by name and hold `ms` and mostly `ratio`, each with median,
@@ -7,17 +7,15 @@ quartiles (low, high) and the confidence interval of the median.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.storage import write_text
-from scripts.benchmark.pipeline import workers_needed
+from scripts.benchmark.measure import Group
 
 FILE = "benchmark.json"
 Report = dict[str, Any]
-Group = dict[str, Any]
 Key = tuple[str, str, str]  # title of a group, row, column
 
 
@@ -61,7 +59,7 @@ def spreads(report: Report) -> Iterator[tuple[Key, dict[str, Any]]]:
         for group in groups:
             for name, row in group["rows"].items():
                 for column in ("ms", "ratio"):
-                    if column in row:
+                    if row.get(column) is not None:
                         yield (group["title"], name, column), row[column]
 
 
@@ -84,88 +82,6 @@ def slower(old: Report, new: Report) -> list[str]:
     return lines
 
 
-CCT_2, CCT_7 = "training step: cct_2_3x2, batch of 128", "training step: cct_7_3x1, batch of 16"
-VIT_ON_GPU = "training step: vit_base_patch16_224, batch of 128"
-GAIN = "gain matrix: 504 samples, 196 tokens"
-GAIN_KEPT = f"{GAIN}, memory kept"
-
-
-class Goal(NamedTuple):
-    """A bound (`sign` is <= or >=) on `column` of a row or, without row, on a group's exponent."""
-
-    name: str
-    sign: str
-    bound: float
-    title: str
-    row: str
-    column: str = "ratio"
-
-
-GOALS = (
-    Goal("HTM / plain, CCT-2/3x2", "<=", 1.05, CCT_2, "HTM"),
-    Goal("VTM / plain, CCT-2/3x2", "<=", 1.04, CCT_2, "VTM"),
-    Goal("HTM / plain, CCT-7/3x1", "<=", 1.05, CCT_7, "HTM"),
-    Goal("VTM / plain, CCT-7/3x1", "<=", 1.04, CCT_7, "VTM"),
-    Goal("HTM / plain, ViT-B/16 on a GPU", "<=", 1.05, VIT_ON_GPU, "HTM"),
-    Goal("gradient / attention", ">=", 30, "detectors: cct_7_3x1, batch of 128", "gradient"),
-    Goal("gain matrix: repeated / ours", ">=", 10, GAIN, "by repetition"),
-    Goal("gain matrix: broadcast / ours", ">=", 3, GAIN, "by broadcast"),
-    Goal("gain matrix, freed memory kept: repeated / ours", ">=", 10, GAIN_KEPT, "by repetition"),
-    Goal("gain matrix, freed memory kept: broadcast / ours", ">=", 3, GAIN_KEPT, "by broadcast"),
-    Goal(
-        "gain matrix: memory grows as b to the power of",
-        "<=",
-        2,
-        "gain matrix: growth with samples",
-        "",
-        "memory",
-    ),
-    Goal(
-        "gain matrix: memory grows as t to the power of",
-        "<=",
-        1,
-        "gain matrix: growth with tokens",
-        "",
-        "memory",
-    ),
-    Goal(
-        "plain step: oracle / ours, CCT-7/3x1",
-        ">=",
-        1.1,
-        "oracle: cct_7_3x1, batch of 16",
-        "plain, oracle",
-    ),
-    Goal("train.py --help [ms]", "<=", 2000, "start-up", "python train.py --help", "ms"),
-    Goal("a refused command [ms]", "<=", 3000, "start-up", "python train.py recipe.epochs=0", "ms"),
-)
-
-
-class Figure(NamedTuple):
-    """A measured value and, if it is a median of times, its 95 % confidence interval."""
-
-    value: float
-    interval: tuple[float, float] | None = None
-
-
-def figure_of(goal: Goal, report: Report) -> Figure | None:
-    """The measured value of a goal; None if it is not measured."""
-    for group in chain.from_iterable(report["sections"].values()):
-        if group["title"] == goal.title:
-            if not goal.row:
-                return Figure(group["exponents"][goal.column])
-            spread: Any = group["rows"][goal.row][goal.column]
-            return Figure(spread["median"], tuple(spread["interval"]))
-    return None
-
-
-def verdict(goal: Goal, figure: Figure) -> str:
-    """`met` or `missed`, with `within noise` if the interval contains the bound."""
-    is_met = figure.value <= goal.bound if goal.sign == "<=" else figure.value >= goal.bound
-    word = "met" if is_met else "missed"
-    low, high = figure.interval or (figure.value,) * 2
-    return f"{word}, within noise" if low <= goal.bound <= high and low < high else word
-
-
 def _spread(value: Mapping[str, float]) -> str:
     return f"{_number(value['median'])} ({_number(value['low'])} to {_number(value['high'])})"
 
@@ -174,13 +90,18 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
 
 
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
 # column of a row -> heading, formatter
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "ms": ("ms", _spread),
     "ratio": ("ratio to the first two rows", _spread),
     "images_per_second": ("images/s", _number),
-    "workers": ("workers needed", lambda number: f"{number:.0f}"),
-    "share_of_rate": ("share of the matrix rate", lambda share: f"{share:.1%}"),
+    "share_of_rate": ("share of the matrix rate", _percent),
+    "matching": ("host in the matching", _percent),
+    "gpu_busy": ("GPU busy", _percent),
     "peak_mib": ("peak memory [MiB]", _number),
     "mixed_samples": ("mixed samples", lambda number: f"{number:.0f}"),
     "mixed_tokens": ("tokens replaced in each", lambda number: f"{number:.1f}"),
@@ -189,18 +110,16 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def markdown(report: Report) -> str:
-    """The goals, then a table for each group."""
+    """The machine, then a table for each group."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     parts = [
         f"{machine['hardware']}, {machine['device']}, {machine['threads']} threads; {versions}. "
         "Medians, with quartiles in brackets.",
-        _goals(report),
     ]
     for name, groups in report["sections"].items():
         parts += [f"### {name}"]
         parts += [f"{_group(group)}\n\n{_conditions(group['measured'])}" for group in groups]
-        parts += [_group(workers_needed(report))] if name == "pipeline" else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -211,19 +130,6 @@ def _conditions(measured: Mapping[str, Any]) -> str:
     return f"{text}, revision {commit[:12]}{''.join(dirty)}." + (
         " A quick try, not a measurement." if measured["quick"] else ""
     )
-
-
-def _goals(report: Report) -> str:
-    lines = ["| what | target | measured | 95 % confidence | |", "|---|---:|---:|---:|---|"]
-    for goal in GOALS:
-        value, interval, word = "not measured", "", ""
-        if (figure := figure_of(goal, report)) is not None:
-            value, word = _number(figure.value), verdict(goal, figure)
-            interval = " to ".join(_number(end) for end in figure.interval or ())
-        lines.append(
-            f"| {goal.name} | {goal.sign} {goal.bound:g} | {value} | {interval} | {word} |"
-        )
-    return "\n".join(lines)
 
 
 def _group(group: Mapping[str, Any]) -> str:

@@ -1,178 +1,225 @@
-"""Benchmarks of training steps: plain, HTM, VTM, both, and the oracle.
+"""Benchmarks of training steps: plain, HTM, VTM, both, TransMix, compiled ones and the oracle.
 
 Every sample is easy (tau = inf) and attention is sharp, so that tokens are really replaced. The
-variants train the same weights in turn, each with its own optimiser.
+variants train in turn, each with its own optimiser.
 """
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from reproduction.config import Config
 from reproduction.models.build import attention_kernel, count_macs
-from reproduction.runs.compose import config_of
-from reproduction.system.timing import spread_of, time_in_turns
+from reproduction.system.errors import PlainError
+from reproduction.system.timing import Work, spread_of, time_calls, time_in_turns
 from reproduction.training.evaluate import DTYPES, autocast
-from reproduction.training.loop import MicroBatch, Trainer
-from scripts.benchmark.measure import (
-    AGAIN,
+from reproduction.training.loop import Trainer
+from scripts.benchmark.measure import AGAIN, Group, Row, Scope, calls_on, compare, peak_mib
+from scripts.benchmark.trainers import (
     CCT,
-    TRAINED_AS,
-    Row,
-    Scope,
-    calls_on,
-    compare,
-    peak_mib,
+    Step,
+    oracle_trainer,
+    precision_on,
+    sharp_trainer,
+    step_config,
+    step_of,
 )
-from scripts.benchmark.speed import FLOPS_PER_MAC, bare_trainer, step_of
-from tests.oracle import Oracle
 
-PLAIN = "plain"
-VARIANTS: dict[str, list[str]] = {
-    PLAIN: [],
-    PLAIN + AGAIN: [],
-    "HTM": ["htm"],
-    "VTM": ["vtm"],
-    "HTM and VTM": ["htm", "vtm"],
+PLAIN, BOTH = "plain", "HTM and VTM"
+ATTENTION_LABELS = "augmentation.cutmix.labels=attention"
+# variant -> stack, further overrides
+VARIANTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    PLAIN: ([], ()),
+    PLAIN + AGAIN: ([], ()),
+    "HTM": (["htm"], ()),
+    "VTM": (["vtm"], ()),
+    BOTH: (["htm", "vtm"], ()),
+    "CutMix": (["cutmix"], ()),
+    "TransMix": (["cutmix"], (ATTENTION_LABELS,)),
 }
+COMPILED = (PLAIN, "HTM", "VTM", BOTH)
 WIDE_KAPPA = {CCT: 80}  # of the paper's CIFAR-100 run with VTM alone
-SHARPNESS = 12  # factor on the qkv weights of a new model, whose attention is nearly uniform
-
-Step = Callable[[], list[MicroBatch]]
-
-
-def precision_on(device: torch.device) -> str:
-    """bf16 on a GPU; float32 on a CPU, which has no fast lower precision."""
-    return "bf16" if device.type == "cuda" else "float32"
+FLOPS_PER_MAC = 6  # of training: 2 in the forward pass, twice that in the backward pass
+# precision -> tolerated relative difference of the losses of equal steps, computed otherwise
+TOLERANCES = {"float32": 1e-3, "bf16": 4e-2, "float16": 1e-2}
 
 
-def measure_steps(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """A group for each size: times, ratios to plain, images/s, peak memory, mixing."""
-    rate = matrix_rate(scope.matrix, device)
-    return [_group(model, size, scope, device, rate) for model, size in scope.steps]
-
-
-def _group(
-    model: str, batch_size: int, scope: Scope, device: torch.device, rate: float
-) -> dict[str, Any]:
-    configs = variant_configs(model, precision_on(device), scope.compiled)
-    shared = sharp_trainer(configs[PLAIN], device).module.model
-    steps = {
-        name: step_of(sharp_trainer(config, device, shared), batch_size)
-        for name, config in configs.items()
+def variant_configs(model: str, precision: str, compiling: str = "false") -> dict[str, Config]:
+    """Variant -> configuration; those that are compiled, and plain eager, unless `false`."""
+    if compiling != "false":
+        compiled = (f"compile={compiling}",)
+        return {
+            **{
+                name: step_config(model, VARIANTS[name][0], precision, *compiled)
+                for name in COMPILED
+            },
+            f"{PLAIN}, eager": step_config(model, [], precision),
+        }
+    configs = {
+        name: step_config(model, x, precision, *more) for name, (x, more) in VARIANTS.items()
     }
-    rows = compare(steps, scope.pairs, calls_on(device))
-    macs = count_macs(shared, configs[PLAIN].model.image_size).total
-    for name, row in rows.items():
-        row.update(describe_step(steps[name], batch_size, row, device))
-        row["share_of_rate"] = FLOPS_PER_MAC * macs * row["images_per_second"] / rate
-    return {
-        "title": f"training step: {model}, batch of {batch_size}",
-        "about": f"{conditions(configs[PLAIN], shared, device)}; matrix products run at "
-        f"{rate / 1e12:.3g} TFLOP/s",
-        "rows": rows,
-    }
-
-
-def measure_oracle(scope: Scope, device: torch.device) -> list[dict[str, Any]]:
-    """Our steps and the oracle's, which on a GPU runs in float16 like the published code."""
-    return [_oracle_group(model, size, scope.pairs, device) for model, size in scope.oracle]
-
-
-def _oracle_group(model: str, batch_size: int, pairs: int, device: torch.device) -> dict[str, Any]:
-    ours = precision_on(device)
-    theirs = "float16" if device.type == "cuda" else ours
-    steps: dict[str, Step] = {}
-    for name in (PLAIN, "HTM and VTM"):
-        config = step_config(model, VARIANTS[name], ours)
-        trainer = sharp_trainer(config, device)
-        steps[name] = step_of(trainer, batch_size)
-        oracle = oracle_trainer(step_config(model, VARIANTS[name], theirs), device)
-        steps[f"{name}, oracle"] = step_of(oracle, batch_size)
-    rows = compare(steps, pairs, calls_on(device))
-    for name, row in rows.items():
-        row.update(describe_step(steps.get(name, steps[PLAIN]), batch_size, row, device))
-    setup = conditions(config, trainer.module.model, device)
-    about = f"ours: {setup}; the oracle: {theirs}, a map of every block"
-    return {"title": f"oracle: {model}, batch of {batch_size}", "about": about, "rows": rows}
-
-
-def variant_configs(model: str, precision: str, compiled: bool = False) -> dict[str, Config]:
-    """Variant -> configuration, for the variants that are measured with a model.
-
-    `compiled` adds plain and both as one graph each.
-    """
-    configs = {name: step_config(model, stack, precision) for name, stack in VARIANTS.items()}
     if kappa := WIDE_KAPPA.get(model):
         wide = step_config(model, ["vtm"], precision, f"augmentation.vtm.kappa={kappa}")
         configs[f"VTM, kappa {kappa}"] = wide
-    for name in (PLAIN, "HTM and VTM") if compiled else ():
-        config = step_config(model, VARIANTS[name], precision, "compile=true")
-        configs[f"{name}, compiled"] = config
     return configs
 
 
-def step_config(model: str, stack: list[str], precision: str, *overrides: str) -> Config:
-    """The model's own recipe without input mixup; HTM mixes every sample unless overridden."""
-    dataset, recipe, _ = TRAINED_AS[model]
-    settings = [f"model={model}", f"dataset={dataset}", f"recipe={recipe}"]
-    settings += [f"augmentation=[{','.join(stack)}]", f"recipe.precision={precision}"]
-    settings += ["augmentation.htm.tau=inf"] if "htm" in stack else []
-    settings += overrides  # the last value of a key counts
-    return config_of(settings)
+def measure_steps(scope: Scope, device: torch.device) -> list[Group]:
+    """A group for each size and way of compiling."""
+    rate = matrix_rate(scope.matrix, device)
+    groups = []
+    for model, batch_size in scope.steps:
+        for compiling in scope.compiling:
+            configs = variant_configs(model, precision_on(device), compiling)
+            trainers = variant_trainers(configs, device)
+            rows, plain = step_rows(trainers, batch_size, scope.pairs), trainers[PLAIN]
+            macs = count_macs(plain.module.model, plain.config.model.image_size).total
+            for row in rows.values():
+                row["share_of_rate"] = FLOPS_PER_MAC * macs * row["images_per_second"] / rate
+            title = f"training step: {model}, batch of {batch_size}"
+            title += "" if compiling == "false" else f", compile={compiling}"
+            about = f"{conditions(plain)}; matrix products run at {rate / 1e12:.3g} TFLOP/s"
+            groups.append({"title": title, "about": about, "rows": rows})
+    return groups
 
 
-def sharp_trainer(
-    config: Config,
-    device: torch.device,
-    shared: nn.Module | None = None,
-    sharpness: float = SHARPNESS,
-) -> Trainer:
-    """A trainer of `shared`, or of a new model with sharp attention, so that saliency differs."""
-    classes = TRAINED_AS[config.model.name][2]
-    if shared is not None:
-        return bare_trainer(config, device, classes, shared)
-    trainer = bare_trainer(config, device, classes)
-    model: Any = trainer.module.model
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.qkv.weight.mul_(sharpness)
-    return trainer
+def measure_batches(scope: Scope, device: torch.device) -> list[Group]:
+    """Plain, HTM and both at growing batch sizes; one that does not fit has no rows."""
+    groups = []
+    for model, batch_size in scope.batches:
+        configs = variant_configs(model, precision_on(device))
+        trainers = variant_trainers({x: configs[x] for x in (PLAIN, "HTM", BOTH)}, device)
+        about, rows = conditions(trainers[PLAIN]), dict[str, Row]()
+        try:
+            rows = step_rows(trainers, batch_size, scope.few)
+        except PlainError as error:  # of a GPU's memory
+            about = str(error)
+        title = f"batch size: {model}, batch of {batch_size}"
+        groups.append({"title": title, "about": about, "rows": rows})
+    return groups
 
 
-def oracle_trainer(config: Config, device: torch.device) -> Trainer:
-    """A `sharp_trainer` that trains with the oracle, in torch's default memory format."""
-    trainer = sharp_trainer(config, device)
-    trainer.module.to(memory_format=torch.contiguous_format)
-    trainer.parallel = Oracle(trainer.module)
-    return trainer
+def measure_oracle(scope: Scope, device: torch.device) -> list[Group]:
+    """Our steps and the oracle's, which on a GPU runs in float16 like the published code."""
+    ours = precision_on(device)
+    theirs = "float16" if device.type == "cuda" else ours
+    groups = []
+    for model, batch_size in scope.oracle:
+        trainers: dict[str, Trainer] = {}
+        for name in (PLAIN, BOTH):
+            stack = VARIANTS[name][0]
+            trainers[name] = sharp_trainer(step_config(model, stack, ours), device)
+            config = step_config(model, stack, theirs)
+            trainers[f"{name}, oracle"] = oracle_trainer(config, device)
+        about = f"ours: {conditions(trainers[PLAIN])}; the oracle: {theirs}, a map of every block"
+        rows = step_rows(trainers, batch_size, scope.pairs)
+        title = f"oracle: {model}, batch of {batch_size}"
+        groups.append({"title": title, "about": about, "rows": rows})
+    return groups
 
 
-def conditions(config: Config, model: nn.Module, device: torch.device) -> str:
+def variant_trainers(configs: Mapping[str, Config], device: torch.device) -> dict[str, Trainer]:
+    """Trainers of one model; TransMix, which watches its model, and compiled ones have an own."""
+    trainers: dict[str, Trainer] = {}
+    for name, config in configs.items():
+        own = not trainers or bool(config.compile) or config.augmentation.cutmix is not None
+        shared = None if own else trainers[PLAIN].module.model
+        trainers[name] = sharp_trainer(config, device, shared)
+    return trainers
+
+
+def step_rows(trainers: Mapping[str, Trainer], batch_size: int, rounds: int) -> dict[str, Row]:
+    """Times steps of all trainers; compiled ones must first give the losses of eager ones."""
+    steps = {name: step_of(trainer, batch_size) for name, trainer in trainers.items()}
+    for name, trainer in trainers.items():
+        check_against_eager(trainer, steps[name], batch_size)
+    device = trainers[PLAIN].world.device
+    rows = compare(steps, rounds, calls_on(device))
+    for name, row in rows.items():
+        key = name if name in steps else PLAIN
+        stats = steps[key]()[0].output.stats
+        row.update({name: float(stats[name]) for name in ("mixed_samples", "mixed_tokens")})
+        row["images_per_second"] = 1000 * batch_size / row["ms"]["median"]
+        row["peak_mib"] = peak_mib(steps[key], device)
+        row.update(shares(trainers[key], steps[key], calls_on(device)))
+    return rows
+
+
+def check_against_eager(trainer: Trainer, step: Step, batch_size: int, steps: int = 2) -> float:
+    """Returns the largest relative difference of a compiled trainer's first losses to eager ones.
+
+    PlainError if it is too large. An eager trainer is not compared.
+    """
+    if not trainer.config.compile:
+        return 0.0
+    eager = sharp_trainer(replace(trainer.config, compile=False), trainer.world.device)
+    expected = step_of(eager, batch_size)
+    losses = [[float(each()[0].loss) for each in (step, expected)] for _ in range(steps)]
+    error = max(abs(ours / theirs - 1) for ours, theirs in losses)
+    if not error <= TOLERANCES[trainer.recipe.precision]:
+        name, compiling = trainer.config.model.name, trainer.config.compile
+        raise PlainError(f"{name}, compile={compiling}: losses differ from eager by {error:.1e}")
+    return error
+
+
+def conditions(trainer: Trainer) -> str:
     """Precision, dropout, attention and optimiser, in words."""
-    dropout = [f"{name} {value}" for name, value in vars(config.model).items() if "drop" in name]
-    with autocast(device, config.recipe.precision):
-        kernel = attention_kernel(model, config.model.image_size)
-    return ", ".join(
-        [config.recipe.precision, *dropout, f"attention {kernel}", config.recipe.optimizer]
-    )
+    config, recipe = trainer.config.model, trainer.recipe
+    dropout = [f"{name} {value}" for name, value in vars(config).items() if "drop" in name]
+    with autocast(trainer.world.device, recipe.precision):
+        kernel = attention_kernel(trainer.module.model, config.image_size)
+    return ", ".join([recipe.precision, *dropout, f"attention {kernel}", recipe.optimizer])
 
 
-def describe_step(step: Step, batch_size: int, row: Row, device: torch.device) -> Row:
-    """The other columns of a timed step: throughput, peak memory and mixing."""
-    (micro_batch,) = step()
-    return {
-        "images_per_second": 1000 * batch_size / row["ms"]["median"],
-        "peak_mib": peak_mib(step, device),
-        "mixed_samples": float(micro_batch.output.stats["mixed_samples"]),
-        "mixed_tokens": float(micro_batch.output.stats["mixed_tokens"]),
-    }
+def shares(trainer: Trainer, step: Step, calls: int) -> Row:
+    """The shares of eager steps in which the host matches pairs and, on a GPU, kernels run."""
+    if trainer.config.compile:  # another function would be compiled anew
+        return {}
+    module, spent, row = trainer.module, list[float](), Row()
+    rules = module.rules if module.htm else None
+    if rules is not None:
+        module.rules = rules._replace(match=partial(_timed, rules.match, spent))
+    on_gpu = trainer.world.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA]) if on_gpu else nullcontext() as record:
+        seconds = time_calls(step, calls)
+    if rules is not None:
+        module.rules = rules
+    if spent:  # the oracle matches by itself
+        row["matching"] = sum(spent) / seconds
+    if record is not None:
+        events = [event for event in record.events() if event.device_type == DeviceType.CUDA]
+        kernels = [(event.time_range.start, event.time_range.end) for event in events]
+        row["gpu_busy"] = covered(kernels) / 1e6 / seconds
+    return row
+
+
+def _timed(match: Callable[..., Tensor], spent: list[float], *args: Tensor) -> Tensor:
+    """Records the seconds of the wait for the gain matrix, its copy and the solver."""
+    start = time.perf_counter()
+    donor = match(*args)
+    spent.append(time.perf_counter() - start)
+    return donor
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Total length of the union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def matrix_rate(rows: int, device: torch.device) -> float:
     """FLOP/s of a product of square matrices in the precision of the steps, as a reference."""
     a = torch.randn(rows, rows, device=device, dtype=DTYPES[precision_on(device)])
-    ms = time_in_turns({"product": lambda: a @ a}, 20, calls_on(device))["product"]
+    works: dict[str, Work] = {"product": lambda: a @ a}
+    ms = time_in_turns(works, 20, calls_on(device))["product"]
     return 2 * rows**3 / (spread_of(ms).median / 1000)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from scripts.benchmark.__main__ import SECTIONS, main
-from scripts.benchmark.pipeline import FEEDS, FILES
+from scripts.benchmark.pipeline import FEEDS
+from scripts.benchmark.steps import VARIANTS
 
 
 def call(monkeypatch: pytest.MonkeyPatch, outputs: Path, *args: str) -> None:
@@ -26,21 +27,23 @@ def test_quick_run_writes_all_sections(monkeypatch, capsys, tmp_path: Path):
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert list(report["sections"]) == sections
     (steps,) = report["sections"]["steps"]
-    assert list(steps["rows"]) == ["plain", "plain, again", "HTM", "VTM", "HTM and VTM"]
+    assert list(steps["rows"]) == list(VARIANTS)
     for name, row in steps["rows"].items():
         assert row["ms"]["median"] > 0 and row["peak_mib"] > 1
         assert row["images_per_second"] == pytest.approx(4000 / row["ms"]["median"])
         assert row["mixed_samples"] == (4 if "HTM" in name else 0)
+        assert (0 < row.get("matching", 0) < 1) == ("HTM" in name)
     (oracle,) = report["sections"]["oracle"]
     assert oracle["rows"]["HTM and VTM, oracle"]["mixed_tokens"] > 1
     (detectors,) = report["sections"]["detectors"]
     assert detectors["rows"]["gradient"]["ratio"]["median"] > 1
-    (pipeline,) = report["sections"]["pipeline"]
+    pipeline, to_weights = report["sections"]["pipeline"]
     assert list(pipeline["rows"]) == list(FEEDS)
-    assert all(row["images_per_second"] > 1 for row in pipeline["rows"].values())
+    loaded = pipeline["rows"] | to_weights["rows"]
+    assert all(row["images_per_second"] > 1 for row in loaded.values())
     out = capsys.readouterr().out
     assert (folder / "benchmark.md").read_text() in out
-    assert f"| vit_base_patch16_224, cuda: {FILES} | not measured | not measured |" in out
+    assert "| vit_base_patch16_224, cudnn_attention | not measured |" in out
     assert "A quick try, not a measurement." in out
 
 

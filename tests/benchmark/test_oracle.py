@@ -6,9 +6,8 @@ tests/tokenmixup/test_attach.py compares complete models with it.
 import pytest
 import torch
 
-from scripts.benchmark.parts import FORMS
-from scripts.benchmark.speed import step_of
-from scripts.benchmark.steps import oracle_trainer, sharp_trainer, step_config
+from scripts.benchmark.latency import FORMS
+from scripts.benchmark.trainers import oracle_trainer, sharp_trainer, step_config, step_of
 from tests.oracle import Oracle, gain_by_repetition, mix, most_salient
 from tokenmixup import training_loss
 

@@ -4,18 +4,19 @@ import pytest
 import torch
 
 from reproduction.studies.study import Settings
-from reproduction.system.errors import UserError
-from scripts.benchmark.latency import detector_configs
-from scripts.benchmark.measure import ON_CPU, ON_GPU, TRAINED_AS, parse_sizes
-from scripts.benchmark.parts import exponent, htm_parts
-from scripts.benchmark.speed import step_of
+from reproduction.system.errors import PlainError, UserError
+from scripts.benchmark.latency import detector_configs, htm_parts
+from scripts.benchmark.measure import ON_CPU, ON_GPU, parse_sizes
 from scripts.benchmark.steps import (
+    COMPILED,
     VARIANTS,
+    check_against_eager,
     conditions,
-    sharp_trainer,
-    step_config,
+    covered,
     variant_configs,
+    variant_trainers,
 )
+from scripts.benchmark.trainers import TRAINED_AS, sharp_trainer, step_config, step_of
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("model", TRAINED_AS)
 def test_variant_configs_differ_in_their_stacks(model: str):
     configs = variant_configs(model, "float32")
-    for name, stack in VARIANTS.items():
+    for name, (stack, _) in VARIANTS.items():
         assert configs[name].augmentation.stack == stack
     wide = {name for name in configs if name not in VARIANTS}
     assert wide == ({"VTM, kappa 80"} if model == "cct_7_3x1" else set())
@@ -44,7 +45,7 @@ def test_variant_configs_differ_in_their_stacks(model: str):
 )
 def test_conditions_state_dropout_and_attention(model: str, overrides: list[str], expected: str):
     config = step_config(model, [], "bf16", *overrides)
-    text = conditions(config, sharp_trainer(config, CPU).module.model, CPU)
+    text = conditions(sharp_trainer(config, CPU))
     assert text.startswith("bf16, ") and expected in text
 
 
@@ -62,16 +63,38 @@ def test_step_of_trains_and_mixes_every_sample():
     assert (plain.step, mixing.step) == (1, 1)
 
 
-def test_compiled_variants_leave_the_shared_model_uncompiled():
-    configs = variant_configs("cct_2_3x2", "float32", compiled=True)
-    assert {name for name, config in configs.items() if config.compile} == {
-        "plain, compiled",
-        "HTM and VTM, compiled",
-    }
-    shared = sharp_trainer(configs["plain"], CPU).module.model
-    trainer = sharp_trainer(configs["plain, compiled"], CPU, shared)
-    assert trainer.module.model is shared and trainer.module._compiled_call_impl is not None
-    assert not any("forward" in vars(part) for part in shared.modules())
+def test_eager_variants_share_a_model_and_transmix_has_its_own():
+    trainers = variant_trainers(variant_configs("cct_2_3x2", "float32"), CPU)
+    first = trainers["plain"].module.model
+    own = {name for name, trainer in trainers.items() if trainer.module.model is not first}
+    assert own == {"CutMix", "TransMix"}
+    assert {name for name, trainer in trainers.items() if trainer.attention_labels} == {"TransMix"}
+    (part,) = step_of(trainers["TransMix"], 4)()
+    (area,) = step_of(trainers["CutMix"], 4)()
+    assert not torch.equal(part.output.targets, area.output.targets)
+
+
+def test_compiled_variants_have_models_of_their_own_and_an_eager_baseline():
+    configs = variant_configs("cct_2_3x2", "float32", "reduce-overhead")
+    assert [*configs] == [*COMPILED, "plain, eager"]
+    assert {configs[name].compile for name in COMPILED} == {"reduce-overhead"}
+    assert configs["plain, eager"].compile is False
+    trainers = variant_trainers(configs, CPU)
+    assert len({id(trainer.module.model) for trainer in trainers.values()}) == len(trainers) - 1
+
+
+def test_compiled_steps_that_differ_from_eager_ones_are_not_timed():
+    """The compiled step is replaced by one of other weights; nothing is compiled."""
+    trainer = sharp_trainer(step_config("cct_2_3x2", [], "float32", "compile=true"), CPU)
+    other = step_of(sharp_trainer(step_config("cct_2_3x2", [], "float32"), CPU, sharpness=1), 4)
+    with pytest.raises(PlainError, match="cct_2_3x2, compile=True: losses differ from eager by"):
+        check_against_eager(trainer, other, 4)
+    same = step_of(sharp_trainer(step_config("cct_2_3x2", [], "float32"), CPU), 4)
+    assert check_against_eager(trainer, same, 4) == 0
+
+
+def test_covered_counts_overlaps_once():
+    assert covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
 
 
 def test_step_of_writes_no_files(tmp_path, monkeypatch):
@@ -86,11 +109,6 @@ def test_htm_parts_run_one_by_one():
     for work in parts.values():
         work()
     assert next(iter(parts)) == "all three" and len(parts) == 7
-
-
-def test_exponent_fits_a_power_law():
-    assert exponent([1, 2, 4], [3, 12, 48]) == 2
-    assert exponent([32, 64, 1024], [5, 5, 5]) == 0
 
 
 def test_parse_sizes_parses_model_and_batch():

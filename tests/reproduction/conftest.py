@@ -31,7 +31,7 @@ from reproduction.training import distributed
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts import export as export_script
-from scripts.benchmark.speed import bare_trainer
+from scripts.benchmark.trainers import bare_trainer
 from tests.conftest import sharpened
 
 # A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.

@@ -14,7 +14,7 @@ from reproduction.reporting.trained import block_inputs
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
 from scripts.benchmark import latency
-from scripts.benchmark.latency import build_step, measure_latency, mix
+from scripts.benchmark.latency import detector_works, measure_latency, mix
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_timed_step_mixes_every_sample_and_computes_saliency_once(narrow, detect
     own = sys.modules["tokenmixup.passes"].received
     monkeypatch.setattr(latency, "input_gradient", lambda *a: calls.append(1) or of_gradient(*a))
     monkeypatch.setattr(of_attention, lambda *a: calls.append(1) or own(*a))
-    step = build_step(narrow[detector], 5, CPU, "float32")
+    step = detector_works(narrow, 5, CPU, "float32")[detector]
     for _ in range(2):
         result = step()
         assert result.mask.any(dim=1).all()
@@ -67,7 +67,7 @@ def test_measure_latency_writes_settings_and_results(narrow, monkeypatch, tmp_pa
     assert (content["batch_size"], content["repeats"], content["model"]) == (4, 2, "cct_7_3x1")
     assert (content["device"], content["precision"]) == ("cpu", "float32")
     assert content["torch"] == torch.__version__ and "core" in content["hardware"]
-    assert list(content["detectors"]) == ["gradient", "attention", "random"]
+    assert list(content["detectors"]) == ["attention", "gradient", "random"]
     for ms in content["detectors"].values():
         assert 0 < ms["low_ms"] <= ms["median_ms"] <= ms["high_ms"]
 

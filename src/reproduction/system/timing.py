@@ -44,14 +44,15 @@ def time_in_turns(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dic
 
 def time_calls(work: Work, calls: int = 1) -> float:
     """Returns the seconds of `calls` calls, including their GPU work."""
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         work()
-    _synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Waits for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

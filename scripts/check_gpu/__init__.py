@@ -1,1 +1,0 @@
-"""Checks and measures a machine with a GPU: `python -m scripts.check_gpu`."""

@@ -1,0 +1,167 @@
+"""Steps that a GPU and the CPU compute alike: their configurations, and how far results differ."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from reproduction.training.loop import Trainer, metrics_of
+from reproduction.training.metrics import Line
+from scripts.benchmark.steps import TOLERANCES
+from scripts.benchmark.trainers import CCT, VIT, sharp_trainer, step_config
+from tokenmixup.rules import CHOICES
+
+SMALL = "cct_2_3x2"
+BOTH, ALL = ["htm", "vtm"], ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"]
+EVERY_STACK: list[list[str]] = [[], ["htm"], ["vtm"], BOTH]
+NO_DROPOUT = ("model.drop_path=0", "model.attn_drop=0")
+LAYERS = "augmentation.manifold_mixup.layers=[0,1]"
+CLIP, AVERAGE = "recipe.clip_grad_norm=1", "recipe.ema_decay=0.9"
+SKIP = "recipe.non_finite=skip"
+SPLIT = "augmentation.htm.tau=2.31"  # easy and hard samples in both batches
+AT_32 = ("model.image_size=32", "augmentation.vtm.kappa=2")
+GRADIENTS = {"float32": 1e-2, "bf16": 0.5, "float16": 0.1}  # tolerated relative differences
+MIN_NORM = 0.01  # times the largest gradient norm: smaller norms are replaced by this in ratios
+
+
+class Case(NamedTuple):
+    """A configuration whose steps are compared between a device and the CPU."""
+
+    model: str
+    batch: int
+    stack: list[str]
+    precision: str
+    overrides: tuple[str, ...] = ()
+    steps: int = 2
+    sharpness: float = 12  # of attention; too much enlarges rounding errors in deep models
+
+
+RULES = (
+    *(f"{option}={name}" for option, table in CHOICES.items() for name in [*table][1:]),
+    *("rho=0.01", "pooling=average", "stop_gradient=true"),
+)
+CASES: dict[str, Case] = {
+    **{
+        f"{SMALL} {'+'.join(stack) or 'plain'} {precision}": Case(SMALL, 6, stack, precision)
+        for precision in TOLERANCES
+        for stack in EVERY_STACK
+    },
+    "all five, accumulating, averaging, clipping": Case(
+        SMALL, 7, ALL, "float32", (LAYERS, "recipe.grad_accum_steps=3", AVERAGE, CLIP)
+    ),
+    "all five, scaler, accumulating, clipping": Case(
+        SMALL, 7, ALL, "float16", (LAYERS, "recipe.grad_accum_steps=2", CLIP)
+    ),
+    "SGD, scaler, skipping": Case(
+        SMALL, 6, BOTH, "float16", ("recipe.optimizer=sgd", "recipe.lr=0.01", SKIP)
+    ),
+    "skipping, averaging": Case(SMALL, 6, BOTH, "float32", (SKIP, AVERAGE)),
+    "attention labels": Case(
+        SMALL, 6, ["cutmix"], "bf16", ("augmentation.cutmix.labels=attention",)
+    ),
+    **{rule: Case(SMALL, 6, BOTH, "bf16", (SPLIT, f"augmentation.htm.{rule}")) for rule in RULES},
+    "rollout": Case(
+        SMALL, 6, BOTH, "bf16", ("augmentation.htm.layer=0", "augmentation.htm.rollout_steps=1")
+    ),
+    "CCT-7/3x1": Case(CCT, 3, BOTH, "float32", (), 1, 6),
+    "CCT-7/3x1, gradient": Case(
+        CCT, 3, ["htm"], "bf16", ("augmentation.htm.detector=gradient",), 1, 6
+    ),
+    "ViT-B/16 at 32 px, all five": Case(VIT, 3, ALL, "float32", AT_32, 1, 3),
+    "ViT-B/16 at 32 px, published": Case(
+        VIT, 3, BOTH, "bf16", (*AT_32, "augmentation.vtm.class_token_offset=published"), 1, 3
+    ),
+    "ViT-B/16 at 32 px, rollout": Case(
+        VIT, 3, BOTH, "float32", (*AT_32, "augmentation.htm.rollout_steps=2"), 1, 3
+    ),
+}
+# On a CPU, which would take minutes for the others.
+TINY_CASES = {
+    name: case
+    for name, case in CASES.items()
+    if case.model == SMALL and case.precision != "float16"
+}
+
+
+class Trained(NamedTuple):
+    """The results of a case's steps."""
+
+    lines: list[Line]
+    gradients: list[Tensor]  # on the host, from the optimiser's first moments
+
+
+class Distance(NamedTuple):
+    """The largest relative differences of losses and of gradient tensors; inf if not finite."""
+
+    losses: float
+    gradients: float
+
+    def is_small(self, precision: str) -> bool:
+        return self.losses <= TOLERANCES[precision] and self.gradients <= GRADIENTS[precision]
+
+
+class DrawnOnHost(TorchFunctionMode):
+    """Draws a step's random numbers on the CPU, since generators differ between devices."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.randperm and "device" in kwargs:
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
+        if func is torch.rand_like:
+            return torch.rand(args[0].shape).to(args[0].device)
+        return func(*args, **kwargs)
+
+
+def train(device: torch.device, case: Case) -> Trained:
+    """Runs the steps of a case on a device."""
+    overrides = (*NO_DROPOUT, "recipe.transforms.erasing_mode=const", *case.overrides)
+    config = step_config(case.model, case.stack, case.precision, *overrides)
+    trainer = sharp_trainer(config, device, sharpness=case.sharpness)
+    with DrawnOnHost():
+        lines = steps_of(trainer, case.batch, case.steps)
+    states = [trainer.optimizer.state[p] for p in trainer.module.parameters()]
+    moments = [state.get("exp_avg", state.get("momentum_buffer")) for state in states]
+    return Trained(lines, [moment.float().cpu() for moment in moments])
+
+
+def small_trainer(
+    device: torch.device, stack: list[str], precision: str, *overrides: str, model: str = SMALL
+) -> Trainer:
+    """A trainer of a new model with sharp attention, with equal weights on every device."""
+    return sharp_trainer(step_config(model, stack, precision, *overrides), device)
+
+
+def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
+    """Trains on random images, new ones in every step, and returns the metrics."""
+    generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
+    for _ in range(steps):
+        shape = (batch, 3, size, size)
+        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
+        micro_batches = trainer.train_step(images, classes, batch)
+        trainer.step += 1
+        metrics = [metrics_of(part, trainer.not_finite) for part in micro_batches]
+        trainer.metrics.add({"step": trainer.step}, batch, metrics)
+    return trainer.metrics.fetch()
+
+
+def distance(there: Trained, here: Trained) -> Distance:
+    norms = [float(y.norm()) for y in here.gradients]
+    least = MIN_NORM * max(norms)
+    gradients = [
+        float((x - y).norm()) / max(norm, least)
+        for x, y, norm in zip(there.gradients, here.gradients, norms, strict=True)
+    ]
+    return Distance(distance_of_losses(there.lines, here.lines), _largest(gradients))
+
+
+def distance_of_losses(lines: list[Line], others: list[Line]) -> float:
+    pairs = zip(lines, others, strict=True)
+    return _largest([abs(x["loss"] / y["loss"] - 1) for x, y in pairs])
+
+
+def _largest(values: list[float]) -> float:
+    return max(values) if all(map(math.isfinite, values)) else math.inf

@@ -1,0 +1,92 @@
+"""`pytest tests/gpu` runs on a CPU at tiny size, `pytest tests/gpu --device cuda` on a GPU.
+
+`--report FILE.md` writes what every test found, after each test.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from reproduction.runs.folder import check_writable
+from reproduction.system.errors import UserError
+from reproduction.system.hardware import hardware_name
+from reproduction.system.storage import write_text
+from reproduction.training.distributed import resolve_device
+from reproduction.training.train import git_revision
+
+WORDS = {"passed": "ok", "failed": "WRONG", "skipped": "not run"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="of tests/gpu")
+    parser.addoption("--report", type=Path, metavar="FILE.md", help="table of tests/gpu")
+
+
+def device_of(config: pytest.Config) -> str:
+    """`--device`; cpu if tests/gpu is only a part of the tests, which do not have the option."""
+    return config.getoption("device", "cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses a missing GPU, or a report that cannot be written, before any test."""
+    path: Path | None = config.getoption("report", None)
+    try:
+        device = resolve_device(device_of(config), 1)
+        if path is not None:
+            check_writable(path, f"report={path}")
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from error
+    if path is not None and not hasattr(config, "workerinput"):  # of xdist
+        config.pluginmanager.register(Report(path, device))
+
+
+class Report:
+    """A Markdown table with a row for each test, written after each."""
+
+    def __init__(self, path: Path, device: str):
+        self.path = path
+        about = "" if device == "cuda" else " A test with tiny sizes, not a measurement."
+        machine = f"{hardware_name(device)}, {device}, torch {torch.__version__}"
+        self.lines = [
+            f"{machine}, revision {git_revision()}.{about}",
+            "",
+            "| test | found | |",
+            "|---|---|---|",
+        ]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        found = [f"{name}: {value}" for name, value in report.user_properties]
+        if report.failed:
+            found.append(report.longreprtext.strip().splitlines()[-1])
+        elif report.skipped:
+            found.append(report.longrepr[2])
+        cell = " ".join("; ".join(found).split()).replace("|", "\\|")
+        name = report.nodeid.rpartition("::")[2].removeprefix("test_").replace("|", "\\|")
+        self.lines.append(f"| {name} | {cell} | {WORDS[report.outcome]} |")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, "\n".join(self.lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(device_of(request.config))
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """The GPU; skips the test on a CPU."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    return device
+
+
+@pytest.fixture(autouse=True)
+def tf32_as_before() -> Iterator[None]:
+    """Trainers set whether this process uses TF32."""
+    kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = kept

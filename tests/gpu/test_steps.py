@@ -1,0 +1,261 @@
+"""Training steps and evaluation on a device: equal to the CPU's, few waits, safe failures."""
+
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from reproduction.config import ROOT
+from reproduction.models import build
+from reproduction.system.errors import PlainError
+from reproduction.training.distributed import join_world
+from reproduction.training.evaluate import evaluate
+from reproduction.training.loop import Trainer
+from scripts.benchmark.steps import check_against_eager
+from scripts.benchmark.trainers import CCT, VIT, step_of
+from tests.gpu.cases import (
+    ALL,
+    BOTH,
+    CASES,
+    EVERY_STACK,
+    LAYERS,
+    NO_DROPOUT,
+    SKIP,
+    SMALL,
+    TINY_CASES,
+    DrawnOnHost,
+    Trained,
+    distance,
+    distance_of_losses,
+    small_trainer,
+    steps_of,
+    train,
+)
+from tests.gpu.conftest import device_of
+
+CPU = torch.device("cpu")
+GIB = 2**30
+COMPILED = [  # model, batch size, stack, how
+    (model, batch, stack, compiling)
+    for model, batch in ((CCT, 32), (VIT, 8))
+    for stack in ([], BOTH)
+    for compiling in ("true", "reduce-overhead")
+]
+Record = Callable[[str, object], None]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    on_gpu = device_of(metafunc.config) == "cuda"
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", CASES if on_gpu else TINY_CASES)
+    if "compiled" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "compiled", COMPILED if on_gpu else [(SMALL, 6, BOTH, "true")], ids=str
+        )
+
+
+@cache
+def trained_here(name: str) -> Trained:
+    return train(CPU, CASES[name])
+
+
+def test_losses_and_gradients_equal_the_cpus(
+    case: str, device: torch.device, record_property: Record
+):
+    there, here = train(device, CASES[case]), trained_here(case)
+    far = distance(there, here)
+    record_property("losses differ by", f"{far.losses:.1e}")
+    record_property("gradients by", f"{far.gradients:.1e}")
+    mixed = [
+        f"{x['mixed_samples']} x {x['mixed_tokens']:.2f}" for x in (there.lines[-1], here.lines[-1])
+    ]
+    record_property("mixed", ", ".join(mixed))
+    assert far.is_small(CASES[case].precision), far
+
+
+def waits_of(work: Callable[[], object]) -> list[str]:
+    """File and line in our code of each wait for the device."""
+    places: list[str] = []
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            frames = [
+                f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT / "src"))
+            ]
+            places.extend(f"{Path(f.filename).name}:{f.lineno}" for f in frames[-1:])
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            setattr(warnings, "showwarning", note)  # called within the stack of the wait
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return places
+
+
+def pinned_batch() -> list[Tensor]:
+    images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+    return [images.pin_memory(), (torch.arange(8) % 10).pin_memory()]
+
+
+@pytest.mark.parametrize("stack", EVERY_STACK, ids=str)
+def test_a_step_waits_once_with_htm_else_never(
+    stack: list[str], gpu: torch.device, record_property: Record
+):
+    trainer = small_trainer(gpu, stack, "bf16")
+    step = partial(trainer.train_step, *pinned_batch(), 8)
+    step()  # allocates memory and selects kernels
+    places = waits_of(step)
+    record_property("waits", ", ".join(places) or "none")
+    assert len(places) == ("htm" in stack)
+
+
+def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
+    trainer = small_trainer(gpu, [], "bf16")
+    model, normalize, world = trainer.module.model, trainer.inputs.normalize, trainer.world
+    few, many = (
+        waits_of(partial(evaluate, model, normalize, [pinned_batch()] * n, world, "bf16"))
+        for n in (1, 5)
+    )
+    record_property("waits in 5 batches", ", ".join(many))
+    assert len(many) == len(few)
+
+
+def test_a_batch_beyond_the_memory_ends_in_one_line_and_a_smaller_one_works(
+    gpu: torch.device, record_property: Record
+):
+    trainer = small_trainer(gpu, BOTH, "bf16", model=CCT)
+    torch.cuda.set_per_process_memory_fraction(
+        GIB / torch.cuda.get_device_properties(gpu).total_memory
+    )
+    try:
+        with pytest.raises(PlainError, match="the GPU's memory") as error:
+            steps_of(trainer, 2048, 1)
+        assert math.isfinite(steps_of(trainer, 8, 1)[-1]["loss"])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    record_property("beyond 1 GiB", error.value)
+
+
+def parameters(trainer: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.module.parameters()])
+
+
+@pytest.mark.parametrize("settings", [("float16",), ("bf16", SKIP)], ids=str)
+def test_a_step_that_is_not_finite_changes_nothing(device: torch.device, settings: tuple[str, ...]):
+    trainer = small_trainer(device, BOTH, *settings)
+    steps_of(trainer, 6, 1)
+    before = parameters(trainer)
+    poison = trainer.module.model.register_forward_hook(lambda m, a, out: out * float("nan"))
+    steps_of(trainer, 6, 1)
+    poison.remove()
+    assert torch.equal(before, parameters(trainer))
+    steps_of(trainer, 6, 1)
+    assert not torch.equal(before, parameters(trainer))
+
+
+def test_a_group_of_one_rank_trains_like_a_process_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, record_property: Record
+):
+    """With NCCL on a GPU, and DistributedDataParallel around the module."""
+    alone = steps_of(small_trainer(device, BOTH, "float32", *NO_DROPOUT), 6, 3)
+    rank = {"TORCHELASTIC_RUN_ID": "check", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with join_world(device.type) as world:
+        trainer = small_trainer(world.device, BOTH, "float32", *NO_DROPOUT)
+        devices = [world.device] if world.device.type == "cuda" else None
+        trainer.parallel = DistributedDataParallel(trainer.module, device_ids=devices)
+        in_group = steps_of(trainer, 6, 3)
+        summed = torch.ones(3, device=world.device)
+        dist.all_reduce(summed)
+        record_property("backend", dist.get_backend())
+        assert summed.tolist() == [1, 1, 1]
+    error = distance_of_losses(alone, in_group)
+    record_property("losses differ by", f"{error:.1e}")
+    assert error < 1e-4
+
+
+@pytest.fixture
+def compiler(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Resets the compiler; on a CPU it only traces, so that a test needs no C++ compiler."""
+    if device.type == "cpu":
+        options = {key: value for key, value in build.COMPILER.items() if key != "options"}
+        monkeypatch.setattr(build, "COMPILER", {**options, "backend": "aot_eager"})
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_steps_give_the_losses_of_eager_ones_by_one_graph(
+    compiled: tuple[str, int, list[str], str], device: torch.device, record_property: Record
+):
+    model, batch, stack, compiling = compiled
+    trainer = small_trainer(device, stack, "float32", f"compile={compiling}", model=model)
+    step, before = step_of(trainer, batch), counters["stats"]["unique_graphs"]
+    error = check_against_eager(trainer, step, batch, steps=3)
+    record_property("losses differ by", f"{error:.1e}")
+    assert counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_the_same_seed_gives_the_same_losses(device: torch.device, record_property: Record):
+    """With dropout."""
+    one, other = (steps_of(small_trainer(device, ALL, "bf16", LAYERS), 32, 5) for _ in range(2))
+    error = max(abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True))
+    record_property("losses differ by", f"{error:.1e}")
+    assert error < 1e-2
+
+
+def altered(trained: Trained, **changes: Any) -> Trained:
+    """Returns a copy with another last loss or other gradients."""
+    *first, last = trained.lines
+    gradients = [changes.get("gradient", lambda x: x)(x) for x in trained.gradients]
+    return Trained([*first, {**last, "loss": changes.get("loss", last["loss"])}], gradients)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_small"),
+    [
+        pytest.param({}, True, id="none"),
+        pytest.param({"loss": 3.0}, False, id="loss"),
+        pytest.param({"loss": math.nan}, False, id="no loss"),
+        pytest.param({"gradient": torch.zeros_like}, False, id="no gradient"),
+        pytest.param({"gradient": lambda x: 3 * x}, False, id="scale"),
+        pytest.param({"gradient": lambda x: torch.randn_like(x) * x.norm()}, False, id="noise"),
+        pytest.param({"gradient": lambda x: x * torch.nan}, False, id="nan"),
+    ],
+)
+def test_differences_are_noticed(changes: dict[str, Any], is_small: bool):
+    right = trained_here(f"{SMALL} htm+vtm bf16")
+    assert distance(altered(right, **changes), right).is_small("bf16") is is_small
+
+
+@pytest.mark.parametrize("rule", ["order=published", "matching=random"])
+def test_rules_are_checked_on_easy_and_hard_samples(rule: str):
+    assert all(0 < line["mixed_samples"] < CASES[rule].batch for line in trained_here(rule).lines)
+
+
+def test_drawn_on_host_gives_the_same_numbers_on_every_device():
+    def draw(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        like = torch.empty(2, 3, device=device)
+        return [torch.randperm(5, device=device), torch.rand_like(like)]
+
+    expected = draw("cpu")
+    with DrawnOnHost():
+        draws = draw("cpu")
+        assert [x.device.type for x in draw("meta")] == ["meta", "meta"]
+    assert all(map(torch.equal, draws, expected))
