@@ -1,0 +1,36 @@
+"""`make cost`: the speed of a run and the hours of studies."""
+
+import sys
+
+import pytest
+
+from reproduction.studies.plan import plan
+from reproduction.studies.study import Settings
+from reproduction.system.timing import Spread
+from scripts.benchmark.cost import Speed, hours_table, hours_text, main, run_hours, speed_key
+
+SPEED = Speed(batch_size=2, training=Spread(100.0, 90.0, 110.0), evaluation=400.0, macs=10**9)
+
+
+def test_hours_count_every_epoch_with_its_evaluation_and_every_run_once():
+    studies = {name: plan(name, Settings(), seeds=1) for name in ("table4", "figure4")}
+    run = studies["figure4"][0]
+    hours = run.config.recipe.epochs * (50_000 / 100 + 10_000 / 400) / 3600
+    assert run_hours(run.config, SPEED) == pytest.approx(hours)
+    speeds = {speed_key(run.config): SPEED for runs in studies.values() for run in runs}
+    lines = hours_table(studies, speeds, devices=2).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[2:] == [
+        ["table4", "5", hours_text(5 * hours), hours_text(5 * hours / 2)],
+        ["figure4", "1", hours_text(hours), hours_text(hours / 2)],
+        ["together", "5", hours_text(5 * hours), hours_text(5 * hours / 2)],
+    ]
+
+
+def test_cost_measures_runs_of_the_same_speed_once(monkeypatch, capsys):
+    options = ["--scale", "digits", "--seeds", "2", "--batch-size", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["cost.py", "figure4", "figure3", *options])
+    main()
+    out = capsys.readouterr().out
+    assert out.count("measuring") == 1
+    assert "images/s" in out and "| together |" in out
