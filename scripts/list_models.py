@@ -1,4 +1,4 @@
-"""Lists which timm models TokenMixup supports, and why it does not support the others."""
+"""Lists the timm models that TokenMixup supports, or the sizes of the paper's models."""
 
 import sys
 import time
@@ -14,6 +14,7 @@ from reproduction.models.survey import (
     survey,
     try_out,
 )
+from reproduction.studies.sizes import sizes_table
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors
@@ -38,13 +39,18 @@ def try_model(verdict: Verdict) -> bool:
 
 @one_line_errors("list_models.py")
 def main() -> int:
-    """Returns 1 if a tried model fails or docs/models.md is outdated."""
+    """Returns 1 if a model fails, docs/models.md is outdated or a size differs for no reason."""
     parser = Parser(description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="such as 'vit_*' (default: all)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name}")
     mode.add_argument("--try", dest="tries", action="store_true", help="train one of each family")
+    mode.add_argument("--sizes", action="store_true", help="of Tables 1 and 2, beside the paper's")
     args = parser.parse_args()
+    if args.sizes:
+        table, is_good = sizes_table()
+        print(table)
+        return int(not is_good)
     names = timm.list_models("" if args.page or args.tries else args.pattern)
     if not names:
         raise UserError(f"{args.pattern}: timm has no such model")

@@ -135,9 +135,10 @@ def _conditions(measured: Mapping[str, Any]) -> str:
 def _group(group: Mapping[str, Any]) -> str:
     rows: Mapping[str, Any] = group["rows"]
     shown = [name for name in COLUMNS if any(name in row for row in rows.values())]
-    head = ["", *(COLUMNS[name][0] for name in shown)]
-    lines = [f"**{group['title']}** ({group['about']})", "", _line(head)]
-    lines.append("|---|" + "---:|" * len(shown))
+    lines = [f"**{group['title']}** ({group['about']})"]
+    if rows:
+        lines += ["", _line(["", *(COLUMNS[name][0] for name in shown)])]
+        lines += ["|---|" + "---:|" * len(shown)]
     for name, row in rows.items():
         lines.append(_line([name, *(_cell(row, column) for column in shown)]))
     return "\n".join(lines)

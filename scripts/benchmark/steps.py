@@ -79,30 +79,26 @@ def measure_steps(scope: Scope, device: torch.device) -> list[Group]:
         for compiling in scope.compiling:
             configs = variant_configs(model, precision_on(device), compiling)
             trainers = variant_trainers(configs, device)
-            rows, plain = step_rows(trainers, batch_size, scope.pairs), trainers[PLAIN]
-            macs = count_macs(plain.module.model, plain.config.model.image_size).total
-            for row in rows.values():
-                row["share_of_rate"] = FLOPS_PER_MAC * macs * row["images_per_second"] / rate
             title = f"training step: {model}, batch of {batch_size}"
             title += "" if compiling == "false" else f", compile={compiling}"
-            about = f"{conditions(plain)}; matrix products run at {rate / 1e12:.3g} TFLOP/s"
-            groups.append({"title": title, "about": about, "rows": rows})
+            group = _group(title, trainers, batch_size, scope.pairs)
+            group["about"] += f"; matrix products run at {rate / 1e12:.3g} TFLOP/s"
+            plain = trainers[PLAIN]
+            macs = count_macs(plain.module.model, plain.config.model.image_size).total
+            for row in group["rows"].values():
+                row["share_of_rate"] = FLOPS_PER_MAC * macs * row["images_per_second"] / rate
+            groups.append(group)
     return groups
 
 
 def measure_batches(scope: Scope, device: torch.device) -> list[Group]:
-    """Plain, HTM and both at growing batch sizes; one that does not fit has no rows."""
+    """Plain, HTM and both at growing batch sizes."""
     groups = []
     for model, batch_size in scope.batches:
         configs = variant_configs(model, precision_on(device))
-        trainers = variant_trainers({x: configs[x] for x in (PLAIN, "HTM", BOTH)}, device)
-        about, rows = conditions(trainers[PLAIN]), dict[str, Row]()
-        try:
-            rows = step_rows(trainers, batch_size, scope.few)
-        except PlainError as error:  # of a GPU's memory
-            about = str(error)
+        trainers = variant_trainers({name: configs[name] for name in (PLAIN, "HTM", BOTH)}, device)
         title = f"batch size: {model}, batch of {batch_size}"
-        groups.append({"title": title, "about": about, "rows": rows})
+        groups.append(_group(title, trainers, batch_size, scope.few))
     return groups
 
 
@@ -118,11 +114,21 @@ def measure_oracle(scope: Scope, device: torch.device) -> list[Group]:
             trainers[name] = sharp_trainer(step_config(model, stack, ours), device)
             config = step_config(model, stack, theirs)
             trainers[f"{name}, oracle"] = oracle_trainer(config, device)
-        about = f"ours: {conditions(trainers[PLAIN])}; the oracle: {theirs}, a map of every block"
-        rows = step_rows(trainers, batch_size, scope.pairs)
         title = f"oracle: {model}, batch of {batch_size}"
-        groups.append({"title": title, "about": about, "rows": rows})
+        group = _group(title, trainers, batch_size, scope.pairs)
+        group["about"] = f"ours: {group['about']}; the oracle: {theirs}, a map of every block"
+        groups.append(group)
     return groups
+
+
+def _group(title: str, trainers: Mapping[str, Trainer], batch_size: int, rounds: int) -> Group:
+    """Rows of all trainers; none, but the reason, if one does not fit or differs from eager."""
+    about, rows = conditions(trainers[PLAIN]), dict[str, Row]()
+    try:
+        rows = step_rows(trainers, batch_size, rounds)
+    except PlainError as error:
+        about += f"; not timed: {error}"
+    return {"title": title, "about": about, "rows": rows}
 
 
 def variant_trainers(configs: Mapping[str, Config], device: torch.device) -> dict[str, Trainer]:

@@ -5,8 +5,9 @@ import torch
 
 from reproduction.studies.study import Settings
 from reproduction.system.errors import PlainError, UserError
+from scripts.benchmark import steps
 from scripts.benchmark.latency import detector_configs, htm_parts
-from scripts.benchmark.measure import ON_CPU, ON_GPU, parse_sizes
+from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, parse_sizes
 from scripts.benchmark.steps import (
     COMPILED,
     VARIANTS,
@@ -91,6 +92,15 @@ def test_compiled_steps_that_differ_from_eager_ones_are_not_timed():
         check_against_eager(trainer, other, 4)
     same = step_of(sharp_trainer(step_config("cct_2_3x2", [], "float32"), CPU), 4)
     assert check_against_eager(trainer, same, 4) == 0
+
+
+def test_a_group_that_cannot_be_timed_says_why(monkeypatch: pytest.MonkeyPatch):
+    def too_large(*args: object) -> None:
+        raise PlainError("does not fit")
+
+    monkeypatch.setattr(steps, "step_rows", too_large)
+    (group,) = steps.measure_batches(QUICK, CPU)
+    assert group["rows"] == {} and group["about"].endswith(", adamw; not timed: does not fit")
 
 
 def test_covered_counts_overlaps_once():
