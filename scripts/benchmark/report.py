@@ -105,7 +105,6 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "peak_mib": ("peak memory [MiB]", _number),
     "mixed_samples": ("mixed samples", lambda number: f"{number:.0f}"),
     "mixed_tokens": ("tokens replaced in each", lambda number: f"{number:.1f}"),
-    "assignment_ms": ("assignment [ms]", _number),
 }
 
 

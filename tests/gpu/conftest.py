@@ -62,7 +62,7 @@ class Report:
         found = [f"{name}: {value}" for name, value in report.user_properties]
         if report.failed:
             found.append(report.longreprtext.strip().splitlines()[-1])
-        elif report.skipped:
+        elif isinstance(report.longrepr, tuple):  # why it was skipped
             found.append(report.longrepr[2])
         cell = " ".join("; ".join(found).split()).replace("|", "\\|")
         name = report.nodeid.rpartition("::")[2].removeprefix("test_").replace("|", "\\|")
