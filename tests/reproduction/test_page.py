@@ -14,7 +14,7 @@ from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
 from scripts import report
 from tests.reproduction.conftest import config_of
-from tests.reproduction.tables import Configs, rising, write_metrics, write_run
+from tests.reproduction.tables import Configs, write_run
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
 LATENCY = (
@@ -32,13 +32,11 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, configs: Configs) -> Path:
     outputs = tmp_path_factory.mktemp("page") / "outputs"
     for seed in range(2):
         write_run(outputs, configs[BASELINE], seed, f"base{seed}")
-        run = write_run(outputs, configs[HTM], seed, f"htm{seed}", top1=81.0 + 2 * seed)
-        write_metrics(run / "metrics.jsonl", rising(24))
+        write_run(outputs, configs[HTM], seed, f"htm{seed}", top1=81.0 + 2 * seed)
         write_run(outputs, configs["sweep-tau/tau=1"], seed, f"tau{seed}")
-    for name in ("saliency", "mixed_pairs"):
+    for name in ("saliency", "mixed_pairs", "mixed_samples"):
         for suffix in ("png", "pdf"):
             Image.new("RGB", (60, 30)).save(outputs / "htm0" / f"{name}.{suffix}")
-    (outputs / "htm0" / "saliency.json").write_text('{"gradient": 4.5, "uniform": 5.5}')
     failed = {"status": "failed", "error": "<script>alert(1)</script>"}
     write_run(outputs, configs["table3/gradient"], 0, "gradient", **failed)
     write_run(outputs, config_of(), 0, "mine")
@@ -55,9 +53,9 @@ def page(outputs: Path) -> str:
 def test_page_shows_tables_figures_and_runs(page: str, outputs: Path):
     assert "81.50" not in page.partition("<main>")[0]
     assert "82.00 &plusmn; 1.41" in page and "Table 1: Accuracy on CIFAR-10 and CIFAR-100" in page
-    assert page.count("<img ") == 6  # latency, two sweeps, Figures 3 and 4, mixed pairs
+    assert page.count("<img ") == 5  # two sweeps, Figures 3 and 4, mixed pairs
     assert "Figure 4: mixing by HTM over training (table1/cifar100_htm)" in page
-    assert "gradient 4.50 nats; uniform 5.50" in page and "From htm0" in page
+    assert "From htm0." in page and "10.0 (9.0 to 11.0)" in page  # latency
     assert "2 of 8 rows have a finished run" in page and "6 of 8" not in page
     assert "WARNING" not in page and "generated stand-ins" not in page
 
@@ -65,7 +63,7 @@ def test_page_shows_tables_figures_and_runs(page: str, outputs: Path):
 def test_page_names_what_is_missing_and_unused(page: str):
     assert "No value has a finished run; make sweep-kappa trains them." in page
     assert "is not a run folder: it has no config.yaml" in page
-    assert re.search(r"<th>mine</th>\s*<td>finished, no row of the paper at this scale", page)
+    assert re.search(r"<th>mine</th>\s*<td>finished</td>", page)
 
 
 def test_texts_of_runs_are_escaped(page: str):
@@ -89,8 +87,8 @@ def test_report_writes_its_formats_and_prints_the_page_last(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == str(outputs / "report/index.html") and len(lines) == 2
     names = {path.name for path in (outputs / "report").iterdir()}
-    assert {f"table{n}.{kind}" for n in range(1, 6) for kind in ("md", "tex", "csv")} <= names
-    assert {"sweep-tau.png", "sweep-tau.pdf", "figure4.png", "latency.pdf"} <= names
+    assert {f"table{n}.{kind}" for n in range(1, 6) for kind in ("md", "csv")} <= names
+    assert {"sweep-tau.png", "sweep-tau.pdf", "figure4.png", "mixed_pairs.pdf"} <= names
     assert "sweep-rho.png" in names and "sweep-kappa.png" not in names
     assert (outputs / "report/index.html").read_text() == page  # byte for byte
 
@@ -103,7 +101,7 @@ def test_pictures_say_that_images_are_stand_ins(tmp_path: Path):
         Image.new("RGB", (60, 30)).save(run / f"mixed_pairs.{suffix}")
     page = write_page(settings).read_text()
     assert "generated stand-ins" in page and "has no saliency.png and .pdf" in page
-    assert "HTM and rho=0" not in page and "metrics.jsonl: not readable" in page
+    assert "HTM and rho=0" not in page and "has no mixed_samples.png and .pdf" in page
 
 
 def test_reports_that_cannot_be_written_are_refused(tmp_path: Path, configs: Configs):

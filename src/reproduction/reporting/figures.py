@@ -1,7 +1,7 @@
 """The style of all figures, and the curves of one run, drawn from its metrics.jsonl."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from reproduction.reporting.curves import Line, running_mean
 from reproduction.system.storage import replacing
 
 # The colour-blind safe palette of Okabe and Ito
@@ -29,12 +29,29 @@ STYLE: Any = {
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
+Line = dict[str, Any]  # of metrics.jsonl
 DPI = 150
 NO_ROLLOUT = "no full rollout, since no later block attends to all tokens"
-
-
-class Missing(Exception):
-    """The reason why a figure cannot be drawn, and the remedy."""
+CAPTIONS = {  # of the pictures of a run
+    "accuracy.png": (
+        "Top-1 and loss on the {images} images, and training loss. The circle is the best epoch."
+    ),
+    "mixed_samples.png": (
+        "Easy samples, which HTM mixes, and the tokens that it replaces in each (dots: batches; "
+        "line: running mean)."
+    ),
+    "mixed_pairs.png": (
+        "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
+        "token is taken where the donor is more salient by more than rho; both maps share a scale. "
+        "Patches from the donor are orange; they stand for tokens, which mix inside the network."
+    ),
+    "saliency.png": (
+        "Saliency of the tokens that enter HTM's first block, by gradient and by attention (full "
+        "rollout, and one step, which HTM uses), on images without augmentation. Each map is "
+        "scaled from its minimum to its maximum; entropies are means over a batch, lower is "
+        "sharper."
+    ),
+}
 
 
 @contextmanager
@@ -87,13 +104,10 @@ def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
         accuracy.plot(epoch, [line[key] for line in epochs], color=GREEN, marker=".")
         best = max(epochs, key=lambda line: line[key])
-        accuracy.annotate(
-            f"best {best[key]:.2f} %",
-            (best["epoch"], best[key]),
-            xytext=(0, -14),
-            textcoords="offset points",
-            ha="center",
-        )
+        label = f"best: {best[key]:.2f} %, epoch {best['epoch']}"
+        circle: Any = {"color": VERMILION, "fillstyle": "none", "markersize": 9}
+        accuracy.plot(best["epoch"], best[key], "o", label=label, **circle)
+        accuracy.legend()
         accuracy.set_ylabel(f"{images} top-1 [%]")
         _scatter_with_mean(loss, x, [line["loss"] for line in steps], BLUE, "training")
         held_out = [line[loss_key] for line in epochs]
@@ -111,6 +125,14 @@ def _scatter_with_mean(
     dots: Any = {"alpha": 0.25, "markersize": 3, "markeredgewidth": 0}
     axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # up to a million
     axes.plot(x, running_mean(y, max(1, len(y) // 50)), color=color, label=label)
+
+
+def running_mean(values: Sequence[float], window: int) -> np.ndarray:
+    """Averages a window around each value; the window is cut off at the ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    start = np.arange(len(values)) - window // 2
+    first, end = np.maximum(start, 0), np.minimum(start + window, len(values))
+    return (sums[end] - sums[first]) / (end - first)
 
 
 def copy_picture(source: Path, target: Path, mark: str | None) -> None:

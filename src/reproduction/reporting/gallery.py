@@ -1,9 +1,8 @@
-"""Pictures of a trained run: mixed pairs, saliency (Figure 3), and the difficulty of its images.
+"""Pictures of a trained run: mixed pairs, and saliency (Figure 3).
 
 Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -15,22 +14,18 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from reproduction.reporting.figures import BLUE, NO_ROLLOUT, ORANGE, figure
+from reproduction.reporting.figures import NO_ROLLOUT, ORANGE, figure
 from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable
-from reproduction.system.storage import write_text
 from tokenmixup import HorizontalMix, find_encoder
 from tokenmixup.detectors import Detector, by_gradient, by_rollout, detector_of
 from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import input_gradient
-from tokenmixup.scorenet import difficulty
 
 PAIRS = 3
 LONGEST = 13  # characters of a class name
 TINT = 0.35  # share of the colour of replaced tokens
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
-AT_ONCE = 64  # images per forward pass
-BINS = 40
 
 
 def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
@@ -143,8 +138,8 @@ def _frames(grid: np.ndarray, size: int) -> LineCollection:
 def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:
     """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
-    Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats,
-    and writes them to a .json beside `path`. Raises ValueError as in `saliency_maps`.
+    Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats.
+    Raises ValueError as in `saliency_maps`.
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
@@ -163,9 +158,7 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
             ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
         if "full_rollout" not in maps:
             axes[0][0].figure.supxlabel(NO_ROLLOUT, fontsize="small")
-    sharpness["uniform"] = math.log(maps["one_step"].shape[1])
-    write_text(path.with_suffix(".json"), json.dumps(sharpness, indent=2) + "\n")
-    return sharpness
+    return sharpness | {"uniform": math.log(maps["one_step"].shape[1])}
 
 
 def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -199,27 +192,3 @@ def entropy(saliency: Tensor) -> float:
     """Returns the mean entropy in nats of saliencies `b t`, each normalised to sum 1."""
     share = saliency / saliency.sum(dim=1, keepdim=True)
     return float(torch.special.entr(share).sum(dim=1).mean())
-
-
-def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
-    """Draws a histogram of the difficulty of `sample`."""
-    assert trained.module.htm is not None
-    nats, tau = image_difficulty(trained.module, sample), trained.module.htm.first.tau
-    with figure(path, figsize=(6, 3)) as ax:
-        ax.hist(nats, BINS, color=BLUE)
-        if nats.min() < tau < nats.max():
-            ax.axvline(tau, color=ORANGE)
-        ax.set_title(f"{np.mean(nats < tau):.0%} of {len(nats)} images are easy (tau = {tau:g})")
-        ax.set_xlabel("difficulty [nats]")
-        ax.set_ylabel("images")
-
-
-@torch.no_grad()
-def image_difficulty(module: Any, sample: Sample) -> np.ndarray:
-    """Returns the difficulty `b` of each image in nats, by ScoreNet at the first HTM block."""
-    layer, parts = module.htm.first.layer, []
-    batches = (part.split(AT_ONCE) for part in (sample.images, sample.targets))
-    for images, targets in zip(*batches, strict=True):
-        entry = block_inputs(module.model, images, layer)[layer]
-        parts.append(difficulty(module.scorenet(entry.tokens, entry.num_prefix_tokens), targets))
-    return torch.cat(parts).cpu().numpy()

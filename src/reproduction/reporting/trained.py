@@ -46,9 +46,6 @@ class Sample(NamedTuple):
     classes: Tensor  # b
     targets: Tensor  # b c, smoothed as in the recipe
 
-    def first(self, count: int) -> "Sample":
-        return Sample(*(part[:count] for part in self))
-
 
 def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trained:
     """Loads the newest checkpoint of a run with HTM, without manifold mixup.

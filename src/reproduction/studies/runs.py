@@ -10,8 +10,7 @@ from typing import Any
 import pandas as pd
 
 from reproduction.config import STACK
-from reproduction.reporting.curves import epoch_means
-from reproduction.runs.folder import RunFolder, differing, hash_of, identity, settings_of
+from reproduction.runs.folder import RunFolder, hash_of, settings_of
 from reproduction.runs.locking import status_of
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line
@@ -36,7 +35,6 @@ WHOLE = ("seed", "devices")
 COLUMNS = ("folder", "path", "key", "seed", "status", "error", "written", "settings", "planned")
 MEDIAN_EPOCHS = 10  # as in training
 LONGEST = 300  # characters of a text from a run folder
-MOST_KEYS = 3  # that `closest` lists
 
 
 def read_runs(*places: Path) -> pd.DataFrame:
@@ -68,39 +66,33 @@ def _folders(place: Path) -> Iterator[Path]:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    row = {"folder": _short(path.name), "path": path}
+    row: dict[str, Any] = {"folder": _short(path.name), "path": path}
     try:
         if not path.name.isprintable():
             raise UserError("its name cannot be printed")
-        return row | _read(RunFolder(path))
+        folder = RunFolder(path)
+        saved, summary = folder.read_config(), folder.read_summary()
+        if type(saved.get("seed")) is not int:
+            raise UserError("is not a run folder: config.yaml holds no seed")
+        status, settings = status_of(folder, summary), settings_of(saved)
+        error = summary.get("error") if status != "finished" else None
+        row |= {
+            **facts_of(summary),
+            **(_accuracies(summary, settings) if status == "finished" else {}),
+            "key": hash_of(saved | {"seed": 0}),
+            "seed": settings.pop("seed", saved["seed"]),
+            "status": status,
+            "error": None if error is None else _short(str(error)),
+            "written": folder.summary_path.stat().st_mtime if summary else 0.0,
+            "settings": settings,
+            "planned": saved.get("recipe", {}).get("epochs"),
+        }
+        return row
     except UserError as error:
         reason = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
     except (OSError, RecursionError, OverflowError, TypeError) as error:
         reason = f"not readable: {first_line(error)}"
     return row | {"status": "unusable", "error": _short(reason)}
-
-
-def _read(folder: RunFolder) -> dict[str, Any]:
-    """Raises UserError with the reason if the folder holds no run or a damaged one."""
-    saved, summary = folder.read_config(), folder.read_summary()
-    if type(saved.get("seed")) is not int:
-        raise UserError("is not a run folder: config.yaml holds no seed")
-    settings = settings_of(saved)
-    status = status_of(folder, summary)
-    error = summary.get("error") if status != "finished" else None
-    row = {
-        **facts_of(summary),
-        "key": hash_of(saved | {"seed": 0}),
-        "seed": settings.pop("seed", saved["seed"]),
-        "status": status,
-        "error": None if error is None else _short(str(error)),
-        "written": folder.summary_path.stat().st_mtime if summary else 0.0,
-        "settings": settings,
-        "planned": saved.get("recipe", {}).get("epochs"),
-    }
-    if status == "finished":
-        row |= _accuracies(summary, settings)
-    return row
 
 
 def facts_of(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,17 +175,6 @@ def stack_of(settings: Mapping[str, Any]) -> str:
     return "+".join(used) or "none"
 
 
-def closest(run: Any, settings: Mapping[str, Mapping[str, Any]]) -> str:
-    """Says how a run differs from the settings (by name) that are closest to its own."""
-    ours = identity(run.settings)
-    gaps = ((differing(ours, identity(theirs)), name) for name, theirs in settings.items())
-    pairs, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
-    reason = f"{state_text(run)}, no row of the paper at this scale"
-    if 0 < len(pairs) <= MOST_KEYS:
-        reason += f": differs from {name} in {', '.join(pairs)}"
-    return _short(reason)
-
-
 def upgrade(folder: RunFolder) -> bool:
     """Adds what training has written into summary.json since 0.2.0, from metrics.jsonl.
 
@@ -209,14 +190,19 @@ def upgrade(folder: RunFolder) -> bool:
         raise UserError(f"{folder.metrics_path}: holds no batches")
     time = folder.summary_path.stat().st_mtime
     try:
-        last = epoch_means([line for line in steps if line["epoch"] == steps[-1]["epoch"]])
+        last = [line for line in steps if line["epoch"] == steps[-1]["epoch"]]
+        mixed = [line["mixed_samples"] for line in last]
+        tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
         size = summary["images"] / summary["steps"] if "images" in summary else None
         mean = sum(line["mixed_samples"] for line in steps) / len(steps)
+        folder.write_summary(
+            mixed_samples=sum(mixed) / len(last),
+            mixed_tokens=tokens / sum(mixed) if sum(mixed) else None,
+            mixed_share=None if size is None else round(mean / size, 4),
+            log=epochs,
+        )
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
-    share = None if size is None else round(mean / size, 4)
-    mixing = {"mixed_samples": last.mixed_samples, "mixed_tokens": last.mixed_tokens}
-    folder.write_summary(**mixing, mixed_share=share, log=epochs)
     os.utime(folder.summary_path, (time, time))  # the newest run of a seed counts
     return True
 

@@ -86,11 +86,11 @@ class Size:
 
 @checked(config=FORBID, frozen=True, kw_only=True)
 class Figure:
-    """A picture of the runs of the row `of`."""
+    """A picture that each run of the row `of` has drawn."""
 
     of: str
     title: str
-    shows: Literal["saliency", "mixed_pairs", "curriculum", "latency"]
+    shows: Literal["saliency", "mixed_pairs", "mixed_samples"]
     seeds: Count | None = None
 
 
@@ -200,6 +200,12 @@ def papers_studies() -> Mapping[str, Study]:
     return {name: read_study(PAPER / f"{name}.yaml") for name in (*TABLES, *SWEEPS)}
 
 
+def papers_row(label: str) -> Row:
+    """Returns a row of the paper's tables by its label."""
+    table, _, name = label.partition("/")
+    return papers_studies()[table].rows[name]
+
+
 @cache
 def papers_figures() -> Mapping[str, tuple[str, Figure]]:
     """Returns each figure with the study that it belongs to."""
@@ -255,10 +261,8 @@ def rows_of(study: Study, scale: str = FULL) -> dict[str, Row]:
             for name, row in study.rows.items()
         }
     sweep = study.sweep
-    table, _, name = sweep.own.partition("/")
-    own = papers_studies()[table].rows[name]
-    assert own.against is not None
-    baseline = papers_studies()[table].rows[own.against]
+    own = papers_row(sweep.own)
+    baseline = papers_row(f"{sweep.own.partition('/')[0]}/{own.against}")
     rows = {BASELINE: replace(baseline, row=BASELINE, against=sweep.own)}
     for value in sweep.values_at.get(scale, sweep.values):
         text = f"{value:g}" if isinstance(value, float) else str(value)
