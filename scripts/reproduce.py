@@ -61,7 +61,6 @@ def _array(
 
     resources = launch.Resources(
         devices=args.devices,
-        nodes=args.nodes or 1,
         cpus=args.cpus or 8,
         no_gpu=bool(args.no_gpu),
         sbatch=[*launch.sbatch_options(others)],

@@ -9,12 +9,14 @@ import pytest
 from PIL import Image
 
 from reproduction.studies.page import write_page
+from reproduction.studies.pictures import _draw_sweep
 from reproduction.studies.plan import points_of, studies_of
+from reproduction.studies.runs import read_runs
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
 from scripts import report
 from tests.reproduction.conftest import config_of
-from tests.reproduction.tables import Configs, write_run
+from tests.reproduction.tables import Configs, result, write_run
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
 LATENCY = (
@@ -99,9 +101,23 @@ def test_pictures_say_that_images_are_stand_ins(tmp_path: Path):
     run = write_run(tmp_path / "smoke", points[HTM])
     for suffix in ("png", "pdf"):
         Image.new("RGB", (60, 30)).save(run / f"mixed_pairs.{suffix}")
+        (run / f"mixed_samples.{suffix}").write_text("no picture")
+    report = tmp_path / "smoke" / "report"
+    report.mkdir()
+    (report / "figure3.png").touch()  # of an earlier report
     page = write_page(settings).read_text()
     assert "generated stand-ins" in page and "has no saliency.png and .pdf" in page
-    assert "HTM and rho=0" not in page and "has no mixed_samples.png and .pdf" in page
+    assert "mixed_samples.png: not readable: " in page
+    assert {path.name for path in report.glob("*.p*")} == {"mixed_pairs.png", "mixed_pairs.pdf"}
+    assert Image.open(report / "mixed_pairs.png").size != (60, 30)  # below a mark
+
+
+def test_sweep_is_drawn_beside_its_baseline_and_the_paper(
+    outputs: Path, tmp_path: Path, drawn_texts: dict[str, list[str]]
+):
+    caption = _draw_sweep(result(outputs, "sweep-tau"), read_runs(outputs), tmp_path / "tau.png")
+    assert caption.endswith(" Not run: 0, 0.5, 1.5, 3, 4, inf.")
+    assert {"1", "2", "tau", "baseline (n = 2)", "the paper: 83.56"} <= {*drawn_texts["tau"]}
 
 
 def test_reports_that_cannot_be_written_are_refused(tmp_path: Path, configs: Configs):

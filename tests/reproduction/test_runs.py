@@ -9,6 +9,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from reproduction.runs.folder import RunFolder
+from reproduction.studies.publish import publish
 from reproduction.studies.runs import left, newest, read_runs, state_text, upgrade
 from reproduction.studies.sweeps import draw_runs, runs_table
 from reproduction.studies.tables import Table, value_text
@@ -112,6 +113,33 @@ def test_training_writes_what_upgrade_digs_out(command: Command, tmp_path: Path)
     dug = run.read_summary()
     assert dug["mixed_tokens"] == pytest.approx(written["mixed_tokens"])
     assert (dug["mixed_share"], dug["mixed_samples"]) == (1, 20)
+
+
+@pytest.mark.usefixtures("unevaluated")
+def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, tmp_path: Path):
+    args = ["name=mine", "augmentation=[]", "recipe.max_steps=2", *SMALL]
+    assert command("train", *args).status == 0
+    run, results, hub = RunFolder(tmp_path / "outputs/mine"), tmp_path / "results", tmp_path / "hub"
+    summary = run.read_summary()
+    hub.mkdir()
+    with pytest.raises(UserError, match="hub: exists already, move it away or name another folder"):
+        publish(run.path, results, hub)
+    hub.rmdir()
+    for changes, reason in (
+        ({"status": "interrupted"}, "run=mine: is not finished"),
+        ({"steps": 9}, r"last\.pt: is not from the last step of the run"),
+        ({"mixed_share": ...}, r"lacks .*mixed_share.*; python scripts/runs\.py --upgrade adds"),
+    ):
+        changed = {key: x for key, x in {**summary, **changes}.items() if x is not ...}
+        run.summary_path.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=reason):
+            publish(run.path, results, hub)
+        assert not results.exists() and not hub.exists()
+    run.summary_path.write_text(json.dumps(summary))
+    for number in range(2):  # the line of the same run is replaced
+        path = publish(run.path, results, tmp_path / f"hub{number}")
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["name"] == "mine" and path.name == "others.jsonl"
 
 
 def test_runs_table_shows_what_differs_grouped_over_seeds(tmp_path: Path):

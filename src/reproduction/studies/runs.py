@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pandas as pd
 
@@ -29,10 +29,22 @@ ORDERED = (  # pairs whose first metric is never below the second
 )
 MIXING = ("mixed_share", "mixed_samples", "mixed_tokens")  # see Trainer._mixing
 LAST_TEN = "top1_best10"  # the best of the last ten epochs that were evaluated
-NUMBERS = (*METRICS, *SELECTED, LAST_TEN, *MIXING, "epochs", "seconds")
-FACTS = ("devices", "hardware", "threads", "git_revision", "log")
-WHOLE = ("seed", "devices")
-COLUMNS = ("folder", "path", "key", "seed", "status", "error", "written", "settings", "planned")
+PROGRESS = ("epochs", "seconds")
+NUMBERS = (*METRICS, *SELECTED, LAST_TEN, *MIXING, *PROGRESS)
+FACTS = ("devices", "hardware", "threads", "git_revision")
+WHOLE = ("seed", "devices", "threads")
+COLUMNS = (
+    "folder",
+    "path",
+    "key",
+    "seed",
+    "status",
+    "error",
+    "written",
+    "settings",
+    "planned",
+    "log",
+)
 MEDIAN_EPOCHS = 10  # as in training
 LONGEST = 300  # characters of a text from a run folder
 
@@ -75,19 +87,26 @@ def _row(path: Path) -> dict[str, Any]:
         if type(saved.get("seed")) is not int:
             raise UserError("is not a run folder: config.yaml holds no seed")
         status, settings = status_of(folder, summary), settings_of(saved)
-        error = summary.get("error") if status != "finished" else None
-        row |= {
-            **facts_of(summary),
-            **(_accuracies(summary, settings) if status == "finished" else {}),
+        is_finished, error = status == "finished", summary.get("error")
+        if is_finished:
+            _check(summary, settings)
+        names = NUMBERS if is_finished else (*MIXING, *PROGRESS)
+        log, facts = summary.get("log"), {key: summary.get(key) for key in FACTS}
+        return {
+            **row,
+            **{key: x for key in names if is_number(x := summary.get(key))},
+            **{key: _short(str(x)) for key, x in facts.items() if isinstance(x, str)},
+            **{key: x for key, x in facts.items() if type(x) is int},
+            "log": log if isinstance(log, list) else None,
+            LAST_TEN: _best_of_ten(summary),
             "key": hash_of(saved | {"seed": 0}),
             "seed": settings.pop("seed", saved["seed"]),
             "status": status,
-            "error": None if error is None else _short(str(error)),
+            "error": None if is_finished or error is None else _short(str(error)),
             "written": folder.summary_path.stat().st_mtime if summary else 0.0,
             "settings": settings,
             "planned": saved.get("recipe", {}).get("epochs"),
         }
-        return row
     except UserError as error:
         reason = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
     except (OSError, RecursionError, OverflowError, TypeError) as error:
@@ -95,53 +114,33 @@ def _row(path: Path) -> dict[str, Any]:
     return row | {"status": "unusable", "error": _short(reason)}
 
 
-def facts_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns NUMBERS without accuracies, and FACTS, from a summary; None where it has none."""
-    numbers = {key: number(summary.get(key)) for key in (*MIXING, "epochs", "seconds")}
-    devices, threads, log = (summary.get(key) for key in ("devices", "threads", "log"))
-    numbers[LAST_TEN] = _best_of_ten(log, numbers["epochs"])
-    texts = {key: summary.get(key) for key in ("hardware", "git_revision")}
-    return {
-        **numbers,
-        **{key: None if text is None else _short(str(text)) for key, text in texts.items()},
-        "devices": devices if type(devices) is int else None,
-        "threads": threads if type(threads) is int else None,
-        "log": log if isinstance(log, list) else None,
-    }
-
-
-def _best_of_ten(log: Any, epochs: float | None) -> float | None:
+def _best_of_ten(summary: Mapping[str, Any]) -> float | None:
     try:
-        return max(float(x["top1"]) for x in log if x["epoch"] > (epochs or 0) - MEDIAN_EPOCHS)
+        first = summary["epochs"] - MEDIAN_EPOCHS
+        return max(float(x["top1"]) for x in summary["log"] if x["epoch"] > first)
     except (TypeError, KeyError, ValueError):
         return None
 
 
-def _accuracies(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
+def _check(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raises UserError if the summary of a finished run contradicts itself or its configuration."""
-    found: dict[str, float] = {}
     is_split = "selected_epoch" in summary
     for key in ("top1_last", "top5_last", *SELECTED) if is_split else METRICS:
-        value = number(summary.get(key))
-        if value is None or not 0 <= value <= 100:
-            reason = f"finished, but {key} is {summary.get(key)}, no percentage"
-            raise UserError(f"summary.json: {reason}")
-        found[key] = value
+        value = summary.get(key)
+        if not is_number(value) or not 0 <= value <= 100:
+            raise UserError(f"summary.json: finished, but {key} is {value}, no percentage")
     for greater, less in () if is_split else ORDERED:
-        if found[greater] < found[less]:
-            bound = f"{greater}={found[greater]} must not be below {less}={found[less]}"
+        if summary[greater] < summary[less]:
+            bound = f"{greater}={summary[greater]} must not be below {less}={summary[less]}"
             raise UserError(f"summary.json: {bound}")
     done, steps, epochs = summary.get("epochs"), summary.get("steps"), settings.get("recipe.epochs")
     if done != epochs and (steps is None or steps != settings.get("recipe.max_steps")):
         raise UserError(f"summary.json: finished, but after {done} of {epochs} epochs")
-    return found
 
 
-def number(value: Any) -> float | None:
-    """Returns a finite number as a float, anything else as None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _short(text: str) -> str:
@@ -219,19 +218,20 @@ def read_store(folder: Path) -> pd.DataFrame:
     return _typed(pd.DataFrame(rows, columns=[*COLUMNS, *NUMBERS, *FACTS, "hash", "hours"]))
 
 
-def _published(result: Mapping[str, Any]) -> dict[str, Any]:
+def _published(line: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **facts_of(result),
-        **{key: float(result[key]) for key in METRICS},
-        "folder": result["name"],
-        "key": hash_of(result["config"] | {"seed": 0}),
-        "seed": int(result["seed"]),
+        **{key: line.get(key) for key in (*MIXING, *FACTS, "epochs", "log")},
+        **{key: float(line[key]) for key in METRICS},
+        LAST_TEN: _best_of_ten(line),
+        "folder": line["name"],
+        "key": hash_of(line["config"] | {"seed": 0}),
+        "seed": int(line["seed"]),
         "status": "finished",
         "written": 0.0,
-        "hash": result["hash"],
-        "hours": float(result["hours"]),
-        "seconds": 3600 * float(result["hours"]),
-        "settings": result["config"],
+        "hash": line["hash"],
+        "hours": float(line["hours"]),
+        "seconds": 3600 * float(line["hours"]),
+        "settings": line["config"],
     }
 
 

@@ -95,11 +95,11 @@ def holm(p: pd.Series) -> pd.Series:
     return (ranked * factors).clip(upper=1).cummax().reindex(p.index)
 
 
-def spread(mean: Any, std: Any, factor: float = 1) -> str:
+def spread(mean: Any, std: Any) -> str:
     """Formats as `82.87 +/- 0.12`, as the mean alone of one seed, and `-` without runs."""
     if pd.isna(mean):
         return NOTHING
-    return f"{factor * mean:.2f}" + ("" if pd.isna(std) else f" +/- {factor * std:.2f}")
+    return f"{mean:.2f}" + ("" if pd.isna(std) else f" +/- {std:.2f}")
 
 
 def p_text(p: Any) -> str:
@@ -112,52 +112,6 @@ def form(value: Any, spec: str) -> str:
     return NOTHING if pd.isna(value) else format(value, spec)
 
 
-def spreads(name: str, factor: float = 1) -> Callable[[pd.DataFrame], list[str]]:
-    """Returns a function that formats the mean of a column with its deviation."""
-    return lambda table: [
-        spread(*pair, factor)
-        for pair in zip(table[f"{name}_mean"], table[f"{name}_std"], strict=True)
-    ]
-
-
-def numbers(name: str, spec: str) -> Callable[[pd.DataFrame], list[str]]:
-    """Returns a function that formats a column, which a table may lack."""
-    return lambda table: [form(x, spec) for x in table.get(name, [None] * len(table))]
-
-
-SHOWN: Mapping[str, Callable[[pd.DataFrame], list[str]]] = {  # by title
-    "n": lambda table: ["" if x.status == "quoted" else str(x.n) for x in table.itertuples()],
-    "last": spreads(TESTED),
-    "median": spreads("top1_median10"),
-    "best": spreads("top1_best"),
-    "validation": spreads("val_top1_last"),
-    "selected": spreads("top1_selected"),
-    "best of 10": spreads(LAST_TEN),
-    "mixed": lambda table: [spread(x, None, 100).partition(".")[0] for x in table.mixed_share_mean],
-    "hours": lambda table: [form(x, ".1f") for x in table.seconds_mean * table.n / 3600],
-    "top-5 last": spreads("top5_last"),
-    "top-5 best": spreads("top5_best"),
-    "top-5 paper": numbers("paper_top5", ".2f"),
-    "paper": numbers("paper_top1", ".2f"),
-    "quoted": numbers("paper_top1", ".2f"),
-    "last - paper": numbers("top1_last_minus_paper", "+.2f"),
-    "best - paper": numbers("top1_best_minus_paper", "+.2f"),
-    "difference": numbers("difference", "+.2f"),
-    "paper's": numbers("paper_difference", "+.2f"),
-    "p": lambda table: [*table.test_p.map(p_text)],
-    "p (Holm)": lambda table: [*table.test_p_holm.map(p_text)],
-    "mixed samples": spreads("mixed_samples"),
-    "mixed tokens": spreads("mixed_tokens"),
-    "latency (ms)": lambda table: [*map(_latency, table.itertuples())],
-    "ratio": numbers("latency_ratio", ".1f"),
-    "paper (ms)": numbers("paper_latency_ms", ".0f"),
-    "paper's ratio": numbers("paper_latency_ratio", ".1f"),
-    "status": lambda table: [*table.status],
-}
-ALWAYS = ("n", "last", "median", "best")
-LEFT = ("status", "row", "data", "command", "rows", "folder")  # columns of texts
-
-
 def _latency(row: Any) -> str:
     """Formats as `60.0 (58.0 to 66.0)`: median and quartiles."""
     if pd.isna(getattr(row, "latency_ms", None)):
@@ -165,12 +119,50 @@ def _latency(row: Any) -> str:
     return f"{row.latency_ms:.1f} ({row.latency_low_ms:.1f} to {row.latency_high_ms:.1f})"
 
 
+# The columns of texts by title: a mean with its deviation, or a number with its format.
+SPREAD = {
+    "last": "top1_last",
+    "median": "top1_median10",
+    "best": "top1_best",
+    "validation": "val_top1_last",
+    "selected": "top1_selected",
+    "best of 10": LAST_TEN,
+    "top-5 last": "top5_last",
+    "top-5 best": "top5_best",
+    "mixed samples": "mixed_samples",
+    "mixed tokens": "mixed_tokens",
+}
+NUMBER = {
+    "top-5 paper": ("paper_top5", ".2f"),
+    "paper": ("paper_top1", ".2f"),
+    "quoted": ("paper_top1", ".2f"),
+    "last - paper": ("top1_last_minus_paper", "+.2f"),
+    "best - paper": ("top1_best_minus_paper", "+.2f"),
+    "difference": ("difference", "+.2f"),
+    "paper's": ("paper_difference", "+.2f"),
+    "ratio": ("latency_ratio", ".1f"),
+    "paper (ms)": ("paper_latency_ms", ".0f"),
+    "paper's ratio": ("paper_latency_ratio", ".1f"),
+}
+OTHER: Mapping[str, Callable[[Any], str]] = {  # of a row
+    "n": lambda row: "" if row.status == "quoted" else str(row.n),
+    "mixed": lambda row: spread(100 * row.mixed_share_mean, None).partition(".")[0],
+    "hours": lambda row: form(row.seconds_mean * row.n / 3600, ".1f"),
+    "p": lambda row: p_text(row.test_p),
+    "p (Holm)": lambda row: p_text(row.test_p_holm),
+    "latency (ms)": _latency,
+    "status": lambda row: row.status,
+}
+ALWAYS = ("n", "last", "median", "best")
+LEFT = ("status", "row", "data", "command", "rows", "folder")  # columns of texts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Numbers with what is shown of them.
 
     `heads` maps the titles of the columns that name a row to those of `numbers`, `shows` are the
-    titles in SHOWN. `mark` says why the runs are not the paper's. `more` is shown below, by title.
+    titles of `texts_of`. `mark` says why the runs are not the paper's. `more` is shown below.
     """
 
     name: str
@@ -186,7 +178,7 @@ class Table:
         """Returns the columns for people as text, without those that have nothing to show."""
         texts = pd.DataFrame(
             {title: self.numbers[name].map(value_text) for title, name in self.heads.items()}
-            | {title: SHOWN[title](self.numbers) for title in self.shows}
+            | {title: texts_of(self.numbers, title) for title in self.shows}
         )
         kept = (*self.heads, *ALWAYS)
         return texts[[x for x in texts if x in kept or not {*texts[x]} <= {NOTHING, "0"}]]
@@ -226,6 +218,17 @@ class Table:
             lambda x: ";".join(map(str, x)) if isinstance(x, list) else x
         )
         return joined.to_csv(index=False, lineterminator="\n")
+
+
+def texts_of(table: pd.DataFrame, title: str) -> list[str]:
+    """Returns a column of a table as text."""
+    if title in OTHER:
+        return [OTHER[title](row) for row in table.itertuples()]
+    if title in NUMBER:
+        name, spec = NUMBER[title]
+        return [form(x, spec) for x in table.get(name, [None] * len(table))]
+    name = SPREAD[title]
+    return [spread(*x) for x in zip(table[f"{name}_mean"], table[f"{name}_std"], strict=True)]
 
 
 def as_markdown(texts: pd.DataFrame, left: Iterable[str] = LEFT) -> str:
