@@ -96,7 +96,7 @@ def test_reproduce_trains_each_run_of_a_table_once(small, monkeypatch, capsys):
     assert out.startswith("run 1 of 3: starting ")
     assert out.rstrip().endswith("\n3 runs: 3 finished")
     assert call("table3") == 0
-    assert capsys.readouterr().out.startswith("| run ")
+    assert capsys.readouterr().out.startswith("| rows ")
     assert len(steps) == 12
     runs[1].folder.report_path.unlink()
     assert not runs[1].is_done()

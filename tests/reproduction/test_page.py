@@ -1,7 +1,6 @@
 """The report of a scale: its page, files, pictures and what is missing."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -73,12 +72,11 @@ def test_texts_of_runs_are_escaped(page: str):
     assert "<b>CPU</b>" not in page
 
 
-def test_notes_and_warnings_are_shown_once(page: str, outputs: Path, tmp_path: Path):
+def test_folder_without_runs_of_the_paper_is_reported(tmp_path: Path):
+    write_run(tmp_path, config_of(), 0, "mine")
+    page = write_page(Settings(outputs=str(tmp_path))).read_text()
+    assert "No run folder has the configuration of a row at full scale." in page
     assert page.count("Accuracies are top-1 in percent") == 1
-    shutil.copytree(outputs, tmp_path / "smoke")
-    smoke = write_page(Settings(scale="smoke", outputs=str(tmp_path))).read_text()
-    assert smoke.count("WARNING. SMOKE SCALE (4 batches of 8 images") == 1
-    assert "No run folder has the configuration of a row at smoke scale." in smoke
 
 
 def test_report_writes_its_formats_and_prints_the_page_last(
@@ -95,7 +93,7 @@ def test_report_writes_its_formats_and_prints_the_page_last(
     assert (outputs / "report/index.html").read_text() == page  # byte for byte
 
 
-def test_pictures_say_that_images_are_stand_ins(tmp_path: Path):
+def test_smoke_scale_is_marked_and_its_images_said_to_be_stand_ins(tmp_path: Path):
     settings = Settings(scale="smoke", outputs=str(tmp_path))
     points = {x.label: x.config for x in points_of(studies_of("table1"), settings)}
     run = write_run(tmp_path / "smoke", points[HTM])
@@ -106,6 +104,7 @@ def test_pictures_say_that_images_are_stand_ins(tmp_path: Path):
     report.mkdir()
     (report / "figure3.png").touch()  # of an earlier report
     page = write_page(settings).read_text()
+    assert page.count("WARNING. SMOKE SCALE (4 batches of 8 images") == 1
     assert "generated stand-ins" in page and "has no saliency.png and .pdf" in page
     assert "mixed_samples.png: not readable: " in page
     assert {path.name for path in report.glob("*.p*")} == {"mixed_pairs.png", "mixed_pairs.pdf"}

@@ -175,6 +175,10 @@ def changed(tmp_path: Path, **values: object) -> Path:
         ),
         ({"rows": {"htm": {"against": "table9/x"}}}, "against=table9/x: must be one of"),
         ({"rows": {}}, "rows: must name one row at least"),
+        (
+            {"rows": {}, "sweep": {"key": "recipe.lr", "values": [1], "own": "table4/full"}},
+            "sweep.own=table4/full: must be a row of the paper with a baseline",
+        ),
         ({"rows": {"a/b": []}}, "rows.a/b"),
         ({"seeds": 0}, "seeds: "),
         ({"row": {}}, "row: "),

@@ -30,6 +30,7 @@ from reproduction.studies.study import (
 from reproduction.system.errors import UserError
 
 ALL = "all"
+DEFAULTS = ("devices=1", "output_root='outputs'")  # left out, so that rows are composed once
 
 
 def names() -> list[str]:
@@ -242,7 +243,8 @@ def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
 
 def _config(row: Row, own: Study | None, settings: Settings) -> Config:
     """Returns the configuration with seed 0 and no name; the cache does not depend on `outputs`."""
-    config = _composed(tuple(_overrides(row, own, replace(settings, outputs="outputs"))))
+    words = _overrides(row, own, replace(settings, outputs="outputs"))
+    config = _composed(tuple(word for word in words if word not in DEFAULTS))
     root = settings.dataset_root(config.dataset.name)
     dataset = config.dataset if root is None else replace(config.dataset, root=root)
     return replace(config, dataset=dataset, output_root=str(settings.root))

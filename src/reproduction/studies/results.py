@@ -85,6 +85,8 @@ def _table(
     notes = notes_of(study, numbers, keys, runs)
     if name in TABLES:
         title, shows = f"Table {name[-1]}: {title}", OF_TABLES
+        if numbers.paper_top5.isna().all():
+            shows = tuple(x for x in shows if not x.startswith("top-5"))
     elif (sweep := study.sweep) is not None:
         title, heads, shows = (
             f"Sensitivity to {sweep.word}: {title}",
@@ -128,7 +130,8 @@ def study_table(
     columns = dict.fromkeys(row["column"] for row in [*rows, *quoted])
     ordered = [row for name in columns for row in (*quoted, *rows) if row["column"] == name]
     table = with_results(pd.DataFrame(ordered), runs)
-    table["status"] = [_status(row, left(runs)) for row in table.itertuples()]
+    unfinished = left(runs)
+    table["status"] = [_status(row, unfinished) for row in table.itertuples()]
     for metric in METRICS if mark is None else ():
         table[f"{metric}_minus_paper"] = table[f"{metric}_mean"] - table[f"paper_{metric[:4]}"]
     return table

@@ -155,7 +155,7 @@ def newest(runs: pd.DataFrame) -> pd.DataFrame:
 
 def left(runs: pd.DataFrame) -> pd.DataFrame:
     """Returns the runs that are not finished, without seeds of which another run is."""
-    done = set(zip(*(newest(runs)[name] for name in ("key", "seed")), strict=True))
+    done = {(run.key, run.seed) for run in newest(runs).itertuples()}
     open_runs = runs[~runs.status.isin(["finished", "unusable"])]
     is_open = [(run.key, run.seed) not in done for run in open_runs.itertuples()]
     return open_runs.loc[open_runs.index[is_open]].sort_values(["key", "seed", "folder"])
