@@ -114,7 +114,8 @@ def test_smoke_scale_is_marked_and_its_images_said_to_be_stand_ins(tmp_path: Pat
 def test_sweep_is_drawn_beside_its_baseline_and_the_paper(
     outputs: Path, tmp_path: Path, drawn_texts: dict[str, list[str]]
 ):
-    caption = _draw_sweep(result(outputs, "sweep-tau"), read_runs(outputs), tmp_path / "tau.png")
+    sweep, path = result(outputs, "sweep-tau"), tmp_path / "tau.png"
+    caption = _draw_sweep(sweep, read_runs(outputs), Settings(), path)
     assert caption.endswith(" Not run: 0, 0.5, 1.5, 3, 4, inf.")
     assert {"1", "2", "tau", "baseline (n = 2)", "the paper: 83.56"} <= {*drawn_texts["tau"]}
 

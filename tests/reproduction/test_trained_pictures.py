@@ -21,7 +21,6 @@ from reproduction.reporting.gallery import (
     _over_image,
     _quote,
     _telling,
-    deciding_saliency,
     draw_pairs,
 )
 from reproduction.reporting.trained import (
@@ -29,6 +28,7 @@ from reproduction.reporting.trained import (
     affordable,
     batch_size,
     block_inputs,
+    observe,
     some_images,
 )
 from reproduction.runs.folder import RunFolder
@@ -119,7 +119,7 @@ def test_deciding_saliency_is_what_the_mask_compares():
     run = trained(*MIXING)
     sample = some_images(run, 20)
     mix = run.module.mixed_pairs(sample.images, sample.targets)
-    saliency = deciding_saliency(run, sample)
+    _, saliency = observe(run.module, 1, sample.images, sample.targets)
     gaps = saliency[mix.donor] - saliency
     assert mix.mask.any() and bool((gaps[mix.mask] > 0).all())
 

@@ -15,9 +15,9 @@ from matplotlib.colors import to_rgb
 from torch import Tensor
 
 from reproduction.reporting.figures import NO_ROLLOUT, ORANGE, figure
-from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable
+from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable, observe
 from tokenmixup import HorizontalMix, find_encoder
-from tokenmixup.detectors import Detector, by_gradient, by_rollout, detector_of
+from tokenmixup.detectors import Detector, by_gradient, by_rollout
 from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import input_gradient
 
@@ -45,25 +45,12 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
     if not chosen:
         number, block = len(sample.images), htm.layers[0]
         raise ValueError(f"the trained model mixes none of {number} images at block {block}")
-    saliency = deciding_saliency(trained, sample)
+    _, saliency = observe(trained.module, htm.layers[0], sample.images, sample.targets)
     pictures = displayable(sample.images, trained.config)
     names = [_quote(trained.source.classes[target]) for target in sample.classes]
     with figure(path, len(chosen), 5, figsize=(9.2, 2.5 * len(chosen)), squeeze=False) as axes:
         for row, i in zip(axes, chosen, strict=True):
             _draw_pair(row, mix, i, pictures, names, saliency)
-
-
-@torch.no_grad()
-def deciding_saliency(trained: Trained, sample: Sample) -> Tensor:
-    """Returns the saliency `b t` by the run's own detector at the first HTM block."""
-    module: Any = trained.module
-    htm = next(iter(module.htm.each.values()))
-    layer = module.htm.layers[0]
-    entry = block_inputs(module.model, sample.images, layer)[layer]
-    if htm.detector == "gradient":
-        with torch.enable_grad():
-            entry.pixels = input_gradient(module.model, sample.images, sample.targets)
-    return detector_of(htm)(entry).float().cpu()
 
 
 def _draw_pair(

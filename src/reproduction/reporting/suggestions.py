@@ -3,7 +3,7 @@
 Letters: b batch, t spatial tokens.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -12,13 +12,11 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
-from reproduction.reporting.trained import block_inputs, load_trained, training_batches
+from reproduction.reporting.trained import load_trained, observe, training_batches
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.tables import as_markdown
 from tokenmixup import HTM, difficulty, mix_horizontal
-from tokenmixup.detectors import detector_of
 from tokenmixup.rules import rules_of
-from tokenmixup.saliency import input_gradient
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -45,7 +43,7 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     """
     trained = load_trained(config, folder, config.device)
     assert trained.module.htm is not None
-    each = trained.module.htm.each
+    each, scorenets = trained.module.htm.each, trained.module.scorenets
     observed: dict[int, list[Observed]] = {layer: [] for layer in each}
     inputs = build_training_inputs(config, trained.device)
     parts = config.devices * config.recipe.grad_accum_steps  # pairs are matched within each
@@ -53,19 +51,12 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     for step, (pixels, classes) in enumerate(training_batches(trained, size, batches)):
         mixed = inputs(pixels, classes, config.seed, step, 0)
         targets = mixed.targets(len(trained.source.classes), config.recipe.label_smoothing)
-        for layer, htm in each.items():
-            observed[layer].append(_observe(trained.module, layer, htm, mixed.images, targets))
+        for layer in each:
+            entry, saliency = observe(trained.module, layer, mixed.images, targets)
+            with torch.no_grad():
+                scores = scorenets[str(layer)](entry.tokens, entry.num_prefix_tokens)
+            observed[layer].append((difficulty(scores, targets).cpu(), saliency))
     return [_layer(layer, htm, observed[layer]) for layer, htm in each.items()]
-
-
-@torch.no_grad()
-def _observe(module: Any, layer: int, htm: HTM, images: Tensor, targets: Tensor) -> Observed:
-    entry = block_inputs(module.model, images, layer)[layer]
-    if htm.detector == "gradient":
-        with torch.enable_grad():
-            entry.pixels = input_gradient(module.model, images, targets)
-    scores = module.scorenets[str(layer)](entry.tokens, entry.num_prefix_tokens)
-    return difficulty(scores, targets).cpu(), detector_of(htm)(entry).float().cpu()
 
 
 def _layer(layer: int, htm: HTM, observed: list[Observed]) -> Layer:

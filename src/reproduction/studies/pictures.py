@@ -17,7 +17,7 @@ from reproduction.reporting.figures import (
     figure,
 )
 from reproduction.studies.runs import newest
-from reproduction.studies.study import Settings, papers_figures
+from reproduction.studies.study import FULL, Settings, papers_figures
 from reproduction.studies.tables import TESTED, Table, accuracies, form, rank, value_text
 from reproduction.system.errors import first_line
 
@@ -109,17 +109,17 @@ def draw_pictures(
     `keys` has the key of each row by label. Removes old files of what cannot be drawn.
     """
     draws = {
-        Picture(table.name, table.title, table.name): partial(_draw_sweep, table, runs)
+        Picture(table.name, table.title, table.name): partial(_draw_sweep, table, runs, settings)
         for table in tables
         if "value" in table.numbers
     }
     finished, marks = newest(runs), {table.name: table.mark for table in tables}
     for name, (study, shown) in papers_figures().items():
-        if study in marks:
-            label = f"{study}/{shown.of}"
-            own = finished[finished.key == keys[label]].path
+        label = f"{study}/{shown.of}"
+        own = finished[finished.key == keys.get(label)].path
+        if study == "table1" or len(own):
             picture = Picture(name, f"{shown.title} ({label})", None)
-            draws[picture] = partial(_copy, shown.shows, own, marks[study], settings.uses_stand_ins)
+            draws[picture] = partial(_copy, shown.shows, own, marks.get(study), settings)
     return [_drawn(picture, draw, folder) for picture, draw in draws.items()]
 
 
@@ -133,13 +133,13 @@ def _drawn(picture: Picture, draw: Callable[[Path], str], folder: Path) -> Pictu
         return picture._replace(missing=str(reason))
 
 
-def _draw_sweep(table: Table, runs: pd.DataFrame, path: Path) -> str:
+def _draw_sweep(table: Table, runs: pd.DataFrame, settings: Settings, path: Path) -> str:
     """Draws the accuracy over the values beside the baseline; returns a caption."""
     (word,) = table.heads
     is_value, done = table.numbers.value.notna(), table.numbers.n > 0
     values, baseline = table.numbers[is_value & done], table.numbers[~is_value & done]
     if values.empty:
-        raise Missing(f"No value has a finished run; make {table.name} trains them.")
+        raise Missing(f"No value has a finished run; {_make(table.name, settings)} trains them.")
     draw_line(path, values.value, values, accuracies(runs), word, baseline, table.mark)
     absent = table.numbers.value.fillna("baseline")[~done]
     return (
@@ -149,10 +149,15 @@ def _draw_sweep(table: Table, runs: pd.DataFrame, path: Path) -> str:
     )
 
 
-def _copy(name: str, folders: pd.Series, mark: str | None, are_stand_ins: bool, path: Path) -> str:
+def _make(target: str, settings: Settings) -> str:
+    return f"make {target}" + ("" if settings.scale == FULL else f" SCALE={settings.scale}")
+
+
+def _copy(name: str, folders: pd.Series, mark: str | None, settings: Settings, path: Path) -> str:
     """Copies a picture from the first of the folders of finished runs; returns a caption."""
     if folders.empty:
-        raise Missing("No run of this row is finished; make reproduce-figure3 trains one.")
+        command = _make("reproduce-figure3", settings)
+        raise Missing(f"No run of this row is finished; {command} trains one.")
     run = folders.iloc[0]
     source = run / f"{name}.png"
     if not source.exists() or not source.with_suffix(".pdf").exists():
@@ -161,4 +166,5 @@ def _copy(name: str, folders: pd.Series, mark: str | None, are_stand_ins: bool, 
         copy_picture(source, path, mark)
     except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some
         raise Missing(f"{source}: not readable: {first_line(error)}") from error
-    return f"{CAPTIONS[source.name]} From {run.name}.{STAND_INS if are_stand_ins else ''}"
+    stand_ins = STAND_INS if settings.uses_stand_ins else ""
+    return f"{CAPTIONS[source.name]} From {run.name}.{stand_ins}"

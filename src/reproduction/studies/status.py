@@ -55,7 +55,7 @@ def listing(runs: pd.DataFrame) -> pd.DataFrame:
             "status": [x.status + _text(x.error, ": {}") for x in runs.itertuples()],
             "epochs": [f"{_text(x.epochs, '{:.0f}') or 0}/{x.planned}" for x in runs.itertuples()],
             "top-1": [_text(_top1(x), "{:.2f}") for x in runs.itertuples()],
-            "best": runs.top1_best.map("{:.2f}".format, na_action="ignore").fillna(""),
+            "best": [_text(x, "{:.2f}") for x in runs.top1_best],
             "hours": [_hours(x, runs) for x in runs.itertuples()],
             "hardware": [_text(x, "{}") for x in runs.hardware],
             "git": [_text(x, "{:.10}") for x in runs.git_revision],
