@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -13,7 +14,7 @@ from scipy.stats import false_discovery_control, ttest_rel
 
 from reproduction.runs.folder import run_hash
 from reproduction.studies.runs import read_runs
-from reproduction.studies.tables import compare, holm, p_text, spread, statistics
+from reproduction.studies.tables import compare, holm, number, p_text, spread, statistics
 from tests.reproduction.tables import Configs, result, write_run
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
@@ -161,7 +162,12 @@ def test_formats_hold_the_same_table(tmp_path: Path, configs: Configs):
     [((82.875, 0.125), "82.88 +/- 0.12"), ((80.0, math.nan), "80.00"), ((None, None), "-")],
 )
 def test_spread_is_a_mean_with_its_deviation(values: tuple[Any, Any], text: str):
-    assert spread(*values) == text
+    row = SimpleNamespace(top1_mean=values[0], top1_std=values[1])
+    assert spread(row, "top1") == text
+    assert (
+        number(row, "top1_mean", ".1f") == ("-" if values[0] is None else f"{values[0]:.1f}")
+        and number(row, "absent", "") == "-"
+    )
 
 
 def test_p_values_have_three_decimals_or_two_digits():

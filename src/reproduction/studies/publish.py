@@ -23,7 +23,7 @@ from reproduction.studies.plan import points_of
 from reproduction.studies.results import results_of
 from reproduction.studies.runs import METRICS, as_json, read_store, stack_of
 from reproduction.studies.study import TABLES, Settings, Study, papers_studies, read_study
-from reproduction.studies.tables import Table, as_markdown, texts_of
+from reproduction.studies.tables import NOTHING, SHOWN, Table, as_markdown
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
@@ -186,8 +186,10 @@ def _papers_rows(tables: list[Table]) -> pd.DataFrame:
     """Returns the trained rows of the tables with their command."""
     rows = pd.concat([table.numbers.assign(table=table.name[-1]) for table in tables])
     rows = rows[rows.label.notna()]
-    texts = {title: texts_of(rows, title) for title in ("paper", "last", "n", "hours")}
-    texts["last"] = ["not run" if text == "-" else text for text in texts["last"]]
+    texts = {
+        x: [SHOWN[x](row) for row in rows.itertuples()] for x in ("paper", "last", "n", "hours")
+    }
+    texts["last"] = ["not run" if text == NOTHING else text for text in texts["last"]]
     command = "`python train.py experiment=" + rows.label + "`"
     return pd.DataFrame(
         {"table": rows.table, "row": rows.row, "data": rows.column, **texts, "command": command}

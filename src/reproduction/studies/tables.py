@@ -6,6 +6,7 @@ A frame has a row for each configuration: of a study in results.py, of any runs 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,21 @@ def holm(p: pd.Series) -> pd.Series:
     return (ranked * factors).clip(upper=1).cummax().reindex(p.index)
 
 
-def spread(mean: Any, std: Any) -> str:
+def spread(row: Any, name: str) -> str:
     """Formats as `82.87 +/- 0.12`, as the mean alone of one seed, and `-` without runs."""
+    mean, std = getattr(row, f"{name}_mean"), getattr(row, f"{name}_std")
     if pd.isna(mean):
         return NOTHING
     return f"{mean:.2f}" + ("" if pd.isna(std) else f" +/- {std:.2f}")
+
+
+def number(row: Any, name: str, spec: str) -> str:
+    """Formats a number; `-` for one that is missing, or that the table does not have."""
+    return form(getattr(row, name, None), spec)
+
+
+def form(value: Any, spec: str) -> str:
+    return NOTHING if pd.isna(value) else format(value, spec)
 
 
 def p_text(p: Any) -> str:
@@ -107,50 +118,39 @@ def p_text(p: Any) -> str:
     return NOTHING if pd.isna(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
 
 
-def form(value: Any, spec: str) -> str:
-    """Formats a number; `-` for a missing one."""
-    return NOTHING if pd.isna(value) else format(value, spec)
-
-
 def _latency(row: Any) -> str:
     """Formats as `60.0 (58.0 to 66.0)`: median and quartiles."""
-    if pd.isna(getattr(row, "latency_ms", None)):
-        return NOTHING
-    return f"{row.latency_ms:.1f} ({row.latency_low_ms:.1f} to {row.latency_high_ms:.1f})"
+    median, low, high = (number(row, f"latency_{x}ms", ".1f") for x in ("", "low_", "high_"))
+    return median if median == NOTHING else f"{median} ({low} to {high})"
 
 
-# The columns of texts by title: a mean with its deviation, or a number with its format.
-SPREAD = {
-    "last": "top1_last",
-    "median": "top1_median10",
-    "best": "top1_best",
-    "validation": "val_top1_last",
-    "selected": "top1_selected",
-    "best of 10": LAST_TEN,
-    "top-5 last": "top5_last",
-    "top-5 best": "top5_best",
-    "mixed samples": "mixed_samples",
-    "mixed tokens": "mixed_tokens",
-}
-NUMBER = {
-    "top-5 paper": ("paper_top5", ".2f"),
-    "paper": ("paper_top1", ".2f"),
-    "quoted": ("paper_top1", ".2f"),
-    "last - paper": ("top1_last_minus_paper", "+.2f"),
-    "best - paper": ("top1_best_minus_paper", "+.2f"),
-    "difference": ("difference", "+.2f"),
-    "paper's": ("paper_difference", "+.2f"),
-    "ratio": ("latency_ratio", ".1f"),
-    "paper (ms)": ("paper_latency_ms", ".0f"),
-    "paper's ratio": ("paper_latency_ratio", ".1f"),
-}
-OTHER: Mapping[str, Callable[[Any], str]] = {  # of a row
+SHOWN: Mapping[str, Callable[[Any], str]] = {  # by title, from a row
     "n": lambda row: "" if row.status == "quoted" else str(row.n),
-    "mixed": lambda row: spread(100 * row.mixed_share_mean, None).partition(".")[0],
+    "last": partial(spread, name=TESTED),
+    "median": partial(spread, name="top1_median10"),
+    "best": partial(spread, name="top1_best"),
+    "validation": partial(spread, name="val_top1_last"),
+    "selected": partial(spread, name="top1_selected"),
+    "best of 10": partial(spread, name=LAST_TEN),
+    "mixed": lambda row: form(100 * row.mixed_share_mean, ".2f").partition(".")[0],
     "hours": lambda row: form(row.seconds_mean * row.n / 3600, ".1f"),
+    "top-5 last": partial(spread, name="top5_last"),
+    "top-5 best": partial(spread, name="top5_best"),
+    "top-5 paper": partial(number, name="paper_top5", spec=".2f"),
+    "paper": partial(number, name="paper_top1", spec=".2f"),
+    "quoted": partial(number, name="paper_top1", spec=".2f"),
+    "last - paper": partial(number, name="top1_last_minus_paper", spec="+.2f"),
+    "best - paper": partial(number, name="top1_best_minus_paper", spec="+.2f"),
+    "difference": partial(number, name="difference", spec="+.2f"),
+    "paper's": partial(number, name="paper_difference", spec="+.2f"),
     "p": lambda row: p_text(row.test_p),
     "p (Holm)": lambda row: p_text(row.test_p_holm),
+    "mixed samples": partial(spread, name="mixed_samples"),
+    "mixed tokens": partial(spread, name="mixed_tokens"),
     "latency (ms)": _latency,
+    "ratio": partial(number, name="latency_ratio", spec=".1f"),
+    "paper (ms)": partial(number, name="paper_latency_ms", spec=".0f"),
+    "paper's ratio": partial(number, name="paper_latency_ratio", spec=".1f"),
     "status": lambda row: row.status,
 }
 ALWAYS = ("n", "last", "median", "best")
@@ -162,7 +162,7 @@ class Table:
     """Numbers with what is shown of them.
 
     `heads` maps the titles of the columns that name a row to those of `numbers`, `shows` are the
-    titles of `texts_of`. `mark` says why the runs are not the paper's. `more` is shown below.
+    titles in SHOWN. `mark` says why the runs are not the paper's. `more` is shown below.
     """
 
     name: str
@@ -176,10 +176,9 @@ class Table:
 
     def shown(self) -> pd.DataFrame:
         """Returns the columns for people as text, without those that have nothing to show."""
-        texts = pd.DataFrame(
-            {title: self.numbers[name].map(value_text) for title, name in self.heads.items()}
-            | {title: texts_of(self.numbers, title) for title in self.shows}
-        )
+        heads = {title: self.numbers[name].map(value_text) for title, name in self.heads.items()}
+        rows = list(self.numbers.itertuples())
+        texts = pd.DataFrame(heads | {x: [SHOWN[x](row) for row in rows] for x in self.shows})
         kept = (*self.heads, *ALWAYS)
         return texts[[x for x in texts if x in kept or not {*texts[x]} <= {NOTHING, "0"}]]
 
@@ -218,17 +217,6 @@ class Table:
             lambda x: ";".join(map(str, x)) if isinstance(x, list) else x
         )
         return joined.to_csv(index=False, lineterminator="\n")
-
-
-def texts_of(table: pd.DataFrame, title: str) -> list[str]:
-    """Returns a column of a table as text."""
-    if title in OTHER:
-        return [OTHER[title](row) for row in table.itertuples()]
-    if title in NUMBER:
-        name, spec = NUMBER[title]
-        return [form(x, spec) for x in table.get(name, [None] * len(table))]
-    name = SPREAD[title]
-    return [spread(*x) for x in zip(table[f"{name}_mean"], table[f"{name}_std"], strict=True)]
 
 
 def as_markdown(texts: pd.DataFrame, left: Iterable[str] = LEFT) -> str:
