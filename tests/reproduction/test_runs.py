@@ -8,6 +8,8 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_rel
 
+from reproduction.commands.jobs import resolve
+from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.publish import publish
 from reproduction.studies.runs import left, newest, read_runs, state_text, upgrade
@@ -277,6 +279,16 @@ def test_sweep_ends_with_its_table_and_plot(command: Command, tmp_path: Path):
     assert {path.name for path in report.iterdir()} == {"tau.csv", "tau.png", "tau.pdf"}
     names = [path.name for path in (tmp_path / "outputs").glob("cct_*")]
     assert len(names) == 4 and all("-tau=" in name and "-limit=60-" in name for name in names)
+
+
+def test_settings_of_a_launcher_are_not_in_the_name_of_a_run():
+    """Its processes do not know them; a sweep's end looks for the folders that they made."""
+    launcher = ["hydra/launcher=parallel", "hydra.launcher.n_jobs=2"]
+    names = [
+        resolve(compose("train", [*words, "augmentation.htm.tau=1"])).name
+        for words in (launcher, [])
+    ]
+    assert names[0] == names[1] and "-tau=1-s0-" in str(names[0])
 
 
 @pytest.mark.usefixtures("unevaluated")
