@@ -58,7 +58,7 @@ def check_launcher(args: argparse.Namespace, others: list[str]) -> None:
     if others and args.launcher != "slurm":
         raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
     if any(re.match(r"(--nodes|-N)\b", word) for word in others):
-        raise UserError("nodes: a task of an array uses one node")
+        raise UserError("nodes: must be left out, a task of an array uses one node")
     if args.launcher == "slurm" and args.jobs is not None:
         raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")
     for name in ("cpus", "no_gpu") if args.launcher != "slurm" else ():

@@ -27,6 +27,8 @@ def write_page(settings: Settings) -> Path:
 
     Raises UserError if there is no folder of runs, or a run occupies the folder of the report.
     """
+    if not settings.root.is_dir():
+        raise UserError(f"outputs={settings.root}: there is no such folder of runs")
     runs = read_runs(settings.root)
     folder = report_folder(settings.root)
     tables, keys, _ = results_of(studies_of(ALL), settings, runs)
