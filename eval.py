@@ -30,7 +30,7 @@ def main(settings: WeightsTask) -> None:
     )
     say(f"written to {settings.result}")
     if settings.predictions is not None:
-        from reproduction.reporting.confusion import draw_confusion
+        from reproduction.reporting.figures import draw_confusion
         from reproduction.training.predictions import table_path
 
         picture, table = draw_confusion(settings.result), table_path(settings.result, "classes")

@@ -22,7 +22,7 @@ def conclude(configs: list[Config]) -> None:
 
     folders = [RunFolder.of(config).path for config in configs]
     table, files = write_sweep([path for path in folders if path.is_dir()], folders[0].parent)
-    say(f"\n{table.text()}")
+    say(f"\n{table}")
     say(f"written to {', '.join(map(str, files))}")
 
 

@@ -36,7 +36,7 @@ def draw(folder: RunFolder, config: Config, path: Path, images: int | None) -> N
         raise UserError(f"{folder.path}: {error}") from error
     for name, nats in entropies.items():
         say(f"{name.replace('_', ' ')}: entropy {nats:.3f} nats")
-    for suffix in (".png", ".pdf", ".json"):
+    for suffix in (".png", ".pdf"):
         say(f"written to {path.with_suffix(suffix)}")
 
 

@@ -33,8 +33,9 @@ def reproduce(words: list[str]) -> int:
 
 def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> int:
     from reproduction.studies import launch
-    from reproduction.studies.results import report_folder, results_of, write_result
+    from reproduction.studies.results import results_of
     from reproduction.studies.status import state_table
+    from reproduction.studies.tables import report_folder
 
     launch.prepare(runs, settings)
     if args.jobs or args.launcher == "joblib":
@@ -47,7 +48,7 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
     say(state_table(runs, with_folders=False))
     if args.study.endswith(".yaml"):
         (one,), *_ = results_of(studies_of(args.study), settings)
-        say(f"report: {write_result(one, report_folder(settings.root))[0]}")
+        say(f"report: {one.write(report_folder(settings.root))[0]}")
     for name, error in failed.items():
         print(f"reproduce.py: {name} failed: {error}", file=sys.stderr)
     return int(bool(failed))
@@ -60,7 +61,6 @@ def _array(
 
     resources = launch.Resources(
         devices=args.devices,
-        nodes=args.nodes or 1,
         cpus=args.cpus or 8,
         no_gpu=bool(args.no_gpu),
         sbatch=[*launch.sbatch_options(others)],

@@ -28,21 +28,19 @@ def main() -> None:
         raise UserError(f"plot={args.plot}: must end in .png")
     from reproduction.runs.folder import RunFolder
     from reproduction.studies.runs import read_runs, upgrade
-    from reproduction.studies.sweeps import RunsTable
+    from reproduction.studies.sweeps import draw_runs, runs_table
 
     runs = read_runs(*args.folders)
     if args.upgrade:
         paths = runs.path[runs.status == "finished"]
         say(f"{sum(upgrade(RunFolder(path)) for path in paths)} runs upgraded")
         runs = read_runs(*args.folders)
-    table = RunsTable(runs)
-    if args.against:
-        table.against(args.against)
-    say(table.text())
+    table = runs_table(runs, args.against)
+    say("\n".join(table.lines()))
     if args.csv:
         write_text(args.csv, table.csv())
         say(f"written to {args.csv}")
-    if args.plot and not table.draw(args.plot):
+    if args.plot and not draw_runs(table, runs, args.plot):
         raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
 
 

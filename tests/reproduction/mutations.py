@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-FILES = ("config.yaml", "summary.json", "metrics.jsonl", "saliency.json")
+FILES = ("config.yaml", "summary.json", "metrics.jsonl")
 TRAP = "executed"  # file that an executed YAML tag would create
 TEXTS = {
     "empty": "",
@@ -158,11 +158,11 @@ KINDS: dict[str, Callable[[Path, Random], None]] = {
 }
 
 
-def mutate(folder: Path, seed: int, files: tuple[str, ...] = FILES) -> tuple[str, str]:
+def mutate(folder: Path, seed: int) -> tuple[str, str]:
     """Changes one file of a run folder; returns its name and the kind of change."""
     rng = Random(seed)
     kind = list(KINDS)[seed % len(KINDS)]
-    file = rng.choice([name for name in files if (folder / name).is_file()])
+    file = rng.choice([name for name in FILES if (folder / name).is_file()])
     KINDS[kind](folder / file, rng)
     return file, kind
 

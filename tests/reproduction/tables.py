@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 import yaml
 
 from reproduction.config import Config
-from reproduction.studies.plan import Point, keys_of, points_of, studies_of
-from reproduction.studies.results import Result, result_of
+from reproduction.studies.plan import Point, points_of, studies_of
+from reproduction.studies.results import results_of
 from reproduction.studies.runs import read_runs
 from reproduction.studies.study import Settings
+from reproduction.studies.tables import Table
 
 Configs = Mapping[str, Config]
 
@@ -53,14 +53,10 @@ def points_at(scale: str = "full") -> list[Point]:
     return points_of(studies_of("all"), Settings(scale=scale))
 
 
-def result(outputs: Path, name: str, **settings: Any) -> Result:
-    """Returns the result of a study from the runs in `outputs`, without the scale's own folder."""
-    chosen = Settings(**settings)
-    studies = studies_of(name)
-    points = points_of(studies, chosen)
-    keys = keys_of(points_at(chosen.scale) if name in ("all",) else points, chosen)
-    (study,) = studies.items()
-    return result_of(*study, points, keys, read_runs(outputs), chosen)
+def result(outputs: Path, name: str, **settings: Any) -> Table:
+    """Returns the table of a study from the runs in `outputs`, without the scale's own folder."""
+    (table,), *_ = results_of(studies_of(name), Settings(**settings), read_runs(outputs))
+    return table
 
 
 def write_metrics(path: Path, epochs: Sequence[Sequence[tuple[float, float, float]]]) -> Path:
@@ -75,13 +71,3 @@ def write_metrics(path: Path, epochs: Sequence[Sequence[tuple[float, float, floa
         lines.append({"epoch": number, "top1": 50.0})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
-
-
-def rising(epochs: int, batch_size: int = 128) -> list[list[tuple[float, float, float]]]:
-    """Returns epochs shaped like Figure 4: few samples, an abrupt rise after 5 %, convergence."""
-    batches = []
-    for epoch in range(epochs):
-        after = epoch / epochs - 0.05
-        share = 0.05 if after < 0 else 0.5 + 0.25 * (1 - math.exp(-8 * after))
-        batches.append([(round(share * batch_size), 60.0, 4.5 - 3 * share)] * 2)
-    return batches

@@ -3,10 +3,13 @@
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples, figure
+from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples, figure, running_mean
 
 
 def steps(number: int) -> list[dict[str, float]]:
@@ -46,3 +49,19 @@ def test_pdf_of_many_batches_stays_small(tmp_path: Path):
     epochs = [{"epoch": 1, "top1": 1.0, "eval_loss": 1.0}]
     draw_accuracy(tmp_path / "many.png", steps(50_000), epochs)
     assert (tmp_path / "many.pdf").stat().st_size < 500_000
+
+
+@given(st.lists(st.floats(-9, 9), min_size=1, max_size=20), st.integers(1, 25))
+def test_running_mean_averages_a_centred_window(values: list[float], window: int):
+    starts = range(-(window // 2), len(values) - window // 2)
+    expected = [np.mean(values[max(0, start) : start + window]) for start in starts]
+    assert running_mean(values, window) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("key", "images"), [("top1", "held-out"), ("val_top1", "validation")])
+def test_accuracy_names_its_images_and_the_best_epoch(tmp_path: Path, drawn_texts, key, images):
+    """The first of several best epochs counts, as in training."""
+    loss = {"eval_loss": 1.0, "val_loss": 1.0}
+    epochs = [{"epoch": n, key: top1, **loss} for n, top1 in enumerate([1.0, 7.0, 7.0, 3.0], 1)]
+    draw_accuracy(tmp_path / "accuracy.png", steps(40), epochs)
+    assert {f"{images} top-1 [%]", "best: 7.00 %, epoch 2"} <= {*drawn_texts["accuracy"]}

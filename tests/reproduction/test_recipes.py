@@ -1,74 +1,102 @@
-"""Recipes differ from the published ones only for stated reasons, and pages are up to date."""
+"""The tables of docs/ hold what conf/, the composed experiments and results/ hold."""
 
-import copy
-from typing import Any
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
+import yaml
 
-from reproduction.reporting.recipes import Setting, applies, compare_recipes, read_recipes
+from reproduction.config import CONF_DIR, ROOT
+from reproduction.runs.compose import options_of
+from reproduction.runs.folder import flatten, settings_of
 from reproduction.studies.publish import results_page
-from scripts.write_docs import (
-    CONFIGURATION,
-    DIFFERENCES,
-    RESULTS,
-    configuration_page,
-    differences_page,
-    experiments,
+from reproduction.studies.sweeps import value_text
+from tests.reproduction.conftest import config_of
+
+DOCS = ROOT / "docs"
+LEFT_OUT = (  # besides where and how a run is made, which `settings_of` leaves out
+    *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
+    *("dataset.name", "dataset.broken_images", "recipe.log_every", "recipe.evaluate_every"),
 )
-
-RECIPES = read_recipes()
-
-
-@pytest.fixture(scope="module")
-def settings() -> list[Setting]:
-    return compare_recipes(RECIPES, experiments())
+EXPERIMENTS = [  # of the paper's first two tables, and as the published code trains them
+    f"{folder}/{path.stem}"
+    for folder in ("table1", "table2", "published")
+    for path in sorted((CONF_DIR / "experiment" / folder).glob("*.yaml"))
+]
 
 
-def unexplained(settings: list[Setting]) -> list[Setting]:
-    return [x for x in settings if not x.is_equal and not x.why]
+def rows_of(page: str) -> Iterator[list[str]]:
+    """Yields the cells of the rows that begin with a key."""
+    for line in page.splitlines():
+        if line.startswith("| `"):
+            yield [cell.replace(r"\|", "|") for cell in re.split(r" (?<!\\)\| ", line[2:-2])]
 
 
-def idle_reasons(settings: list[Setting], recipes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the reasons that apply to no difference."""
-    return [
-        reason
-        for reason in recipes["reasons"]
-        if not any(
-            x.key == reason["key"] and applies(reason, x.experiment) and not x.is_equal
-            for x in settings
-        )
-    ]
+def settings(experiment: str) -> dict[str, str]:
+    values = dataclasses.asdict(config_of(f"experiment={experiment}", needs_data=False))
+    stack = {name: part for name, part in values["augmentation"].items() if part is not None}
+    every = settings_of(values | {"augmentation": stack})
+    return {key: text(value) for key, value in every.items() if key not in LEFT_OUT}
 
 
-def test_every_difference_has_a_reason(settings: list[Setting]):
-    assert unexplained(settings) == []
-    assert any(x.why for x in settings)
+def text(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(text, value))}]"
+    return "null" if value is None else value_text(value)
 
 
-def test_every_reason_explains_a_difference(settings: list[Setting]):
-    assert idle_reasons(settings, RECIPES) == []
-    assert [x for x in settings if x.why and x.is_equal] == []
+def test_recipes_are_those_that_the_table_compares_with_the_published_ones():
+    """A failure means: the row of docs/differences.md with this key needs the new value."""
+    page = (DOCS / "differences.md").read_text().partition("## Recipes")[2]
+    table = list(rows_of(page.partition("\n## ")[0]))
+    used = set()
+    for experiment in EXPERIMENTS:
+        data = experiment.partition("/")[2].partition("_")[0]
+        listed = {
+            (key.strip("`"), here): place
+            for place, (key, where, _, here, _) in enumerate(table)
+            if {experiment, data} & {*where.split(", ")}
+        }
+        for key, value in settings(experiment).items():
+            assert (key, value) in listed, f"{experiment}: {key}={value}"
+            used.add(listed[key, value])
+    assert len(used) == len(table) > 100
+    for key, _, published, here, verdict in table:
+        expected = "equal" if published == here else "ours only" * (published == "not stated")
+        assert verdict == expected or (published != here and len(verdict) > 9), key
 
 
-def test_published_values_belong_to_existing_settings(settings: list[Setting]):
-    for entry in RECIPES["published"]:
-        known = {x.key for x in settings if applies(entry, x.experiment)}
-        assert set(entry["values"]) <= known, entry["in"]
-    assert set(RECIPES["ours_alone"]) <= {x.key for x in settings if x.published == "not stated"}
+def test_configuration_page_lists_the_keys_and_values_of_its_files():
+    """A failure means: docs/configuration.md needs the line of a key, or the new value."""
+    groups, *sections = re.split(r"\nValues of ", (DOCS / "configuration.md").read_text())
+    listed: dict[str, dict[str, str]] = {}
+    for section in sections:
+        name = section[1:].partition("`")[0]
+        rows = {key.strip("`"): value for key, value, *_ in rows_of(section)}
+        listed[name] = listed.get(name, {}) | rows
+    for name, rows in listed.items():
+        for key, value in values_of(CONF_DIR.parent / name).items():
+            shown = f"[{', '.join(value)}]" if isinstance(value, list) else value
+            assert rows.get(key, shown) == shown, key
+    every = {key for rows in listed.values() for key in rows}
+    options = {key for name in listed for key in values_of(CONF_DIR.parent / name)}
+    assert every - options <= {"dataset.options", "model.options"}  # empty mappings
+    assert options - every <= {"dataset.name", "model.name", "model.family"}
+    for group, names in rows_of(groups):
+        assert {*re.findall("`(.+?)`", names)} == {*options_of(group.strip("`"))}, group
 
 
-def test_changed_values_and_superfluous_reasons_are_noticed():
-    configs = experiments()
-    changed, superfluous = copy.deepcopy(RECIPES), copy.deepcopy(RECIPES)
-    changed["published"][0]["values"]["recipe.batch_size"] = 256
-    assert {x.key for x in unexplained(compare_recipes(changed, configs))} == {"recipe.batch_size"}
-    superfluous["reasons"].append({"key": "recipe.lr", "in": ["table1/*"], "why": "-"})
-    compared = compare_recipes(superfluous, configs)
-    assert [x["key"] for x in idle_reasons(compared, superfluous)] == ["recipe.lr"]
+def values_of(path: Path) -> dict[str, str | list[str]]:
+    """Returns the values of a file of conf/ as they are written there, by dotted key."""
+    values = yaml.load(path.read_text(), yaml.BaseLoader)  # noqa: S506 - our own files
+    values = {key: x for key, x in values.items() if key not in ("defaults", "hydra")}
+    group = path.parent.name
+    prefix = "" if group in ("conf", "augmentation", "logger") else f"{group}."
+    parents = {"augmentation": "augmentation.", "logger": "logger."}
+    return {f"{prefix}{parents.get(group, '')}{key}": x for key, x in flatten(values)}
 
 
-def test_written_pages_are_current():
-    hint = "python scripts/write_docs.py updates it"
-    assert CONFIGURATION.read_text() == configuration_page(), hint
-    assert DIFFERENCES.read_text() == differences_page(), hint
-    assert RESULTS.read_text() == results_page(), hint
+def test_results_page_is_current():
+    page = (DOCS / "results.md").read_text()
+    assert page == results_page(), "python scripts/write_docs.py updates it"

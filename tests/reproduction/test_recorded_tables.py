@@ -20,9 +20,9 @@ from reproduction.config import Config
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.latency import read_latency
 from reproduction.studies.plan import Point
+from reproduction.studies.results import study_table
 from reproduction.studies.runs import read_runs, upgrade
 from reproduction.studies.study import papers_studies
-from reproduction.studies.tables import study_table
 from reproduction.system.errors import UserError
 from tests.reproduction.tables import points_at
 

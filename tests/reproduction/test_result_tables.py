@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 from scipy.stats import false_discovery_control, ttest_rel
 
 from reproduction.runs.folder import run_hash
-from reproduction.studies.results import csv, latex, markdown
 from reproduction.studies.runs import read_runs
-from reproduction.studies.tables import compare, holm, p_text, spread, statistics
+from reproduction.studies.tables import compare, holm, number, p_text, spread, statistics
 from tests.reproduction.tables import Configs, result, write_run
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
@@ -124,7 +124,8 @@ def test_other_scales_and_data_are_marked_and_not_compared_with_the_paper(
     assert smoke.mark == "smoke scale" and "top1_last_minus_paper" not in smoke.numbers
     other = result(tmp_path, "table3", dataset="cifar10")
     assert other.mark == "cifar10 instead of CIFAR-100"
-    assert "> **WARNING. SMOKE SCALE: not the paper's experiments.**" in markdown(smoke)
+    page, _ = smoke.write(tmp_path)
+    assert "> **WARNING. SMOKE SCALE: not the paper's experiments.**" in page.read_text()
     assert result(tmp_path, "table1").mark is None
 
 
@@ -146,16 +147,11 @@ def test_notes_say_what_is_significant_shared_and_left_out(tmp_path: Path, confi
 
 def test_formats_hold_the_same_table(tmp_path: Path, configs: Configs):
     two_rows(tmp_path, configs)
-    table1 = result(tmp_path, "table1")
-    text = markdown(table1)
+    page, csv = result(tmp_path, "table1").write(tmp_path)
+    text = page.read_text()
     assert r"| CCT-7/3x1(1500)\*" in text and "## CIFAR-100" in text and "## Parameters" in text
-    assert "84.00 +/- 1.00" in text and "+0.69" in text
-    tex = latex(table1)
-    assert (
-        r"84.00 $\pm$ 1.00" in tex and r"\toprule" in tex and r"\label{tab:table1-full-CIFAR" in tex
-    )
-    (tmp_path / "x.csv").write_text(csv(table1))
-    numbers = pd.read_csv(tmp_path / "x.csv")
+    assert "84.00 +/- 1.00" in text and "+0.69" in text and "top-5" not in text
+    numbers = pd.read_csv(csv)
     row = numbers[numbers.label == HTM].iloc[0]
     assert (row.top1_last_mean, row.seeds, row.scale) == (84.0, "0;1;2", "full")
     assert len(numbers) == 8 + 28
@@ -166,7 +162,12 @@ def test_formats_hold_the_same_table(tmp_path: Path, configs: Configs):
     [((82.875, 0.125), "82.88 +/- 0.12"), ((80.0, math.nan), "80.00"), ((None, None), "-")],
 )
 def test_spread_is_a_mean_with_its_deviation(values: tuple[Any, Any], text: str):
-    assert spread(*values) == text
+    row = SimpleNamespace(top1_mean=values[0], top1_std=values[1])
+    assert spread(row, "top1") == text
+    assert (
+        number(row, "top1_mean", ".1f") == ("-" if values[0] is None else f"{values[0]:.1f}")
+        and number(row, "absent", "") == "-"
+    )
 
 
 def test_p_values_have_three_decimals_or_two_digits():

@@ -8,15 +8,23 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_rel
 
+from reproduction.commands.jobs import resolve
+from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
+from reproduction.studies.publish import publish
 from reproduction.studies.runs import left, newest, read_runs, state_text, upgrade
-from reproduction.studies.sweeps import RunsTable, value_text
+from reproduction.studies.sweeps import draw_runs, runs_table
+from reproduction.studies.tables import Table, value_text
 from reproduction.system.errors import UserError
 from scripts import runs as script
 from tests.reproduction.conftest import SMALL, Command, config_of
 from tests.reproduction.tables import set_time, write_metrics, write_run
 
 PLAIN = ["augmentation=[]"]
+
+
+def text(table: Table) -> str:
+    return "\n".join(table.lines())
 
 
 def runs_of(outputs: Path, *variants: list[str], seeds: int = 2) -> None:
@@ -109,46 +117,84 @@ def test_training_writes_what_upgrade_digs_out(command: Command, tmp_path: Path)
     assert (dug["mixed_share"], dug["mixed_samples"]) == (1, 20)
 
 
+@pytest.mark.usefixtures("unevaluated")
+def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, tmp_path: Path):
+    args = ["name=mine", "augmentation=[]", "recipe.max_steps=2", *SMALL]
+    assert command("train", *args).status == 0
+    run, results, hub = RunFolder(tmp_path / "outputs/mine"), tmp_path / "results", tmp_path / "hub"
+    summary = run.read_summary()
+    hub.mkdir()
+    with pytest.raises(UserError, match="hub: exists already, move it away or name another folder"):
+        publish(run.path, results, hub)
+    hub.rmdir()
+    for changes, reason in (
+        ({"status": "interrupted"}, "run=mine: is not finished"),
+        ({"steps": 9}, r"last\.pt: is not from the last step of the run"),
+        ({"mixed_share": ...}, r"lacks .*mixed_share.*; python scripts/runs\.py --upgrade adds"),
+    ):
+        changed = {key: x for key, x in {**summary, **changes}.items() if x is not ...}
+        run.summary_path.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=reason):
+            publish(run.path, results, hub)
+        assert not results.exists() and not hub.exists()
+    run.summary_path.write_text(json.dumps(summary))
+    for number in range(2):  # the line of the same run is replaced
+        path = publish(run.path, results, tmp_path / f"hub{number}")
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["name"] == "mine" and path.name == "others.jsonl"
+
+
 def test_runs_table_shows_what_differs_grouped_over_seeds(tmp_path: Path):
     taus = [[f"augmentation.htm.tau={tau}"] for tau in (2.5, 0.5, "inf")]
     runs_of(tmp_path, *taus)
-    table = RunsTable(read_runs(tmp_path))
-    assert table.varied == {"tau": "augmentation.htm.tau"} and table.following == []
+    table = runs_table(read_runs(tmp_path))
     shown = table.shown()
-    assert shown.columns.tolist() == ["tau", "n", "top-1 last", "best", "mixed samples", "status"]
+    assert shown.columns.tolist() == ["tau", "n", "last", "best", "mixed", "status"]
     assert shown.tau.tolist() == ["0.5", "2.5", "inf"]
-    assert shown["top-1 last"].tolist() == [
+    assert shown["last"].tolist() == [
         "63.50 +/- 0.71",
         "60.50 +/- 0.71",
         "66.50 +/- 0.71",
     ]
     assert set(shown.n) == {"2"} and set(shown.status) == {"finished"}
-    assert shown["mixed samples"][0] == "25.00 +/- 0.00 %"
-    assert "cct_2_3x2, digits, htm+vtm: 6 runs, 6 finished; " in table.text()
+    assert shown["mixed"][0] == "25" and "differs as well" not in text(table)
+    assert "cct_2_3x2, digits, htm+vtm: 6 runs, 6 finished; " in text(table)
 
 
 def test_runs_table_names_models_and_stacks_instead_of_all_their_keys(tmp_path: Path):
     runs_of(tmp_path, ["augmentation=[htm]"], PLAIN, [*PLAIN, "model=vit_lite_6_4"], seeds=1)
-    table = RunsTable(read_runs(tmp_path))
-    assert list(table.varied) == ["mixing", "model.name"] and table.following == []
+    table = runs_table(read_runs(tmp_path))
+    assert [*table.heads] == ["mixing", "model.name"] and "differs as well" not in text(table)
     assert table.shown()["mixing"].tolist() == ["htm", "none", "none"]
     assert table.shown().status.tolist() == ["finished"] * 3
 
 
 def test_runs_table_lists_keys_that_follow_from_its_columns(tmp_path: Path):
     runs_of(tmp_path, [*PLAIN, "recipe.lr=0.1"], [*PLAIN, "recipe.lr=0.2", "recipe.epochs=3"])
-    table = RunsTable(read_runs(tmp_path))
-    assert [*table.varied.values(), *table.following[:1]] == ["recipe.epochs", "recipe.lr"]
-    assert "differs as well: recipe.lr" in table.text()
+    table = runs_table(read_runs(tmp_path))
+    assert [*table.heads] == ["epochs"] and "differs as well: recipe.lr" in text(table)
+
+
+def test_keys_that_do_not_come_with_a_data_set_are_listed(tmp_path: Path):
+    cifar = ["dataset=cifar10", "dataset.validation=0.1", "model.depth=3"]
+    runs_of(tmp_path, [*PLAIN, "dataset.limit=60"], [*PLAIN, *cifar], seeds=1)
+    table = runs_table(read_runs(tmp_path))
+    assert [*table.heads] == ["dataset.name"]
+    assert "differs as well: dataset.limit, dataset.validation, model.depth\n" in text(table) + "\n"
+
+
+def test_runs_may_differ_in_what_is_also_measured(tmp_path: Path):
+    runs_of(tmp_path, [*PLAIN, "devices=1"], [*PLAIN, "devices=2"])
+    assert runs_table(read_runs(tmp_path)).shown().devices.tolist() == ["1", "2"]
 
 
 def test_runs_table_shows_unfinished_and_unusable_runs(tmp_path: Path):
     write_run(tmp_path, config_of(), 0)
     write_run(tmp_path, config_of(), 1, status="failed", error="CUDA | out\nof memory", epochs=3)
     (tmp_path / "foreign").mkdir()
-    text = RunsTable(read_runs(tmp_path)).text()
-    assert "1 finished; seed 1 failed after epoch 3 of 28" in text
-    assert "run1: CUDA | out of memory" in text and "no runs: 1 folders (foreign)" in text
+    page = text(runs_table(read_runs(tmp_path)))
+    assert "1 finished; seed 1 failed after epoch 3 of 28" in page
+    assert "run1: CUDA | out of memory" in page and "no runs: 1 folders (foreign)" in page
 
 
 def test_against_tests_rows_that_differ_in_one_setting(tmp_path: Path):
@@ -158,17 +204,17 @@ def test_against_tests_rows_that_differ_in_one_setting(tmp_path: Path):
     for number, overrides in enumerate(points):
         for seed, top1 in enumerate([50.0, 52.0, 55.0]):
             write_run(tmp_path, config_of(*overrides), seed, top1=top1 + number * (seed + 1))
-    table = RunsTable(read_runs(tmp_path))
-    table.against("tau=1")
+    runs = read_runs(tmp_path)
+    table = runs_table(runs, "tau=1")
     by_values = table.numbers.set_index(["tau", "rho"])
     row, base = by_values.loc[(2.0, 1.0)], by_values.loc[(1.0, 1.0)]
     test = ttest_rel([53, 58, 64], [51, 54, 58])
     assert row.difference == pytest.approx(4) and row.test_p == pytest.approx(test.pvalue)
     assert pd.isna(base.difference) and row.test_p_holm >= row.test_p
     with pytest.raises(UserError, match="against=lr=1: must be one of tau="):
-        table.against("lr=1")
+        runs_table(runs, "lr=1")
     with pytest.raises(UserError, match="against=tau=7: tau must be one of 1, 2"):
-        RunsTable(read_runs(tmp_path)).against("tau=7")
+        runs_table(runs, "tau=7")
 
 
 @pytest.mark.parametrize(
@@ -185,12 +231,13 @@ def test_against_tests_rows_that_differ_in_one_setting(tmp_path: Path):
 def test_plot_shows_one_or_two_settings(tmp_path: Path, variants: list[list[str]], is_drawn: bool):
     runs_of(tmp_path / "outputs", *([*PLAIN, *variant] for variant in variants))
     path = tmp_path / "plot.png"
-    assert RunsTable(read_runs(tmp_path / "outputs")).draw(path) == is_drawn == path.exists()
+    runs = read_runs(tmp_path / "outputs")
+    assert draw_runs(runs_table(runs), runs, path) == is_drawn == path.exists()
 
 
 def test_values_are_shown_as_on_the_command_line():
-    values = [True, [0, 0.5], None, float("inf"), 1e-5, "x" * 50]
-    texts = ["true", "[0,0.5]", "-", "inf", "1e-05", "x" * 37 + "..."]
+    values = [True, [0, 0.5], None, float("inf"), 1e-5, "x" * 90]
+    texts = ["true", "[0,0.5]", "-", "inf", "1e-05", "x" * 77 + "..."]
     assert [value_text(value) for value in values] == texts
 
 
@@ -209,7 +256,7 @@ def test_script_prints_the_table_and_writes_numbers(tmp_path: Path, monkeypatch,
     csv = tmp_path / "x.csv"
     assert call(monkeypatch, outputs, "--csv", csv, "--against", "lr=0.1") == 0
     out = capsys.readouterr().out
-    assert re.search(r"\| lr +\| +n \| +top-1 last \| +best \| .* difference \|", out)
+    assert re.search(r"\| lr +\| +n \| +last \| +best \| .* difference \|", out)
     numbers = pd.read_csv(csv)
     assert numbers.top1_last_mean.tolist() == [60.5, 63.5] and numbers.seeds.tolist() == ["0;1"] * 2
     assert call(monkeypatch, tmp_path / "nowhere") == 2
@@ -226,14 +273,22 @@ def test_sweep_ends_with_its_table_and_plot(command: Command, tmp_path: Path):
     result = command("train", "-m", *args)
     assert result.status == 0
     table = result.out.partition("\n\n")[2]
-    assert re.search(
-        r"^\| inf +\| +2 \| 10\.00 \+/- 0\.00 \| .* 100\.00 .* \| finished", table, re.M
-    )
+    assert re.search(r"^\| inf +\| +2 \| 10\.00 \+/- 0\.00 \| .* \| +100 \| finished", table, re.M)
     assert result.out.rstrip().endswith("4 of 4 runs are finished")
     report = tmp_path / "outputs/report"
     assert {path.name for path in report.iterdir()} == {"tau.csv", "tau.png", "tau.pdf"}
     names = [path.name for path in (tmp_path / "outputs").glob("cct_*")]
     assert len(names) == 4 and all("-tau=" in name and "-limit=60-" in name for name in names)
+
+
+def test_settings_of_a_launcher_are_not_in_the_name_of_a_run():
+    """Its processes do not know them; a sweep's end looks for the folders that they made."""
+    launcher = ["hydra/launcher=parallel", "hydra.launcher.n_jobs=2"]
+    names = [
+        resolve(compose("train", [*words, "augmentation.htm.tau=1"])).name
+        for words in (launcher, [])
+    ]
+    assert names[0] == names[1] and "-tau=1-s0-" in str(names[0])
 
 
 @pytest.mark.usefixtures("unevaluated")

@@ -95,22 +95,23 @@ def test_rows_of_one_configuration_share_their_runs():
 
 def test_settings_replace_data_sets_and_folders():
     settings = Settings(data="elsewhere")
-    roots = {point.config.dataset.name: point.config.dataset.root for point in _points(settings)}
+    points = [point for name in ("table1", "table2") for point in _points(settings, name)]
+    roots = {point.config.dataset.name: point.config.dataset.root for point in points}
     assert roots == {
         "cifar10": "elsewhere",
         "cifar100": "elsewhere",
         "imagenet1k": "elsewhere/imagenet",
     }
     other = Settings(scale="short", dataset="image_folder", data="mine", devices=2)
-    configs = [point.config for point in _points(other)]
+    configs = [point.config for name in ("table1", "table2") for point in _points(other, name)]
     assert {(x.dataset.name, x.dataset.root, x.devices) for x in configs} == {
         ("image_folder", "mine", 2)
     }
     assert {x.recipe.epochs for x in configs} == {151, 3}
 
 
-def _points(settings: Settings) -> list[Any]:
-    return points_of(studies_of("all"), settings)
+def _points(settings: Settings, name: str = "all") -> list[Any]:
+    return points_of(studies_of(name), settings)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,10 @@ def changed(tmp_path: Path, **values: object) -> Path:
         ),
         ({"rows": {"htm": {"against": "table9/x"}}}, "against=table9/x: must be one of"),
         ({"rows": {}}, "rows: must name one row at least"),
+        (
+            {"rows": {}, "sweep": {"key": "recipe.lr", "values": [1], "own": "table4/full"}},
+            "sweep.own=table4/full: must be a row of the paper with a baseline",
+        ),
         ({"rows": {"a/b": []}}, "rows.a/b"),
         ({"seeds": 0}, "seeds: "),
         ({"row": {}}, "row: "),
@@ -244,7 +249,8 @@ def test_find_runs_prefers_the_finished_folder_of_a_run(tmp_path: Path):
     ],
 )
 def test_settings_choose_the_folder_of_the_data(changes: Any, label: str, root: str | None):
-    (point,) = (x for x in _points(Settings(**changes)) if x.label == label)
+    points = _points(Settings(**changes), label.partition("/")[0])
+    (point,) = (x for x in points if x.label == label)
     assert point.config.dataset.root == root
     assert point.config.dataset.name == changes.get("dataset", point.config.dataset.name)
 

@@ -1,4 +1,4 @@
-"""Figures of trained models: images, mixed pairs, the distribution of the difficulty."""
+"""Figures of trained models: images, mixed pairs, and the report of a run."""
 
 import dataclasses
 import re
@@ -21,15 +21,14 @@ from reproduction.reporting.gallery import (
     _over_image,
     _quote,
     _telling,
-    deciding_saliency,
     draw_pairs,
-    image_difficulty,
 )
 from reproduction.reporting.trained import (
     Trained,
     affordable,
     batch_size,
     block_inputs,
+    observe,
     some_images,
 )
 from reproduction.runs.folder import RunFolder
@@ -51,8 +50,8 @@ def trained(*overrides: str) -> Trained:
 def test_some_images_are_a_fixed_order_with_smoothed_labels():
     run = trained()
     many, few = some_images(run, 12), some_images(run, 5)
-    for part, first, cut in zip(many, few, many.first(5), strict=True):
-        assert torch.equal(part[:5], first) and torch.equal(first, cut)
+    for part, first in zip(many, few, strict=True):
+        assert torch.equal(part[:5], first)
     torch.testing.assert_close(many.targets.sum(dim=1), torch.ones(12))
     torch.testing.assert_close(many.targets.amax(dim=1), torch.full((12,), 0.91))
     assert torch.equal(many.targets.argmax(dim=1), many.classes)
@@ -75,14 +74,6 @@ def test_block_inputs_stop_at_the_requested_block():
     assert (len(full), len(part)) == (4, 2)
     assert torch.equal(full[1].tokens, part[1].tokens)
     assert not any(block._forward_pre_hooks for block in run.module.model.blocks)
-
-
-def test_image_difficulty_equals_that_of_a_training_pass():
-    run = trained()
-    sample = some_images(run, 20)
-    run.module.train().model.eval()
-    expected = run.module(sample.images, sample.targets).stats["difficulty"]
-    assert image_difficulty(run.module, sample).mean() == pytest.approx(float(expected))
 
 
 def test_draw_pairs_is_reproducible_with_any_class_names(tmp_path: Path):
@@ -128,7 +119,7 @@ def test_deciding_saliency_is_what_the_mask_compares():
     run = trained(*MIXING)
     sample = some_images(run, 20)
     mix = run.module.mixed_pairs(sample.images, sample.targets)
-    saliency = deciding_saliency(run, sample)
+    _, saliency = observe(run.module, 1, sample.images, sample.targets)
     gaps = saliency[mix.donor] - saliency
     assert mix.mask.any() and bool((gaps[mix.mask] > 0).all())
 
@@ -161,7 +152,7 @@ def test_report_states_why_figures_are_missing(command: Command, tmp_path: Path)
         "\nmixed_pairs.png is not drawn: the trained model mixes none of 20 images at block 1.\n"
         in page
     )
-    assert "](saliency.png)" in page and "](difficulty.png)" in page
+    assert "](saliency.png)" in page and "Top-1 and loss on the held-out images" in page
     assert re.search(
         r"^# mine\n\ncct_2_3x2 \([\d,]+ parameters\), trained on 60 images of digits with "
         r"htm\+vtm, seed 0, on .+: top-1 [\d.]+ % \(best [\d.]+ %\) after 1 epoch in [\w ]+ s\.\n",

@@ -13,7 +13,7 @@ from reproduction.data.sources import load_source
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.publish import publish
 from reproduction.studies.runs import read_runs
-from reproduction.studies.sweeps import RunsTable
+from reproduction.studies.sweeps import runs_table
 from reproduction.system.errors import UserError
 from reproduction.training import loop
 from reproduction.training.loop import Trainer
@@ -92,12 +92,12 @@ def test_test_set_is_evaluated_once_for_the_last_and_the_selected_epoch(
             scores["top1"],
             scores["top5"],
         ]
-    table = RunsTable(read_runs(tmp_path / "outputs"))
+    table = runs_table(read_runs(tmp_path / "outputs"))
     shown = table.shown().iloc[0]
-    assert [shown[x] for x in ("top-1 last", "validation", "selected")] == [
+    assert [shown[x] for x in ("last", "validation", "selected")] == [
         f"{summary[x]:.2f}" for x in ("top1_last", "val_top1_last", "top1_selected")
     ]
-    assert "best" not in shown and "on the validation split, to choose by" in table.text()
+    assert "best" not in shown and "on the validation split, to choose by" in "".join(table.notes)
     with pytest.raises(UserError, match="has a validation split"):
         publish(run.path, tmp_path / "results", tmp_path / "published")
     report = run.report_path.read_text()

@@ -72,7 +72,8 @@ def _changes(composed: Composed) -> list[str]:
     return [
         text
         for key, text in composed.overrides.items()
-        if changes_result(key) and key != "seed" and (key == "recipe" or not options_of(key))
+        if changes_result(key) and (key == "recipe" or not options_of(key))
+        if key != "seed" and not key.startswith("hydra")
     ]
 
 

@@ -1,7 +1,8 @@
-"""The style of all figures, and the curves of one run, drawn from its metrics.jsonl."""
+"""The style of all figures, the curves of one run, and the confusion matrix of an evaluation."""
 
+import csv
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from reproduction.reporting.curves import Line, running_mean
 from reproduction.system.storage import replacing
 
 # The colour-blind safe palette of Okabe and Ito
@@ -29,12 +30,32 @@ STYLE: Any = {
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
+Line = dict[str, Any]  # of metrics.jsonl
+MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
+MOST_COUNTS = 15  # classes whose cells hold their counts
+LONGEST = 16  # characters of a class name
 DPI = 150
 NO_ROLLOUT = "no full rollout, since no later block attends to all tokens"
-
-
-class Missing(Exception):
-    """The reason why a figure cannot be drawn, and the remedy."""
+CAPTIONS = {  # of the pictures of a run
+    "accuracy.png": (
+        "Top-1 and loss on the {images} images, and training loss. The circle is the best epoch."
+    ),
+    "mixed_samples.png": (
+        "Easy samples, which HTM mixes, and the tokens that it replaces in each (dots: batches; "
+        "line: running mean)."
+    ),
+    "mixed_pairs.png": (
+        "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
+        "token is taken where the donor is more salient by more than rho; both maps share a scale. "
+        "Patches from the donor are orange; they stand for tokens, which mix inside the network."
+    ),
+    "saliency.png": (
+        "Saliency of the tokens that enter HTM's first block, by gradient and by attention (full "
+        "rollout, and one step, which HTM uses), on images without augmentation. Each map is "
+        "scaled from its minimum to its maximum; entropies are means over a batch, lower is "
+        "sharper."
+    ),
+}
 
 
 @contextmanager
@@ -87,13 +108,10 @@ def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
         accuracy.plot(epoch, [line[key] for line in epochs], color=GREEN, marker=".")
         best = max(epochs, key=lambda line: line[key])
-        accuracy.annotate(
-            f"best {best[key]:.2f} %",
-            (best["epoch"], best[key]),
-            xytext=(0, -14),
-            textcoords="offset points",
-            ha="center",
-        )
+        label = f"best: {best[key]:.2f} %, epoch {best['epoch']}"
+        circle: Any = {"color": VERMILION, "fillstyle": "none", "markersize": 9}
+        accuracy.plot(best["epoch"], best[key], "o", label=label, **circle)
+        accuracy.legend()
         accuracy.set_ylabel(f"{images} top-1 [%]")
         _scatter_with_mean(loss, x, [line["loss"] for line in steps], BLUE, "training")
         held_out = [line[loss_key] for line in epochs]
@@ -113,6 +131,14 @@ def _scatter_with_mean(
     axes.plot(x, running_mean(y, max(1, len(y) // 50)), color=color, label=label)
 
 
+def running_mean(values: Sequence[float], window: int) -> np.ndarray:
+    """Averages a window around each value; the window is cut off at the ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    start = np.arange(len(values)) - window // 2
+    first, end = np.maximum(start, 0), np.minimum(start + window, len(values))
+    return (sums[end] - sums[first]) / (end - first)
+
+
 def copy_picture(source: Path, target: Path, mark: str | None) -> None:
     """Copies a picture and its .pdf; with a `mark` it is redrawn as an image below the mark."""
     if mark is None:
@@ -125,3 +151,47 @@ def copy_picture(source: Path, target: Path, mark: str | None) -> None:
     with figure(target, figsize=size, mark=mark) as axes:
         axes.imshow(image, interpolation="lanczos")
         axes.set_axis_off()
+
+
+def draw_confusion(result: Path) -> Path:
+    """Draws `<result>-confusion.csv` as a .png, which it returns, and a .pdf beside it."""
+    table = result.with_name(f"{result.stem}-confusion.csv")
+    with table.open(newline="") as file:
+        (_, *classes), *rows = csv.reader(file)
+    counts = np.array([row[1:] for row in rows], dtype=np.int64)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    side = 2.5 + 0.3 * min(len(classes), MOST_NAMES)
+    picture = table.with_suffix(".png")
+    with figure(picture, 1, 2, figsize=(side + 2.5, side), sharey=True, width_ratios=(3, 1)) as (
+        matrix,
+        bars,
+    ):
+        matrix.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        matrix.set_xlabel("predicted")
+        matrix.set_ylabel("class")
+        _write_names(matrix, classes)
+        if len(classes) <= MOST_COUNTS:
+            _write_counts(matrix, counts, shares)
+        edges = np.arange(len(classes) + 1) - 0.5
+        settings: Any = {"orientation": "horizontal", "fill": True, "color": BLUE}
+        bars.stairs(
+            100 * shares.diagonal(), edges, **settings
+        )  # a thousand bars would take seconds
+        bars.set_xlim(0, 100)
+        bars.set_xlabel("top-1 [%]")
+    return picture
+
+
+def _write_names(axes: Axes, classes: list[str]) -> None:
+    if len(classes) > MOST_NAMES:
+        return
+    names = [x if len(x) <= LONGEST else f"{x[: LONGEST - 3]}..." for x in classes]
+    axes.set_xticks(range(len(names)), names, rotation=90)
+    axes.set_yticks(range(len(names)), names)
+
+
+def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
+    for (row, column), count in np.ndenumerate(counts):
+        if count:
+            color = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)

@@ -1,9 +1,8 @@
-"""Pictures of a trained run: mixed pairs, saliency (Figure 3), and the difficulty of its images.
+"""Pictures of a trained run: mixed pairs, and saliency (Figure 3).
 
 Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -15,22 +14,18 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from reproduction.reporting.figures import BLUE, NO_ROLLOUT, ORANGE, figure
-from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable
-from reproduction.system.storage import write_text
+from reproduction.reporting.figures import NO_ROLLOUT, ORANGE, figure
+from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable, observe
 from tokenmixup import HorizontalMix, find_encoder
-from tokenmixup.detectors import Detector, by_gradient, by_rollout, detector_of
+from tokenmixup.detectors import Detector, by_gradient, by_rollout
 from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import input_gradient
-from tokenmixup.scorenet import difficulty
 
 PAIRS = 3
 LONGEST = 13  # characters of a class name
 TINT = 0.35  # share of the colour of replaced tokens
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
-AT_ONCE = 64  # images per forward pass
-BINS = 40
 
 
 def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
@@ -50,25 +45,12 @@ def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
     if not chosen:
         number, block = len(sample.images), htm.layers[0]
         raise ValueError(f"the trained model mixes none of {number} images at block {block}")
-    saliency = deciding_saliency(trained, sample)
+    _, saliency = observe(trained.module, htm.layers[0], sample.images, sample.targets)
     pictures = displayable(sample.images, trained.config)
     names = [_quote(trained.source.classes[target]) for target in sample.classes]
     with figure(path, len(chosen), 5, figsize=(9.2, 2.5 * len(chosen)), squeeze=False) as axes:
         for row, i in zip(axes, chosen, strict=True):
             _draw_pair(row, mix, i, pictures, names, saliency)
-
-
-@torch.no_grad()
-def deciding_saliency(trained: Trained, sample: Sample) -> Tensor:
-    """Returns the saliency `b t` by the run's own detector at the first HTM block."""
-    module: Any = trained.module
-    htm = next(iter(module.htm.each.values()))
-    layer = module.htm.layers[0]
-    entry = block_inputs(module.model, sample.images, layer)[layer]
-    if htm.detector == "gradient":
-        with torch.enable_grad():
-            entry.pixels = input_gradient(module.model, sample.images, sample.targets)
-    return detector_of(htm)(entry).float().cpu()
 
 
 def _draw_pair(
@@ -143,8 +125,8 @@ def _frames(grid: np.ndarray, size: int) -> LineCollection:
 def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:
     """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
-    Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats,
-    and writes them to a .json beside `path`. Raises ValueError as in `saliency_maps`.
+    Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats.
+    Raises ValueError as in `saliency_maps`.
     """
     maps = saliency_maps(trained.module, sample.images, sample.targets)
     sharpness = {name: entropy(saliency) for name, saliency in maps.items()}
@@ -163,9 +145,7 @@ def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str
             ax.set_title(f"{name.replace('_', ' ')}\nentropy {nats:.2f} nats")
         if "full_rollout" not in maps:
             axes[0][0].figure.supxlabel(NO_ROLLOUT, fontsize="small")
-    sharpness["uniform"] = math.log(maps["one_step"].shape[1])
-    write_text(path.with_suffix(".json"), json.dumps(sharpness, indent=2) + "\n")
-    return sharpness
+    return sharpness | {"uniform": math.log(maps["one_step"].shape[1])}
 
 
 def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -199,27 +179,3 @@ def entropy(saliency: Tensor) -> float:
     """Returns the mean entropy in nats of saliencies `b t`, each normalised to sum 1."""
     share = saliency / saliency.sum(dim=1, keepdim=True)
     return float(torch.special.entr(share).sum(dim=1).mean())
-
-
-def draw_difficulty(path: Path, trained: Trained, sample: Sample) -> None:
-    """Draws a histogram of the difficulty of `sample`."""
-    assert trained.module.htm is not None
-    nats, tau = image_difficulty(trained.module, sample), trained.module.htm.first.tau
-    with figure(path, figsize=(6, 3)) as ax:
-        ax.hist(nats, BINS, color=BLUE)
-        if nats.min() < tau < nats.max():
-            ax.axvline(tau, color=ORANGE)
-        ax.set_title(f"{np.mean(nats < tau):.0%} of {len(nats)} images are easy (tau = {tau:g})")
-        ax.set_xlabel("difficulty [nats]")
-        ax.set_ylabel("images")
-
-
-@torch.no_grad()
-def image_difficulty(module: Any, sample: Sample) -> np.ndarray:
-    """Returns the difficulty `b` of each image in nats, by ScoreNet at the first HTM block."""
-    layer, parts = module.htm.first.layer, []
-    batches = (part.split(AT_ONCE) for part in (sample.images, sample.targets))
-    for images, targets in zip(*batches, strict=True):
-        entry = block_inputs(module.model, images, layer)[layer]
-        parts.append(difficulty(module.scorenet(entry.tokens, entry.num_prefix_tokens), targets))
-    return torch.cat(parts).cpu().numpy()

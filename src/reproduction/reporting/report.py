@@ -6,38 +6,15 @@ from typing import Any
 import torch
 
 from reproduction.config import Config
-from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples
-from reproduction.reporting.gallery import draw_difficulty, draw_pairs, draw_saliency_maps
-from reproduction.reporting.trained import affordable, batch_size, load_trained, some_images
+from reproduction.reporting.figures import CAPTIONS, draw_accuracy, draw_mixed_samples
+from reproduction.reporting.gallery import draw_pairs, draw_saliency_maps
+from reproduction.reporting.trained import batch_size, load_trained, some_images
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import clear_leftovers, write_text
 from reproduction.system.terminal import say, warn
-
-MANY = 512  # images of the histogram of difficulty
-CAPTIONS = {
-    "accuracy.png": "Held-out (or validation) accuracy and loss, and training loss.",
-    "mixed_samples.png": (
-        "Easy samples, which HTM mixes, and the tokens that it replaces in each (dots: batches; "
-        "line: running mean)."
-    ),
-    "mixed_pairs.png": (
-        "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
-        "token is taken where the donor is more salient by more than rho; both maps share a scale. "
-        "Patches from the donor are orange; they stand for tokens, which mix inside the network."
-    ),
-    "saliency.png": (
-        "Figure 3: saliency of the tokens that enter HTM's first block, by gradient and by "
-        "attention, on images without augmentation. Each map is scaled from its minimum to its "
-        "maximum; entropies are means over a batch."
-    ),
-    "difficulty.png": (
-        "Difficulty of training images without augmentation at HTM's first block; those below tau "
-        "are easy. The difficulty includes the entropy of smoothed labels."
-    ),
-}
 
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
@@ -73,7 +50,8 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
     steps = [line for line in steps if not line.get("skipped")]
     if not steps or not epochs:
         return []  # the metrics of the finished run are lost
-    sections = [_picture("accuracy.png")]
+    images = "validation" if "val_top1" in epochs[0] else "held-out"
+    sections = [_picture("accuracy.png").format(images=images)]
     has_htm = config.augmentation.htm is not None
     try:
         draw_accuracy(folder.path / "accuracy.png", steps, epochs)
@@ -92,18 +70,13 @@ def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
     """Draws the pictures of the trained model; errors become text, as the run is finished."""
     try:
         trained = load_trained(config, folder, config.device)
-        sample = some_images(trained, affordable(trained, MANY))
+        sample = some_images(trained, batch_size(trained))
     except (UserError, RuntimeError) as error:
         yield f"No pictures of the trained model: {_reason(error)}."
         return
-    batch = sample.first(batch_size(trained))
-    for name, draw, images in (
-        ("mixed_pairs.png", draw_pairs, batch),
-        ("saliency.png", draw_saliency_maps, batch),
-        ("difficulty.png", draw_difficulty, sample),
-    ):
+    for name, draw in (("mixed_pairs.png", draw_pairs), ("saliency.png", draw_saliency_maps)):
         try:
-            draw(folder.path / name, trained, images)
+            draw(folder.path / name, trained, sample)
             yield _picture(name)
         except (ValueError, RuntimeError) as error:
             yield f"{name} is not drawn: {_reason(error)}."

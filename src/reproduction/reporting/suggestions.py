@@ -3,7 +3,7 @@
 Letters: b batch, t spatial tokens.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -12,23 +12,16 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
-from reproduction.reporting.trained import Trained, block_inputs, load_trained, training_batches
+from reproduction.reporting.trained import load_trained, observe, training_batches
 from reproduction.runs.folder import RunFolder
-from tokenmixup import HTM, Rules, difficulty, mix_horizontal
-from tokenmixup.detectors import detector_of
+from reproduction.studies.tables import as_markdown
+from tokenmixup import HTM, difficulty, mix_horizontal
 from tokenmixup.rules import rules_of
-from tokenmixup.saliency import input_gradient
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
-
-
-class Observed(NamedTuple):
-    """The inputs of HTM for one batch at a layer."""
-
-    difficulty: Tensor  # b, nats
-    saliency: Tensor  # b t
+Observed = tuple[Tensor, Tensor]  # of a batch: difficulty `b` in nats, saliency `b t`
 
 
 class Layer(NamedTuple):
@@ -37,10 +30,10 @@ class Layer(NamedTuple):
     layer: int
     tau: float  # the run's own
     rho: float
-    difficulty: np.ndarray  # nats, at QUANTILES
-    difference: np.ndarray  # saliency of donor - own, over matched pairs, at QUANTILES
-    samples: dict[float, float]  # by tau
-    tokens: dict[float, float]  # by rho; easy by the run's tau, or all if none is
+    difficulty: pd.Series  # nats, by quantile
+    difference: pd.Series  # saliency of donor - own, over matched pairs, by quantile
+    samples: pd.Series  # by tau
+    tokens: pd.Series  # by rho; easy by the run's tau, or all if none is
 
 
 def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
@@ -50,7 +43,7 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     """
     trained = load_trained(config, folder, config.device)
     assert trained.module.htm is not None
-    each = trained.module.htm.each
+    each, scorenets = trained.module.htm.each, trained.module.scorenets
     observed: dict[int, list[Observed]] = {layer: [] for layer in each}
     inputs = build_training_inputs(config, trained.device)
     parts = config.devices * config.recipe.grad_accum_steps  # pairs are matched within each
@@ -58,77 +51,56 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     for step, (pixels, classes) in enumerate(training_batches(trained, size, batches)):
         mixed = inputs(pixels, classes, config.seed, step, 0)
         targets = mixed.targets(len(trained.source.classes), config.recipe.label_smoothing)
-        for layer, htm in each.items():
-            observed[layer].append(_observe(trained, layer, htm, mixed.images, targets))
+        for layer in each:
+            entry, saliency = observe(trained.module, layer, mixed.images, targets)
+            with torch.no_grad():
+                scores = scorenets[str(layer)](entry.tokens, entry.num_prefix_tokens)
+            observed[layer].append((difficulty(scores, targets).cpu(), saliency))
     return [_layer(layer, htm, observed[layer]) for layer, htm in each.items()]
 
 
-@torch.no_grad()
-def _observe(trained: Trained, layer: int, htm: HTM, images: Tensor, targets: Tensor) -> Observed:
-    module: Any = trained.module
-    entry = block_inputs(module.model, images, layer)[layer]
-    if htm.detector == "gradient":
-        with torch.enable_grad():
-            entry.pixels = input_gradient(module.model, images, targets)
-    scores = module.scorenets[str(layer)](entry.tokens, entry.num_prefix_tokens)
-    return Observed(difficulty(scores, targets).cpu(), detector_of(htm)(entry).float().cpu())
-
-
 def _layer(layer: int, htm: HTM, observed: list[Observed]) -> Layer:
-    tau, rho = cast(float, htm.tau), htm.rho_for(observed[0].saliency.shape[1])
-    nats = torch.cat([one.difficulty for one in observed]).numpy()
-    easy = [one.difficulty < tau for one in observed]
-    if not any(bool(flags.any()) for flags in easy):
-        easy = [torch.ones_like(flags) for flags in easy]
-    rules = rules_of(htm)
-    pairs = {value: _pairs(observed, easy, value, rules) for value in sorted({*RHOS, rho})}
+    tau, rho = cast(float, htm.tau), htm.rho_for(observed[0][1].shape[1])
+    nats = torch.cat([difficulty for difficulty, _ in observed]).numpy()
+    limit = tau if (nats < tau).any() else float("inf")
+    pairs = {value: _pairs(htm, observed, limit, value) for value in sorted({*RHOS, rho})}
     return Layer(
         layer,
         tau,
         rho,
-        np.quantile(nats, QUANTILES),
-        np.quantile(pairs[rho][1], QUANTILES),
-        {value: float(np.mean(nats < value)) for value in sorted({*TAUS, tau})},
-        {value: share for value, (share, _) in pairs.items()},
+        pd.Series(np.quantile(nats, QUANTILES), QUANTILES),
+        pd.Series(np.quantile(pairs[rho][1], QUANTILES), QUANTILES),
+        pd.Series({value: float(np.mean(nats < value)) for value in sorted({*TAUS, tau})}),
+        pd.Series({value: share for value, (share, _) in pairs.items()}),
     )
 
 
-def _pairs(
-    observed: list[Observed], easy: list[Tensor], rho: float, rules: Rules
-) -> tuple[float, np.ndarray]:
+def _pairs(htm: HTM, observed: list[Observed], tau: float, rho: float) -> tuple[float, np.ndarray]:
     """Returns the share of replaced tokens of easy samples, and all differences of their pairs."""
     masks, differences = [], []
-    for one, is_easy in zip(observed, easy, strict=True):
-        labels, difficulty = torch.zeros(len(is_easy), 1), (~is_easy).float()
-        tokens = one.saliency[..., None]
-        mix = mix_horizontal(tokens, labels, one.saliency, difficulty, 1.0, rho, rules)
-        masks.append(mix.mask[is_easy].flatten().float())
-        differences.append((one.saliency[mix.donor] - one.saliency)[is_easy].flatten())
-    mask = torch.cat(masks)
-    return float(mask.mean()), torch.cat(differences).numpy()
+    for nats, saliency in observed:
+        tokens, labels = saliency[..., None], torch.zeros(len(nats), 1)
+        mix = mix_horizontal(tokens, labels, saliency, nats, tau, rho, rules_of(htm))
+        masks.append(mix.mask[nats < tau].flatten().float())
+        differences.append((saliency[mix.donor] - saliency)[nats < tau].flatten())
+    return float(torch.cat(masks).mean()), torch.cat(differences).numpy()
 
 
 def as_text(layer: Layer) -> str:
     """Returns Markdown tables: quantiles, samples by tau, tokens by rho; `*` is the run's own."""
-    quantiles = {
-        "": ["difficulty in nats", "saliency of donor - own"],
-        **{
-            f"{q:.0%}": [f"{nats:.3f}", f"{gap:+.5f}"]
-            for q, nats, gap in zip(QUANTILES, layer.difficulty, layer.difference, strict=True)
-        },
-    }
-    tables = [quantiles]
-    for name, label, shares, own in (
-        ("tau", "easy samples", layer.samples, layer.tau),
-        ("rho", "tokens replaced in each", layer.tokens, layer.rho),
-    ):
-        columns = {f"{x:g}{' *' * (x == own)}": [f"{share:.1%}"] for x, share in shares.items()}
-        tables.append({name: [label], **columns})
-    texts = [
-        pd.DataFrame(table).to_markdown(
-            index=False, disable_numparse=True, colalign=["left", *["right"] * (len(table) - 1)]
-        )
-        for table in tables
+    quantiles = [
+        ["difficulty in nats", *map("{:.3f}".format, layer.difficulty)],
+        ["saliency of donor - own", *map("{:+.5f}".format, layer.difference)],
+    ]
+    tables = [
+        pd.DataFrame(quantiles, columns=["", *map("{:.0%}".format, QUANTILES)]),
+        _shares("tau", "easy samples", layer.samples, layer.tau),
+        _shares("rho", "tokens replaced in each", layer.tokens, layer.rho),
     ]
     title = f"\nlayer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}"
-    return "\n\n".join([title, *texts])
+    return "\n\n".join([title, *(as_markdown(x, x.columns[:1]) for x in tables)])
+
+
+def _shares(name: str, label: str, shares: pd.Series, own: float) -> pd.DataFrame:
+    columns = [f"{value:g}{' *' * (value == own)}" for value in shares.index]
+    return pd.DataFrame([[label, *map("{:.1%}".format, shares)]], columns=[name, *columns])

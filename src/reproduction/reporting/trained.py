@@ -24,7 +24,9 @@ from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from tokenmixup import TokenMixup, find_encoder
+from tokenmixup.detectors import detector_of
 from tokenmixup.passes import BlockPass
+from tokenmixup.saliency import input_gradient
 
 BATCH = 64  # images per batch, if the batches of the run are not smaller
 LARGEST_FOR_A_CPU = 5e9  # MACs of one image; on a CPU, larger models get fewer images
@@ -45,9 +47,6 @@ class Sample(NamedTuple):
     images: Tensor  # b 3 h w, normalised
     classes: Tensor  # b
     targets: Tensor  # b c, smoothed as in the recipe
-
-    def first(self, count: int) -> "Sample":
-        return Sample(*(part[:count] for part in self))
 
 
 def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trained:
@@ -140,3 +139,13 @@ def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockPass]:
         for handle in handles:
             handle.remove()
     return inputs
+
+
+@torch.no_grad()
+def observe(module: Any, layer: int, images: Tensor, targets: Tensor) -> tuple[BlockPass, Tensor]:
+    """Returns the input of an HTM block, and the saliency `b t` by the block's own detector."""
+    htm, entry = module.htm.each[layer], block_inputs(module.model, images, layer)[layer]
+    if htm.detector == "gradient":
+        with torch.enable_grad():
+            entry.pixels = input_gradient(module.model, images, targets)
+    return entry, detector_of(htm)(entry).float().cpu()

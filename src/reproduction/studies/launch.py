@@ -267,25 +267,15 @@ def train_task(runs: Sequence[PlannedRun], number: int, device: str) -> NoReturn
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What each task of an array needs; `sbatch` holds further options of sbatch as they are.
+    """What each task of an array needs: `devices` processes, each with `cpus` cores.
 
-    `devices` processes are spread over `nodes`, each with `cpus` cores.
+    `sbatch` holds further options of sbatch as they are.
     """
 
     devices: int = 1
-    nodes: int = 1
     cpus: int = 8
     no_gpu: bool = False
     sbatch: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.devices % self.nodes:
-            raise UserError(f"nodes={self.nodes}: devices={self.devices} must divide over them")
-
-    @property
-    def processes(self) -> int:
-        """Processes per node."""
-        return self.devices // self.nodes
 
 
 def array_script(
@@ -296,24 +286,24 @@ def array_script(
     A task calls `command` with `--task N`, N being its place in the plan. Logs go to `root`/.slurm.
     Tasks need this folder, the runs, their data and Python under the same paths as here.
     """
-    numbers = [number for number, run in enumerate(runs) if not run.is_done()]
+    numbers = [str(number) for number, run in enumerate(runs) if not run.is_done()]
     environment = Environment(  # noqa: S701 - for bash; all values are quoted
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    gpus = [] if resources.no_gpu else [f"--gpus-per-node={resources.processes}"]
+    gpus = [] if resources.no_gpu else [f"--gpus-per-node={resources.devices}"]
     options = [
         f"--job-name={shlex.quote(study)}",
-        f"--array={_ranges(numbers)}",
+        f"--array={','.join(numbers)}",
         f"--output={shlex.quote(str(root.absolute() / '.slurm' / '%x-%A_%a.log'))}",
         "--open-mode=append",
         f"--signal=B:USR1@{GRACE_SECONDS}",
         "--requeue",
-        f"--nodes={resources.nodes}",
+        "--nodes=1",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={resources.cpus * resources.processes}",
+        f"--cpus-per-task={resources.cpus * resources.devices}",
         *gpus,
         *resources.sbatch,
     ]
@@ -324,16 +314,8 @@ def array_script(
         folder=shlex.quote(str(Path.cwd())),
         python=shlex.quote(sys.executable),
         command=shlex.join(command),
-        resources=resources,
-        grace=GRACE_SECONDS,
+        cpus=resources.cpus * resources.devices,
     )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Formats `0-3,5`."""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def sbatch_options(words: Sequence[str]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The options that scripts share: a study, its seeds, scale, data, devices and outputs."""
 
 import argparse
+import re
 from dataclasses import fields
 
 from reproduction.runs.compose import options_of
@@ -32,7 +33,6 @@ def study_parser(description: str | None) -> Parser:
         "slurm", "Other options are sbatch's own: --partition gpu --time 24:00:00 --mem 64G"
     )
     group.add_argument("--cpus", type=positive, help="cores of each process (default: 8)")
-    group.add_argument("--nodes", type=positive, help="that share the devices (default: 1)")
     group.add_argument("--no-gpu", action="store_const", const=True, help="train on CPUs")
     return options
 
@@ -57,9 +57,11 @@ def check_launcher(args: argparse.Namespace, others: list[str]) -> None:
     """Raises UserError for options that the launcher does not use; `others` are for sbatch."""
     if others and args.launcher != "slurm":
         raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
+    if any(re.match(r"(--nodes|-N)\b", word) for word in others):
+        raise UserError("nodes: must be left out, a task of an array uses one node")
     if args.launcher == "slurm" and args.jobs is not None:
         raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")
-    for name in ("cpus", "nodes", "no_gpu") if args.launcher != "slurm" else ():
+    for name in ("cpus", "no_gpu") if args.launcher != "slurm" else ():
         value = getattr(args, name)
         if value is not None and args.task is None:
             raise UserError(f"{name}={value}: goes with launcher=slurm only")

@@ -22,6 +22,7 @@ from reproduction.studies.study import (
     Settings,
     Study,
     papers_figures,
+    papers_row,
     papers_studies,
     read_study,
     rows_of,
@@ -29,6 +30,7 @@ from reproduction.studies.study import (
 from reproduction.system.errors import UserError
 
 ALL = "all"
+DEFAULTS = ("devices=1", "output_root='outputs'")  # left out, so that rows are composed once
 
 
 def names() -> list[str]:
@@ -50,6 +52,12 @@ class Point:
     @property
     def label(self) -> str:
         return f"{self.study}/{self.name}"
+
+    @property
+    def against(self) -> str | None:
+        """The label of the row that it is tested against."""
+        name = self.row.against
+        return name if name is None or "/" in name else f"{self.study}/{name}"
 
     @property
     def is_shown_only(self) -> bool:
@@ -105,42 +113,45 @@ def studies_of(name: str) -> dict[str, Study]:
     return {path.stem: read_study(path)}
 
 
-def points(name: str, study: Study, settings: Settings) -> Iterator[Point]:
-    """Yields the rows of a study that are trained at the scale. Images may be missing.
+def points_of(studies: Mapping[str, Study], settings: Settings) -> list[Point]:
+    """Returns the rows of studies that are trained at the scale. Images may be missing.
 
     Raises UserError for a row that cannot be composed, or a study without this scale.
     """
+    return [x for name, study in studies.items() for x in _points(name, study, settings)]
+
+
+def _points(name: str, study: Study, settings: Settings) -> Iterator[Point]:
     own = None if name in papers_studies() else study
     if own is not None:
-        _check_own(name, study, settings)
-    scale = settings.chosen
+        _check_own(name, own, settings)
+    only = settings.chosen.only if own is None else None
     for key, row in rows_of(study, settings.scale).items():
-        if own is not None or scale.only is None or row.column in scale.only:
+        if only is None or row.column in only:
             with error_context(f"{name}.yaml: {key}") if own is not None else nullcontext():
                 overrides = tuple(_overrides(row, own, settings))
                 config = _config(row, own, settings)
-            yield Point(study=name, name=key, row=row, overrides=overrides, config=config)
+            shown = row
+            if study.sweep is not None and key != BASELINE:
+                shown = _with_printed(row, study.sweep.own, config, settings)
+            yield Point(study=name, name=key, row=shown, overrides=overrides, config=config)
 
 
-def points_of(studies: Mapping[str, Study], settings: Settings) -> list[Point]:
-    """Returns the points of several studies; a sweep's own value has the printed accuracies."""
-    found = [point for name, study in studies.items() for point in points(name, study, settings)]
-    return [_with_printed(point, settings) for point in found]
+def _with_printed(row: Row, own: str, config: Config, settings: Settings) -> Row:
+    """Gives the value of a sweep that is the paper's own its printed accuracies."""
+    papers = papers_row(own)
+    if run_hash(_config(papers, None, settings)) != run_hash(config):
+        return row
+    return replace(row, row=f"{row.row} (as in Table {own[len('table')]})", printed=papers.printed)
 
 
 def keys_of(points: Sequence[Point], settings: Settings) -> dict[str, str]:
     """Returns the keys by label of all points and of the rows that they are tested against."""
     keys = {point.label: point.key for point in points}
-    for point in points:
-        if (base := against_of(point)) is not None and base not in keys:
+    for base in [point.against for point in points]:
+        if base is not None and base not in keys:
             keys[base] = run_hash(_config(papers_row(base), None, settings))
     return keys
-
-
-def against_of(point: Point) -> str | None:
-    """Returns the label of the row that a point is tested against."""
-    name = point.row.against
-    return name if name is None or "/" in name else f"{point.study}/{name}"
 
 
 def plan(name: str, settings: Settings, seeds: int | None = None) -> list[PlannedRun]:
@@ -193,9 +204,9 @@ def _first_rows(studies: Mapping[str, Study], settings: Settings) -> dict[str, P
     first: dict[str, Point] = {}
     last = max((TABLES.index(name) for name in studies if name in TABLES), default=-1)
     tables = TABLES[: last + 1] if not {*studies} & {*SWEEPS} else TABLES
-    for name in tables if {*studies} & {*TABLES, *SWEEPS} else ():
-        for point in points(name, papers_studies()[name], settings):
-            first.setdefault(point.key, point)
+    chosen = tables if {*studies} & {*TABLES, *SWEEPS} else ()
+    for point in points_of({name: papers_studies()[name] for name in chosen}, settings):
+        first.setdefault(point.key, point)
     return first
 
 
@@ -208,25 +219,6 @@ def _check_own(name: str, study: Study, settings: Settings) -> None:
         raise UserError(f"{name}.yaml: scale={settings.scale}: allowed is {allowed}")
 
 
-def papers_row(label: str) -> Row:
-    """Returns a row of the paper by its label."""
-    table, _, name = label.partition("/")
-    return papers_studies()[table].rows[name]
-
-
-def _with_printed(point: Point, settings: Settings) -> Point:
-    """Gives the value of a sweep that is the paper's own its printed accuracy."""
-    if point.study not in SWEEPS or point.is_shown_only:
-        return point
-    assert point.row.against is not None
-    own = papers_row(point.row.against)
-    if run_hash(_config(own, None, settings)) != point.key:
-        return point
-    table = point.row.against.partition("/")[0].removeprefix("table")
-    row = replace(point.row, row=f"{point.row.row} (as in Table {table})", printed=own.printed)
-    return replace(point, row=row)
-
-
 def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
     """Returns the command line of train.py without seed and name; `own` is a study of your own."""
     scale, full = settings.chosen, _composed(tuple(row.command))
@@ -236,9 +228,7 @@ def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
     scaled = [*scale.overrides, *scale.columns.get(row.column, [])]
     if own is not None:
         first, last = row.command, []
-        scaled = [
-            text for key, texts in own.scales.items() if key == settings.scale for text in texts
-        ]
+        scaled = own.scales["smoke"] if settings.scale == "smoke" else []
     return [
         *first,
         *([f"dataset={dataset}"] if dataset else []),
@@ -253,7 +243,8 @@ def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
 
 def _config(row: Row, own: Study | None, settings: Settings) -> Config:
     """Returns the configuration with seed 0 and no name; the cache does not depend on `outputs`."""
-    config = _composed(tuple(_overrides(row, own, replace(settings, outputs="outputs"))))
+    words = _overrides(row, own, replace(settings, outputs="outputs"))
+    config = _composed(tuple(word for word in words if word not in DEFAULTS))
     root = settings.dataset_root(config.dataset.name)
     dataset = config.dataset if root is None else replace(config.dataset, root=root)
     return replace(config, dataset=dataset, output_root=str(settings.root))

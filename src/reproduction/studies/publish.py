@@ -20,10 +20,10 @@ from reproduction.models.weights import read_file
 from reproduction.runs.folder import RunFolder, hash_of, settings_of
 from reproduction.runs.parse import parse_saved
 from reproduction.studies.plan import points_of
-from reproduction.studies.results import Result, as_markdown, results_of
+from reproduction.studies.results import results_of
 from reproduction.studies.runs import METRICS, as_json, read_store, stack_of
 from reproduction.studies.study import TABLES, Settings, Study, papers_studies, read_study
-from reproduction.studies.tables import form, spreads
+from reproduction.studies.tables import NOTHING, SHOWN, Table, as_markdown
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
@@ -177,40 +177,33 @@ def results_page(results: Path = RESULTS) -> str:
         as_markdown(_papers_rows(papers)),
     ]
     mine, *_ = results_of(studies, Settings(), runs)
-    for result in mine:
-        lines += _section(result, studies[result.name])
+    for table in mine:
+        lines += _section(table, studies[table.name])
     return "\n".join(lines) + "\n"
 
 
-def _papers_rows(results: list[Result]) -> pd.DataFrame:
+def _papers_rows(tables: list[Table]) -> pd.DataFrame:
     """Returns the trained rows of the tables with their command."""
-    tables = [result.numbers.assign(table=result.name[-1]) for result in results]
-    rows = pd.concat([table[table.label.notna()] for table in tables])
+    rows = pd.concat([table.numbers.assign(table=table.name[-1]) for table in tables])
+    rows = rows[rows.label.notna()]
+    texts = {
+        x: [SHOWN[x](row) for row in rows.itertuples()] for x in ("paper", "last", "n", "hours")
+    }
+    texts["last"] = ["not run" if text == NOTHING else text for text in texts["last"]]
+    command = "`python train.py experiment=" + rows.label + "`"
     return pd.DataFrame(
-        {
-            "table": rows.table,
-            "row": rows.row,
-            "data": rows.column,
-            "paper": rows.paper_top1.map("{:.2f}".format),
-            "last": ["not run" if text == "-" else text for text in spreads(rows, "top1_last")],
-            "n": rows.n.map(str),
-            "hours": [form(x, ".1f") for x in rows.seconds_mean * rows.n / 3600],
-            "command": "`python train.py experiment=" + rows.label + "`",
-        }
+        {"table": rows.table, "row": rows.row, "data": rows.column, **texts, "command": command}
     )
 
 
-def _section(result: Result, study: Study) -> Iterator[str]:
+def _section(table: Table, study: Study) -> Iterator[str]:
     """Yields the section of a study of your own."""
-    file, done = f"results/{result.name}.yaml", int(result.numbers.n.sum())
-    planned = len(result.numbers[result.numbers.label.notna()]) * (study.seeds or 1)
+    file, done = f"results/{table.name}.yaml", table.numbers.n.sum()
+    planned = table.numbers.label.notna().sum() * (study.seeds or 1)
     yield f"\n## {study.title}\n"
     yield f"{study.about.strip()}\n"
     yield f"Fixed before the first run by `{file}`;"
     yield f"`make study FILE={file}` trains it. {study.pilot.strip()}\n"
     yield f"{done} of {planned} runs are finished.\n"
-    for name, texts in result.sections():
-        yield from [f"### {name}\n"] if name else []
-        yield as_markdown(texts) + "\n"
-    yield from [f"Quoted, not trained here: {study.source.strip()}.\n"] if study.source else []
-    yield from (f"- {note}" for note in result.notes)
+    yield from table.lines(level=3)
+    yield from [f"\nQuoted, not trained here: {study.source.strip()}."] if study.source else []

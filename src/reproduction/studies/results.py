@@ -1,20 +1,28 @@
-"""The result of a study, from its runs: the table, its notes, and its text in several formats."""
+"""The table of a study: its rows with their results, printed and quoted values, and notes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from reproduction.studies import latency
 from reproduction.studies.plan import Point, keys_of, points_of
-from reproduction.studies.runs import REPORT, read_runs
-from reproduction.studies.study import FULL, Settings, Study
-from reproduction.studies.sweeps import as_csv
-from reproduction.studies.tables import mark_of, notes_of, shown, sizes_shown, study_table
-from reproduction.system.errors import UserError
-from reproduction.system.storage import write_text
+from reproduction.studies.runs import METRICS, left, newest, read_runs, state_text
+from reproduction.studies.study import FULL, SWEEPS, TABLES, Settings, Study, papers_row
+from reproduction.studies.tables import Table, form, known, p_text, with_results
 
+LEVEL = 0.05  # of significance
+COUNTED = ("parameters", "macs", "macs_without_attention")
+SHORT = 10  # digits of a git revision
+TESTS = ("difference", "paper's", "p", "p (Holm)")
+COMPARED = ("paper", "last - paper", "best - paper")
+ACCURACIES = ("n", "last", "median", "best")
+OF_TABLES = (
+    *(*ACCURACIES, "top-5 last", "top-5 best", "top-5 paper", *COMPARED, *TESTS),
+    *("latency (ms)", "ratio", "paper (ms)", "paper's ratio"),
+)
+OF_SWEEPS = (*ACCURACIES, *COMPARED, *TESTS, "mixed samples", "mixed tokens")
+OF_OTHERS = (*ACCURACIES, "best of 10", "mixed", "hours", "quoted", *TESTS)
 HOW_TO_READ = (
     "Accuracies are top-1 in percent on the held-out images (the test set of CIFAR, the validation "
     "set of ImageNet): mean +/- sample standard deviation over n seeds, the mean alone for n = 1. "
@@ -38,168 +46,217 @@ SWEPT = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A study at a scale; `numbers` is its table, `mark` says why it is not the paper's."""
-
-    name: str
-    study: Study
-    scale: str
-    mark: str | None
-    numbers: pd.DataFrame
-    notes: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        if self.study.sweep is not None:
-            return f"Sensitivity to {self.study.sweep.word}: {self.study.title}"
-        number = self.name.removeprefix("table")
-        return f"Table {number}: {self.study.title}" if number.isdecimal() else self.study.title
-
-    @property
-    def progress(self) -> str:
-        """Says how many of the rows have a finished run."""
-        trained = self.numbers[self.numbers.label.notna()]
-        return f"{(trained.n > 0).sum()} of {len(trained)} rows have a finished run"
-
-    def sections(self) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yields the name of each column of the table with its rows as text."""
-        sweep = self.study.sweep
-        texts = shown(self.numbers, "row" if sweep is None else sweep.word)
-        for name in dict.fromkeys(self.numbers.column):
-            rows = texts[self.numbers.column == name]
-            is_quoted = self.numbers.label[self.numbers.column == name].isna()
-            yield name, rows.assign(n=rows.n.where(~is_quoted, ""))
-
-    def sizes(self) -> pd.DataFrame | None:
-        return sizes_shown(self.numbers) if self.study.sizes else None
-
-
-def result_of(
-    name: str,
-    study: Study,
-    points: Sequence[Point],
-    keys: Mapping[str, str],
-    runs: pd.DataFrame,
-    settings: Settings,
-) -> Result:
-    mark = mark_of(points, settings)
-    measured = latency.read_latency(settings.root)
-    numbers = study_table(study, points, keys, runs, mark, measured)
-    notes = notes_of(study, numbers, keys, runs)
-    if study.sweep is not None:
-        table = study.sweep.own.partition("/")[0].removeprefix("table")
-        notes[:0] = [text.format(word=study.sweep.word, table=table) for text in SWEPT]
-    if "latency_ms" in numbers:
-        notes.append(latency.note(measured, settings.scale))
-    return Result(
-        name=name,
-        study=study,
-        scale=settings.scale,
-        mark=mark,
-        numbers=numbers.assign(scale=settings.scale, warning=mark),
-        notes=tuple(notes),
-    )
+def mark_of(points: Sequence[Point], settings: Settings) -> str | None:
+    """Says why these are not the paper's experiments; None if they are."""
+    papers = [point for point in points if point.study in (*TABLES, *SWEEPS)]
+    names = {(point.config.dataset.name, point.row.column) for point in papers}
+    others = {f"{x} instead of {y}" for x, y in names if x != y.lower().replace("-", "")}
+    scale = [] if settings.scale == FULL else [f"{settings.scale} scale"]
+    return ", ".join([*scale, *sorted(others)]) or None
 
 
 def results_of(
     studies: Mapping[str, Study], settings: Settings, runs: pd.DataFrame | None = None
-) -> tuple[list[Result], dict[str, str], pd.DataFrame]:
-    """Returns the results of studies, the keys of all rows by label, and the runs.
+) -> tuple[list[Table], dict[str, str], pd.DataFrame]:
+    """Returns the tables of studies, the keys of all rows by label, and the runs.
 
     `runs` defaults to those in the folder of the scale.
     """
     points = points_of(studies, settings)
     keys = keys_of(points, settings)
     runs = read_runs(settings.root) if runs is None else runs
-    results = []
-    for name, study in studies.items():
-        own = [point for point in points if point.study == name]
-        if own:
-            results.append(result_of(name, study, own, keys, runs, settings))
-    return results, keys, runs
+    own = {name: [point for point in points if point.study == name] for name in studies}
+    tables = [_table(x, studies[x], own[x], keys, runs, settings) for x in studies if own[x]]
+    return tables, keys, runs
 
 
-def markdown(result: Result) -> str:
-    """Returns title, warning, a table for each column, sizes and notes."""
-    lines = [f"# {result.title}", ""]
-    if result.mark:
-        lines += [f"> **WARNING. {result.mark.upper()}: not the paper's experiments.**", ""]
-    for name, texts in result.sections():
-        lines += [*([f"## {name}", ""] if name else []), as_markdown(texts), ""]
-    if (sizes := result.sizes()) is not None:
-        lines += ["## Parameters and MACs", "", as_markdown(sizes), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in result.notes)]) + "\n"
-
-
-def as_markdown(texts: pd.DataFrame) -> str:
-    """Returns a table: texts on the left, numbers on the right; signs of Markdown are escaped."""
-    align = ["left" if name in LEFT else "right" for name in texts]
-    escaped = texts.map(lambda text: text.replace("|", r"\|").replace("*", r"\*"))
-    return escaped.to_markdown(index=False, disable_numparse=True, colalign=align)
-
-
-LEFT = ("row", "status", "data", "command", "runs")
-
-
-def latex(result: Result) -> str:
-    """Returns a table with booktabs for each column, and the notes as comments."""
-    lines = [f"% {result.title}"]
-    lines += [f"% WARNING. {result.mark.upper()}"] if result.mark else []
-    for name, texts in result.sections():
-        table = texts.replace(r"\+/-", r"$\\pm$", regex=True)
-        escaped = table.map(lambda x: x if "$" in x else _latex(x))
-        escaped.columns = [_latex(title) for title in escaped]
-        caption = _latex(f"{result.title}{f', {name}' if name else ''}")
-        label = f"tab:{result.name}-{result.scale}{f'-{name}' if name else ''}"
-        style = "l" + "r" * (len(table.columns) - 1)
-        lines.append(
-            escaped.to_latex(index=False, caption=caption, label=label, column_format=style)
+def _table(
+    name: str,
+    study: Study,
+    points: Sequence[Point],
+    keys: Mapping[str, str],
+    runs: pd.DataFrame,
+    settings: Settings,
+) -> Table:
+    mark, measured = mark_of(points, settings), latency.read_latency(settings.root)
+    numbers = study_table(study, points, keys, runs, mark, measured)
+    title, heads = study.title, {"row": "row"}
+    shows: tuple[str, ...] = OF_OTHERS
+    notes = notes_of(study, numbers, keys, runs)
+    if name in TABLES:
+        title, shows = f"Table {name[-1]}: {title}", OF_TABLES
+        if numbers.paper_top5.isna().all():
+            shows = tuple(x for x in shows if not x.startswith("top-5"))
+    elif (sweep := study.sweep) is not None:
+        title, heads, shows = (
+            f"Sensitivity to {sweep.word}: {title}",
+            {sweep.word: "row"},
+            OF_SWEEPS,
         )
-    return "\n".join([*lines, *(f"% {note}" for note in result.notes)]) + "\n"
-
-
-def _latex(text: str) -> str:
-    for sign in "&%$#_{}":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace("*", r"\textsuperscript{*}")
-
-
-def csv(result: Result) -> str:
-    """Returns a line for each row with unrounded numbers; lists are joined by `;`."""
-    return as_csv(result.numbers.drop(columns=["base"]))
-
-
-FORMATS = {"md": markdown, "tex": latex, "csv": csv}
-
-
-def write_result(result: Result, folder: Path) -> list[Path]:
-    """Writes a result in all FORMATS; UserError if the folder cannot be written to."""
-    paths = []
-    try:
-        for suffix, function in FORMATS.items():
-            paths.append(folder / f"{result.name}.{suffix}")
-            write_text(paths[-1], function(result))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from error
-    return paths
-
-
-def report_folder(outputs: Path) -> Path:
-    """Creates the folder of reports; UserError if it is a run folder."""
-    folder = outputs / REPORT
-    if (folder / "config.yaml").exists():
-        raise UserError(f"{folder}: is the folder of a run, the report needs this name")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def warning(mark: str | None, settings: Settings) -> str | None:
-    """Returns the warning of a page whose runs are not the paper's experiments."""
-    if mark is None:
-        return None
-    about = "" if settings.scale == FULL else f" ({settings.chosen.about})"
-    return (
-        f"{mark.upper()}{about}: these runs are not the paper's experiments, and no value here may "
-        "be compared with the paper's."
+        notes[:0] = [x.format(word=sweep.word, table=sweep.own[len("table")]) for x in SWEPT]
+    if "latency_ms" in numbers:
+        notes.append(latency.note(measured, settings.scale))
+    return Table(
+        name=name,
+        title=title,
+        heads=heads,
+        shows=shows,
+        numbers=numbers.assign(scale=settings.scale, warning=mark),
+        notes=notes,
+        mark=mark,
+        more={"Parameters and MACs": sizes_shown(numbers)} if study.sizes else {},
     )
+
+
+def study_table(
+    study: Study,
+    points: Sequence[Point],
+    keys: Mapping[str, str],
+    runs: pd.DataFrame,
+    mark: str | None = None,
+    measured: latency.Measurement | None = None,
+) -> pd.DataFrame:
+    """Returns the rows of a study by column, the quoted ones first; numbers are unrounded.
+
+    `keys` has the key of every row that is trained or tested against, by label. With a `mark`
+    nothing is compared with printed values.
+    """
+    rows = [_row(study, point, keys, mark, measured) for point in points]
+    quoted = [
+        _printed(study, name, column, values)
+        for name, columns in study.quoted.items()
+        for column, values in columns.items()
+    ]
+    columns = dict.fromkeys(row["column"] for row in [*rows, *quoted])
+    ordered = [row for name in columns for row in (*quoted, *rows) if row["column"] == name]
+    table = with_results(pd.DataFrame(ordered), runs)
+    unfinished = left(runs)
+    table["status"] = [_status(row, unfinished) for row in table.itertuples()]
+    for metric in METRICS if mark is None else ():
+        table[f"{metric}_minus_paper"] = table[f"{metric}_mean"] - table[f"paper_{metric[:4]}"]
+    return table
+
+
+def _row(
+    study: Study,
+    point: Point,
+    keys: Mapping[str, str],
+    mark: str | None,
+    measured: latency.Measurement | None,
+) -> dict[str, Any]:
+    """Returns what is known of a row without its runs."""
+    printed = {} if mark is not None and study.sweep else point.row.printed
+    row = _printed(study, point.row.row, point.row.column, printed)
+    row |= {"label": point.label, "key": keys[point.label], "against": point.against}
+    if study.sweep is not None:
+        row["value"] = None if point.is_shown_only else point.name.partition("=")[2]
+    if point.against is not None:
+        row["base"] = keys[point.against]
+        table, _, name = point.against.partition("/")
+        base = papers_row(point.against) if table in TABLES else study.rows[name]
+        both = point.row.printed.get("top1"), base.printed.get("top1")
+        if None not in both and study.sweep is None:
+            row["paper_difference"] = both[0] - both[1]  # type: ignore[operator]
+    if "latency_ms" in printed:
+        row |= latency.flat(measured, point.row.row, study)
+    return row
+
+
+def _printed(study: Study, name: str, column: str, values: Mapping[Any, float]) -> dict[str, Any]:
+    """Returns what is printed of a row, with the size of its model."""
+    row: dict[str, Any] = {"row": name, "column": column}
+    row |= dict.fromkeys(("label", "key", "base", "against", "paper_difference"))
+    row |= {f"paper_{key}": values.get(key) for key in ("top1", "top5")}
+    if size := study.sizes.get(name):
+        row |= dict(zip(COUNTED, size.counted, strict=True))
+        row |= {"paper_parameters_m": size.parameters, "paper_macs_g": size.macs}
+    return row
+
+
+def _status(row: Any, unfinished: pd.DataFrame) -> str:
+    if pd.isna(row.label):
+        return "quoted"
+    parts = [f"{row.n} finished"] if row.n else []
+    others = unfinished[unfinished.key == row.key]
+    parts += [f"seed {run.seed} {state_text(run)}" for run in others.itertuples()]
+    return "; ".join(parts) or "not run"
+
+
+def sizes_shown(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns our counts beside the printed sizes, a line for each model."""
+    rows = table.dropna(subset=["parameters"]).drop_duplicates("row")
+    columns = {
+        "parameters (M)": (rows.parameters / 1e6, ".2f"),
+        "paper (M)": (rows.paper_parameters_m, ""),
+        "MACs (G)": (rows.macs / 1e9, ".2f"),
+        "without attention": (rows.macs_without_attention / 1e9, ".2f"),
+        "paper (G)": (rows.paper_macs_g, ""),
+    }
+    texts = {title: [form(x, spec) for x in values] for title, (values, spec) in columns.items()}
+    return pd.DataFrame({"row": rows.row} | texts)
+
+
+def notes_of(
+    study: Study, table: pd.DataFrame, keys: Mapping[str, str], runs: pd.DataFrame
+) -> list[str]:
+    """Returns the notes of a table: its own, significance, shared runs, what is left out."""
+    mine = table.dropna(subset=["label"])
+    notes = [*study.notes, *significance(mine)]
+    shared = [[x for x, other in keys.items() if other == key] for key in mine.key.unique()]
+    if texts := [", ".join(labels) for labels in shared if len(labels) > 1]:
+        notes.append(f"Rows of the same configuration share their runs: {'; '.join(texts)}.")
+    for run in left(runs[runs.key.isin(mine.key)]).itertuples():
+        why = "" if pd.isna(run.error) else f": {run.error}"
+        notes.append(f"Not counted: {run.folder} is {state_text(run)}{why}")
+    return [*notes, provenance(mine, runs)]
+
+
+def significance(table: pd.DataFrame) -> Iterator[str]:
+    """Yields a note on the significant differences, if there are comparisons."""
+    names = table.row + (" on " + table.column if table.column.nunique() > 1 else "")
+    tests = table[table.test_p.notna()]
+    texts = pd.Series(
+        [
+            f"{names[x.Index]} {x.difference:+.2f} (p = {p_text(x.test_p)})"
+            for x in tests.itertuples()
+        ],
+        tests.index,
+        dtype=object,
+    )
+    sentences = []
+    if len(tests):
+        holds = tests.test_p < LEVEL
+        corrected = names[table.test_p_holm < LEVEL]
+        sentences = [
+            f"Significant at 5 %: {'; '.join(texts[holds]) or 'none'}.",
+            f"Not significant: {'; '.join(texts[~holds]) or 'none'}.",
+            f"{len(tests)} test{'s' * (len(tests) > 1)}; significant after Holm's correction: "
+            f"{'; '.join(corrected) or 'none'}.",
+        ]
+    for why, group in names[table.test_note.notna()].groupby(table.test_note):
+        sentences.append(f"Not tested ({why}): {'; '.join(group)}.")
+    if sentences:
+        yield " ".join(sentences)
+
+
+def provenance(table: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """Says how many runs are behind a table, their hours and git revisions."""
+    counted = newest(runs[runs.key.isin(table.key)])
+    if counted.empty:
+        return "No row has a finished run yet."
+    revisions = known(counted.git_revision)
+    text = f"{len(counted)} finished runs, {counted.seconds.sum() / 3600:.2f} hours in total, git "
+    text += ", ".join(map(short_revision, revisions)) or "revision unknown"
+    if len(revisions) > 1:
+        text += "; the runs are of more than one revision"
+    if any(revision.endswith("-dirty") for revision in revisions):
+        text += "; -dirty: the code differs from the revision"
+    if counted.log.isna().any():
+        text += "; some have no mixing, python scripts/runs.py --upgrade adds it"
+    return f"{text}."
+
+
+def short_revision(revision: str) -> str:
+    """Shortens the hash of a git revision, and keeps the suffix `-dirty`."""
+    head, mark, dirty = revision.partition("-")
+    return head[:SHORT] + mark + dirty

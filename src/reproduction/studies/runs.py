@@ -5,13 +5,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pandas as pd
 
 from reproduction.config import STACK
-from reproduction.reporting.curves import epoch_means
-from reproduction.runs.folder import RunFolder, differing, hash_of, identity, settings_of
+from reproduction.runs.folder import RunFolder, hash_of, settings_of
 from reproduction.runs.locking import status_of
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line
@@ -30,13 +29,24 @@ ORDERED = (  # pairs whose first metric is never below the second
 )
 MIXING = ("mixed_share", "mixed_samples", "mixed_tokens")  # see Trainer._mixing
 LAST_TEN = "top1_best10"  # the best of the last ten epochs that were evaluated
-NUMBERS = (*METRICS, *SELECTED, LAST_TEN, *MIXING, "epochs", "seconds")
-FACTS = ("devices", "hardware", "threads", "git_revision", "log")
-WHOLE = ("seed", "devices")
-COLUMNS = ("folder", "path", "key", "seed", "status", "error", "written", "settings", "planned")
+PROGRESS = ("epochs", "seconds")
+NUMBERS = (*METRICS, *SELECTED, LAST_TEN, *MIXING, *PROGRESS)
+FACTS = ("devices", "hardware", "threads", "git_revision")
+WHOLE = ("seed", "devices", "threads")
+COLUMNS = (
+    "folder",
+    "path",
+    "key",
+    "seed",
+    "status",
+    "error",
+    "written",
+    "settings",
+    "planned",
+    "log",
+)
 MEDIAN_EPOCHS = 10  # as in training
 LONGEST = 300  # characters of a text from a run folder
-MOST_KEYS = 3  # that `closest` lists
 
 
 def read_runs(*places: Path) -> pd.DataFrame:
@@ -68,11 +78,35 @@ def _folders(place: Path) -> Iterator[Path]:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    row = {"folder": _short(path.name), "path": path}
+    row: dict[str, Any] = {"folder": _short(path.name), "path": path}
     try:
         if not path.name.isprintable():
             raise UserError("its name cannot be printed")
-        return row | _read(RunFolder(path))
+        folder = RunFolder(path)
+        saved, summary = folder.read_config(), folder.read_summary()
+        if type(saved.get("seed")) is not int:
+            raise UserError("is not a run folder: config.yaml holds no seed")
+        status, settings = status_of(folder, summary), settings_of(saved)
+        is_finished, error = status == "finished", summary.get("error")
+        if is_finished:
+            _check(summary, settings)
+        names = NUMBERS if is_finished else (*MIXING, *PROGRESS)
+        log, facts = summary.get("log"), {key: summary.get(key) for key in FACTS}
+        return {
+            **row,
+            **{key: x for key in names if is_number(x := summary.get(key))},
+            **{key: _short(str(x)) for key, x in facts.items() if isinstance(x, str)},
+            **{key: x for key, x in facts.items() if type(x) is int},
+            "log": log if isinstance(log, list) else None,
+            LAST_TEN: _best_of_ten(summary),
+            "key": hash_of(saved | {"seed": 0}),
+            "seed": settings.pop("seed", saved["seed"]),
+            "status": status,
+            "error": None if is_finished or error is None else _short(str(error)),
+            "written": folder.summary_path.stat().st_mtime if summary else 0.0,
+            "settings": settings,
+            "planned": saved.get("recipe", {}).get("epochs"),
+        }
     except UserError as error:
         reason = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
     except (OSError, RecursionError, OverflowError, TypeError) as error:
@@ -80,76 +114,33 @@ def _row(path: Path) -> dict[str, Any]:
     return row | {"status": "unusable", "error": _short(reason)}
 
 
-def _read(folder: RunFolder) -> dict[str, Any]:
-    """Raises UserError with the reason if the folder holds no run or a damaged one."""
-    saved, summary = folder.read_config(), folder.read_summary()
-    if type(saved.get("seed")) is not int:
-        raise UserError("is not a run folder: config.yaml holds no seed")
-    settings = settings_of(saved)
-    status = status_of(folder, summary)
-    error = summary.get("error") if status != "finished" else None
-    row = {
-        **facts_of(summary),
-        "key": hash_of(saved | {"seed": 0}),
-        "seed": settings.pop("seed", saved["seed"]),
-        "status": status,
-        "error": None if error is None else _short(str(error)),
-        "written": folder.summary_path.stat().st_mtime if summary else 0.0,
-        "settings": settings,
-        "planned": saved.get("recipe", {}).get("epochs"),
-    }
-    if status == "finished":
-        row |= _accuracies(summary, settings)
-    return row
-
-
-def facts_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns NUMBERS without accuracies, and FACTS, from a summary; None where it has none."""
-    numbers = {key: number(summary.get(key)) for key in (*MIXING, "epochs", "seconds")}
-    devices, threads, log = (summary.get(key) for key in ("devices", "threads", "log"))
-    numbers[LAST_TEN] = _best_of_ten(log, numbers["epochs"])
-    texts = {key: summary.get(key) for key in ("hardware", "git_revision")}
-    return {
-        **numbers,
-        **{key: None if text is None else _short(str(text)) for key, text in texts.items()},
-        "devices": devices if type(devices) is int else None,
-        "threads": threads if type(threads) is int else None,
-        "log": log if isinstance(log, list) else None,
-    }
-
-
-def _best_of_ten(log: Any, epochs: float | None) -> float | None:
+def _best_of_ten(summary: Mapping[str, Any]) -> float | None:
     try:
-        return max(float(x["top1"]) for x in log if x["epoch"] > (epochs or 0) - MEDIAN_EPOCHS)
+        first = summary["epochs"] - MEDIAN_EPOCHS
+        return max(float(x["top1"]) for x in summary["log"] if x["epoch"] > first)
     except (TypeError, KeyError, ValueError):
         return None
 
 
-def _accuracies(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
+def _check(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raises UserError if the summary of a finished run contradicts itself or its configuration."""
-    found: dict[str, float] = {}
     is_split = "selected_epoch" in summary
     for key in ("top1_last", "top5_last", *SELECTED) if is_split else METRICS:
-        value = number(summary.get(key))
-        if value is None or not 0 <= value <= 100:
-            reason = f"finished, but {key} is {summary.get(key)}, no percentage"
-            raise UserError(f"summary.json: {reason}")
-        found[key] = value
+        value = summary.get(key)
+        if not is_number(value) or not 0 <= value <= 100:
+            raise UserError(f"summary.json: finished, but {key} is {value}, no percentage")
     for greater, less in () if is_split else ORDERED:
-        if found[greater] < found[less]:
-            bound = f"{greater}={found[greater]} must not be below {less}={found[less]}"
+        if summary[greater] < summary[less]:
+            bound = f"{greater}={summary[greater]} must not be below {less}={summary[less]}"
             raise UserError(f"summary.json: {bound}")
     done, steps, epochs = summary.get("epochs"), summary.get("steps"), settings.get("recipe.epochs")
     if done != epochs and (steps is None or steps != settings.get("recipe.max_steps")):
         raise UserError(f"summary.json: finished, but after {done} of {epochs} epochs")
-    return found
 
 
-def number(value: Any) -> float | None:
-    """Returns a finite number as a float, anything else as None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _short(text: str) -> str:
@@ -164,7 +155,7 @@ def newest(runs: pd.DataFrame) -> pd.DataFrame:
 
 def left(runs: pd.DataFrame) -> pd.DataFrame:
     """Returns the runs that are not finished, without seeds of which another run is."""
-    done = set(zip(*(newest(runs)[name] for name in ("key", "seed")), strict=True))
+    done = {(run.key, run.seed) for run in newest(runs).itertuples()}
     open_runs = runs[~runs.status.isin(["finished", "unusable"])]
     is_open = [(run.key, run.seed) not in done for run in open_runs.itertuples()]
     return open_runs.loc[open_runs.index[is_open]].sort_values(["key", "seed", "folder"])
@@ -183,17 +174,6 @@ def stack_of(settings: Mapping[str, Any]) -> str:
     return "+".join(used) or "none"
 
 
-def closest(run: Any, settings: Mapping[str, Mapping[str, Any]]) -> str:
-    """Says how a run differs from the settings (by name) that are closest to its own."""
-    ours = identity(run.settings)
-    gaps = ((differing(ours, identity(theirs)), name) for name, theirs in settings.items())
-    pairs, name = min(gaps, key=lambda gap: len(gap[0]), default=([], None))
-    reason = f"{state_text(run)}, no row of the paper at this scale"
-    if 0 < len(pairs) <= MOST_KEYS:
-        reason += f": differs from {name} in {', '.join(pairs)}"
-    return _short(reason)
-
-
 def upgrade(folder: RunFolder) -> bool:
     """Adds what training has written into summary.json since 0.2.0, from metrics.jsonl.
 
@@ -209,14 +189,19 @@ def upgrade(folder: RunFolder) -> bool:
         raise UserError(f"{folder.metrics_path}: holds no batches")
     time = folder.summary_path.stat().st_mtime
     try:
-        last = epoch_means([line for line in steps if line["epoch"] == steps[-1]["epoch"]])
+        last = [line for line in steps if line["epoch"] == steps[-1]["epoch"]]
+        mixed = [line["mixed_samples"] for line in last]
+        tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
         size = summary["images"] / summary["steps"] if "images" in summary else None
         mean = sum(line["mixed_samples"] for line in steps) / len(steps)
+        folder.write_summary(
+            mixed_samples=sum(mixed) / len(last),
+            mixed_tokens=tokens / sum(mixed) if sum(mixed) else None,
+            mixed_share=None if size is None else round(mean / size, 4),
+            log=epochs,
+        )
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
-    share = None if size is None else round(mean / size, 4)
-    mixing = {"mixed_samples": last.mixed_samples, "mixed_tokens": last.mixed_tokens}
-    folder.write_summary(**mixing, mixed_share=share, log=epochs)
     os.utime(folder.summary_path, (time, time))  # the newest run of a seed counts
     return True
 
@@ -233,19 +218,20 @@ def read_store(folder: Path) -> pd.DataFrame:
     return _typed(pd.DataFrame(rows, columns=[*COLUMNS, *NUMBERS, *FACTS, "hash", "hours"]))
 
 
-def _published(result: Mapping[str, Any]) -> dict[str, Any]:
+def _published(line: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **facts_of(result),
-        **{key: float(result[key]) for key in METRICS},
-        "folder": result["name"],
-        "key": hash_of(result["config"] | {"seed": 0}),
-        "seed": int(result["seed"]),
+        **{key: line.get(key) for key in (*MIXING, *FACTS, "epochs", "log")},
+        **{key: float(line[key]) for key in METRICS},
+        LAST_TEN: _best_of_ten(line),
+        "folder": line["name"],
+        "key": hash_of(line["config"] | {"seed": 0}),
+        "seed": int(line["seed"]),
         "status": "finished",
         "written": 0.0,
-        "hash": result["hash"],
-        "hours": float(result["hours"]),
-        "seconds": 3600 * float(result["hours"]),
-        "settings": result["config"],
+        "hash": line["hash"],
+        "hours": float(line["hours"]),
+        "seconds": 3600 * float(line["hours"]),
+        "settings": line["config"],
     }
 
 

@@ -9,8 +9,10 @@ import pandas as pd
 
 from reproduction.studies.plan import PlannedRun
 from reproduction.studies.runs import read_runs
+from reproduction.studies.tables import as_markdown
 
 NOT_STARTED = "not started"
+SHORT = ("rows", "seed", "status", "epochs", "top-1", "hours")  # columns for a terminal
 
 
 def states(planned: Sequence[PlannedRun]) -> pd.DataFrame:
@@ -36,37 +38,45 @@ def states(planned: Sequence[PlannedRun]) -> pd.DataFrame:
 
 
 def state_table(planned: Sequence[PlannedRun], with_folders: bool) -> str:
-    """Returns a line for each run; hours are measured, `~` marks those of other seeds."""
+    """Returns a line for each run, and how many have which status."""
     table = states(planned)
-    rows = [_row(run, table, with_folders) for run in table.itertuples()]
-    align = ["left", "right", "left", *["right"] * 3, "left"][: len(rows[0])]
-    text = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True, colalign=align)
-    return f"{text}\n\n{counted(table.status)}"
+    texts = listing(table)[[*SHORT, *(["folder"] if with_folders else [])]]
+    counts = ", ".join(f"{n} {status}" for status, n in Counter(table.status).most_common())
+    number = f"{len(table)} run{'s' * (len(table) != 1)}"
+    return f"{as_markdown(texts)}\n\n{number}: {counts}"
 
 
-def counted(statuses: Sequence[str]) -> str:
-    """Returns `5 runs: 3 finished, 2 not started`."""
-    counts = ", ".join(f"{n} {status}" for status, n in Counter(statuses).most_common())
-    return f"{len(statuses)} run{'s' * (len(statuses) != 1)}: {counts}"
+def listing(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns runs with their `labels` as text; `~` marks hours of other seeds."""
+    return pd.DataFrame(
+        {
+            "rows": [", ".join(labels) for labels in runs.labels],
+            "seed": runs.seed.map(str),
+            "status": [x.status + _text(x.error, ": {}") for x in runs.itertuples()],
+            "epochs": [f"{_text(x.epochs, '{:.0f}') or 0}/{x.planned}" for x in runs.itertuples()],
+            "top-1": [_text(_top1(x), "{:.2f}") for x in runs.itertuples()],
+            "best": [_text(x, "{:.2f}") for x in runs.top1_best],
+            "hours": [_hours(x, runs) for x in runs.itertuples()],
+            "hardware": [_text(x, "{}") for x in runs.hardware],
+            "git": [_text(x, "{:.10}") for x in runs.git_revision],
+            "folder": runs.folder,
+        }
+    )
 
 
-def _row(run: Any, table: pd.DataFrame, with_folders: bool) -> dict[str, str]:
-    done = 0 if pd.isna(run.epochs) else int(run.epochs)
+def _text(value: Any, form: str) -> str:
+    return "" if pd.isna(value) else form.format(value)
+
+
+def _top1(run: Any) -> float:
+    """Returns the accuracy of the last evaluated epoch."""
     last = run.log[-1] if isinstance(run.log, list) and run.log else {}
-    top1 = last.get("top1", run.top1_last)  # with a validation split known at the end only
-    row = {
-        "run": ", ".join(run.labels),
-        "seed": str(run.seed),
-        "status": run.status if pd.isna(run.error) else f"{run.status}: {run.error}",
-        "epochs": f"{done}/{run.planned}",
-        "top-1": "" if pd.isna(top1) else f"{top1:.2f}",
-        "hours": _hours(run, table),
-    }
-    return row | ({"folder": run.folder} if with_folders else {})
+    return last.get("top1", run.top1_last)  # with a validation split known at the end only
 
 
-def _hours(run: Any, table: pd.DataFrame) -> str:
+def _hours(run: Any, runs: pd.DataFrame) -> str:
     if run.status == "finished" and not pd.isna(run.seconds):
         return f"{run.seconds / 3600:.3g}"
-    same = table[(table.status == "finished") & (table.labels == run.labels)].seconds.dropna()
-    return f"~{fmean(same) / 3600:.3g}" if len(same) else ""
+    done = runs[(runs.status == "finished") & (runs.labels.map(str) == str(run.labels))].seconds
+    done = done.dropna()
+    return f"~{fmean(done) / 3600:.3g}" if len(done) else ""

@@ -86,11 +86,11 @@ class Size:
 
 @checked(config=FORBID, frozen=True, kw_only=True)
 class Figure:
-    """A picture of the runs of the row `of`."""
+    """A picture that each run of the row `of` has drawn."""
 
     of: str
     title: str
-    shows: Literal["saliency", "mixed_pairs", "curriculum", "latency"]
+    shows: Literal["saliency", "mixed_pairs", "mixed_samples"]
     seeds: Count | None = None
 
 
@@ -197,7 +197,13 @@ class Settings:
 @cache
 def papers_studies() -> Mapping[str, Study]:
     """Returns the five tables and three sweeps by name."""
-    return {name: read_study(PAPER / f"{name}.yaml") for name in (*TABLES, *SWEEPS)}
+    return {name: _read(PAPER / f"{name}.yaml", Study) for name in (*TABLES, *SWEEPS)}
+
+
+def papers_row(label: str) -> Row:
+    """Returns a row of the paper's tables by its label."""
+    table, _, name = label.partition("/")
+    return papers_studies()[table].rows[name]
 
 
 @cache
@@ -208,32 +214,24 @@ def papers_figures() -> Mapping[str, tuple[str, Figure]]:
 
 
 def read_study(path: Path) -> Study:
-    """Reads a study; UserError names the file, the key and what is wrong with it."""
+    """Reads a study of your own; UserError names the file, the key and what is wrong with it."""
     study = _read(path, Study)
     rows = study.rows.items()
     for override in chain(study.overrides, *study.scales.values(), *(x.overrides for _, x in rows)):
         if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
             raise UserError(f"{path}: {override}: a study must not set {key}")
+    papers = [f"{table}/{name}" for table in TABLES for name in papers_studies()[table].rows]
     for name, row in rows:
-        if row.against is not None and not _is_row(row.against, study):
+        if row.against not in (None, *study.rows, *papers):
             allowed = f"{', '.join(study.rows)}, or a row of the paper such as table4/full"
             raise UserError(f"{path}: rows.{name}.against={row.against}: must be one of {allowed}")
+    own = None if study.sweep is None else study.sweep.own
+    if own is not None and (own not in papers or papers_row(own).against is None):
+        allowed = "must be a row of the paper with a baseline, such as table1/cifar100_htm"
+        raise UserError(f"{path}: sweep.own={own}: {allowed}")
     if not study.rows and study.sweep is None:
         raise UserError(f"{path}: rows: must name one row at least")
     return study
-
-
-def _is_row(name: str, study: Study) -> bool:
-    """Whether a name is a row of the study, or `table/row` of the paper."""
-    table, slash, row = name.partition("/")
-    if not slash:
-        return name in study.rows
-    return table in TABLES and row in _rows_of_paper(table)
-
-
-@cache
-def _rows_of_paper(table: str) -> list[str]:
-    return [*_read(PAPER / f"{table}.yaml", Study).rows]
 
 
 def _read(path: Path, kind: type[T]) -> T:
@@ -255,10 +253,9 @@ def rows_of(study: Study, scale: str = FULL) -> dict[str, Row]:
             for name, row in study.rows.items()
         }
     sweep = study.sweep
-    table, _, name = sweep.own.partition("/")
-    own = papers_studies()[table].rows[name]
-    assert own.against is not None
-    baseline = papers_studies()[table].rows[own.against]
+    own = papers_row(sweep.own)
+    base = str(own.against)
+    baseline = papers_row(base if "/" in base else f"{sweep.own.partition('/')[0]}/{base}")
     rows = {BASELINE: replace(baseline, row=BASELINE, against=sweep.own)}
     for value in sweep.values_at.get(scale, sweep.values):
         text = f"{value:g}" if isinstance(value, float) else str(value)

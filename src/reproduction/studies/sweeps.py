@@ -1,200 +1,99 @@
 """The table and the plot of any runs: what differs between them, and what came of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from reproduction.reporting.figures import BLUE, figure
-from reproduction.studies.runs import REPORT, newest, read_runs, stack_of, state_text
+from reproduction.config import CONF_DIR
+from reproduction.runs.folder import flatten
+from reproduction.studies.pictures import draw_line, draw_map
+from reproduction.studies.runs import newest, read_runs, stack_of, state_text
 from reproduction.studies.tables import (
     NOTHING,
-    TESTED,
+    Table,
     accuracies,
-    form,
-    p_text,
-    spreads,
-    statistics,
-    tested,
+    rank,
+    report_folder,
+    value_text,
+    with_results,
 )
 from reproduction.system.errors import UserError
+from reproduction.system.reading import parse_yaml
 from reproduction.system.storage import write_text
 
 MIXING = "mixing"  # the title of the column with the augmentations
-LONGEST = 40  # characters of a value
 MOST_FOLLOWING, MOST_ERRORS = 8, 5  # that a note names
-TICKS = 12  # of a plot
+TESTS = ("difference", "p", "p (Holm)")
+SHOWS = ("n", "last", "best", "validation", "selected", "mixed", *TESTS, "status")
+Values = Mapping[str, Mapping[str, Any]]  # of a setting, by the key of each configuration
 
 
-class RunsTable:
-    """Runs grouped over seeds: `numbers` has a row for each configuration.
+def runs_table(runs: pd.DataFrame, against: str | None = None) -> Table:
+    """Groups runs over their seeds, with a column for each setting in which they differ.
 
-    `varied` maps the title of each column to its dotted key, `following` lists the keys whose
-    values follow from those columns.
+    `against` (TITLE=VALUE): each row is tested against the row with this value that is otherwise
+    equal. Raises UserError if it does not fit, or if there are no runs.
     """
-
-    def __init__(self, runs: pd.DataFrame):
-        usable = runs[runs.status != "unusable"]
-        self.runs, self.unusable = usable, runs[runs.status == "unusable"]
-        if usable.empty:
-            raise UserError("there are no runs in these folders")
-        settings = {run.key: run.settings for run in usable.itertuples()}
-        values, self.varied, self.following = _varying(settings)
-        status = usable.groupby("key").apply(_states, include_groups=False)
-        numbers = values.join(statistics(usable)).assign(status=status, key=values.index, base=None)
-        order = sorted(numbers.index, key=lambda key: [_rank(x) for x in values.loc[key]])
-        self.numbers = numbers.loc[order].reset_index(drop=True)
-        self.numbers["n"] = self.numbers.n.fillna(0).astype(int)
-
-    def against(self, choice: str) -> None:
-        """Tests each row against the row that has `choice` (TITLE=VALUE) and is otherwise equal."""
-        title, _, value = choice.partition("=")
-        if title not in self.varied:
-            allowed = ", ".join(f"{name}=..." for name in self.varied) or "none, nothing differs"
-            raise UserError(f"against={choice}: must be one of {allowed}")
-        texts = self._texts()
-        if value not in (values := list(dict.fromkeys(texts[title]))):
-            raise UserError(f"against={choice}: {title} must be one of {', '.join(values)}")
-        others = [name for name in self.varied if name != title]
-        bases = texts[texts[title] == value]
-        for place, row in texts.iterrows():
-            fits = [
-                all(base[name] in (row[name], NOTHING) for name in others)
-                for _, base in bases.iterrows()
-            ]
-            found = bases.index[fits]
-            if len(found) == 1:
-                self.numbers.at[place, "base"] = self.numbers.key[found[0]]
-        self.numbers = tested(self.numbers, accuracies(self.runs))
-
-    def _texts(self) -> pd.DataFrame:
-        """Returns the varied settings as text."""
-        return self.numbers[[*self.varied]].map(value_text)
-
-    def shown(self) -> pd.DataFrame:
-        """Returns the columns for people as text."""
-        table = self.numbers
-        columns: dict[str, Any] = dict(self._texts().items())
-        columns["n"] = table.n.map(str)
-        columns["top-1 last"] = spreads(table, "top1_last")
-        for title, name in self._measured().items():
-            columns[title] = spreads(table, name)
-        if table.mixed_share_mean.any():
-            shares = spreads(table, "mixed_share", 100)
-            columns["mixed samples"] = [x if x == NOTHING else f"{x} %" for x in shares]
-        if "difference" in table:
-            columns["difference"] = [form(x, "+.2f") for x in table.difference]
-            columns["p"] = [p_text(x) for x in table.test_p]
-            columns["p (Holm)"] = [p_text(x) for x in table.test_p_holm]
-        return pd.DataFrame(columns | {"status": table.status})
-
-    def _measured(self) -> dict[str, str]:
-        """Titles and names of the other accuracies: best, or those by a validation split."""
-        is_split = self.numbers.val_top1_last_mean.notna()
-        names = {} if is_split.all() else {"best": "top1_best"}
-        if is_split.any():
-            names |= {"validation": "val_top1_last", "selected": "top1_selected"}
-        return names
-
-    def text(self) -> str:
-        """Returns the table as Markdown, and its notes."""
-        shown = self.shown()
-        numbers = [name for name in shown if name not in (*self.varied, "status")]
-        align = ["right" if name in numbers else "left" for name in shown]
-        lines = [shown.to_markdown(index=False, disable_numparse=True, colalign=align), ""]
-        return "\n".join([*lines, *self.notes()])
-
-    def notes(self) -> list[str]:
-        """Returns what the table leaves out: keys that follow, errors, folders without a run."""
-        done, number_of = len(newest(self.runs)), len(self.runs)
-        notes = [
-            f"{self._common()}{number_of} run{'s' * (number_of != 1)}, {done} finished; top-1 in "
-            "percent, mean +/- standard deviation over n seeds"
-        ]
-        if "best" in self._measured():
-            notes[0] += "; best: of the best epoch on the held-out images, which is optimistic"
-        if "selected" in self._measured():
-            notes[0] += (
-                "; validation: of the last epoch on the validation split, to choose by; last and "
-                "selected, the epoch that is best by validation: on the test images"
-            )
-        if self.following:
-            names = ", ".join(self.following[:MOST_FOLLOWING])
-            more = len(self.following) - MOST_FOLLOWING
-            notes.append(f"differs as well: {names}" + (f" and {more} more" if more > 0 else ""))
-        if "test_note" in self.numbers and (why := self.numbers.test_note.dropna().unique()).size:
-            notes.append(f"not tested: {'; '.join(why)}")
-        failed = self.runs[self.runs.error.notna()]
-        notes += [f"{run.folder}: {run.error}" for run in failed[:MOST_ERRORS].itertuples()]
-        if len(failed) > MOST_ERRORS:
-            notes.append(f"and {len(failed) - MOST_ERRORS} more that are not finished")
-        if len(self.unusable):
-            folders = ", ".join(self.unusable.folder[:MOST_ERRORS])
-            notes.append(f"no runs: {len(self.unusable)} folders ({folders})")
-        finished = self.runs[self.runs.status == "finished"]
-        if finished.log.isna().any():
-            notes.append("without mixed samples: python scripts/runs.py --upgrade adds them")
-        return notes
-
-    def _common(self) -> str:
-        """Names model, data and augmentations, as far as all runs have the same."""
-        first = next(self.runs.itertuples()).settings
-        stack = {stack_of(run.settings) for run in self.runs.itertuples()}
-        parts = [
-            first.get(key) for key in ("model.name", "dataset.name") if key not in self._keys()
-        ]
-        parts += [*stack] if len(stack) == 1 else []
-        return f"{', '.join(map(str, parts))}: " if parts else ""
-
-    def _keys(self) -> list[str]:
-        return [*self.varied.values(), *self.following]
-
-    def csv(self) -> str:
-        """Returns the unrounded numbers; lists are joined by `;`."""
-        return as_csv(self.numbers.drop(columns=["base"]))
-
-    def draw(self, path: Path) -> bool:
-        """Draws the accuracy over one or two varied keys with numbers; returns whether it could."""
-        titles = [name for name in self.varied if self._is_scale(name)]
-        done = self.numbers[self.numbers.n > 0]
-        if done.empty or not 1 <= len(self.varied) <= 2 or len(titles) < len(self.varied):
-            return False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if len(titles) == 1:
-            _draw_line(path, done, titles[0], accuracies(self.runs))
-        else:
-            _draw_map(path, done, titles)
-        return True
-
-    def _is_scale(self, title: str) -> bool:
-        return all(isinstance(x, int | float | str) for x in self.numbers[title].dropna())
+    usable = runs[runs.status != "unusable"]
+    if usable.empty:
+        raise UserError("there are no runs in these folders")
+    settings = {run.key: run.settings for run in usable.itertuples()}
+    chosen, following = _varying(settings)
+    titles = _titles([*chosen])
+    rows = pd.DataFrame({titles[x]: values for x, values in chosen.items()}, dtype=object)
+    rows = rows.reindex(sorted(settings, key=lambda key: [rank(x[key]) for x in chosen.values()]))
+    base = None if against is None else _bases(rows.map(value_text), against)
+    rows = rows.assign(key=rows.index, base=base).reset_index(drop=True)
+    numbers = with_results(rows, usable)
+    states = {key: _states(group) for key, group in usable.groupby("key")}
+    splits = numbers.val_top1_last_mean.notna()  # runs with a validation split
+    return Table(
+        name="-".join(title.replace(".", "_") for title in titles.values()) or "runs",
+        title="Runs",
+        heads={title: title for title in titles.values()},
+        shows=[x for x in SHOWS if x != "best" or not splits.all()],
+        numbers=numbers.assign(status=numbers.key.map(states)),
+        notes=[*_notes(runs, numbers, {*chosen, *following}), *_left_out(following)],
+    )
 
 
-def _varying(
-    settings: Mapping[str, Mapping[str, Any]],
-) -> tuple[pd.DataFrame, dict[str, str], list[str]]:
-    """Returns the fewest columns that tell the configurations apart, their keys, and the others.
+def _bases(texts: pd.DataFrame, choice: str) -> list[str | None]:
+    """Returns the key of the row that each row is tested against, if there is one."""
+    title, _, value = choice.partition("=")
+    if title not in texts:
+        allowed = ", ".join(f"{name}=..." for name in texts) or "none, nothing differs"
+        raise UserError(f"against={choice}: must be one of {allowed}")
+    if value not in (values := list(dict.fromkeys(texts[title]))):
+        raise UserError(f"against={choice}: {title} must be one of {', '.join(values)}")
+    bases, found = texts[texts[title] == value].drop(columns=title), []
+    for _, row in texts.drop(columns=title).iterrows():
+        fits = bases.index[((bases == row) | (bases == NOTHING)).all(axis=1)]
+        found.append(fits[0] if len(fits) == 1 else None)
+    return found
 
-    The augmentations and names of models and data sets come first; a key whose values follow from
-    the columns before it is left out, as one model's depth is beside its name.
+
+def _varying(settings: Values) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Returns the fewest settings that tell the configurations apart, and the names of others.
+
+    The augmentations and names of models and data sets come first; a setting whose values follow
+    from those before it is left out, as one model's depth is beside its name.
     """
-    by_key = {MIXING: {key: stack_of(values) for key, values in settings.items()}}
+    by_name = {MIXING: {key: stack_of(values) for key, values in settings.items()}}
     names = dict.fromkeys(name for values in settings.values() for name in values)
     for name in sorted(names, key=_preference):
-        by_key[name] = {key: _plain(values.get(name)) for key, values in settings.items()}
-    differing = {name: x for name, x in by_key.items() if len(set(map(repr, x.values()))) > 1}
+        by_name[name] = {key: _plain(values.get(name)) for key, values in settings.items()}
+    differing = {name: x for name, x in by_name.items() if len(set(map(repr, x.values()))) > 1}
     chosen: dict[str, dict[str, Any]] = {}
     groups: dict[str, tuple[str, ...]] = dict.fromkeys(settings, ())
     for name, values in differing.items():
         finer = {key: (*groups[key], repr(values[key])) for key in settings}
         if len(set(finer.values())) > len(set(groups.values())):
             groups, chosen[name] = finer, values
-    hidden = [name for name in differing if name not in chosen and not _is_part(name, chosen)]
-    titles = _titles([*chosen])
-    frame = pd.DataFrame({titles[name]: values for name, values in chosen.items()}, dtype=object)
-    return frame.reindex(list(settings)), {titles[name]: name for name in chosen}, hidden
+    others = [name for name in differing if name not in chosen]
+    return chosen, [name for name in others if not _is_part(name, by_name, chosen)]
 
 
 def _preference(key: str) -> int:
@@ -202,10 +101,23 @@ def _preference(key: str) -> int:
     return next((i for i, start in enumerate(order) if key.startswith(start)), len(order))
 
 
-def _is_part(key: str, chosen: Mapping[str, Any]) -> bool:
-    """Whether a key belongs to a column that names a whole: an augmentation, model or data set."""
-    group = key.partition(".")[0]
-    return (group == "augmentation" and MIXING in chosen) or f"{group}.name" in chosen
+def _is_part(name: str, values: Values, chosen: Mapping[str, Any]) -> bool:
+    """Whether a setting comes with a column: with an augmentation, or a model or data set."""
+    group, _, rest = name.partition(".")
+    if group == "augmentation" and MIXING in chosen:
+        return len({repr(x) for x in values[name].values() if x is not None}) == 1
+    options = values.get(f"{group}.name", {}) if f"{group}.name" in chosen else {}
+    return bool(options) and all(
+        values[name][key] == _plain(_of_option(group, option).get(rest))
+        for key, option in options.items()
+    )
+
+
+@cache
+def _of_option(group: str, option: str) -> dict[str, Any]:
+    """Returns the values of a model or data set in conf/, empty for one without a file."""
+    path = CONF_DIR / group / f"{option}.yaml"
+    return dict(flatten(parse_yaml(path.read_text()))) if path.exists() else {}
 
 
 def _titles(keys: Sequence[str]) -> dict[str, str]:
@@ -221,24 +133,6 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str) or value is None else value_text(value)
 
 
-def value_text(value: Any) -> str:
-    """Formats a setting as on the command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(value_text, value))}]"
-    if value is None or (isinstance(value, float) and np.isnan(value)):
-        return NOTHING
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-
-
-def _rank(value: Any) -> tuple[int, float, str]:
-    """Sorts numbers before texts, and missing values first."""
-    known = isinstance(value, int | float) and not pd.isna(value)
-    return (1, float(value), "") if known else (0 if pd.isna(value) else 2, 0.0, str(value))
-
-
 def _states(runs: pd.DataFrame) -> str:
     """Returns `finished`, or how many runs are finished and the state of the others."""
     if (runs.status == "finished").all():
@@ -248,52 +142,64 @@ def _states(runs: pd.DataFrame) -> str:
     return "; ".join([*([f"{done} finished"] if done else []), *others])
 
 
-def as_csv(table: pd.DataFrame) -> str:
-    """Returns unrounded numbers; lists are joined by `;`."""
-    joined = table.map(lambda x: ";".join(map(str, x)) if isinstance(x, list) else x)
-    return joined.to_csv(index=False, lineterminator="\n")
+def _notes(runs: pd.DataFrame, numbers: pd.DataFrame, differing: set[str]) -> Iterator[str]:
+    """Yields what is common to all runs, what was measured, errors and folders without a run."""
+    usable = runs[runs.status != "unusable"]
+    first, stacks = usable.settings.iloc[0], {*map(stack_of, usable.settings)}
+    parts = [first.get(x) for x in ("model.name", "dataset.name") if x not in differing]
+    common = ", ".join(map(str, [*parts, *(stacks if len(stacks) == 1 else ())]))
+    number = f"{len(usable)} run{'s' * (len(usable) != 1)}, {len(newest(usable))} finished"
+    yield (
+        f"{common}{': ' * bool(common)}{number}; top-1 in percent, mean +/- standard deviation "
+        "over n seeds; mixed: samples, in percent"
+    )
+    splits = numbers.val_top1_last_mean.notna()
+    if not splits.all():
+        yield "best: of the best epoch on the held-out images, which is optimistic"
+    if splits.any():
+        yield (
+            "validation: of the last epoch on the validation split, to choose by; last and "
+            "selected, the epoch that is best by validation: on the test images"
+        )
+    if (why := numbers.test_note.dropna().unique()).size:
+        yield f"not tested: {'; '.join(why)}"
+    failed = usable[usable.error.notna()]
+    yield from (f"{run.folder}: {run.error}" for run in failed[:MOST_ERRORS].itertuples())
+    if len(failed) > MOST_ERRORS:
+        yield f"and {len(failed) - MOST_ERRORS} more that are not finished"
+    if len(unusable := runs[runs.status == "unusable"]):
+        yield f"no runs: {len(unusable)} folders ({', '.join(unusable.folder[:MOST_ERRORS])})"
+    if usable[usable.status == "finished"].log.isna().any():
+        yield "without mixed samples: python scripts/runs.py --upgrade adds them"
 
 
-def _draw_line(path: Path, table: pd.DataFrame, title: str, accuracy: pd.DataFrame) -> None:
-    """Draws means with deviations, evenly spaced, and each seed as a dash."""
-    places = range(len(table))
-    with figure(path, figsize=(5.4, 3.6)) as axes:
-        mean, std = table[f"{TESTED}_mean"], table[f"{TESTED}_std"].fillna(0)
-        axes.errorbar(places, mean, yerr=std, fmt="o-", color=BLUE, capsize=3, linewidth=1.5)
-        for place, key in zip(places, table.key, strict=True):
-            seeds = accuracy[key].dropna()
-            axes.plot([place] * len(seeds), seeds, "_", color=BLUE, markersize=12, alpha=0.5)
-        axes.set_xticks(places, table[title].map(value_text))
-        axes.set_xlabel(title)
-        axes.set_ylabel("top-1 after the last epoch [%]")
+def _left_out(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = len(names) - MOST_FOLLOWING
+        shown = ", ".join(names[:MOST_FOLLOWING])
+        yield f"differs as well: {shown}" + (f" and {more} more" if more > 0 else "")
 
 
-def _draw_map(path: Path, table: pd.DataFrame, titles: Sequence[str]) -> None:
-    """Draws the means as a heat map with their values."""
-    down, across = titles
-    means = table.pivot(index=down, columns=across, values=f"{TESTED}_mean").astype(float)
-    means = means.reindex(index=sorted(means.index, key=_rank), columns=sorted(means, key=_rank))
-    height, width = means.shape
-    with figure(path, figsize=(1.8 + 0.9 * width, 1.2 + 0.5 * height)) as axes:
-        image = axes.imshow(means.to_numpy(), cmap="viridis", aspect="auto")
-        middle = float(np.nanmean([np.nanmin(means), np.nanmax(means)]))
-        for (i, j), mean in np.ndenumerate(means.to_numpy()):
-            color = "black" if mean > middle else "white"
-            axes.text(j, i, form(mean, ".2f"), ha="center", va="center", color=color)
-        axes.set_yticks(range(height), map(value_text, means.index))
-        axes.set_xticks(range(width), map(value_text, means.columns))
-        axes.set_ylabel(down)
-        axes.set_xlabel(across)
-        axes.spines[:].set_visible(False)
-        axes.figure.colorbar(image, label="last top-1 [%]")
-
-
-def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[RunsTable, list[Path]]:
-    """Writes the table and the plot of a sweep to the folder of reports; returns them."""
-    table = RunsTable(read_runs(*folders))
-    name = "-".join(title.replace(".", "_") for title in table.varied) or "runs"
-    path = outputs / REPORT / f"{name}.csv"
+def draw_runs(table: Table, runs: pd.DataFrame, path: Path) -> bool:
+    """Draws the accuracy over one or two settings; returns whether there are as many."""
+    done = table.numbers[table.numbers.n > 0]
+    if done.empty or not 1 <= len(table.heads) <= 2:
+        return False
     path.parent.mkdir(parents=True, exist_ok=True)
+    if len(table.heads) == 1:
+        (title,) = table.heads
+        draw_line(path, done[title].map(value_text), done, accuracies(runs), title)
+    else:
+        draw_map(path, done, [*table.heads])
+    return True
+
+
+def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[str, list[Path]]:
+    """Writes the table and the plot of a sweep to the folder of reports; returns it as text."""
+    runs = read_runs(*folders)
+    table = runs_table(runs)
+    path = report_folder(outputs) / f"{table.name}.csv"
     write_text(path, table.csv())
     picture = path.with_suffix(".png")
-    return table, [path, *([picture] if table.draw(picture) else [])]
+    drawn = [picture] if draw_runs(table, runs, picture) else []
+    return "\n".join(table.lines()), [path, *drawn]
