@@ -264,8 +264,6 @@ def _why_not_timm(model: Any) -> str | None:
         has_stages = any(hasattr(model, name) for name in STAGES)
         reason = "its layers form stages" if has_stages else "it has none"
         return f"needs one sequence of blocks over one token axis; {reason}"
-    if len({id(block) for block in blocks}) < len(blocks):
-        return "holds one block more than once"
     for module in model.modules():
         if type(module).__name__.startswith("PatchDropout") and getattr(module, "prob", 0) > 0:
             return "has patch dropout: tokens of two samples would differ in position"

@@ -13,7 +13,7 @@ from reproduction.runs.compose import options_of
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
-LIBRARY = {"HTM": HTM, "VTM": VTM, "ManifoldMixup": ManifoldMixup}
+LIBRARY: dict[str, Any] = {"HTM": HTM, "VTM": VTM, "ManifoldMixup": ManifoldMixup}
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 INTRODUCTION = """# Configuration
 
@@ -85,7 +85,10 @@ def _keys(name: str, definitions: Mapping[str, Any]) -> dict[str, str]:
     """Returns the allowed values, in words, by key of a class of the schema or the library."""
     if name in LIBRARY:
         options = allowed_of(LIBRARY[name])
-        return {key: re.sub("^(one of|an?) ", "", words) for key, (words, _) in options.items()}
+        words = {key: re.sub("^(one of|an?) ", "", x.allowed) for key, x in options.items()}
+        for rule in LIBRARY[name].beside:
+            words[rule.other] += f"; {rule.words()}"
+        return words
     properties = definitions[name]["properties"].items()
     return {key: _allowed(schema) for key, schema in properties if "$ref" not in str(schema)}
 
