@@ -318,6 +318,11 @@ def test_check_adapter_says_what_is_wrong_with_tokens_and_saliency():
         with pytest.raises(ValueError) as error:
             check_adapter(built("pvt v2"), replace(own, **change), images)
         assert reason in str(error.value)
+    twice = built("pvt v2")
+    once = twice.forward
+    twice.forward = lambda x: once(x) + once(x)
+    with pytest.raises(ValueError, match="is called 2 times, must be once, with its tokens first"):
+        check_adapter(twice, own, images)
     with pytest.raises(ValueError, match="needs norm and attn, and excludes saliency"):
         replace(own, parts=lambda attention: attention)
 
