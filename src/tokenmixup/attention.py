@@ -80,9 +80,8 @@ class Parts:
     @property
     def layers(self) -> list[Any]:
         """The projection layers: one, three, or none with `project`."""
-        if self.project is not None:
-            return []
-        return [self.q_proj, self.k_proj, self.v_proj] if self.qkv is None else [self.qkv]
+        layers = (self.qkv, self.q_proj, self.k_proj, self.v_proj)
+        return [layer for layer in layers if layer is not None]
 
 
 class Positions(NamedTuple):
@@ -268,11 +267,10 @@ def attend(
     `weights`: their `composed_map`, if already computed.
     """
     dropout = parts.dropout if parts.training else 0.0
-    if parts.fused:
+    weights = composed_map(parts, q, k, bias) if weights is None else weights
+    if weights is None:
         out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=parts.scale)
     else:
-        if weights is None:
-            weights = _scores(parts, q, k, bias).softmax(dim=-1)
         if parts.mix_weights is not None:
             weights = parts.mix_weights(weights)
         out = F.dropout(weights, dropout) @ v

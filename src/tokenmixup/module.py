@@ -123,23 +123,27 @@ class TokenMixup(nn.Module):
         """Runs a pass. `pixels`: `b h w`, input gradient, and `manifold` come from `__call__`."""
         if targets is None:
             return self._logits(images)
-        state, logits = self._run(self._logits, images, ForwardPass(targets, pixels, manifold))
+        state = self._pass_of(targets, pixels, manifold)
+        logits = self._run(self._logits, images, state)
         for key, layers in (("htm", self._htm_at), ("vtm", self._vtm_at)):
             for layer in layers:
                 if layer not in state.blocks:
                     raise ValueError(f"{key}.layer={layer}: this block did not run")
         return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
-    def _run(
-        self, model: Callable[[Tensor], Any], images: Tensor, state: ForwardPass
-    ) -> tuple[ForwardPass, Any]:
-        """Runs the model, whose stand-ins read the state of the pass; returns it and the output."""
-        for layer, vtm in self._vtm_at.items():
-            select = INDICES[vtm.class_token_offset]
-            state.memories[layer] = Memory(vtm.kappa, select, vtm.stop_gradient)
+    def _pass_of(self, targets: Tensor, *drawn: Any) -> ForwardPass:
+        """Returns the state of a new pass, with an empty memory for each layer of VTM."""
+        memories = {
+            layer: Memory(vtm.kappa, INDICES[vtm.class_token_offset], vtm.stop_gradient)
+            for layer, vtm in self._vtm_at.items()
+        }
+        return ForwardPass(targets, *drawn, memories=memories)
+
+    def _run(self, model: Callable[[Tensor], Any], images: Tensor, state: ForwardPass) -> Any:
+        """Runs the model, whose stand-ins read the state of the pass."""
         self._state = state
         try:
-            return state, model(images)
+            return model(images)
         finally:
             self._state = None
 
@@ -217,9 +221,10 @@ class TokenMixup(nn.Module):
 
     def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
         """Runs the model as in training, in its current mode; returns the state of the pass."""
-        drawn = self._drawn(images, targets)
+        state = self._pass_of(targets, *self._drawn(images, targets))
         with replaced_forwards(self._stand_ins()):
-            return self._run(self.model, images, ForwardPass(targets, *drawn))[0]
+            self._run(self.model, images, state)
+        return state
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay; timm's optimisers call this."""
