@@ -10,20 +10,21 @@ from torch import nn
 Forward = Callable[..., Any]
 
 
-@contextmanager
-def replaced_forwards(forwards: Sequence[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Replaces `module.forward` on each instance, then restores what was there."""
+@torch.compiler.disable
+def replace_forwards(
+    forwards: Sequence[tuple[nn.Module, Forward | None]],
+) -> list[tuple[nn.Module, Forward | None]]:
+    """Replaces `module.forward` on each instance; None: by that of its class.
+
+    Returns what undoes it.
+    """
     before = [(module, vars(module).get("forward")) for module, _ in forwards]
     for module, forward in forwards:
-        setattr(module, "forward", forward)
-    try:
-        yield
-    finally:
-        for module, own in before:
-            if own is None:
-                del module.forward
-            else:
-                setattr(module, "forward", own)
+        if forward is None:
+            del module.forward
+        else:
+            setattr(module, "forward", forward)
+    return before
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import Adapter, adapter_of
 from tokenmixup.batch import check_batch
-from tokenmixup.contexts import Forward, evaluating, replaced_forwards
+from tokenmixup.contexts import Forward, evaluating, replace_forwards
 from tokenmixup.detectors import detector_of
 from tokenmixup.encoder import head_size, is_sharded, layer_group
 from tokenmixup.fitting import encoder_for
@@ -104,14 +104,16 @@ class TokenMixup(nn.Module):
         if not self.training:
             return super().__call__(images)
         drawn = self._drawn(images, targets)
-        with replaced_forwards(self._stand_ins()):
-            try:
-                return super().__call__(images, targets, *drawn)
-            except Exception as error:
-                if type(error).__module__.startswith("torch._dynamo"):  # may hide an error of ours
-                    with torch.compiler.set_stance("force_eager"):
-                        self._call_impl(images, targets, *drawn)
-                raise
+        before = replace_forwards(self._stand_ins())
+        try:
+            return super().__call__(images, targets, *drawn)
+        except Exception as error:
+            if type(error).__module__.startswith("torch._dynamo"):  # it may hide an error of ours
+                with torch.compiler.set_stance("force_eager"):
+                    self._call_impl(images, targets, *drawn)
+            raise
+        finally:
+            replace_forwards(before)
 
     def forward(
         self,
@@ -222,8 +224,11 @@ class TokenMixup(nn.Module):
     def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
         """Runs the model as in training, in its current mode; returns the state of the pass."""
         state = self._pass_of(targets, *self._drawn(images, targets))
-        with replaced_forwards(self._stand_ins()):
+        before = replace_forwards(self._stand_ins())
+        try:
             self._run(self.model, images, state)
+        finally:
+            replace_forwards(before)
         return state
 
     def no_weight_decay(self) -> set[str]:
