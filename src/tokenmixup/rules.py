@@ -86,18 +86,13 @@ def in_place(mix: HorizontalMix) -> HorizontalMix:
     return mix
 
 
-def easy_first(is_easy: Tensor) -> Tensor:
-    """The published order, `b`: easy samples first, then the others, each in batch order."""
-    return (~is_easy).to(torch.uint8).argsort(stable=True)
-
-
 def in_published_order(mix: HorizontalMix) -> HorizontalMix:
-    """Reorders tokens, targets and `rows` of a mixed batch, and nothing else.
+    """Moves easy samples to the front: tokens, targets and `rows`, and nothing else.
 
     VTM's memory of earlier blocks is not reordered, nor is the saliency by which VTM selects tokens
     at this block: both then belong to other samples.
     """
-    order = easy_first(mix.is_easy)
+    order = (~mix.is_easy).to(torch.uint8).argsort(stable=True)
     rows = mix.rows.view(len(order), -1)[order].flatten()
     return mix._replace(tokens=mix.tokens[order], targets=mix.targets[order], rows=rows)
 
