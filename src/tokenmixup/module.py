@@ -133,13 +133,15 @@ class TokenMixup(nn.Module):
                     raise ValueError(f"{key}.layer={layer}: this block did not run")
         return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
-    def _pass_of(self, targets: Tensor, *drawn: Any) -> ForwardPass:
+    def _pass_of(
+        self, targets: Tensor, pixels: Tensor | None, manifold: ManifoldMix | None
+    ) -> ForwardPass:
         """Returns the state of a new pass, with an empty memory for each layer of VTM."""
         memories = {
             layer: Memory(vtm.kappa, INDICES[vtm.class_token_offset], vtm.stop_gradient)
             for layer, vtm in self._vtm_at.items()
         }
-        return ForwardPass(targets, *drawn, memories=memories)
+        return ForwardPass(targets, pixels, manifold, memories=memories)
 
     def _run(self, model: Callable[[Tensor], Any], images: Tensor, state: ForwardPass) -> Any:
         """Runs the model, whose stand-ins read the state of the pass."""
