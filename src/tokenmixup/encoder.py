@@ -284,10 +284,8 @@ def _why_not_timm_block(block: Any) -> str | None:
 
 
 def _why_not_own(block: Block, home: str) -> str | None:
-    for module in (block.module, block.attn):
-        if type(module).__module__ != home:
-            return f"whose {type(module).__name__} is not {home}'s own"
-    return None
+    kinds = [type(x) for x in (block.module, block.attn) if type(x).__module__ != home]
+    return f"whose {kinds[0].__name__} is not {home}'s own" if kinds else None
 
 
 def _why_not_projections(parts: Parts, module: Any) -> str | None:

@@ -3,7 +3,7 @@
 Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -50,6 +50,10 @@ def encoder_for(
             raise ValueError(f"{key}={layer}: {kind} has blocks 0..{count - 1}")
     for need in _unserved(encoder, adapter, htm, vtm):
         raise ValueError(f"{need}, which {kind} does not have")
+    joined = {"htm": htm.layers if htm else [], "vtm": [*range(vtm.layers[-1] + 1)] if vtm else []}
+    for method, layers in joined.items():
+        if len({encoder.blocks[layer].width for layer in layers}) > 1:
+            raise ValueError(f"{method}.layer: blocks {layers} of {kind} must lie in one stage")
     return encoder
 
 
@@ -63,10 +67,8 @@ def _unserved(
             yield f"vtm.layer={vtm.layers[0]}: {over_all}"
         if vtm.class_token_offset == "published" and not encoder.has_class_token:
             yield f"vtm.class_token_offset=published: {class_token}"
-        yield from _of_other_stages(encoder, "vtm", range(vtm.layers[-1] + 1))
     if htm is None:
         return
-    yield from _of_other_stages(encoder, "htm", htm.layers)
     if htm.pooling == "class_token" and not encoder.has_class_token:
         yield f"htm.pooling=class_token: {class_token}"
     if (steps := htm.rollout_steps) and encoder.own_positions:
@@ -77,11 +79,6 @@ def _unserved(
         yield "htm.detector=gradient: needs blocks with tokens in the order of the image"
     if htm.detector != "gradient" and not (encoder.has_parts or adapter.saliency):
         yield f"htm.detector={htm.detector}: needs Adapter.parts or Adapter.saliency"
-
-
-def _of_other_stages(encoder: Encoder, method: str, layers: Sequence[int]) -> Iterator[str]:
-    if len({encoder.blocks[layer].width for layer in layers}) > 1:
-        yield f"{method}.layer: needs blocks {[*layers]} in one stage, of one width"
 
 
 class Trace(NamedTuple):

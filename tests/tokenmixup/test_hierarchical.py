@@ -228,7 +228,7 @@ def test_layers_of_one_stage_are_counted_over_all_blocks():
         ({"htm": {"layer": 1, "rollout_steps": 1}}, "htm.rollout_steps=1: needs attention over"),
         (
             {"htm": {"layer": [1, 2]}},
-            "htm.layer: needs blocks [1, 2] in one stage, of one width, which Swin",
+            "htm.layer: blocks [1, 2] of SwinTransformer must lie in one stage",
         ),
         ({"htm": {"layer": 8}}, "htm.layer=8: SwinTransformer has blocks 0..7"),
     ],
