@@ -40,6 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
+def settled(method: Any, chosen: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the choices with those options changed that the others do not allow beside them."""
+    chosen = dict(chosen)
+    for rule in method.beside:
+        value, other = (
+            chosen.get(prefix + name, getattr(method, name, 0))
+            for name in (rule.option, rule.other)
+        )
+        if rule.applies(value) and not rule.holds(other):
+            default = getattr(method, rule.option)
+            chosen[prefix + rule.option] = rule.value if rule.unless else default
+    return chosen
+
+
 def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) -> CCT:
     """A CCT with 64 tokens of width 32."""
     torch.manual_seed(0)

@@ -43,9 +43,7 @@ class Adapter:
     attn: str | None = None  # path from a block to its attention module
     # The block and its arguments -> saliency `b t` of its input by its own attention, sum 1.
     saliency: Callable[..., Tensor] | None = None
-    own_classes: bool = (
-        False  # whether block and attention must be of the model's own Python module
-    )
+    own_classes: bool = False  # whether block and attention must be of the model's Python module
     # A block's input -> tokens `b n d`, and back: tokens and the input -> one of its shape.
     tokens: tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = (
         _flat,
@@ -235,8 +233,8 @@ def timm_parts(attn: Any) -> Parts:
         mixing_dtype=None if before is None else before.weight.dtype,
         mix_weights=None if after is None else partial(_mix_heads, after),
         norm=norm if isinstance(norm, nn.Module) else None,
-        gate=partial(_sigmoid, gate) if isinstance(gate, nn.Module) else None,
-        proj=partial(_project_out, attn),
+        gate=(lambda x: gate(x).sigmoid()) if isinstance(gate, nn.Module) else None,
+        proj=lambda x: attn.proj_drop(attn.proj(x)),
         fused=getattr(attn, "fused_attn", True) and after is None,
     )
 
@@ -254,14 +252,6 @@ class _WithBiases(NamedTuple):
     @property
     def bias(self) -> Tensor:
         return torch.cat([self.attn.q_bias, self.attn.k_bias, self.attn.v_bias])
-
-
-def _project_out(attn: Any, x: Tensor) -> Tensor:
-    return attn.proj_drop(attn.proj(x))
-
-
-def _sigmoid(gate: nn.Module, x: Tensor) -> Tensor:
-    return gate(x).sigmoid()
 
 
 def _mix_heads(mix: nn.Module, x: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from tokenmixup.contexts import without_autocast
 
-CACHED_SCORES = 2**17  # attention scores per core and chunk: half a MiB
+# Attention scores in a chunk of samples: on a CPU for each core, half a MiB; on a GPU, or by a
+# compiler, 64 MiB, and as much again before softmax.
+CACHED_SCORES, HELD_SCORES = 2**17, 2**24
 POSITIONAL = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
 
 
@@ -78,9 +80,8 @@ class Parts:
     @property
     def layers(self) -> list[Any]:
         """The projection layers: one, three, or none with `project`."""
-        if self.project is not None:
-            return []
-        return [self.q_proj, self.k_proj, self.v_proj] if self.qkv is None else [self.qkv]
+        layers = (self.qkv, self.q_proj, self.k_proj, self.v_proj)
+        return [layer for layer in layers if layer is not None]
 
 
 class Positions(NamedTuple):
@@ -209,13 +210,12 @@ def attention_map(
 def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the attention each key receives: the mean over heads and queries, `b m` in float32.
 
-    `q`, `k`: `b h n e`, `b h m e`. On a CPU the map is computed in chunks of samples that fit into
-    the cache, on a GPU and by a compiler at once.
+    `q`, `k`: `b h n e`, `b h m e`. The map is computed in chunks of samples, which on a CPU fit
+    into the cache.
     """
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
-        return _softmax(parts, q, k, bias).mean(dim=(1, 2))
-    scores_per_sample = q.shape[1] * q.shape[2] * k.shape[2]
-    size = max(1, CACHED_SCORES * torch.get_num_threads() // scores_per_sample)
+    in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    scores = CACHED_SCORES * torch.get_num_threads() if in_cache else HELD_SCORES
+    size = max(1, scores // (q.shape[1] * q.shape[2] * k.shape[2]))
     inputs = [q, k] if bias is None else [q, k, bias.expand(len(q), -1, -1, -1)]
     chunks = zip(*(x.split(size) for x in inputs), strict=True)
     return torch.cat([_softmax(parts, *chunk).mean(dim=(1, 2)) for chunk in chunks])
@@ -267,11 +267,10 @@ def attend(
     `weights`: their `composed_map`, if already computed.
     """
     dropout = parts.dropout if parts.training else 0.0
-    if parts.fused:
+    weights = composed_map(parts, q, k, bias) if weights is None else weights
+    if weights is None:
         out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=parts.scale)
     else:
-        if weights is None:
-            weights = _scores(parts, q, k, bias).softmax(dim=-1)
         if parts.mix_weights is not None:
             weights = parts.mix_weights(weights)
         out = F.dropout(weights, dropout) @ v

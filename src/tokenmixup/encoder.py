@@ -264,8 +264,6 @@ def _why_not_timm(model: Any) -> str | None:
         has_stages = any(hasattr(model, name) for name in STAGES)
         reason = "its layers form stages" if has_stages else "it has none"
         return f"needs one sequence of blocks over one token axis; {reason}"
-    if len({id(block) for block in blocks}) < len(blocks):
-        return "holds one block more than once"
     for module in model.modules():
         if type(module).__name__.startswith("PatchDropout") and getattr(module, "prob", 0) > 0:
             return "has patch dropout: tokens of two samples would differ in position"
@@ -286,10 +284,8 @@ def _why_not_timm_block(block: Any) -> str | None:
 
 
 def _why_not_own(block: Block, home: str) -> str | None:
-    for module in (block.module, block.attn):
-        if type(module).__module__ != home:
-            return f"whose {type(module).__name__} is not {home}'s own"
-    return None
+    kinds = [type(x) for x in (block.module, block.attn) if type(x).__module__ != home]
+    return f"whose {kinds[0].__name__} is not {home}'s own" if kinds else None
 
 
 def _why_not_projections(parts: Parts, module: Any) -> str | None:

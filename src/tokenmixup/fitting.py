@@ -1,4 +1,4 @@
-"""Checks an adapter against the model it describes by running the model.
+"""Whether settings suit a model, and an adapter the model it describes, by running it.
 
 Letters: b batch, h heads, n tokens with prefix, d width, e head width.
 """
@@ -13,9 +13,72 @@ from torch import Tensor, nn
 from tokenmixup.adapters import Adapter
 from tokenmixup.attention import attend, positions, project
 from tokenmixup.contexts import evaluating
-from tokenmixup.encoder import Block, find_encoder
+from tokenmixup.encoder import Block, Encoder, find_encoder
+from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 CLOSE = 1e-3  # tolerance between two ways to compute a tensor, relative to its largest value
+
+
+def encoder_for(
+    model: nn.Module,
+    adapter: Adapter,
+    htm: HTM | None,
+    vtm: VTM | None,
+    manifold_mixup: ManifoldMixup | None,
+    checkpoint_blocks: bool,
+) -> Encoder | None:
+    """Returns the model's encoder, None if nothing happens inside of it.
+
+    Raises ValueError if blocks are missing, not supported or cannot serve a setting.
+    """
+    used = [("htm.layer", layer) for layer in (htm.layers if htm else ())]
+    used += [("vtm.layer", layer) for layer in (vtm.layers if vtm else ())]
+    mixed = manifold_mixup.layers if manifold_mixup else ()
+    used += [("manifold_mixup.layers", layer) for layer in mixed]
+    if htm is not None and htm.rollout_steps:
+        used.append(("htm.layer + htm.rollout_steps", htm.layers[-1] + htm.rollout_steps))
+    if not used and not checkpoint_blocks:
+        return None
+    last = None if checkpoint_blocks else max(layer for _, layer in used)
+    try:
+        encoder = find_encoder(model, adapter, last)
+    except ValueError as error:
+        raise ValueError(f"TokenMixup does not support this model: {error}") from error
+    kind, count = type(model).__name__, len(encoder.blocks)
+    for key, layer in used:
+        if layer >= count:
+            raise ValueError(f"{key}={layer}: {kind} has blocks 0..{count - 1}")
+    for need in _unserved(encoder, adapter, htm, vtm):
+        raise ValueError(f"{need}, which {kind} does not have")
+    joined = {"htm": htm.layers if htm else [], "vtm": [*range(vtm.layers[-1] + 1)] if vtm else []}
+    for method, layers in joined.items():
+        if len({encoder.blocks[layer].width for layer in layers}) > 1:
+            raise ValueError(f"{method}.layer: blocks {layers} of {kind} must lie in one stage")
+    return encoder
+
+
+def _unserved(
+    encoder: Encoder, adapter: Adapter, htm: HTM | None, vtm: VTM | None
+) -> Iterator[str]:
+    """Yields what settings need and the encoder does not have."""
+    over_all, class_token = "needs attention over all tokens", "needs a class token in the blocks"
+    if vtm is not None:
+        if not encoder.has_parts:
+            yield f"vtm.layer={vtm.layers[0]}: {over_all}"
+        if vtm.class_token_offset == "published" and not encoder.has_class_token:
+            yield f"vtm.class_token_offset=published: {class_token}"
+    if htm is None:
+        return
+    if htm.pooling == "class_token" and not encoder.has_class_token:
+        yield f"htm.pooling=class_token: {class_token}"
+    if (steps := htm.rollout_steps) and encoder.own_positions:
+        yield f"htm.rollout_steps={steps}: needs blocks without rotary positions of their own"
+    if steps and not encoder.has_parts:
+        yield f"htm.rollout_steps={steps}: {over_all}"
+    if htm.detector == "gradient" and not adapter.in_rows:
+        yield "htm.detector=gradient: needs blocks with tokens in the order of the image"
+    if htm.detector != "gradient" and not (encoder.has_parts or adapter.saliency):
+        yield f"htm.detector={htm.detector}: needs Adapter.parts or Adapter.saliency"
 
 
 class Trace(NamedTuple):
@@ -33,10 +96,10 @@ def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
     Raises ValueError, naming the block, unless each block is called once with `b n d`; its
     attention once with the norm of these tokens; the Parts reproduce the attention's output; and
     queries, keys and values of a token depend on that token alone. Of an adapter without Parts it
-    checks tokens and saliency. During the check constant
-    parameters, such as those of newly initialised norms, get other values, since any norm would
-    fit otherwise. Evaluation does not show dropout, which tokens are the prefix, and whether the
-    head reads token 0: compare the returned number with the number of patches.
+    checks tokens and saliency. During the check constant parameters, such as those of new norms,
+    get other values, since any norm would fit otherwise. Evaluation does not show dropout, which
+    tokens are the prefix, and whether the head reads token 0: compare the returned number with the
+    number of patches.
     """
     encoder = find_encoder(model, adapter)
     traces = [Trace([], [], []) for _ in encoder.blocks]

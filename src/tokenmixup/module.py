@@ -7,7 +7,7 @@ untouched: evaluation is the plain model, bit for bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import Adapter, adapter_of
+from tokenmixup.batch import check_batch
 from tokenmixup.contexts import Forward, evaluating, replace_forwards
 from tokenmixup.detectors import detector_of
-from tokenmixup.encoder import Encoder, find_encoder, head_size, is_sharded, layer_group
+from tokenmixup.encoder import head_size, is_sharded, layer_group
+from tokenmixup.fitting import encoder_for
 from tokenmixup.horizontal import HorizontalMix, mix_horizontal
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
@@ -29,19 +31,9 @@ from tokenmixup.scorenet import Pooling, ScoreNet, difficulty
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 from tokenmixup.vertical import INDICES, Memory
 
-ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 
-
-def attach(
-    model: nn.Module,
-    num_classes: int,
-    htm: HTM | Mapping[str, Any] | None = None,
-    vtm: VTM | Mapping[str, Any] | None = None,
-    manifold_mixup: ManifoldMixup | Mapping[str, Any] | None = None,
-    checkpoint_blocks: bool = False,
-    adapter: Adapter | None = None,
-) -> "TokenMixup":
-    """Wraps a transformer with pre-norm attention `blocks` for training with TokenMixup.
+class TokenMixup(nn.Module):
+    """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
     `model`: a stock model, used in place; `num_classes`: of its logits. `htm`, `vtm`,
     `manifold_mixup`: settings, as mappings or dataclasses; None disables a method.
@@ -49,12 +41,6 @@ def attach(
     blocks but those of HTM, VTM, its sources and manifold mixup. `adapter`: needed if the model has
     other names than timm's and is no known class of torchvision or transformers. Raises ValueError
     for an unsupported model, a layer that it does not have, or an invalid setting.
-    """
-    return TokenMixup(model, num_classes, htm, vtm, manifold_mixup, checkpoint_blocks, adapter)
-
-
-class TokenMixup(nn.Module):
-    """`module(images, targets)` -> Output in training, `module(images)` -> logits in evaluation.
 
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
     TypeError without targets; ValueError for images or targets of another kind (values of targets
@@ -82,90 +68,35 @@ class TokenMixup(nn.Module):
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         htm = htm and htm.for_classes(num_classes)
+        self.model, self.num_classes = model, num_classes
         self.adapter = adapter or adapter_of(model)
-        self.num_classes = num_classes
         self.checkpoint_blocks = checkpoint_blocks
-        self.model, self.htm, self.vtm, self.manifold_mixup = model, htm, vtm, manifold_mixup
-        self.scorenets = nn.ModuleDict()  # by layer
-        self._htm_at = {} if htm is None else htm.each
-        self._vtm_at = {} if vtm is None else vtm.each
-        self._manifold = manifold_mixup
-        self._takes_gradient = htm is not None and htm.detector == "gradient"
-        self._sources = range(max(self._vtm_at, default=0))
-        self.encoder = self._find_encoder()
+        self.encoder = encoder_for(model, self.adapter, htm, vtm, manifold_mixup, checkpoint_blocks)
         if (size := head_size(model)) not in (None, num_classes):
             raise ValueError(
                 f"num_classes={num_classes}: the head of {type(model).__name__} has {size} outputs"
             )
+        self.htm, self.vtm, self.manifold_mixup = htm, vtm, manifold_mixup
+        # By layer, what mixes in training; nothing after `stop_mixing`.
+        self._htm_at = {} if htm is None else htm.each
+        self._vtm_at = {} if vtm is None else vtm.each
+        self._manifold = manifold_mixup
+        self.scorenets = nn.ModuleDict(
+            {str(layer): self._new_scorenet(layer) for layer in self._htm_at}
+        )
         if htm is not None:
-            assert self.encoder is not None
-            pooling = scorenet_pooling(self.encoder, htm.pooling)
-            like = next(model.parameters())
-            for layer in htm.layers:
-                width = self.encoder.blocks[layer].width
-                scorenet = ScoreNet(width, num_classes, pooling, htm.stop_gradient)
-                self.scorenets[str(layer)] = scorenet.to(like.device, like.dtype)
             self.rules, self.detect = rules_of(htm), detector_of(htm)
         self._state: ForwardPass | None = None  # of the training pass that runs
         self._kept: dict[Any, Forward] = {}  # stand-ins, whose identity a compiler may ask for
 
-    def _find_encoder(self) -> Encoder | None:
-        """Returns the model's encoder, None if nothing happens inside of it.
-
-        Raises ValueError if blocks are missing or not supported.
-        """
-        used = [("htm.layer", layer) for layer in self._htm_at]
-        used += [("vtm.layer", layer) for layer in self._vtm_at]
-        used += [("manifold_mixup.layers", layer) for layer in self._manifold_layers]
-        steps = 0 if self.htm is None else self.htm.rollout_steps
-        if steps > 0:
-            used += [("htm.layer + htm.rollout_steps", layer + steps) for layer in self._htm_at]
-        if not used and not self.checkpoint_blocks:
-            return None
-        last = None if self.checkpoint_blocks else max(layer for _, layer in used)
-        try:
-            encoder = find_encoder(self.model, self.adapter, last)
-        except ValueError as error:
-            raise ValueError(f"TokenMixup does not support this model: {error}") from error
-        kind, count = type(self.model).__name__, len(encoder.blocks)
-        for key, layer in used:
-            if layer >= count:
-                raise ValueError(f"{key}={layer}: {kind} has blocks 0..{count - 1}")
-        if steps > 0 and encoder.own_positions:
-            raise ValueError(
-                f"htm.rollout_steps={steps}: must be 0, since each block of {kind} has rotary "
-                "positions of its own"
-            )
-        if not encoder.has_parts and (reason := self._needs_parts()):
-            raise ValueError(f"{reason}, which {kind} does not have")
-        for key, at in (("htm", [*self._htm_at]), ("vtm", [*self._sources, *self._vtm_at])):
-            widths = [encoder.blocks[layer].width for layer in at]
-            if len({*widths}) > 1:
-                reason = f"blocks {at} must lie in one stage, their widths are {widths}"
-                raise ValueError(f"{key}.layer={getattr(self, key).layer}: {reason}")
-        offset = "paper" if self.vtm is None else self.vtm.class_token_offset
-        if offset == "published" and not encoder.has_class_token:
-            raise ValueError("vtm.class_token_offset='published': no class token enters the blocks")
-        return encoder
-
-    def _needs_parts(self) -> str | None:
-        """Returns in one line which setting an adapter without Parts cannot serve, or None."""
-        over_all = "needs attention over all tokens"
-        if self._vtm_at:
-            return f"vtm.layer={next(iter(self._vtm_at))}: {over_all}"
-        if (htm := self.htm) is None:
-            return None
-        if htm.rollout_steps:
-            return f"htm.rollout_steps={htm.rollout_steps}: {over_all}"
-        if htm.detector == "gradient":
-            rows = "htm.detector=gradient: needs blocks with tokens in the order of the image"
-            return None if self.adapter.in_rows else rows
-        needs = f"htm.detector={htm.detector}: needs Adapter.parts or Adapter.saliency"
-        return None if self.adapter.saliency else needs
-
-    @property
-    def _manifold_layers(self) -> Sequence[int]:
-        return () if self._manifold is None else self._manifold.layers
+    def _new_scorenet(self, layer: int) -> ScoreNet:
+        htm, encoder, like = self.htm, self.encoder, next(self.model.parameters())
+        assert htm is not None and encoder is not None
+        own = "class_token" if encoder.reads_class_token else "attention"
+        pooling = cast(Pooling, own if htm.pooling == "auto" else htm.pooling)
+        width = encoder.blocks[layer].width
+        scorenet = ScoreNet(width, self.num_classes, pooling, htm.stop_gradient)
+        return scorenet.to(like.device, like.dtype)
 
     @torch.compiler.disable(recursive=False)  # a compiler begins at `forward`
     def __call__(self, images: Tensor, targets: Tensor | None = None) -> Any:
@@ -194,181 +125,34 @@ class TokenMixup(nn.Module):
         """Runs a pass. `pixels`: `b h w`, input gradient, and `manifold` come from `__call__`."""
         if targets is None:
             return self._logits(images)
-        state, logits = self._run(self._logits, images, ForwardPass(targets, pixels, manifold))
+        state = self._pass_of(targets, pixels, manifold)
+        logits = self._run(self._logits, images, state)
         for key, layers in (("htm", self._htm_at), ("vtm", self._vtm_at)):
             for layer in layers:
                 if layer not in state.blocks:
                     raise ValueError(f"{key}.layer={layer}: this block did not run")
         return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
-    def _run(
-        self, model: Callable[[Tensor], Any], images: Tensor, state: ForwardPass
-    ) -> tuple[ForwardPass, Any]:
-        """Runs the model, whose stand-ins read the state of the pass; returns it and the output."""
-        for layer, vtm in self._vtm_at.items():
-            select = INDICES[vtm.class_token_offset]
-            state.memories[layer] = Memory(vtm.kappa, select, vtm.stop_gradient)
+    def _pass_of(
+        self, targets: Tensor, pixels: Tensor | None, manifold: ManifoldMix | None
+    ) -> ForwardPass:
+        """Returns the state of a new pass, with an empty memory for each layer of VTM."""
+        memories = {
+            layer: Memory(vtm.kappa, INDICES[vtm.class_token_offset], vtm.stop_gradient)
+            for layer, vtm in self._vtm_at.items()
+        }
+        return ForwardPass(targets, pixels, manifold, memories=memories)
+
+    def _run(self, model: Callable[[Tensor], Any], images: Tensor, state: ForwardPass) -> Any:
+        """Runs the model, whose stand-ins read the state of the pass."""
         self._state = state
         try:
-            return state, model(images)
+            return model(images)
         finally:
             self._state = None
 
     def _logits(self, images: Tensor) -> Any:
         return self.adapter.logits(self.model(images))
-
-    def stop_mixing(self) -> None:
-        """Disables all mixing in training for good and freezes the ScoreNets.
-
-        Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
-        waits for the gradients of the ScoreNets: wrap the module again.
-        """
-        self._htm_at, self._vtm_at, self._sources, self._manifold = {}, {}, range(0), None
-        self.scorenets.requires_grad_(False)
-
-    @property
-    def scorenet(self) -> ScoreNet | None:
-        """The ScoreNet of HTM's first layer."""
-        return cast(ScoreNet, next(iter(self.scorenets.values()), None))
-
-    @torch.no_grad()
-    def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
-        """Returns what HTM's first layer makes of these images; None without HTM.
-
-        Runs the model in its current mode: training mode has dropout and updates running
-        statistics. Raises the errors of a training pass.
-        """
-        return next(iter(self.traced(images, targets).mixes.values()), None)
-
-    def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
-        """Runs the model as in training, in its current mode; returns the state of the pass."""
-        drawn = self._drawn(images, targets)
-        before = replace_forwards(self._stand_ins())
-        try:
-            return self._run(self.model, images, ForwardPass(targets, *drawn))[0]
-        finally:
-            replace_forwards(before)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of the parameters without weight decay; timm's optimisers call this."""
-        exempt = getattr(self.model, "no_weight_decay", set)
-        return {f"model.{name}" for name in exempt()}
-
-    @property
-    def group_matcher(self) -> Callable[..., Any]:
-        """The model's layer groups, for timm's layer-wise learning rates. ScoreNets join the last.
-
-        Raises AttributeError if the model has none, so that timm sees none.
-        """
-        own: Any = self.model.group_matcher
-        return lambda coarse=False: partial(layer_group, own(coarse=coarse))
-
-    @torch.compiler.disable
-    def _drawn(
-        self, images: Tensor, targets: Tensor | None
-    ) -> tuple[Tensor | None, ManifoldMix | None]:
-        """Checks the batch; returns the input gradient, `b h w`, and manifold mixup's draws."""
-        if targets is None:
-            raise TypeError("training needs module(images, targets) with targets b c")
-        if getattr(self, "_is_replica", False):
-            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
-        if not isinstance(images, Tensor) or images.ndim != 4:
-            raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
-        shape = (len(images), self.num_classes)
-        found = targets.shape if isinstance(targets, Tensor) else type(targets)
-        if found != shape or not len(images):
-            raise ValueError(
-                f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
-                "such as F.one_hot(classes, c)"
-            )
-        if targets.device.type == "cpu":
-            _check_probabilities(targets)  # on a GPU this would wait
-        self._check_detector()
-        pixels = manifold = None
-        if self._htm_at and self._takes_gradient:
-            with evaluating(self.model):
-                exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
-                pixels = input_gradient(self._logits, exact, targets)
-        if self._manifold is not None:
-            manifold = draw_manifold_mix(self._manifold, images)
-        return pixels, manifold
-
-    def _check_detector(self) -> None:
-        """Raises ValueError if HTM's detector cannot run in this pass."""
-        takes_gradient = self._takes_gradient and bool(self._htm_at)
-        if takes_gradient and torch.is_inference_mode_enabled():
-            raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
-        if (self._rollout_blocks() or takes_gradient) and is_sharded(self):
-            key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
-            raise ValueError(
-                f"{key}: not supported with FSDP, which gathers weights for the main pass only"
-            )
-
-    @torch.compiler.disable
-    def _stand_ins(self) -> list[tuple[nn.Module, Forward]]:
-        """Returns the modules to replace in a training pass, each with its stand-in `forward`.
-
-        Raises ValueError if the model has been changed since `attach` in a way that rules it out.
-        """
-        blocks = () if self.encoder is None else self.encoder.blocks
-        stages = () if self.encoder is None else self.encoder.stages
-        reruns = [getattr(block.module, "gradient_checkpointing", False) for block in blocks]
-        reruns += [getattr(x, "grad_checkpointing", False) for x in {self.model, *stages}]
-        if any(reruns):
-            raise ValueError(
-                "TokenMixup cannot rerun all blocks: instead of the model's gradient "
-                "checkpointing use attach(..., checkpoint_blocks=True)"
-            )
-        answered = self.answered_blocks()
-        entered = {*answered, *self._manifold_layers, *self._htm_at}
-        for index in {*answered, *self._rollout_blocks()}:
-            if reason := blocks[index].why_not():
-                raise ValueError(f"TokenMixup no longer supports block {index}, {reason}")
-        found: list[tuple[nn.Module, Forward]] = []
-        if entered and self.encoder is not None and (embed := self.encoder.patch_embed) is not None:
-            found.append(self._stand_in(embed, _embed, embed))
-        for index, block in enumerate(blocks):
-            if index in entered:
-                found.append(self._stand_in(block.module, _run_block, index))
-            elif self.checkpoint_blocks:
-                found.append(self._stand_in(block.module, _rerun))
-            if index in answered:
-                found.append(self._stand_in(block.attn, _attend, index))
-        return found
-
-    def _stand_in(
-        self, module: nn.Module, function: Callable[..., Any], *bound: Any
-    ) -> tuple[nn.Module, Forward]:
-        """Returns a stand-in for `module.forward`; the same one again for the same `forward`."""
-        own = vars(module).get("forward")
-        key = (module, own)
-        if key not in self._kept:
-            plain = own or partial(type(module).forward, module)
-            self._kept[key] = partial(function, self, *bound, plain)
-        return module, self._kept[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": {}}  # copies make their own
-
-    def _rollout_blocks(self) -> set[int]:
-        """Returns the blocks whose maps are multiplied in a rollout."""
-        steps = max((htm.rollout_steps for htm in self._htm_at.values()), default=0)
-        return {layer + step for layer in self._htm_at for step in range(steps + 1) if steps}
-
-    def unchanged_blocks(self) -> list[nn.Module]:
-        """Returns the blocks without stand-ins in training, which can be compiled by themselves."""
-        changed = {*self.answered_blocks(), *self._htm_at, *self._manifold_layers}
-        changed |= self._rollout_blocks()
-        encoder = self.encoder or find_encoder(self.model, self.adapter, -1)
-        return [block.module for i, block in enumerate(encoder.blocks) if i not in changed]
-
-    def answered_blocks(self) -> set[int]:
-        """Returns the blocks whose attention has a stand-in in training."""
-        answered = {*self._sources, *self._vtm_at}
-        has_parts = self.encoder is not None and self.encoder.has_parts
-        if has_parts and self._htm_at and self.detect is BlockPass.own_saliency:
-            answered |= {*self._htm_at}  # it has projected the tokens
-        return answered
 
     def _enter(self, index: int, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
         """Mixes a block's input: manifold mixup, then HTM; VTM then stores its salient tokens.
@@ -416,28 +200,144 @@ class TokenMixup(nn.Module):
             )
         return saliency
 
+    def stop_mixing(self) -> None:
+        """Disables all mixing in training for good and freezes the ScoreNets.
 
-def scorenet_pooling(encoder: Encoder, asked: str) -> Pooling:
-    """Returns the pooling of ScoreNet; `auto` is the class token if the head reads it.
+        Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
+        waits for the gradients of the ScoreNets: wrap the module again.
+        """
+        self._htm_at, self._vtm_at, self._manifold = {}, {}, None
+        self.scorenets.requires_grad_(False)
 
-    Raises ValueError if `class_token` is requested and none enters the blocks.
-    """
-    if asked == "auto":
-        return "class_token" if encoder.reads_class_token else "attention"
-    if asked == "class_token" and not encoder.has_class_token:
-        raise ValueError("htm.pooling='class_token': no class token enters the blocks")
-    return cast(Pooling, asked)
+    @property
+    def scorenet(self) -> ScoreNet | None:
+        """The ScoreNet of HTM's first layer."""
+        return cast(ScoreNet, next(iter(self.scorenets.values()), None))
+
+    @torch.no_grad()
+    def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
+        """Returns what HTM's first layer makes of these images; None without HTM.
+
+        Runs the model in its current mode: training mode has dropout and updates running
+        statistics. Raises the errors of a training pass.
+        """
+        return next(iter(self.traced(images, targets).mixes.values()), None)
+
+    def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
+        """Runs the model as in training, in its current mode; returns the state of the pass."""
+        state = self._pass_of(targets, *self._drawn(images, targets))
+        before = replace_forwards(self._stand_ins())
+        try:
+            self._run(self.model, images, state)
+        finally:
+            replace_forwards(before)
+        return state
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters without weight decay; timm's optimisers call this."""
+        exempt = getattr(self.model, "no_weight_decay", set)
+        return {f"model.{name}" for name in exempt()}
+
+    @property
+    def group_matcher(self) -> Callable[..., Any]:
+        """The model's layer groups, for timm's layer-wise learning rates. ScoreNets join the last.
+
+        Raises AttributeError if the model has none, so that timm sees none.
+        """
+        own: Any = self.model.group_matcher
+        return lambda coarse=False: partial(layer_group, own(coarse=coarse))
+
+    @torch.compiler.disable
+    def _drawn(
+        self, images: Tensor, targets: Tensor | None
+    ) -> tuple[Tensor | None, ManifoldMix | None]:
+        """Checks the batch; returns the input gradient, `b h w`, and manifold mixup's draws."""
+        if getattr(self, "_is_replica", False):
+            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
+        targets = check_batch(images, targets, self.num_classes)
+        pixels = self._input_gradient(images, targets)
+        if self._manifold is None:
+            return pixels, None
+        return pixels, draw_manifold_mix(self._manifold, images)
+
+    def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns the input gradient if HTM takes it. Raises ValueError if HTM cannot run here."""
+        takes_gradient = any(htm.detector == "gradient" for htm in self._htm_at.values())
+        if takes_gradient and torch.is_inference_mode_enabled():
+            raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
+        if (takes_gradient or self._rollout_blocks()) and is_sharded(self):
+            key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
+            raise ValueError(
+                f"{key}: not supported with FSDP, which gathers weights for the main pass only"
+            )
+        if not takes_gradient:
+            return None
+        with evaluating(self.model):
+            exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
+            return input_gradient(self._logits, exact, targets)
+
+    @torch.compiler.disable
+    def _stand_ins(self) -> list[tuple[nn.Module, Forward]]:
+        """Returns the modules to replace in a training pass, each with its stand-in `forward`.
+
+        Raises ValueError if the model has been changed since `attach` in a way that rules it out.
+        """
+        if (encoder := self.encoder) is None:
+            return []
+        blocks, holders = encoder.blocks, {self.model, *encoder.stages}
+        reruns = [getattr(block.module, "gradient_checkpointing", False) for block in blocks]
+        if any(reruns) or any(getattr(x, "grad_checkpointing", False) for x in holders):
+            raise ValueError(
+                "TokenMixup cannot rerun all blocks: instead of the model's gradient "
+                "checkpointing use attach(..., checkpoint_blocks=True)"
+            )
+        answered = self.answered_blocks()
+        mixed = () if self._manifold is None else self._manifold.layers
+        entered = {*answered, *mixed, *self._htm_at}
+        for index in {*answered, *self._rollout_blocks()}:
+            if reason := blocks[index].why_not():
+                raise ValueError(f"TokenMixup no longer supports block {index}, {reason}")
+        found: list[tuple[nn.Module, Forward]] = []
+        if entered and (embed := encoder.patch_embed) is not None:
+            found.append(self._stand_in(embed, _embed, embed))
+        for index, block in enumerate(blocks):
+            if index in entered:
+                found.append(self._stand_in(block.module, _run_block, index))
+            elif self.checkpoint_blocks:
+                found.append(self._stand_in(block.module, _rerun))
+            if index in answered:
+                found.append(self._stand_in(block.attn, _attend, index))
+        return found
+
+    def answered_blocks(self) -> set[int]:
+        """Returns the blocks whose attention has a stand-in: VTM's, its sources, most of HTM's."""
+        answered = {*range(max(self._vtm_at, default=-1) + 1)}
+        has_parts = self.encoder is not None and self.encoder.has_parts
+        if has_parts and self._htm_at and self.detect is BlockPass.own_saliency:
+            answered |= {*self._htm_at}  # it has projected the tokens
+        return answered
+
+    def _rollout_blocks(self) -> set[int]:
+        """Returns the blocks whose maps are multiplied in a rollout."""
+        steps = max((htm.rollout_steps for htm in self._htm_at.values()), default=0)
+        return {layer + step for layer in self._htm_at for step in range(steps + 1) if steps}
+
+    def _stand_in(
+        self, module: nn.Module, function: Callable[..., Any], *bound: Any
+    ) -> tuple[nn.Module, Forward]:
+        """Returns a stand-in for `module.forward`; the same one again for the same `forward`."""
+        own = vars(module).get("forward")
+        key = (module, own)
+        if key not in self._kept:
+            plain = own or partial(type(module).forward, module)
+            self._kept[key] = partial(function, self, *bound, plain)
+        return module, self._kept[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": {}}  # copies make their own
 
 
-def _check_probabilities(targets: Tensor) -> None:
-    """Raises ValueError unless each row of `b c` has no negative value and sums to 1."""
-    close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < ROUNDING  # false for nan
-    if not (good := close & (targets >= 0).all(dim=1)).all():
-        row = int(good.int().argmin())
-        raise ValueError(
-            f"targets[{row}]: must be probabilities, which are >= 0 and sum to 1; it sums to "
-            f"{float(targets[row].sum()):g}, its lowest value is {float(targets[row].min()):g}"
-        )
+attach = TokenMixup  # `attach(model, ...)` says what happens to the model
 
 
 # Stand-ins for the `forward` of modules; `plain` is their own. Without a pass they are `plain`.

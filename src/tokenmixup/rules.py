@@ -6,7 +6,7 @@ docs/library.md. Letters: b batch, t spatial tokens.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,22 @@ from tokenmixup.horizontal import HorizontalMix, Rules, gaining_tokens, saliency
 from tokenmixup.settings import HTM
 
 Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-Score = Callable[[Tensor, float], Tensor]
+
+
+class Masking(NamedTuple):
+    """Which tokens a receiver takes, and what every pair gains by that."""
+
+    choose: Choice
+    score: Callable[[Tensor, float], Tensor] = gain_matrix
 
 
 def rules_of(htm: HTM) -> Rules:
     """Returns the configured rules."""
-    choose = MASK_RULES[htm.mask_rule]
+    choose, score = MASK_RULES[htm.mask_rule]
     if htm.detector == "random":
         choose = partial(random_tokens, choose)
     return Rules(
-        score=SCORES[htm.mask_rule],
+        score=score,
         match=MATCHINGS[htm.matching],
         choose=choose,
         weigh=LABELS[htm.labels],
@@ -80,18 +86,13 @@ def in_place(mix: HorizontalMix) -> HorizontalMix:
     return mix
 
 
-def easy_first(is_easy: Tensor) -> Tensor:
-    """The published order, `b`: easy samples first, then the others, each in batch order."""
-    return (~is_easy).to(torch.uint8).argsort(stable=True)
-
-
 def in_published_order(mix: HorizontalMix) -> HorizontalMix:
-    """Reorders tokens, targets and `rows` of a mixed batch, and nothing else.
+    """Moves easy samples to the front: tokens, targets and `rows`, and nothing else.
 
     VTM's memory of earlier blocks is not reordered, nor is the saliency by which VTM selects tokens
     at this block: both then belong to other samples.
     """
-    order = easy_first(mix.is_easy)
+    order = (~mix.is_easy).to(torch.uint8).argsort(stable=True)
     rows = mix.rows.view(len(order), -1)[order].flatten()
     return mix._replace(tokens=mix.tokens[order], targets=mix.targets[order], rows=rows)
 
@@ -100,8 +101,10 @@ MATCHINGS: dict[str, Match] = {
     "optimal": optimal_donors,
     "random": random_donors,  # Table 4, without the optimal assignment
 }
-MASK_RULES: dict[str, Choice] = {"paper": gaining_tokens, "published": gaining_over_the_first}
-SCORES: dict[str, Score] = {"paper": gain_matrix, "published": gain_matrix}  # by mask rule
+MASK_RULES: dict[str, Masking] = {
+    "paper": Masking(gaining_tokens),
+    "published": Masking(gaining_over_the_first),
+}
 LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "saliency": saliency_ratio,
     "count": count_ratio,  # Table 4, without saliency in the labels
@@ -112,7 +115,7 @@ ORDERS: dict[str, Callable[[HorizontalMix], HorizontalMix]] = {
 }
 
 # option of HTM -> its table, whose first entry is the default
-CHOICES: dict[str, Mapping[str, Callable[..., Any]]] = {
+CHOICES: dict[str, Mapping[str, Any]] = {
     "detector": DETECTORS,
     "matching": MATCHINGS,
     "mask_rule": MASK_RULES,

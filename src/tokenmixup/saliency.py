@@ -73,13 +73,9 @@ def gradient_saliency(
     ValueError if the grid does not have `num_tokens` cells.
     """
     height, width = pixels.shape[1:]
-    rows, columns = grid or _grid_like(height, width, num_tokens)
+    rows = grid[0] if grid else max(1, round((num_tokens * height / width) ** 0.5))
+    columns = grid[1] if grid else num_tokens // rows
     if rows * columns != num_tokens:
         raise ValueError(f"{num_tokens} tokens form no grid over an image of {height} x {width}")
     pooled = F.adaptive_avg_pool2d(pixels[:, None], (rows, columns)).flatten(1)
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
-
-
-def _grid_like(height: int, width: int, num_tokens: int) -> tuple[int, int]:
-    rows = max(1, round((num_tokens * height / width) ** 0.5))
-    return rows, num_tokens // rows

@@ -6,11 +6,12 @@ Importable without torch. An invalid value raises ValueError with key, value and
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache, partial
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 AUTO = "auto"
+ROLLED = "which alone can be rolled out"
+UNMIXED = "which refers to the batch before mixing"
 
 Pooling = Literal["auto", "attention", "average", "class_token"]
 Detector = Literal["attention", "mean_attention", "gradient", "random"]
@@ -22,71 +23,88 @@ NonFinite = Literal["fail", "skip"]
 ClassTokenOffset = Literal["paper", "published"]
 
 
-def _option(allowed: str, holds: Callable[[Any], bool], default: Any = MISSING) -> Any:
-    """Declares an option with a range."""
-    return field(default=default, metadata={"allowed": allowed, "holds": holds})
+class Option(NamedTuple):
+    """The values of an option."""
+
+    allowed: str
+    holds: Callable[[Any], bool]
+    to: Callable[[Any], Any] = lambda x: x  # applied to a valid value
+    per_layer: bool = False  # one value for all layers, or a list with one for each
 
 
-def _per_layer(
-    allowed: str, holds: Callable[[Any], bool], number: Callable[[Any], Any], default: Any = MISSING
-) -> Any:
-    """Declares an option with one value for all layers or one for each; [x] is the same as x."""
+class Beside(NamedTuple):
+    """What a value of an option asks of another option."""
 
-    def all_hold(x: Any) -> bool:
-        return all(map(holds, x)) and len(x) > 0 if _is_list(x) else holds(x)
+    option: str
+    value: str
+    other: str
+    allowed: str
+    holds: Callable[[Any], bool]  # of the other option's value
+    reason: str
+    unless: bool = False  # asked by every value but this one
 
-    metadata = {"allowed": allowed, "holds": all_hold, "number": number}
-    return field(default=default, metadata=metadata)
+    def applies(self, value: Any) -> bool:
+        return (value == self.value) != self.unless
+
+    def words(self) -> str:
+        return f"{self.allowed} {'unless' if self.unless else 'with'} {self.option}={self.value}"
+
+
+def _option(*what: Any, default: Any = MISSING, **more: Any) -> Any:
+    """Declares an option with a range. An option without one has the choices of its type."""
+    return field(default=default, metadata={"option": Option(*what, **more)})
+
+
+def allowed_of(settings: Any) -> dict[str, Option]:
+    """Returns the options of HTM, VTM or ManifoldMixup by name."""
+    return {x.name: x.metadata.get("option") or _one_of(x.type) for x in fields(settings)}
+
+
+def _one_of(kind: Any) -> Option:
+    choices = get_args(kind) or (True, False)
+    words = ", ".join(str(choice).lower() for choice in choices)
+    return Option(f"one of {words}", lambda x: (type(x), x) in [(type(y), y) for y in choices])
 
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, str)
 
 
-def _is_whole(x: Any) -> bool:
-    return type(x) is int
+def _at_least(least: int) -> Callable[[Any], bool]:
+    return lambda x: type(x) is int and x >= least
 
 
 def _is_number(x: Any) -> bool:
     return type(x) in (int, float) and (abs(x) <= LARGEST or abs(x) == math.inf)
 
 
-def _is_auto(x: Any) -> bool:
-    return isinstance(x, str) and x == AUTO
+def _number_or_auto(x: Any) -> float | str:
+    return AUTO if x == AUTO else float(x)
 
 
-def _float_or_auto(x: Any) -> float | str:
-    return AUTO if _is_auto(x) else float(x)
-
-
-def _is_blocks(x: Any) -> bool:
-    if not _is_list(x) or not x:
-        return False
-    return all(_is_whole(y) and y >= 0 for y in x) and len(set(x)) == len(x)
-
-
-_types_of = cache(get_type_hints)
+def _are_blocks(x: Any) -> bool:
+    return _is_list(x) and len(x) > 0 and all(map(_at_least(0), x)) and len({*x}) == len(x)
 
 
 class _Settings:
-    """Checks each option by itself; converts integers to float where the type is float."""
+    """Checks each option by itself, then those that hold only beside another."""
 
     key: ClassVar[str]
+    beside: ClassVar[Sequence[Beside]] = ()
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        types = _types_of(kind)
-        for name, (allowed, holds) in allowed_of(kind).items():
-            value = getattr(self, name)
-            if not holds(value):
-                raise ValueError(f"{self.key}.{name}={value!r}: must be {allowed}")
-            number = kind.__dataclass_fields__[name].metadata.get("number")
-            if _is_list(value):  # copied, since the caller may modify its list
-                value = [*map(number, value)] if number else [*value]
-                value = value[0] if number and len(value) == 1 else value
-            elif number or types[name] is float:
-                value = (number or float)(value)
-            object.__setattr__(self, name, value)
+        for name, option in allowed_of(type(self)).items():
+            given = getattr(self, name)
+            values = [*given] if option.per_layer and _is_list(given) else [given]
+            if not values or not all(map(option.holds, values)):
+                raise ValueError(f"{self.key}.{name}={given!r}: must be {option.allowed}")
+            values = [option.to(x) for x in values]
+            object.__setattr__(self, name, values if len(values) > 1 else values[0])
+        for rule in self.beside:
+            other = getattr(self, rule.other)
+            if rule.applies(getattr(self, rule.option)) and not rule.holds(other):
+                reason = f"must be {rule.words()}, {rule.reason}"
+                raise ValueError(f"{self.key}.{rule.other}={other}: {reason}")
 
 
 class _Layered(_Settings):
@@ -98,17 +116,18 @@ class _Layered(_Settings):
         super().__post_init__()
         if self.layers != sorted({*self.layers}):
             raise ValueError(f"{self.key}.layer={self.layer}: must be in rising order")
-        for name in self._numbers():
-            value = getattr(self, name)
-            if _is_list(value) and len(value) != len(self.layers):
+        for name, value in self._lists.items():
+            if len(value) != len(self.layers):
                 raise ValueError(
                     f"{self.key}.{name}={value}: must be one number, or one for each of "
                     f"{self.key}.layer={self.layer}"
                 )
 
-    def _numbers(self) -> list[str]:
-        kind: Any = type(self)
-        return [option.name for option in fields(kind) if "number" in option.metadata]
+    @property
+    def _lists(self) -> dict[str, Any]:
+        """The options that have one value for each layer."""
+        names = [name for name, option in allowed_of(type(self)).items() if option.per_layer]
+        return {name: x for name in names if _is_list(x := getattr(self, name))}
 
     @property
     def layers(self) -> list[int]:
@@ -119,9 +138,8 @@ class _Layered(_Settings):
     def each(self) -> dict[int, Any]:
         """Layer -> its settings, in which every option has one value."""
         settings: Any = self
-        names = self._numbers()
         return {
-            layer: replace(settings, **{name: _at(getattr(self, name), i) for name in names})
+            layer: replace(settings, **{name: x[i] for name, x in self._lists.items()})
             for i, layer in enumerate(self.layers)
         }
 
@@ -131,36 +149,14 @@ class _Layered(_Settings):
         return self.each[self.layers[0]]
 
 
-def _at(value: Any, index: int) -> Any:
-    return value[index] if _is_list(value) else value
-
-
 def _without_auto(value: Any, number: float) -> Any:
     """Replaces `auto`, also in a list, by the number."""
     if _is_list(value):
         return [_without_auto(x, number) for x in value]
-    return number if _is_auto(value) else value
+    return number if value == AUTO else value
 
 
 Kind = TypeVar("Kind", bound=_Settings)
-
-
-@cache
-def allowed_of(settings: Any) -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    """Option -> the allowed values, as text and as a predicate."""
-    allowed, types = {}, _types_of(settings)
-    for option in fields(settings):
-        if option.metadata:
-            allowed[option.name] = (option.metadata["allowed"], option.metadata["holds"])
-        else:
-            choices = get_args(types[option.name]) or (True, False)
-            text = ", ".join(str(choice).lower() for choice in choices)
-            allowed[option.name] = (f"one of {text}", partial(_is_one_of, choices))
-    return allowed
-
-
-def _is_one_of(choices: Sequence[Any], value: Any) -> bool:
-    return any(value == choice and type(value) is type(choice) for choice in choices)
 
 
 def built(kind: type[Kind], given: Any) -> Kind | None:
@@ -169,14 +165,15 @@ def built(kind: type[Kind], given: Any) -> Kind | None:
         return given
     if not isinstance(given, Mapping):
         raise ValueError(f"{kind.key}={given!r}: must be a mapping of settings, or {kind.__name__}")
-    required = {option.name: option.default is MISSING for option in fields(kind)}  # type: ignore
+    names = [*allowed_of(kind)]
     for name, value in given.items():
-        if name not in required:
-            keys = ", ".join(required)
+        if name not in names:
+            keys = ", ".join(names)
             raise ValueError(f"{kind.key}.{name}={value!r}: unknown key; it has {keys}")
-    for name, is_required in required.items():
-        if is_required and name not in given:
-            raise ValueError(f"{kind.key}.{name}: no value is set")
+    settings: Any = kind
+    for option in fields(settings):
+        if option.default is MISSING and option.name not in given:
+            raise ValueError(f"{kind.key}.{option.name}: no value is set")
     return kind(**given)
 
 
@@ -205,50 +202,46 @@ class HTM(_Layered):
     """
 
     key = "htm"
+    beside = (
+        Beside("detector", "attention", "rollout_steps", "0", lambda x: x == 0, ROLLED, True),
+        Beside("detector", "gradient", "layer", "one layer", _at_least(0), UNMIXED),
+        Beside("order", "published", "layer", "one layer", _at_least(0), UNMIXED),
+    )
 
-    layer: int | Sequence[int] = _per_layer(
+    layer: int | Sequence[int] = _option(
         "an integer >= 0, or several in rising order",
-        lambda x: _is_whole(x) and x >= 0,
-        int,
+        _at_least(0),
+        per_layer=True,
     )
-    tau: float | str | Sequence[float | str] = _per_layer(
+    tau: float | str | Sequence[float | str] = _option(
         "auto, a number >= 0 or inf, or one for each layer",
-        lambda x: _is_auto(x) or (_is_number(x) and x >= 0),
-        _float_or_auto,
-        AUTO,
+        lambda x: x == AUTO or (_is_number(x) and x >= 0),
+        _number_or_auto,
+        default=AUTO,
+        per_layer=True,
     )
-    rho: float | str | Sequence[float | str] = _per_layer(
+    rho: float | str | Sequence[float | str] = _option(
         "auto, 0 <= number <= 1 or inf, or one for each layer",
-        lambda x: _is_auto(x) or (_is_number(x) and (0 <= x <= 1 or x == math.inf)),
-        _float_or_auto,
-        AUTO,
+        lambda x: x == AUTO or (_is_number(x) and (0 <= x <= 1 or x == math.inf)),
+        _number_or_auto,
+        default=AUTO,
+        per_layer=True,
     )
     score_loss_weight: float = _option(
-        "a finite number >= 0", lambda x: _is_number(x) and 0 <= x < math.inf, 0.001
+        "a finite number >= 0",
+        lambda x: _is_number(x) and 0 <= x < math.inf,
+        float,
+        default=0.001,
     )
     pooling: Pooling = "auto"
     stop_gradient: bool = False
     detector: Detector = "attention"
-    rollout_steps: int = _option("an integer >= 0", lambda x: _is_whole(x) and x >= 0, 0)
+    rollout_steps: int = _option("an integer >= 0", _at_least(0), default=0)
     matching: Matching = "optimal"
     mask_rule: MaskRule = "paper"
     labels: Labels = "saliency"
     order: Order = "in_place"
     non_finite: NonFinite = "fail"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rollout_steps > 0 and self.detector != "attention":
-            raise ValueError(
-                f"htm.rollout_steps={self.rollout_steps}: must be 0 with detector="
-                f"{self.detector}, only attention can be rolled out"
-            )
-        for name, value in (("order", "published"), ("detector", "gradient")):
-            if len(self.layers) > 1 and getattr(self, name) == value:
-                raise ValueError(
-                    f"htm.layer={self.layer}: must be one layer with {name}={value}, which refers "
-                    "to the batch before mixing"
-                )
 
     def for_classes(self, num_classes: int) -> "HTM":
         """Returns the settings with log10(classes) nats for `tau=auto`.
@@ -282,16 +275,16 @@ class VTM(_Layered):
 
     key = "vtm"
 
-    layer: int | Sequence[int] = _per_layer(
+    layer: int | Sequence[int] = _option(
         "an integer >= 1, or several in rising order",
-        lambda x: _is_whole(x) and x >= 1,
-        int,
+        _at_least(1),
+        per_layer=True,
     )
-    kappa: int | Sequence[int] = _per_layer(
+    kappa: int | Sequence[int] = _option(
         "an integer >= 1, or one for each layer",
-        lambda x: _is_whole(x) and x >= 1,
-        int,
-        3,
+        _at_least(1),
+        default=3,
+        per_layer=True,
     )
     stop_gradient: bool = False
     class_token_offset: ClassTokenOffset = "paper"
@@ -307,5 +300,7 @@ class ManifoldMixup(_Settings):
 
     key = "manifold_mixup"
 
-    alpha: float = _option("a finite number > 0", lambda x: _is_number(x) and 0 < x < math.inf, 2.0)
-    layers: Sequence[int] = _option("different integers >= 0", _is_blocks, (0, 1, 2))
+    alpha: float = _option(
+        "a finite number > 0", lambda x: _is_number(x) and 0 < x < math.inf, float, default=2.0
+    )
+    layers: Sequence[int] = _option("different integers >= 0", _are_blocks, list, default=(0, 1, 2))

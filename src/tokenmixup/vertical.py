@@ -40,11 +40,6 @@ INDICES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 }
 
 
-def take_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
-    """Gathers tokens `b n d` at `indices`, `b m`: returns `b m d`, with gradient."""
-    return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
-
-
 @dataclass
 class Memory:
     """Salient tokens of the sources, collected in one forward pass for a layer of VTM."""
@@ -58,7 +53,8 @@ class Memory:
     def remember(self, tokens: Tensor, saliency: Tensor, num_prefix_tokens: int) -> None:
         """Stores the most salient of a block's tokens: `b n d`, by their saliency, `b t`."""
         indices = self.select(saliency, self.kappa, num_prefix_tokens)
-        self.tokens.append(take_tokens(tokens.detach() if self.stop_gradient else tokens, indices))
+        tokens = tokens.detach() if self.stop_gradient else tokens
+        self.tokens.append(tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2])))
         self.indices.append(indices)
 
 

@@ -14,8 +14,10 @@ from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import PlainError, UserError
 from reproduction.training import train
 from reproduction.training.train import run_training
+from tests.conftest import settled
 from tests.reproduction.conftest import SMALL, at_step
 from tests.reproduction.test_training import assert_same_result
+from tokenmixup import HTM
 from tokenmixup.rules import CHOICES as RULES
 
 STEPS = 6  # of the runs of SMALL
@@ -29,7 +31,7 @@ CHOICES: dict[str, list[Any]] = {
     "augmentation.off_epoch": ["null", 1],
     "augmentation.mixup.prob": [1, 0.5],
     "augmentation.manifold_mixup.layers": ["[0]", "[0,1]"],
-    "augmentation.htm.layer": [0, 1, "[0,1]"],
+    "augmentation.htm.layer": [0, 1, [0, 1]],
     "augmentation.htm.tau": [0, 2.3, "inf"],
     "augmentation.htm.pooling": ["auto", "attention", "average"],
     "augmentation.htm.stop_gradient": ["true", "false"],
@@ -58,8 +60,10 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     stack = draw(st.sets(st.sampled_from(STACK)))
     left_out = tuple(f"augmentation.{name}." for name in {*STACK} - stack)
     keys = [key for key in CHOICES if not key.startswith(left_out)]
-    values = [f"{key}={draw(st.sampled_from(CHOICES[key]))}" for key in keys]
-    return [*SMALL, f"augmentation=[{','.join(sorted(stack))}]", *values]
+    values = {key: draw(st.sampled_from(CHOICES[key])) for key in keys}
+    values = settled(HTM, values, prefix="augmentation.htm.")
+    line = [f"{key}={value}" for key, value in values.items()]
+    return [*SMALL, f"augmentation=[{','.join(sorted(stack))}]", *line]
 
 
 def resolved(root: str, name: str, line: list[str]) -> Config:

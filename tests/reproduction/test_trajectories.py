@@ -17,7 +17,7 @@ from tests.reproduction.recorded import Recorded
 from tests.reproduction.test_published import published_module
 from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.assignment import gain_matrix
-from tokenmixup.rules import SCORES
+from tokenmixup.rules import MASK_RULES
 
 NAMES = ("plain", "htm", "vtm", "htm_then_vtm", "vtm_then_htm")
 CLOSE = 1e-6  # of a loss, in nats
@@ -97,7 +97,8 @@ MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
 def test_training_with_a_mistake_departs(monkeypatch: pytest.MonkeyPatch, name: str, mistake: str):
     """Ends at the first step that is not the recorded one."""
     if mistake == "gain":  # off by rho
-        monkeypatch.setitem(SCORES, "published", lambda saliency, _: gain_matrix(saliency, 0))
+        off = MASK_RULES["published"]._replace(score=lambda saliency, _: gain_matrix(saliency, 0))
+        monkeypatch.setitem(MASK_RULES, "published", off)
     recorded = Recorded(f"trajectory_{name}")
     module = published_module(recorded, **MISTAKES[mistake]).double()
     assert not all(step.is_recorded for step in training(recorded, module))

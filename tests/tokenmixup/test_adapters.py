@@ -259,6 +259,13 @@ def test_what_cannot_be_served_is_refused_with_the_reason(batch):
     attention: Any = model.vit.layers[0].attention
     attention.q_proj = nn.Sequential(attention.q_proj)
     assert "q_proj is Sequential" in str(why_not(model))
+    del attention.o_proj
+    assert "has no o_proj: needs transformers >= 5.18" in str(why_not(model))
+    other = Encoded()
+    other.encoder.layers[0].self_attn = nn.MultiheadAttention(
+        32, 2, add_bias_kv=True, batch_first=True
+    )
+    assert "neither add_bias_kv nor" in str(why_not(other, adapter=encoder))
     with pytest.raises(ValueError, match="give either qkv"):
         Parts(num_heads=2, proj=nn.Identity(), training=True)
     layer = nn.Linear(4, 12)
@@ -406,6 +413,29 @@ def test_masks_and_causal_attention_are_refused(batch):
         Masked(), CLASSES, htm={"layer": 1}, adapter=torch_encoder("encoder", embed_dim=32)
     )
     with pytest.raises(ValueError, match="does not support the argument src_mask"):
+        train_output(module, batch)
+
+
+def test_what_an_attention_gets_beside_its_tokens_is_refused(batch):
+    block = find_encoder(Encoded(), torch_encoder("encoder", embed_dim=32)).blocks[0]
+    x, mask = torch.zeros(1, 4, 32), torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="argument 3 of the attention, such as a mask"):
+        block.answer(lambda tokens: tokens, (x, x, x, mask), {})
+    with pytest.raises(ValueError, match="tokens by keyword: must be its first argument"):
+        block.answer(lambda tokens: tokens, (), {"query": x})
+
+
+def test_blocks_that_change_after_attach_are_refused(batch):
+    model = Encoded()
+    module = attach(model, CLASSES, vtm={"layer": 1}, adapter=torch_encoder("encoder", 32))
+    model.encoder.layers[1].self_attn = copy.deepcopy(model.encoder.layers[1].self_attn)
+    with pytest.raises(ValueError, match="block 1, whose attention was replaced after attach"):
+        train_output(module, batch)
+    model = Encoded()
+    htm = {"layer": 0, "rollout_steps": 1}
+    module = attach(model, CLASSES, htm=htm, adapter=torch_encoder("encoder", 32))
+    model.encoder.layers[0].forward = lambda x, **given: (x,)
+    with pytest.raises(ValueError, match=r"blocks that return their tokens, .* returns a tuple"):
         train_output(module, batch)
 
 

@@ -246,7 +246,7 @@ def test_rollout_runs_ahead_with_positions(name: str):
 
 
 def test_rollout_is_refused_where_each_block_has_positions_of_its_own():
-    with pytest.raises(ValueError, match=r"rollout_steps=1: .* rotary positions of its own"):
+    with pytest.raises(ValueError, match=r"rollout_steps=1: .* rotary positions of their own"):
         attach(
             build("vit_small_patch16_rope_mixed_224"), CLASSES, htm={"layer": 0, "rollout_steps": 1}
         )

@@ -228,7 +228,7 @@ def test_layers_of_one_stage_are_counted_over_all_blocks():
         ({"htm": {"layer": 1, "rollout_steps": 1}}, "htm.rollout_steps=1: needs attention over"),
         (
             {"htm": {"layer": [1, 2]}},
-            "htm.layer=[1, 2]: blocks [1, 2] must lie in one stage, their widths are [24, 48]",
+            "htm.layer: blocks [1, 2] of SwinTransformer must lie in one stage",
         ),
         ({"htm": {"layer": 8}}, "htm.layer=8: SwinTransformer has blocks 0..7"),
     ],
@@ -318,6 +318,11 @@ def test_check_adapter_says_what_is_wrong_with_tokens_and_saliency():
         with pytest.raises(ValueError) as error:
             check_adapter(built("pvt v2"), replace(own, **change), images)
         assert reason in str(error.value)
+    twice = built("pvt v2")
+    once = twice.forward
+    twice.forward = lambda x: once(x) + once(x)
+    with pytest.raises(ValueError, match="is called 2 times, must be once, with its tokens first"):
+        check_adapter(twice, own, images)
     with pytest.raises(ValueError, match="needs norm and attn, and excludes saliency"):
         replace(own, parts=lambda attention: attention)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.conftest import CLASSES, small_cct, small_vit
+from tests.conftest import CLASSES, settled, small_cct, small_vit
 from tests.tokenmixup.test_horizontal import RHOS, Batch, batches, mix_easy
 from tokenmixup import (
     HTM,
@@ -26,7 +26,7 @@ from tokenmixup import (
 from tokenmixup import settings as names
 from tokenmixup.assignment import gain_matrix
 from tokenmixup.detectors import DETECTORS, block_map
-from tokenmixup.rules import CHOICES, MATCHINGS, ORDERS, SCORES, rules_of
+from tokenmixup.rules import CHOICES, MATCHINGS, ORDERS, rules_of
 from tokenmixup.vertical import INDICES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -52,11 +52,10 @@ def test_without_settings_the_rules_are_the_papers(batch: Batch, rho: float):
 @pytest.mark.parametrize(
     ("choice", "table"),
     [
-        (names.MaskRule, SCORES),
         *((get_type_hints(HTM)[option], table) for option, table in CHOICES.items()),
         (names.ClassTokenOffset, INDICES),
     ],
-    ids=["scores", *CHOICES, "class_token_offset"],
+    ids=[*CHOICES, "class_token_offset"],
 )
 def test_every_name_has_its_rule(choice: Any, table: dict[str, Any]):
     hint = "settings.py and the table need the same names in the same order"
@@ -304,12 +303,30 @@ def test_htm_refuses_bad_choices(bad: dict[str, Any]):
         HTM(layer=1, **bad)
 
 
+@pytest.mark.parametrize("layer", [1, [1, 2]])
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_what_holds_beside_another_is_declared(
+    detector: str, order: str, steps: int, layer: int | list[int]
+):
+    """Settings are refused by these rules alone, and valid without the choices that break one."""
+    chosen = {"detector": detector, "order": order, "rollout_steps": steps, "layer": layer}
+    valid = settled(HTM, chosen)
+    HTM(**valid)
+    if valid != chosen:
+        with pytest.raises(
+            ValueError, match=r"must be (0 unless|one layer with) (detector|order)="
+        ):
+            HTM(**chosen)
+
+
 # Whole models
 
 VARIANTS: list[dict[str, Any]] = [
     {"rollout_steps": 1},
     {"rollout_steps": 2},
-    *({option: name} for option, table in CHOICES.items() for name in [*table][1:]),
+    *(settled(HTM, {option: name}) for option, table in CHOICES.items() for name in [*table][1:]),
 ]
 
 
