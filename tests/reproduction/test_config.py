@@ -184,7 +184,7 @@ def test_identity_depends_on_the_root_only_of_image_folders(tmp_path: Path):
 
 
 def test_sweeps_may_glob_options():
-    points = cli._points("train", ["-m", "model=glob(cct*)", "seed=0,1"])
+    points = cli._points("train", cli._parse_arguments(["-m", "model=glob(cct*)", "seed=0,1"]))
     assert points is not None
     assert [point[0] for point in points] == ["model=cct_2_3x2"] * 2 + ["model=cct_7_3x1"] * 2
 

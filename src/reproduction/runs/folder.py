@@ -89,7 +89,7 @@ class RunFolder:
     def _is_restarted(self) -> bool:
         """Whether this launcher restarted its ranks and had locked this run before.
 
-        Cached before this process locks the file, as closing the file again would release the lock.
+        Cached before this process locks the run itself.
         """
         lock = self.path / LOCK
         return restarts()[0] > 0 and lock.exists() and launcher() in lock.read_text().splitlines()
