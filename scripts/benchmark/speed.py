@@ -14,7 +14,8 @@ from reproduction.data.build import build_training_inputs
 from reproduction.data.folders import Sizes, data_sizes
 from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import build_module, count_macs, place, without_weights
-from reproduction.runs.folder import RunFolder, run_hash
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
 from reproduction.system.errors import PlainError, UserError
 from reproduction.system.timing import Work, time_calls
 from reproduction.training.distributed import World, allow_tf32

@@ -11,7 +11,7 @@ import yaml
 from reproduction.commands import cli
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import LISTS, compose
-from reproduction.runs.folder import default_name, run_hash
+from reproduction.runs.identity import default_name, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies.study import TABLES, papers_studies
 from tests.reproduction.conftest import config_of

@@ -19,7 +19,8 @@ from reproduction.data.custom import load
 from reproduction.data.folders import DATASETS
 from reproduction.data.sources import load_source
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder, run_hash
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command, config_of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from reproduction.config import Config
-from reproduction.runs.folder import settings_of
+from reproduction.runs.identity import settings_of
 from reproduction.system.errors import UserError
 
 RECIPES = Path(__file__).with_name("recipes.yaml")

@@ -11,7 +11,8 @@ import pandas as pd
 
 from reproduction.config import STACK
 from reproduction.reporting.curves import epoch_means
-from reproduction.runs.folder import RunFolder, differing, hash_of, identity, settings_of
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import differing, hash_of, identity, settings_of
 from reproduction.runs.locking import status_of
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reproduction.models.weights import module_state
-from reproduction.runs.folder import run_hash
+from reproduction.runs.identity import run_hash
 from reproduction.system.errors import Stopped, UserError, first_line
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.endings import handling
