@@ -48,9 +48,7 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def replace(kind: type[Config], **first_defaults: Any) -> None:
         for module in (rule, parse):
             monkeypatch.setattr(module, "Config", kind)
-        monkeypatch.setattr(
-            identities, "FIRST_DEFAULTS", identities.FIRST_DEFAULTS | first_defaults
-        )
+        monkeypatch.setattr(rule, "FIRST_DEFAULTS", rule.FIRST_DEFAULTS | first_defaults)
         omitted_values.cache_clear()
 
     yield replace
