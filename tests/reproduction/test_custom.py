@@ -117,7 +117,7 @@ def mixed() -> Any:
 
 REFUSED = {
     "failing": rf"failing: KeyError: 'key' \({re.escape(__file__)}:\d+\)",
-    "one": "must return training and .* pairs .image, class.: two sequences, not one list of 12",
+    "one": "must return training and .* pairs .image, class.: two sequences, not one list",
     "uneven": "3 images, 12 classes",
     "alone": "needs two classes or more, all training images are of 1",
     "foreign": "held-out images are of class 'ant', no training image is",

@@ -1,8 +1,8 @@
 """Runs the points of a sweep in processes of one of Hydra's launchers."""
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -55,19 +55,15 @@ class Job(Generic[Settings]):
         overrides = [str(override) for override in cast(list[Any], task)]
         place = f"run {HydraConfig.get().job.num + 1} of {self.points}"
         settings = self.resolve(compose(self.config_name, overrides))
-        with self._training(getattr(settings, "name", place)):
+        training: AbstractContextManager[None] = nullcontext()
+        if self.parallel is not None:
+            jobs = HydraConfig.get().launcher.n_jobs
+            name = getattr(settings, "name", place)
+            training = self.parallel.training(name, jobs if jobs > 0 else self.points)
+        with training:
             say(f"{place}: {' '.join(overrides)}")
             self.check_all([settings], True)
             self.main(settings)
-
-    @contextmanager
-    def _training(self, name: str) -> Iterator[None]:
-        if self.parallel is None:
-            yield
-            return
-        jobs = HydraConfig.get().launcher.n_jobs
-        with self.parallel.training(name, jobs if jobs > 0 else self.points):
-            yield
 
 
 def launch(

@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import json
 import pkgutil
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from traceback import extract_tb
 from typing import Any, NamedTuple, Self
@@ -85,7 +85,9 @@ def load(source: str, options: Mapping[str, Any]) -> OwnData:
 def _load(source: str, options: str) -> OwnData:
     halves = _call(source, json.loads(options))
     try:
-        train, held_out = _pair(halves)
+        if not isinstance(halves, tuple | list) or len(halves) != 2:
+            raise TypeError(f"two sequences, not one {type(halves).__name__}")
+        train, held_out = halves
         labels = [_labels(half) for half in (train, held_out)]
     except Exception as error:  # from any code
         reason = f"must return training and held-out images as pairs (image, class): {error}"
@@ -109,14 +111,6 @@ def _call(source: str, options: dict[str, Any]) -> Any:
         elif frames := [x for x in extract_tb(error.__traceback__) if x.filename not in NOT_OWN]:
             reason += f" ({frames[-1].filename}:{frames[-1].lineno})"
         raise UserError(f"dataset.source={source}: {reason}") from error
-
-
-def _pair(halves: Any) -> tuple[Any, Any]:
-    """Returns both halves; TypeError if it is not a tuple or list of two."""
-    if not isinstance(halves, tuple | list) or len(halves) != 2:
-        count = f" of {len(halves):,}" if isinstance(halves, Sized) else ""
-        raise TypeError(f"two sequences, not one {type(halves).__name__}{count}")
-    return halves[0], halves[1]
 
 
 def _labels(pairs: Any) -> list[int | str]:
