@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import MethodType
@@ -72,8 +72,10 @@ def run(
             check_all(settings, launcher not in SUBMITIT)
             if launcher == HERE:
                 for point_settings in _in_turn(points, settings):
-                    with _noting(failures):
+                    try:
                         main(point_settings)
+                    except (UserError, PlainError) as error:  # the sweep goes on
+                        failures.append(type(error)(str(error)))  # the traceback holds the model
             else:
                 job = Job(config_name, len(points), resolve, check_all, main)
                 devices = max(point.raw["devices"] for point in composed)
@@ -118,15 +120,6 @@ def _in_turn(points: list[list[str]], settings: list[Settings]) -> Iterator[Sett
         if len(points) > 1:
             say(f"run {number} of {len(points)}: {' '.join(overrides)}")
         yield point_settings
-
-
-@contextmanager
-def _noting(failures: list[Exception]) -> Iterator[None]:
-    """Adds a failure to the list, so that the sweep goes on."""
-    try:
-        yield
-    except (UserError, PlainError) as error:
-        failures.append(type(error)(str(error)))  # a copy: the traceback holds the model
 
 
 def _points(config_name: str, args: Namespace) -> list[list[str]] | None:

@@ -1,5 +1,6 @@
 """When to save, and a thread that writes the files while the training goes on."""
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ class Saver:
         """Whether to save at the end of an epoch: every `every_epochs`, or if it costs little."""
         if self.every_epochs is not None:
             return epoch % self.every_epochs == 0
-        return not self.pending and self.seconds <= SHARE * (time.monotonic() - self.began)
+        return self.seconds <= SHARE * (time.monotonic() - self.began)
 
     def submit(self, write: Callable[[], Any]) -> None:
         self.pending.append(self.thread.submit(write))
@@ -38,7 +39,7 @@ class Saver:
             self.seconds = time.monotonic() - began
 
         self.wait()
-        self.began = began
+        self.began, self.seconds = began, math.inf  # until it is written
         self.submit(write_and_measure)
 
     def check(self) -> None:
