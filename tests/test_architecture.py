@@ -32,7 +32,11 @@ MAY_IMPORT = {
 }
 LIBRARY_DEPENDENCIES = {"torch", "numpy", "scipy", "einops", "tokenmixup"}
 TIMM_USERS = {"tokenmixup/timm_task.py"}
-HYDRA_USERS = {"reproduction/commands/cli.py", "reproduction/runs/compose.py"}
+HYDRA_USERS = {
+    "reproduction/commands/cli.py",
+    "reproduction/commands/launch.py",
+    "reproduction/runs/compose.py",
+}
 STANDARD_LIBRARY = {
     "collections",
     "contextlib",

@@ -23,7 +23,7 @@ def test_train_commands_are_valid(command: str, tmp_path: Path):
     for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
         (tmp_path / folder).mkdir(parents=True)
     args = shlex.split(command.replace("path/to/images", str(tmp_path)), comments=True)
-    points = cli._points("train", args)
+    points = cli._points("train", cli._parse_arguments(args))
     assert points
     for point in points:
         parse(compose("train", point).raw, needs_data="imagenet" not in command)

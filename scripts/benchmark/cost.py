@@ -12,7 +12,7 @@ import torch
 from reproduction.config import Config
 from reproduction.data.folders import Sizes, data_sizes
 from reproduction.models.build import count_macs
-from reproduction.runs.folder import run_hash
+from reproduction.runs.identity import run_hash
 from reproduction.studies.options import add_settings, settings_of
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.study import SWEEPS, TABLES, Settings

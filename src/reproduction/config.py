@@ -292,8 +292,12 @@ class Recipe:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Checkpoint:
-    """How often to save besides the end of each epoch, and how many checkpoints to keep."""
+    """How often to save besides the end of the run, and how many checkpoints to keep.
 
+    Without `every_epochs`, the end of an epoch is saved if that costs a twentieth of the time.
+    """
+
+    every_epochs: Count | None = None
     every_minutes: Positive | None = 10.0
     every_steps: Count | None = None
     keep: Count = 2

@@ -82,7 +82,7 @@ def run_chaos(args: argparse.Namespace) -> list[Outcome]:
 
 
 def write_outcomes(folder: Path, outcomes: Sequence[Outcome], machine: str) -> None:
-    """Writes chaos.json and chaos.md: a table of all parts, and one for each part with rows."""
+    """Writes chaos.json, and chaos.md with a table of all parts."""
     content = {"machine": machine, "parts": [dataclasses.asdict(outcome) for outcome in outcomes]}
     write_text(folder / "chaos.json", json.dumps(content, indent=2) + "\n")
     summary = [
@@ -94,9 +94,7 @@ def write_outcomes(folder: Path, outcomes: Sequence[Outcome], machine: str) -> N
         }
         for outcome in outcomes
     ]
-    parts = [f"{machine}.", _table(summary)]
-    parts += [f"{outcome.part}:\n\n{_table(outcome.rows)}" for outcome in outcomes if outcome.rows]
-    write_text(folder / "chaos.md", "\n\n".join(parts) + "\n")
+    write_text(folder / "chaos.md", f"{machine}.\n\n{_table(summary)}\n")
 
 
 def summary_line(outcome: Outcome) -> str:

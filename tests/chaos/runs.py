@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from reproduction.models.weights import read_file
-from reproduction.runs.folder import RunFolder, flatten, hash_of
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import flatten, hash_of
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import load_last
 from tests.chaos.child import Notes, notes_of

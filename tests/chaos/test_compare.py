@@ -90,7 +90,7 @@ def test_outcomes_are_printed_and_written(tmp_path: Path):
     write_outcomes(tmp_path, [outcome], "a machine")
     assert json.loads((tmp_path / "chaos.json").read_text())["parts"][0]["counts"] == {"kills": 3}
     text = (tmp_path / "chaos.md").read_text()
-    assert "| kills | kills 3 | 1 | 2 |" in text and "| step | 3 |" in text
+    assert "| kills | kills 3 | 1 | 2 |" in text
 
 
 def test_main_puts_the_tables_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):

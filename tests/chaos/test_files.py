@@ -18,7 +18,9 @@ def test_damaged_own_files_are_refused_or_read_as_equal(tmp_path: Path):
     originals, others = own_files(tmp_path / "run"), other_files(tmp_path / "others")
     results = harm_own(originals, others, count=500, seed=0)
     assert results.total() == 500
-    assert sum(n for case, n in results.items() if case.endswith(": refused")) > 480
+    assert (
+        sum(n for case, n in results.items() if case.endswith(": refused")) > 430
+    )  # a zip file has padding and dates
     assert len({case.partition(":")[0] for case in results}) == 2 * (len(HARMS) + 1)
     assert not any("another file: equal" in case for case in results)
 

@@ -41,6 +41,7 @@ SMALL = [
     "recipe.batch_size=20",
     "recipe.epochs=2",
     "recipe.log_every=2",
+    "checkpoint.every_epochs=1",
     "device=cpu",
 ]
 SMALL_VIT = ["model.architecture=test_vit", "model.depth=6"]  # timm's own test model, width 64

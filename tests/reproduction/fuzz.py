@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reproduction.commands.cli import run
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import flatten
+from reproduction.runs.identity import flatten
 from tests.reproduction.conftest import SCRIPTS
 from tests.reproduction.mutations import snapshot
 

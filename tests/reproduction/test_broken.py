@@ -16,7 +16,8 @@ from reproduction.data.build import (
 )
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import _open, load_source
-from reproduction.runs.folder import RunFolder, run_hash
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import evaluate

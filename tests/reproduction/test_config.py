@@ -11,7 +11,7 @@ import yaml
 from reproduction.commands import cli
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import LISTS, compose
-from reproduction.runs.folder import default_name, run_hash
+from reproduction.runs.identity import default_name, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies.study import TABLES, papers_studies
 from tests.reproduction.conftest import config_of
@@ -184,7 +184,7 @@ def test_identity_depends_on_the_root_only_of_image_folders(tmp_path: Path):
 
 
 def test_sweeps_may_glob_options():
-    points = cli._points("train", ["-m", "model=glob(cct*)", "seed=0,1"])
+    points = cli._points("train", cli._parse_arguments(["-m", "model=glob(cct*)", "seed=0,1"]))
     assert points is not None
     assert [point[0] for point in points] == ["model=cct_2_3x2"] * 2 + ["model=cct_7_3x1"] * 2
 

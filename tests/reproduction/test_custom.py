@@ -19,7 +19,8 @@ from reproduction.data.custom import load
 from reproduction.data.folders import DATASETS
 from reproduction.data.sources import load_source
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder, run_hash
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command, config_of
@@ -116,7 +117,7 @@ def mixed() -> Any:
 
 REFUSED = {
     "failing": rf"failing: KeyError: 'key' \({re.escape(__file__)}:\d+\)",
-    "one": "must return training and held-out images as pairs .image, class.: too many values",
+    "one": "must return training and .* pairs .image, class.: two sequences, not one list",
     "uneven": "3 images, 12 classes",
     "alone": "needs two classes or more, all training images are of 1",
     "foreign": "held-out images are of class 'ant', no training image is",

@@ -28,7 +28,8 @@ from reproduction.data.loaders import (
 )
 from reproduction.data.seeding import Purpose, seeded
 from reproduction.data.sources import load_source
-from reproduction.runs.folder import RunFolder, run_hash
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate
 from reproduction.training.loop import Trainer

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from reproduction.config import CONF_DIR
-from reproduction.runs.folder import flatten
+from reproduction.runs.identity import flatten
 from tests.reproduction.conftest import Command, config_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -12,14 +12,9 @@ from pydantic.dataclasses import dataclass
 
 from reproduction.config import FORBID, Config, Recipe
 from reproduction.runs import folder, parse
-from reproduction.runs.folder import (
-    RunFolder,
-    hash_of,
-    identity,
-    omitted_values,
-    options_of,
-    short_digest,
-)
+from reproduction.runs import identity as rule
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import hash_of, identity, omitted_values, options_of, short_digest
 from reproduction.studies.publish import RESULTS
 from reproduction.studies.runs import read_store
 from reproduction.system.errors import UserError
@@ -51,9 +46,9 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`schema(Later)` replaces the configuration's type."""
 
     def replace(kind: type[Config], **first_defaults: Any) -> None:
-        for module in (folder, parse):
+        for module in (rule, parse):
             monkeypatch.setattr(module, "Config", kind)
-        monkeypatch.setattr(folder, "FIRST_DEFAULTS", folder.FIRST_DEFAULTS | first_defaults)
+        monkeypatch.setattr(rule, "FIRST_DEFAULTS", rule.FIRST_DEFAULTS | first_defaults)
         omitted_values.cache_clear()
 
     yield replace
@@ -78,11 +73,11 @@ def test_new_option_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path)
     schema(Later)
     config = parse.parse(before, needs_data=False)
     assert isinstance(config, Later) and config.recipe.nesterov is False
-    assert folder.run_hash(config) == key == hash_of(with_nesterov(before, False))
+    assert rule.run_hash(config) == key == hash_of(with_nesterov(before, False))
     assert folder.find_runs(tmp_path)[key].path.name == "mine"
     RunFolder(tmp_path / "mine").check(config)  # accepts it
     other = parse.parse(with_nesterov(before, True), needs_data=False)
-    assert folder.run_hash(other) != key
+    assert rule.run_hash(other) != key
     with pytest.raises(UserError, match=r"this one has recipe\.nesterov=True instead of False; "):
         RunFolder(tmp_path / "mine").check(other)
 

@@ -211,7 +211,7 @@ def test_hold_refuses_file_systems_without_locks(tmp_path: Path, monkeypatch):
     def no_locks(file: Any, kind: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("fcntl.lockf", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(UserError, match="cannot be locked"), hold(RunFolder(tmp_path / "mine")):
         pass
 

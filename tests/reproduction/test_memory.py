@@ -15,7 +15,7 @@ from reproduction.data.build import build_evaluation_loader, build_training_load
 from reproduction.data.images import ArrayImages, cache_in_memory
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, load_source
-from reproduction.runs.folder import run_hash
+from reproduction.runs.identity import run_hash
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import config_of, write_images
 

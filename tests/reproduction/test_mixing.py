@@ -71,22 +71,31 @@ def test_layers_that_mix_few_or_most_samples_are_named(taus: dict[int, float], t
 
 def test_difficulties_of_skipped_updates_do_not_count():
     share = MixedShare(HTM(layer=1, tau=0.1), 1)
-    share.add(1, [micro_batch(torch.tensor([torch.nan, 1.0, 2.0, 3.0]), {1: 0.1})])
+    share.add(3, [micro_batch(torch.tensor([torch.nan, 1.0, 2.0, 3.0]), {1: 0.1})])
     (line,) = share.warnings()
     assert "is 1.10, 1.50, 2.00, 2.50, 2.90 " in line
-    share.add(1, [micro_batch(torch.full((4,), torch.nan), {1: 0.1})])
+    share.add(3, [micro_batch(torch.full((4,), torch.nan), {1: 0.1})])
     assert [*share.warnings()] == []
 
 
 @pytest.mark.parametrize(("tau", "percent"), [(0.5, "0%"), (4.0, "100%")])
 def test_a_run_says_it_once(command: Command, tmp_path: Path, tau: float, percent: str):
-    result = command("train", "name=mine", f"augmentation.htm.tau={tau}", *SMALL)
+    args = "name=mine", f"augmentation.htm.tau={tau}", *SMALL, "recipe.epochs=3"
+    result = command("train", *args)
     assert result.status == 0, result.err
     (line,) = re.findall("warning: .* would mix a third", result.out + result.err)
-    assert f"augmentation.htm.tau={tau}: epoch 1 mixed {percent} of the samples" in line
+    assert f"augmentation.htm.tau={tau}: epoch 3 mixed {percent} of the samples" in line
     third = float(re.findall(r"tau=(\S+) would", line)[0])
     steps, _ = folder(tmp_path).read_metrics()
-    assert third == pytest.approx(steps[0]["difficulty"], abs=0.3)
+    assert third == pytest.approx(steps[-2]["difficulty"], abs=0.3)
+
+
+def test_a_run_of_two_epochs_says_nothing():
+    """Its difficulties are still about those of guessing."""
+    share = MixedShare(HTM(layer=1, tau=0.1), 2)
+    for epoch in (1, 2):
+        share.add(epoch, [micro_batch(torch.full((4,), 9.0), {1: 0.1})])
+        assert [*share.warnings()] == []
 
 
 def test_collecting_difficulties_adds_no_wait():

@@ -9,7 +9,7 @@ import yaml
 
 from reproduction.config import CONF_DIR, ROOT
 from reproduction.runs.compose import options_of
-from reproduction.runs.folder import flatten, settings_of
+from reproduction.runs.identity import flatten, settings_of
 from reproduction.studies.publish import results_page
 from reproduction.studies.sweeps import value_text
 from tests.reproduction.conftest import config_of

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control, ttest_rel
 
-from reproduction.runs.folder import run_hash
+from reproduction.runs.identity import run_hash
 from reproduction.studies.runs import read_runs
 from reproduction.studies.tables import compare, holm, number, p_text, spread, statistics
 from tests.reproduction.tables import Configs, result, write_run

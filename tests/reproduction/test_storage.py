@@ -1,4 +1,4 @@
-"""Atomic file replacement, kept versions, and digests that detect damage."""
+"""Atomic file replacement, kept versions, and checksums that detect damage."""
 
 import os
 import resource
@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from reproduction.models.weights import read_file
 from reproduction.system.errors import UserError
 from reproduction.system.storage import (
-    KEY,
     clear_leftovers,
     replacing,
     verify,
@@ -129,11 +128,11 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-def test_files_with_digest_are_readable_by_other_programs(tmp_path: Path):
+def test_files_are_readable_by_other_programs(tmp_path: Path):
     write_state(tmp_path / "last.pt")
     write_plain(tmp_path / "best.safetensors")
-    assert verify(tmp_path / "last.pt") and verify(tmp_path / "best.safetensors")
-    assert same(torch.load(tmp_path / "last.pt", weights_only=True), STATE | {KEY: True})
+    assert verify(tmp_path / "best.safetensors")
+    assert same(torch.load(tmp_path / "last.pt", weights_only=True), STATE)
     assert same(load_file(tmp_path / "best.safetensors"), STATE["module"])
 
 
@@ -148,23 +147,19 @@ def test_flipped_bits_are_detected_or_harmless(tmp_path: Path, write: Callable):
     path = tmp_path / "file"
     write(path)
     original, content = path.read_bytes(), read_file("checkpoint", path)
-    unnoticed = 0
-    for place in {*range(0, len(original), 11), *range(len(original) - 100, len(original))}:
+    refused, places = 0, {*range(0, len(original), 11), *range(len(original) - 100, len(original))}
+    for place in places:
         flipped = bytearray(original)
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
         try:
-            assert not verify(path)
-        except ValueError:
-            continue
-        unnoticed += 1  # the flipped bit is in the marker of the digest itself
-        try:
             read = read_file("checkpoint", path)
         except UserError as error:
+            refused += 1
             assert "\n" not in str(error)
-        else:
-            assert same({**read, KEY: True}, {**content, KEY: True})
-    assert unnoticed < 100
+        else:  # the flipped bit is in a date or a padding, or in the marker of the digest
+            assert same(read, content)
+    assert refused > 0.5 * len(places)
 
 
 @WRITERS
@@ -178,10 +173,12 @@ def test_files_truncated_anywhere_are_refused(tmp_path: Path, write: Callable):
             read_file("checkpoint", path)
 
 
-def test_read_file_refuses_bytes_that_differ_from_the_digest(tmp_path: Path):
-    write_state(tmp_path / "last.pt")
-    data = (tmp_path / "last.pt").read_bytes()
-    for harmed in (data + b"x", data[:-1] + b"x", data.replace(b"step", b"stop", 1)):
-        (tmp_path / "last.pt").write_bytes(harmed)
-        with pytest.raises(UserError, match="not readable: ValueError: damaged, "):
-            read_file("checkpoint", tmp_path / "last.pt")
+@WRITERS
+def test_read_file_refuses_bytes_that_differ_from_the_checksum(tmp_path: Path, write: Callable):
+    path = tmp_path / "file"
+    write(path)
+    value = STATE["module"]["a"].numpy().tobytes()
+    assert path.read_bytes().count(value) == 1
+    path.write_bytes(path.read_bytes().replace(value, value[::-1]))
+    with pytest.raises(UserError, match="not readable: ValueError: damaged, "):
+        read_file("checkpoint", path)

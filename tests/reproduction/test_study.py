@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from reproduction.runs.folder import RunFolder, default_name, find_runs, run_hash
+from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.runs.identity import default_name, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies import study as module
 from reproduction.studies.plan import keys_of, names, plan, points_of, studies_of

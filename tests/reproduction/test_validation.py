@@ -15,7 +15,7 @@ from reproduction.studies.publish import publish
 from reproduction.studies.runs import read_runs
 from reproduction.studies.sweeps import runs_table
 from reproduction.system.errors import UserError
-from reproduction.training import loop
+from reproduction.training import loop, operations
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command
 
@@ -117,16 +117,16 @@ def test_run_that_ends_before_its_last_evaluation_resumes_alike(
 ):
     args = [*SPLIT, f"devices={devices}"]
     assert command("train", "name=whole", *args).status == 0
-    original = Trainer._test
+    original = operations.test
 
-    def stopped(self: Trainer) -> Any:
+    def stopped(trainer: Trainer) -> Any:
         if devices > 1:
             raise RuntimeError("stopped")
         signal.raise_signal(signal.SIGTERM)
-        return original(self)
+        return original(trainer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_test", stopped)
+        patch.setattr(operations, "test", stopped)
         assert command("train", "name=stopped", *args).status in (
             (1, 130) if devices > 1 else (130,)
         )

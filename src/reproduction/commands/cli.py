@@ -1,38 +1,27 @@
 """Turns a command line into runs and reports errors in one line.
 
-Only this module and compose.py import Hydra.
+Only this module, launch.py and compose.py import Hydra.
 """
 
 import os
 import re
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from tempfile import mkdtemp
 from types import MethodType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reproduction.commands.launchers import (
-    HERE,
-    PARALLEL,
-    SUBMITIT,
-    Parallel,
-    check_launcher,
-    check_resume,
-)
+from reproduction.commands.launch import Job, launch
+from reproduction.commands.launchers import HERE, SUBMITIT, check_launcher, check_resume
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import (
     Composed,
@@ -41,19 +30,12 @@ from reproduction.runs.compose import (
     isolated_hydra,
     read_overrides,
 )
-from reproduction.system.errors import (
-    PlainError,
-    RunInterrupted,
-    UserError,
-    first_line,
-    in_one_line,
-)
+from reproduction.system.errors import PlainError, UserError, in_one_line
 from reproduction.system.ranks import is_first_rank, launched_ranks
-from reproduction.system.terminal import Parser, say, warn
+from reproduction.system.terminal import Parser, say
 
 Settings = TypeVar("Settings")
 
-REPEAT = "repeat the command with resume=auto to continue"
 HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
 FOLDER = r"(run|checkpoint|model\.weights)=([^'\",\[{$]*=[^'\",\[{$]*)"  # its name has settings
 UNSUPPORTED_OPTIONS = (  # of Hydra
@@ -77,7 +59,8 @@ def run(
     """
     failures: list[Exception] = []
     try:
-        points = _points(config_name, sys.argv[1:])
+        arguments = _parse_arguments(sys.argv[1:])
+        points = _points(config_name, arguments)
         if points is None:
             _print_hydra_output(config_name)
         else:
@@ -89,10 +72,14 @@ def run(
             check_all(settings, launcher not in SUBMITIT)
             if launcher == HERE:
                 for point_settings in _in_turn(points, settings):
-                    with _noting(failures):
+                    try:
                         main(point_settings)
+                    except (UserError, PlainError) as error:  # the sweep goes on
+                        failures.append(type(error)(str(error)))  # the traceback holds the model
             else:
-                failures += _launch(launcher, composed, config_name, resolve, check_all, main)
+                job = Job(config_name, len(points), resolve, check_all, main)
+                devices = max(point.raw["devices"] for point in composed)
+                failures += launch(launcher, job, arguments.overrides, devices)
             if len(points) > 1:
                 conclude(settings)
                 finished = len(points) - len(failures)
@@ -135,81 +122,8 @@ def _in_turn(points: list[list[str]], settings: list[Settings]) -> Iterator[Sett
         yield point_settings
 
 
-@contextmanager
-def _noting(failures: list[Exception]) -> Iterator[None]:
-    """Adds a failure to the list, so that the sweep goes on."""
-    try:
-        yield
-    except (UserError, PlainError) as error:
-        failures.append(type(error)(str(error)))  # a copy: the traceback holds the model
-
-
-def _launch(
-    launcher: str,
-    points: list[Composed],
-    config_name: str,
-    resolve: Callable[[Composed], Settings],
-    check_all: Callable[[list[Settings], bool], None],
-    main: Callable[[Settings], None],
-) -> list[Exception]:
-    """Runs the points in processes of the launcher, waits for them and returns their failures."""
-    from reproduction.training.distributed import visible_gpus
-    from reproduction.training.endings import handling, stop_at_once
-
-    parallel = None  # SLURM assigns GPUs and sends signals per job
-    if launcher in PARALLEL:
-        devices = max(point.raw["devices"] for point in points)
-        parallel = Parallel(Path(mkdtemp(prefix="sweep-")), visible_gpus(), devices)
-
-    def job(_: DictConfig) -> BaseException | None:
-        hydra_config = HydraConfig.get()
-        task = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
-        overrides = [str(override) for override in cast(list[Any], task)]
-        try:
-            place = f"run {hydra_config.job.num + 1} of {len(points)}"
-            settings = resolve(compose(config_name, overrides))
-            with ExitStack() as stack:
-                if parallel is not None:
-                    jobs = hydra_config.launcher.n_jobs
-                    slots = jobs if jobs > 0 else len(points)
-                    name = getattr(settings, "name", place)
-                    stack.enter_context(parallel.training(name, slots))
-                say(f"{place}: {' '.join(overrides)}")
-                check_all([settings], True)
-                main(settings)
-        except (UserError, PlainError) as error:
-            return error
-        except KeyboardInterrupt as interrupt:
-            if parallel is None:
-                raise
-            return RunInterrupted(str(interrupt))
-        except Exception as error:
-            warn(traceback.format_exc())  # tracebacks are lost in pickling
-            return PlainError(first_line(error))
-        return None
-
-    sweep = _parse_arguments(sys.argv[1:]).overrides
-    starting = handling(stop_at_once) if parallel is None else parallel.starting()
-    with isolated_hydra(job_name=config_name), starting:
-        starter = GlobalHydra.instance().hydra
-        assert starter is not None
-        say(f"hydra/launcher={launcher}: waiting for the runs")
-        try:
-            batches = starter.multirun(config_name, job, sweep)
-        except Exception as error:  # from the launcher: no SLURM, or a job that died silently
-            raise PlainError(f"hydra/launcher={launcher}: {first_line(error)}") from error
-        except KeyboardInterrupt:
-            hint = "submitted jobs continue" if parallel is None else REPEAT
-            raise RunInterrupted(f"interrupted; {hint}") from None
-    results = [job_return.return_value for batch in batches for job_return in batch]
-    if any(isinstance(result, RunInterrupted) for result in results):
-        raise RunInterrupted(f"interrupted; {REPEAT}")
-    return [failure for failure in results if failure is not None]
-
-
-def _points(config_name: str, argv: list[str]) -> list[list[str]] | None:
+def _points(config_name: str, args: Namespace) -> list[list[str]] | None:
     """Returns the overrides of every point, or None for help, --cfg and --info."""
-    args = _parse_arguments(argv)
     if args.help or args.hydra_help or args.cfg or args.info:
         compose(config_name, args.overrides)
         return None

@@ -14,16 +14,8 @@ from typing import Any
 from reproduction.config import Config
 from reproduction.data.custom import load as load_own
 from reproduction.runs.compose import Composed, options_of
-from reproduction.runs.folder import (
-    PUBLISHED,
-    RunFolder,
-    changes_result,
-    check_writable,
-    default_name,
-    find_runs,
-    run_hash,
-    short_digest,
-)
+from reproduction.runs.folder import PUBLISHED, RunFolder, check_writable, find_runs
+from reproduction.runs.identity import changes_result, default_name, run_hash, short_digest
 from reproduction.runs.parse import check_named, parse, parse_saved
 from reproduction.system.errors import UserError
 from reproduction.system.storage import temporary_name

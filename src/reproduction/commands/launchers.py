@@ -1,6 +1,5 @@
 """Support for Hydra's launchers: plugin and resume checks, GPUs and signals of parallel runs."""
 
-import fcntl
 import os
 import shutil
 import signal
@@ -13,9 +12,9 @@ from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
-from reproduction.runs.locking import try_lock
+from filelock import FileLock, Timeout
+
 from reproduction.system.errors import STOP_SIGNALS, RunInterrupted, Stopped, UserError
 from reproduction.system.terminal import LABEL
 
@@ -123,17 +122,17 @@ class Parallel:
 
 
 @cache
-def _hold_slot(folder: Path, slots: int) -> tuple[int, IO[str]]:
-    """Returns the number of a slot that this process has locked, and the file that holds the lock.
+def _hold_slot(folder: Path, slots: int) -> tuple[int, FileLock]:
+    """Returns the number of a slot that this process has locked, and the lock, which it keeps.
 
     Waits for one: a launcher may replace a process while the old one still holds its GPUs.
     """
     while True:
         for number in range(slots):
-            file = folder.joinpath(f"slot{number}").open("a")
-            if try_lock(file, fcntl.LOCK_EX):
-                return number, file
-            file.close()
+            with suppress(Timeout):
+                lock = FileLock(folder / f"slot{number}", blocking=False)
+                lock.acquire()
+                return number, lock
         time.sleep(0.1)
 
 

@@ -85,6 +85,8 @@ def load(source: str, options: Mapping[str, Any]) -> OwnData:
 def _load(source: str, options: str) -> OwnData:
     halves = _call(source, json.loads(options))
     try:
+        if not isinstance(halves, tuple | list) or len(halves) != 2:
+            raise TypeError(f"two sequences, not one {type(halves).__name__}")
         train, held_out = halves
         labels = [_labels(half) for half in (train, held_out)]
     except Exception as error:  # from any code

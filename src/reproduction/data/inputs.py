@@ -4,11 +4,12 @@ Letters: b batch, c classes, h w image.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import exp, log, sqrt
+from random import Random
 from typing import NamedTuple
 
 import torch
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam, one_hot
-from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
 from reproduction.config import Augmentation
@@ -16,6 +17,8 @@ from reproduction.data.seeding import Purpose, seed_of, seeded
 
 Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
 Box = tuple[int, int, int, int]  # rows from, to; columns from, to
+# Of timm's random erasing: a box's share of the image, its height over its width, tries to fit it
+AREAS, LOG_RATIOS, ATTEMPTS = (0.02, 1 / 3), (log(0.3), log(1 / 0.3)), 10
 
 
 class Mixed(NamedTuple):
@@ -150,16 +153,18 @@ class Erasing:
     """
 
     def __init__(self, prob: float, mode: str, count: int, device: torch.device | str):
-        self.mode, self.device = mode, torch.device(device)
-        self.draw_boxes = RandomErasing(prob, mode="const", max_count=count, device="cpu")
+        self.prob, self.mode, self.count = prob, mode, count
+        self.device = torch.device(device)
         self.generator = torch.Generator(self.device)
 
     def __call__(self, images: Tensor, *key: int) -> Tensor:
         """Erases in images `b 3 h w` on the device. `key` is seed, step and rank."""
         b, channels, h, w = images.shape
         kept = torch.ones(b, 1, h, w, dtype=torch.bool, pin_memory=self.device.type == "cuda")
-        with seeded(Purpose.ERASE_BOXES, *key):
-            self.draw_boxes(kept)  # zeros in place
+        rng = Random(seed_of(Purpose.ERASE_BOXES, *key))
+        for pixels in kept.numpy()[:, 0]:
+            for rows, columns in self._boxes(rng, h, w):
+                pixels[rows, columns] = False
         kept = kept.to(self.device, non_blocking=True)
         if self.mode == "const":
             return torch.where(kept, images, 0.0)
@@ -167,3 +172,17 @@ class Erasing:
         shape = (b, channels, h, w) if self.mode == "pixel" else (b, channels, 1, 1)
         noise = torch.randn(shape, device=self.device, generator=self.generator)
         return torch.where(kept, images, noise)
+
+    def _boxes(self, rng: Random, h: int, w: int) -> Iterator[tuple[slice, slice]]:
+        """Draws the boxes of an image with the same numbers as timm: rows and columns."""
+        if rng.random() > self.prob:
+            return
+        count = 1 if self.count == 1 else rng.randint(1, self.count)
+        for _ in range(count):
+            for _ in range(ATTEMPTS):
+                area, ratio = rng.uniform(*AREAS) * (h * w) / count, exp(rng.uniform(*LOG_RATIOS))
+                rows, columns = round(sqrt(area * ratio)), round(sqrt(area / ratio))
+                if rows < h and columns < w:
+                    top, left = rng.randint(0, h - rows), rng.randint(0, w - columns)
+                    yield slice(top, top + rows), slice(left, left + columns)
+                    break

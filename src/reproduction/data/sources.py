@@ -1,6 +1,5 @@
 """Opens the data sets with their published splits, as (PIL image, class index)."""
 
-import fcntl
 import os
 import socket
 import tarfile
@@ -15,6 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import download_and_extract_archive
 
@@ -200,8 +200,7 @@ def _read_cifar(kind: Any, place: Path) -> Source:
 def _download_cifar(kind: Any, place: Path) -> Source:
     """Downloads and unpacks the archive in one process, while others wait."""
     place.mkdir(parents=True, exist_ok=True)
-    with (place / f".{kind.filename}.lock").open("a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # released on close, also if the process is killed
+    with FileLock(place / f".{kind.filename}.lock"):
         with suppress(OSError, RuntimeError):
             return _read_cifar(kind, place)
         timeout = socket.getdefaulttimeout()

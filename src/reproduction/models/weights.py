@@ -119,15 +119,11 @@ def read_file(origin: str, path: Path) -> Any:
     try:
         if not path.is_file():
             raise UserError(f"{origin}: there is no such file")
-        has_digest = verify(path)
-        content = _reader(path)(path)
-        if not has_digest and isinstance(content, dict) and content.get(KEY) is True:
-            raise ValueError("damaged, its digest is missing")
+        return _reader(path)(path)
     except UserError:
         raise
     except Exception as error:  # torch, safetensors, numpy and zipfile raise many types
         raise UserError(f"{origin}: not readable: {_reason(error)}") from error
-    return content
 
 
 def read_newest(paths: list[Path], check: Check = lambda path, content: None) -> Newest:
@@ -178,6 +174,8 @@ def _reader(path: Path) -> Callable[[Path], Any]:
             unpacked = sum(entry.file_size for entry in archive.infolist())
             if unpacked > MAX_COMPRESSION * path.stat().st_size:
                 raise ValueError(f"unpacks to {unpacked} bytes, from {path.stat().st_size}")
+            if damaged := archive.testzip():
+                raise ValueError(f"damaged, the checksum of {damaged} does not match")
             if any(name.endswith(".npy") for name in archive.namelist()):
                 return _read_npz
     elif head.startswith(b"PK"):
@@ -188,12 +186,13 @@ def _reader(path: Path) -> Callable[[Path], Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
+    has_digest = verify(path)
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() or {}
-    is_ours = KEY in metadata or metadata.items() >= WRITER.items()
-    classes = json.loads(metadata.get("classes", "null"))
-    return {"module": state, "classes": classes, KEY: is_ours}
+    if not has_digest and (KEY in metadata or metadata.items() >= WRITER.items()):
+        raise ValueError("damaged, its digest is missing")
+    return {"module": state, "classes": json.loads(metadata.get("classes", "null"))}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

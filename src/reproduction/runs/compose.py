@@ -12,7 +12,6 @@ from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -30,6 +29,7 @@ SHOWN = 200  # characters of an unparsable argument in an error line
 MERGING = "Error merging override"  # prefix of a Hydra message
 MOST_WORKERS = 16
 LISTS = ("augmentation", "logger")  # groups that accept a list of options
+Files = tuple[DictConfig, list[str], str | None]  # the config of files, its stack, its experiment
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,13 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     with isolated_hydra():
         parsed = read_overrides(config_name, overrides)
         _check_options(parsed)
-        config, files = _compose_config(config_name, parsed)
-    values = _resolve_values(config, files, overrides)
+        config, stack, experiment = _compose_config(config_name, parsed)
+    values = _resolve_values(config, stack, overrides)
     values["devices"] = _resolve_devices(values.get("devices"))
     _resolve_workers(values)
-    values["augmentation"] = _check_stack(values.get("augmentation"), files)
-    experiments = _options_in("experiment", files)
-    return Composed(
-        raw=values,
-        overrides={o.key_or_group: str(o.input_line) for o in parsed},
-        experiment=experiments[-1] if experiments else None,
-    )
+    values["augmentation"] = _check_stack(values.get("augmentation"), stack)
+    typed = {o.key_or_group: str(o.input_line) for o in parsed}
+    return Composed(raw=values, overrides=typed, experiment=experiment)
 
 
 def config_of(overrides: Sequence[str]) -> Config:
@@ -132,16 +128,16 @@ def _check_options(parsed: list[Override]) -> None:
             raise UserError(f"{override.input_line}: names an option more than once")
 
 
-def _compose_config(config_name: str, parsed: list[Override]) -> tuple[DictConfig, list[str]]:
-    """Returns the composed config and the files it was composed from, as group/option."""
+def _compose_config(config_name: str, parsed: list[Override]) -> Files:
+    """Applies the overrides of values, which Hydra applies last, to the config of the files."""
     choices = [override for override in parsed if _chooses_files(override)]
     values = [override for override in parsed if override not in choices]
     try:
         lines = tuple(str(override.input_line) for override in choices)
-        config, files = _compose_files(CONF_DIR, config_name, lines)
+        config, stack, experiment = _compose_files(CONF_DIR, config_name, lines)
         config = deepcopy(config)
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
-        return config, files
+        return config, stack, experiment
     except (HydraException, OmegaConfBaseException):
         raise
     except Exception as error:  # Hydra validates little, so any error is possible
@@ -150,32 +146,20 @@ def _compose_config(config_name: str, parsed: list[Override]) -> tuple[DictConfi
 
 
 @lru_cache(maxsize=256)
-def _compose_files(
-    conf_dir: Path, config_name: str, choices: tuple[str, ...]
-) -> tuple[DictConfig, list[str]]:
-    """Composes the config files of these options and returns their names; cached across points.
-
-    Overrides of single values are left out: Hydra applies them last, so the points of a sweep share
-    the result. Repeats the steps of `hydra.compose`, which does not return the file names.
-    """
-    loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, ConfigLoaderImpl)
-    parsed, files = loader._parse_overrides_and_create_caching_repo(config_name, [*choices])
-    entries = create_defaults_list(
-        files, config_name, parsed, prepend_hydra=True, skip_missing=False
-    )
-    config = loader._compose_config_from_defaults_list(entries.defaults, files)
-    OmegaConf.set_struct(config, True)
-    ConfigLoaderImpl._apply_overrides_to_config(entries.config_overrides, config)
+def _compose_files(conf_dir: Path, config_name: str, choices: tuple[str, ...]) -> Files:
+    """Composes the config files of these options; cached, as points of a sweep share them."""
+    config = hydra.compose(config_name, [*choices], return_hydra_config=True)
+    experiment = config.hydra.runtime.choices.get("experiment")
     with open_dict(config):
         del config["hydra"]
-    return config, [default.config_path or "" for default in entries.defaults]
+    names = OmegaConf.select(config, "augmentation") or ()
+    return config, [name for name in STACK if name in names], experiment
 
 
-def _resolve_values(config: DictConfig, files: list[str], overrides: list[str]) -> dict[str, Any]:
+def _resolve_values(config: DictConfig, stack: list[str], overrides: list[str]) -> dict[str, Any]:
     """Returns plain values. Raises UserError for an interpolation that cannot be resolved."""
     try:
-        _check_model_supports_stack(config, files)
+        _check_model_supports_stack(config, stack)
         raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, RecursionError) as error:
         typed = [text for text in overrides if "${" in text or "???" in text]
@@ -241,22 +225,17 @@ def isolated_hydra(job_name: str = "app") -> Iterator[None]:
         GlobalHydra.instance().hydra = previous
 
 
-def _check_model_supports_stack(config: DictConfig, files: list[str]) -> None:
+def _check_model_supports_stack(config: DictConfig, stack: list[str]) -> None:
     """Runs before resolving, as `${model.htm_layer}` does not exist in unsupported models."""
     if OmegaConf.select(config, "model.family") == "library":
         name = OmegaConf.select(config, "model.name")
-        if problem := stack_problem(str(name), _options_in("augmentation", files)):
+        if problem := stack_problem(str(name), stack):
             raise UserError(problem)
 
 
-def _options_in(group: str, files: list[str]) -> list[str]:
-    return [path.partition("/")[2] for path in files if path.startswith(f"{group}/")]
-
-
-def _check_stack(settings: Any, files: list[str]) -> dict[str, Any]:
+def _check_stack(settings: Any, stack: list[str]) -> dict[str, Any]:
     """Returns the augmentation settings. Raises UserError if they do not match the stack."""
     settings = settings or {}
-    stack = _options_in("augmentation", files)
     for name in set(stack) - set(settings):
         raise UserError(f"augmentation.{name}: is in the stack, its settings cannot be removed")
     for name in STACK:

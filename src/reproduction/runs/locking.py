@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
 
 from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.system.errors import RunLocked, UserError
@@ -23,31 +25,34 @@ ATTEMPTS = 50  # to open a lock while other processes remove its folder
 def hold(folder: RunFolder) -> Iterator[None]:
     """Locks the run for this process, on the first rank only. Raises RunLocked if it is taken.
 
-    POSIX locks belong to the process: forked workers do not inherit them, and the system releases
-    them when the process ends. The folder is removed again if no run starts in it.
+    The system frees the lock when the process ends: forked workers do not keep it. The folder is
+    removed again if no run starts in it.
     """
     if not is_first_rank():
         yield
         return
-    file = _lock(folder)
-    try:
-        _write_owner(file)
-        yield
-    finally:
-        if not folder.config_path.exists():
-            Path(file.name).unlink(missing_ok=True)
-            with suppress(OSError):  # not empty
-                folder.path.rmdir()
-        file.close()
+    path = folder.path / LOCK
+    with _lock(path):
+        try:  # for error messages, and for restarted ranks
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n{launcher()}\n")
+            yield
+        finally:
+            if not folder.config_path.exists():
+                path.unlink(missing_ok=True)
+                with suppress(OSError):  # not empty
+                    folder.path.rmdir()
 
 
 def is_held(folder: RunFolder) -> bool:
     """Whether another process trains this run. The lock's owner must not call this."""
     try:
-        with (folder.path / LOCK).open() as file:
-            return not try_lock(file, fcntl.LOCK_SH)
+        with (folder.path / LOCK).open() as file:  # may be another user's
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def status_of(folder: RunFolder, summary: Mapping[str, Any]) -> Status:
@@ -65,60 +70,22 @@ def status_of(folder: RunFolder, summary: Mapping[str, Any]) -> Status:
     return "interrupted" if folder.config_path.exists() else "not started"
 
 
-def _lock(folder: RunFolder) -> IO[str]:
-    """Returns the locked file, once the path still leads to it."""
-    path = folder.path / LOCK
-    patience = PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE
-    deadline = time.monotonic() + patience
-    while True:
-        file = _open(path)
-        if try_lock(file, fcntl.LOCK_EX):
-            with suppress(FileNotFoundError):
-                if _is_current(file, path):
-                    return file
-            file.close()
-            continue
-        file.seek(0)
-        holder = file.readline().strip() or "another process"
-        file.close()
-        if time.monotonic() > deadline:
-            raise RunLocked(f"name={folder.path.name}: {holder} is training {folder.path}")
-        time.sleep(0.02)
-
-
-def _open(path: Path) -> IO[str]:
-    """Opens or creates the lock file, retrying while other processes remove its folder."""
+def _lock(path: Path) -> FileLock:
+    """Locks the file, in a new folder if need be, which other processes may remove meanwhile."""
+    lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
     for _ in range(ATTEMPTS):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return path.open("a+")
+            lock.acquire(PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE)
+            return lock
+        except Timeout:
+            holder = path.read_text().partition("\n")[0] or "another process"
+            line = f"name={path.parent.name}: {holder} is training {path.parent}"
+            raise RunLocked(line) from None
         except (FileNotFoundError, FileExistsError):
             if os.path.lexists(path.parent) and not path.parent.is_dir():
                 raise
             time.sleep(0.01)
         except OSError as error:
-            raise UserError(f"{path.parent}: is not writable ({error.strerror})") from error
+            raise UserError(f"{path}: cannot be locked ({error.strerror})") from error
     raise UserError(f"{path.parent}: a folder cannot be created here")  # such as in /proc
-
-
-def _write_owner(file: IO[str]) -> None:
-    """Writes the owner for error messages, and the launcher for restarted ranks."""
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n{launcher()}\n")
-    file.flush()
-
-
-def _is_current(file: IO[str], path: Path) -> bool:
-    """Whether the path still leads to this file. Raises FileNotFoundError if it is gone."""
-    return os.path.samestat(os.fstat(file.fileno()), path.stat())
-
-
-def try_lock(file: IO[str], kind: int) -> bool:
-    """Whether the file could be locked. Raises UserError if the file system has no locks."""
-    try:
-        fcntl.lockf(file, kind | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError as error:
-        raise UserError(f"{file.name}: cannot be locked ({error.strerror})") from error
-    return True

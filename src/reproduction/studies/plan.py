@@ -12,7 +12,8 @@ from pathlib import Path
 
 from reproduction.config import Config
 from reproduction.runs.compose import config_of, error_context
-from reproduction.runs.folder import RunFolder, default_name, find_runs, run_hash
+from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.runs.identity import default_name, run_hash
 from reproduction.studies.study import (
     BASELINE,
     FULL,

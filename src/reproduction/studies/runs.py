@@ -10,7 +10,8 @@ from typing import Any, TypeGuard
 import pandas as pd
 
 from reproduction.config import STACK
-from reproduction.runs.folder import RunFolder, hash_of, settings_of
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import hash_of, settings_of
 from reproduction.runs.locking import status_of
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from reproduction.config import CONF_DIR
-from reproduction.runs.folder import flatten
+from reproduction.runs.identity import flatten
 from reproduction.studies.pictures import draw_line, draw_map
 from reproduction.studies.runs import newest, read_runs, stack_of, state_text
 from reproduction.studies.tables import (

@@ -1,15 +1,14 @@
-"""Atomic file replacement, checkpoint rotation, and digests that detect damage.
+"""Atomic file replacement, checkpoint rotation, and the digest of safetensors files.
 
-A digest covers all other bytes of its file. It is stored in the metadata of safetensors files and
-in the zip comment of torch.save files, so standard tools can still read both. Files of other
-projects have no digest.
+The digest detects damage, as the checksums of a zip archive do for torch.save. It covers all other
+bytes of the file and is stored in its metadata, so that standard tools can still read it. Files of
+other projects have none.
 """
 
 import errno
 import hashlib
 import os
 import re
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, count, takewhile
@@ -95,13 +94,6 @@ KEY = "tokenmixup.sha256"
 WRITER = {"written_by": "tokenmixup"}  # marks a file with a digest even if KEY itself is damaged
 BLANK = "0" * 64  # placeholder for the hexadecimal digest
 BEFORE, AFTER = f'"{KEY}":"'.encode(), b'"'  # as in JSON
-
-
-def seal_archive(path: Path) -> None:
-    """Adds the digest to a zip archive."""
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.comment = BEFORE + BLANK.encode() + AFTER
-    write_digest(path)
 
 
 def write_digest(path: Path) -> None:

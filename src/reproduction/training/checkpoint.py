@@ -17,7 +17,7 @@ from reproduction.models.weights import Newest, extract_weights, matching_state,
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
-from reproduction.system.storage import BLANK, KEY, WRITER, replacing, seal_archive, write_digest
+from reproduction.system.storage import BLANK, KEY, WRITER, replacing, write_digest
 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),
@@ -28,10 +28,9 @@ STATE_KEYS = {
 
 def save_last(path: Path, state: dict[str, Any], keep: int = 1) -> None:
     """Writes the complete training state atomically and keeps the newest `keep` files."""
-    with replacing(path, keep) as temporary:
-        with temporary.open("wb") as file:  # given a path, torch would hide the reason of an error
-            torch.save({**state, KEY: True}, file)
-        seal_archive(temporary)
+    # given a path, torch would hide the reason of an error
+    with replacing(path, keep) as temporary, temporary.open("wb") as file:
+        torch.save(state, file)
 
 
 def load_last(folder: RunFolder, run: str) -> Newest | None:

@@ -117,7 +117,7 @@ def data_parallel(module: nn.Module, world: World) -> nn.Module:
     if world.size == 1:
         return module
     devices = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(module, device_ids=devices)
+    return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
 
 
 def resolve_device(device: str, devices: int, precision: str = "float32") -> str:

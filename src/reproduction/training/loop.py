@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from timm.utils import ModelEmaV3
@@ -37,12 +37,13 @@ from reproduction.training import operations
 from reproduction.training.distributed import World, data_parallel
 from reproduction.training.endings import Agreement, explaining_memory, explaining_step
 from reproduction.training.evaluate import autocast, evaluate
-from reproduction.training.history import History, Tests, renamed
+from reproduction.training.history import History, renamed
 from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs
 from reproduction.training.metrics import BatchMetrics, NonFinite
 from reproduction.training.mixing import MixedShare
 from reproduction.training.optim import build_optimizer, build_schedule, skip_if
+from reproduction.training.saving import Saver
 from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.output import Stat
 
@@ -126,6 +127,8 @@ class Trainer:
         self.metrics_size = 0  # bytes of metrics.jsonl at the last checkpoint
         self.agreement = Agreement(world, config.checkpoint)
         self.logger, self.progress = Logs(), Progress(world.is_main)
+        self.saver = Saver(config.checkpoint.every_epochs)
+        self.upcoming: Iterator[list[Tensor]] | None = None  # batches that workers load already
 
     def fit(self) -> dict[str, Any]:
         """Trains to the end, within `operations.around`; returns the results for summary.json.
@@ -157,8 +160,9 @@ class Trainer:
                 self.progress.line(warning)
             self.history.restart()
             self._agree()
-            self._save()
-        return self.history.result(self, self._test())
+            if self.epoch == self.epochs or self.world.share(self.saver.is_due(self.epoch)):
+                self._save()
+        return self.history.result(self, operations.test(self))
 
     def _begin_epoch(self) -> None:
         """Prepares the model and the loader for the remaining batches of the epoch."""
@@ -166,12 +170,19 @@ class Trainer:
         if off_epoch is not None and self.epoch >= off_epoch:
             self._stop_mixing()
         self.module.train()
-        self.batches.start_at(self.epoch, self.step - len(self.batches) * self.epoch)
+        if self.upcoming is None:
+            self._load(self.epoch, self.step - len(self.batches) * self.epoch)
         self.metrics.restart_clock()
+
+    def _load(self, epoch: int, first: int = 0) -> None:
+        """Lets the workers load the batches of an epoch."""
+        self.batches.start_at(epoch, first)
+        self.upcoming = iter(self.train_loader)
 
     def _remaining_batches(self) -> Iterator[list[Tensor]]:
         """Returns those of the epoch: images `b 3 h w`, uint8, and classes `b`."""
-        batches = islice(self.train_loader, self.total_steps - self.step)
+        assert self.upcoming is not None
+        batches, self.upcoming = islice(self.upcoming, self.total_steps - self.step), None
         done = self.step - len(self.batches) * self.epoch
         task = f"epoch {self.epoch + 1}/{self.epochs}"
         total = min(len(self.batches), done + self.total_steps - self.step)
@@ -266,6 +277,7 @@ class Trainer:
 
     def _agree(self) -> None:
         """Decides with all ranks whether to stop or to save; raises Stopped."""
+        self.saver.check()
         self.agreement.update(self.step)
         if self.agreement.to_stop:
             raise Stopped(self.agreement.to_stop)
@@ -286,6 +298,8 @@ class Trainer:
         An epoch whose evaluation is interrupted does not count yet: a resumed run evaluates it.
         """
         epoch = self.epoch + 1
+        if epoch < self.epochs:
+            self._load(epoch)  # while the epoch is evaluated
         if epoch % self.recipe.evaluate_every == 0 or epoch == self.epochs:
             start = time.perf_counter()
             result = self._evaluate(self.eval_loader)
@@ -297,31 +311,16 @@ class Trainer:
         self.epoch = epoch
         self.history.end_epoch(self.images / max(self.step, 1))
         if self.world.is_main:
-            log = self.history.epochs
-            self.folder.write_summary(epochs=epoch, **self.history.mixing, log=log)
+            entries = {"epochs": epoch, **self.history.mixing, "log": [*self.history.epochs]}
+            self.saver.submit(partial(self.folder.write_summary, **entries))
         if self.world.is_main and self.history.is_best(epoch):
             state = self.evaluated.state_dict()
             self.best = {name: value.to("cpu", copy=True) for name, value in state.items()}
             operations.save_best(self)
 
-    def _test(self) -> Tests | None:
-        """Evaluates the last and the best epoch on the test set, if the epochs were not."""
-        if self.test_loader is None:
-            return None
-        start = time.perf_counter()
-        last = selected = self._evaluate(self.test_loader)
-        if self.history.best_epoch != self.epoch:
-            weights = {name: x.clone() for name, x in self.evaluated.state_dict().items()}
-            self.evaluated.load_state_dict(self.world.share(cast(State, self.best)))
-            try:
-                selected = self._evaluate(self.test_loader)
-            finally:
-                self.evaluated.load_state_dict(weights)  # a stop saves the last epoch's
-        self.eval_seconds += time.perf_counter() - start
-        return Tests(last, selected)
-
     def _evaluate(self, loader: Loader) -> dict[str, float]:
         self.world.share_buffers(self.evaluated)  # the first rank saves these weights
+        self.saver.wait()  # no thread may run while the loader forks its workers
         give_back_freed_memory()  # before the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             batches = self.agreement.waiting_for(loader)

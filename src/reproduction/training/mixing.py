@@ -1,4 +1,4 @@
-"""Tells once, after a tenth of the epochs, whether tau suits the run."""
+"""Tells once, after a tenth of the epochs and three at least, whether tau suits the run."""
 
 import math
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from reproduction.training.loop import MicroBatch
 
 FEW, MOST = 0.01, 0.95  # shares of mixed samples outside of which the line is printed
+EARLIEST = 3  # epoch: before, the difficulty is still about that of guessing
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -21,7 +22,7 @@ class MixedShare:
     """Collects the difficulties of one epoch on the device, without a wait before its end."""
 
     def __init__(self, htm: HTM | None, epochs: int):
-        self.htm, self.epoch = htm, math.ceil(epochs / 10)
+        self.htm, self.epoch = htm, max(EARLIEST, math.ceil(epochs / 10))
         # by layer, of each micro-batch: difficulty and easy flag, 2 b
         self.seen: dict[int, list[Tensor]] = {}
 

@@ -1,15 +1,22 @@
-"""What surrounds the training loop: the run's folder, its checkpoints, and a stop by a signal."""
+"""What surrounds the loop: the folder, checkpoints, a stop by a signal, the test set at the end."""
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from reproduction.models.names import State
 from reproduction.models.weights import module_state
-from reproduction.runs.folder import run_hash
+from reproduction.runs.identity import run_hash
 from reproduction.system.errors import Stopped, UserError, first_line
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.endings import handling
+from reproduction.training.history import Tests
 from reproduction.training.loggers import Logs
 
 if TYPE_CHECKING:
@@ -20,7 +27,7 @@ COUNTS = ("step", "epoch", "images", "metrics_size", "eval_seconds")  # saved at
 
 @contextmanager
 def around(trainer: "Trainer", logger: Logs) -> Iterator[None]:
-    """Prepares the folder for `Trainer.fit` and ends it well.
+    """Prepares the folder for `Trainer.fit` and ends it well, with all files written.
 
     If a signal stops it, writes the pending metrics and a checkpoint to resume from; at another
     error of a single process the metrics.
@@ -28,14 +35,17 @@ def around(trainer: "Trainer", logger: Logs) -> Iterator[None]:
     trainer.logger = logger
     if trainer.world.is_main:
         _rewind_folder(trainer)
-    with handling(trainer.agreement.request_stop):
+    with handling(trainer.agreement.request_stop), closing(trainer.saver):
         try:
             yield
+            trainer.saver.wait()
         except BaseException as error:
             trainer.progress.close()
             if isinstance(error, Stopped) and trainer.agreement.to_stop:  # not a second Ctrl-C
                 trainer._flush()
                 trainer._save()
+                trainer.saver.wait()
+                trainer.world.barrier()
             elif trainer.world.size == 1:  # the sums of several ranks need all of them
                 with suppress(Exception):  # the first error counts
                     trainer._flush()
@@ -50,21 +60,49 @@ def _rewind_folder(trainer: "Trainer") -> None:
         trainer.folder.best_path.unlink(missing_ok=True)
     else:
         save_best(trainer)
+        trainer.saver.wait()
 
 
 def save_best(trainer: "Trainer") -> None:
     """Writes the weights of the best epoch."""
     assert trainer.best is not None
-    save_plain(trainer.folder.best_path, trainer.best, trainer.classes)
+    trainer.saver.submit(
+        partial(save_plain, trainer.folder.best_path, trainer.best, trainer.classes)
+    )
 
 
 def save(trainer: "Trainer") -> None:
-    """Writes a checkpoint with the complete training state."""
+    """Writes a checkpoint with the complete training state, from a copy on the host."""
     if trainer.world.is_main:
-        trainer.metrics_size = trainer.folder.sync_metrics()
-        save_last(trainer.folder.last_path, _state_of(trainer), trainer.config.checkpoint.keep)
+        folder, keep = trainer.folder, trainer.config.checkpoint.keep
+        trainer.metrics_size = folder.metrics_size()
+        state = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), _state_of(trainer))
+
+        def write() -> None:
+            folder.sync_metrics()
+            save_last(folder.last_path, {**state, "best": best}, keep)
+
+        best = trainer.best  # is replaced, never changed
+        trainer.saver.submit_checkpoint(write)
     trainer.agreement.note_saved()
     trainer.world.barrier()
+
+
+def test(trainer: "Trainer") -> Tests | None:
+    """Evaluates the last and the best epoch on the test set, if the epochs were not."""
+    if trainer.test_loader is None:
+        return None
+    start, model = time.perf_counter(), trainer.evaluated
+    last = selected = trainer._evaluate(trainer.test_loader)
+    if trainer.history.best_epoch != trainer.epoch:
+        weights = {name: x.clone() for name, x in model.state_dict().items()}
+        model.load_state_dict(trainer.world.share(cast(State, trainer.best)))
+        try:
+            selected = trainer._evaluate(trainer.test_loader)
+        finally:
+            model.load_state_dict(weights)  # a stop saves the last epoch's
+    trainer.eval_seconds += time.perf_counter() - start
+    return Tests(last, selected)
 
 
 def _state_of(trainer: "Trainer") -> dict[str, Any]:
@@ -74,7 +112,6 @@ def _state_of(trainer: "Trainer") -> dict[str, Any]:
         "optimizer": trainer.optimizer.state_dict(),
         "scaler": trainer.scaler.state_dict(),
         "model_ema": None if average is None else average.module.state_dict(),
-        "best": trainer.best,
         "classes": trainer.classes,
         "num_images": trainer.batches.num_images,
         "run": run_hash(trainer.config),

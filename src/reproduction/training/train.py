@@ -31,7 +31,8 @@ from reproduction.models.build import (
     pretrained_statistics,
     without_weights,
 )
-from reproduction.runs.folder import RunFolder, run_hash
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash
 from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, join_hardware

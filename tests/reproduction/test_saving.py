@@ -1,0 +1,64 @@
+"""Files are written by a thread, and the end of an epoch is saved if that costs little."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from reproduction.runs.folder import RunFolder
+from reproduction.training import saving
+from reproduction.training.saving import Saver
+from tests.reproduction.conftest import SMALL, Command
+
+
+def test_an_epoch_is_saved_if_a_checkpoint_takes_a_twentieth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now, written = [100.0], threading.Event()
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    saver = Saver(None)
+    assert saver.is_due(1)  # nothing is known yet
+    saver.submit(lambda: None)
+    assert saver.is_due(1)
+    saver.submit_checkpoint(written.wait)
+    now[0] = 102.0
+    assert not saver.is_due(2)  # it is still being written
+    written.set()
+    saver.wait()
+    assert saver.seconds == 2.0
+    now[0] = 139.0
+    assert not saver.is_due(3)
+    now[0] = 140.0
+    assert saver.is_due(4)
+    saver.close()
+    assert [epoch for epoch in range(1, 7) if Saver(3).is_due(epoch)] == [3, 6]
+
+
+def test_files_are_written_in_order_and_the_first_error_is_raised_once():
+    written: list[int] = []
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    saver = Saver(None)
+    for write in (lambda: written.append(1), fail, lambda: written.append(2)):
+        saver.submit(write)
+    while not saver.pending[-1].done():
+        time.sleep(0.001)
+    with pytest.raises(OSError, match="No space"):
+        saver.check()
+    saver.wait()
+    saver.close()
+    assert written == [1, 2]
+
+
+def test_a_run_saves_its_first_epoch_and_its_last(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(saving, "SHARE", 0.0)  # any checkpoint takes too long
+    saved: list[int] = []
+    monkeypatch.setattr(RunFolder, "sync_metrics", lambda folder: saved.append(len(saved)) or 0)
+    args = ["name=mine", *SMALL, "recipe.epochs=4", "checkpoint.every_epochs=null"]
+    assert command("train", *args).status == 0
+    assert len(saved) == 2
