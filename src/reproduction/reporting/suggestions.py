@@ -14,7 +14,6 @@ from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
 from reproduction.reporting.trained import load_trained, observe, training_batches
 from reproduction.runs.folder import RunFolder
-from reproduction.studies.tables import as_markdown
 from tokenmixup import HTM, difficulty, mix_horizontal
 from tokenmixup.rules import rules_of
 
@@ -98,7 +97,9 @@ def as_text(layer: Layer) -> str:
         _shares("rho", "tokens replaced in each", layer.tokens, layer.rho),
     ]
     title = f"\nlayer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}"
-    return "\n\n".join([title, *(as_markdown(x, x.columns[:1]) for x in tables)])
+    return "\n\n".join(
+        [title, *(x.to_markdown(index=False, disable_numparse=True) for x in tables)]
+    )
 
 
 def _shares(name: str, label: str, shares: pd.Series, own: float) -> pd.DataFrame:
