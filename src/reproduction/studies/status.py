@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from reproduction.studies.plan import PlannedRun
+from reproduction.studies.results import short_revision
 from reproduction.studies.runs import read_runs
 from reproduction.studies.tables import as_markdown
 
@@ -58,7 +59,7 @@ def listing(runs: pd.DataFrame) -> pd.DataFrame:
             "best": [_text(x, "{:.2f}") for x in runs.top1_best],
             "hours": [_hours(x, runs) for x in runs.itertuples()],
             "hardware": [_text(x, "{}") for x in runs.hardware],
-            "git": [_text(x, "{:.10}") for x in runs.git_revision],
+            "git": ["" if pd.isna(x) else short_revision(x) for x in runs.git_revision],
             "folder": runs.folder,
         }
     )
