@@ -79,9 +79,10 @@ def _lock(path: Path) -> FileLock:
             lock.acquire(PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE)
             return lock
         except Timeout:
-            holder = path.read_text().partition("\n")[0] or "another process"
-            line = f"name={path.parent.name}: {holder} is training {path.parent}"
-            raise RunLocked(line) from None
+            with suppress(FileNotFoundError):  # its holder has just left
+                holder = path.read_text().partition("\n")[0] or "another process"
+                line = f"name={path.parent.name}: {holder} is training {path.parent}"
+                raise RunLocked(line) from None
         except (FileNotFoundError, FileExistsError):
             if os.path.lexists(path.parent) and not path.parent.is_dir():
                 raise
