@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import false_discovery_control, ttest_rel
+from scipy.stats import false_discovery_control, t, ttest_rel
 
 from reproduction.runs.identity import run_hash
 from reproduction.studies.runs import read_runs
@@ -36,6 +36,10 @@ def test_compare_is_a_paired_test_over_common_seeds(ours: list[float], base: lis
         test = ttest_rel(*zip(*pairs, strict=True))
         assert found["test_p"] == pytest.approx(test.pvalue)
         assert found["test_t"] == pytest.approx(test.statistic)
+        gaps = [a - b for a, b in pairs]
+        half = t.ppf(0.975, len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
+        ends = [fmean(gaps) - half, fmean(gaps) + half]
+        assert [found["test_low"], found["test_high"]] == pytest.approx(ends)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_other_scales_and_data_are_marked_and_not_compared_with_the_paper(
     assert smoke.mark == "smoke scale" and "top1_last_minus_paper" not in smoke.numbers
     other = result(tmp_path, "table3", dataset="cifar10")
     assert other.mark == "cifar10 instead of CIFAR-100"
-    page, _ = smoke.write(tmp_path)
+    page, *_ = smoke.write(tmp_path)
     assert "> **WARNING. SMOKE SCALE: not the paper's experiments.**" in page.read_text()
     assert result(tmp_path, "table1").mark is None
 
@@ -147,10 +151,11 @@ def test_notes_say_what_is_significant_shared_and_left_out(tmp_path: Path, confi
 
 def test_formats_hold_the_same_table(tmp_path: Path, configs: Configs):
     two_rows(tmp_path, configs)
-    page, csv = result(tmp_path, "table1").write(tmp_path)
-    text = page.read_text()
+    page, tex, csv = result(tmp_path, "table1").write(tmp_path)
+    text, latex = page.read_text(), tex.read_text()
     assert r"| CCT-7/3x1(1500)\*" in text and "## CIFAR-100" in text and "## Parameters" in text
     assert "84.00 +/- 1.00" in text and "+0.69" in text and "top-5" not in text
+    assert r"84.00 $\pm$ 1.00" in latex and r"\toprule" in latex and "% CIFAR-100" in latex
     numbers = pd.read_csv(csv)
     row = numbers[numbers.label == HTM].iloc[0]
     assert (row.top1_last_mean, row.seeds, row.scale) == (84.0, "0;1;2", "full")

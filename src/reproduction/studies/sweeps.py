@@ -26,7 +26,7 @@ from reproduction.system.storage import write_text
 
 MIXING = "mixing"  # the title of the column with the augmentations
 MOST_FOLLOWING, MOST_ERRORS = 8, 5  # that a note names
-TESTS = ("difference", "p", "p (Holm)")
+TESTS = ("difference", "95 % interval", "p", "p (Holm)")
 SHOWS = ("n", "last", "best", "validation", "selected", "mixed", *TESTS, "status")
 Values = Mapping[str, Mapping[str, Any]]  # of a setting, by the key of each configuration
 

@@ -21,7 +21,11 @@ TESTED = "top1_last"  # percent
 LEAST_SEEDS = 2  # common ones, for a test
 SAME = 1e-9  # percent: smaller differences count as equal
 SPREADS = (*METRICS, *SELECTED, LAST_TEN, *MIXING)
-TEST = ("difference", "test_seeds", "test_t", "test_p", "test_p_holm", "test_note")
+TEST = (
+    *("difference", "test_seeds", "test_low", "test_high", "test_t", "test_p", "test_p_holm"),
+    "test_note",
+)
+CONFIDENCE = 0.95  # of the interval test_low to test_high around the difference
 NOTHING = "-"
 LONGEST = 80  # characters of a value
 
@@ -86,6 +90,8 @@ def compare(accuracy: pd.DataFrame, ours: str, base: str) -> dict[str, Any]:
             "test_note": "values are identical" if is_zero else "all differences are equal"
         }
     test = ttest_rel(pairs[ours], pairs[base])
+    low, high = map(float, test.confidence_interval(CONFIDENCE))
+    result |= {"test_low": low, "test_high": high}
     return result | {"test_t": float(test.statistic), "test_p": float(test.pvalue)}
 
 
@@ -118,6 +124,12 @@ def p_text(p: Any) -> str:
     return NOTHING if pd.isna(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
 
 
+def _interval(row: Any) -> str:
+    """Formats as `-0.31 to +1.20`."""
+    low, high = (number(row, f"test_{x}", "+.2f") for x in ("low", "high"))
+    return low if low == NOTHING else f"{low} to {high}"
+
+
 def _latency(row: Any) -> str:
     """Formats as `60.0 (58.0 to 66.0)`: median and quartiles."""
     median, low, high = (number(row, f"latency_{x}ms", ".1f") for x in ("", "low_", "high_"))
@@ -142,6 +154,7 @@ SHOWN: Mapping[str, Callable[[Any], str]] = {  # by title, from a row
     "last - paper": partial(number, name="top1_last_minus_paper", spec="+.2f"),
     "best - paper": partial(number, name="top1_best_minus_paper", spec="+.2f"),
     "difference": partial(number, name="difference", spec="+.2f"),
+    "95 % interval": _interval,
     "paper's": partial(number, name="paper_difference", spec="+.2f"),
     "p": lambda row: p_text(row.test_p),
     "p (Holm)": lambda row: p_text(row.test_p_holm),
@@ -197,12 +210,24 @@ class Table:
             yield as_markdown(texts, [*self.heads, *LEFT]) + "\n"
         yield from (f"- {note}" for note in self.notes)
 
+    def latex(self) -> str:
+        """Returns the sections as LaTeX tables, for booktabs, with their names as comments."""
+        parts = [
+            (f"% {name}\n" if name else "") + texts.to_latex(index=False, escape=True)
+            for name, texts in self.sections()
+        ]
+        return "\n".join(parts).replace("+/-", r"$\pm$")
+
     def write(self, folder: Path) -> list[Path]:
-        """Writes the table as .md and .csv; UserError if the folder cannot be written to."""
+        """Writes it as .md, .tex and .csv; UserError if the folder cannot be written to."""
         head = [f"# {self.title}\n"]
         if self.mark:
             head.append(f"> **WARNING. {self.mark.upper()}: not the paper's experiments.**\n")
-        texts = {"md": "\n".join([*head, *self.lines()]) + "\n", "csv": self.csv()}
+        texts = {
+            "md": "\n".join([*head, *self.lines()]) + "\n",
+            "tex": self.latex(),
+            "csv": self.csv(),
+        }
         paths = [folder / f"{self.name}.{suffix}" for suffix in texts]
         try:
             for path, text in zip(paths, texts.values(), strict=True):
