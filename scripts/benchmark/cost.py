@@ -173,7 +173,7 @@ def studies_at(settings: Settings) -> list[str]:
     return [name for name in (*TABLES, *SWEEPS) if not (name == "table2" and only)]
 
 
-def _trainable(run: PlannedRun, device: str) -> PlannedRun:
+def trainable(run: PlannedRun, device: str) -> PlannedRun:
     """Returns a run of float16 in float32 on a CPU, where train.py refuses float16."""
     recipe = run.config.recipe
     if device != "cpu" or recipe.precision != "float16":
@@ -200,7 +200,7 @@ def main() -> None:
     names = args.studies or studies_at(settings)
     device = resolve_device(args.device, 1)
     studies = {
-        study: [_trainable(run, device) for run in plan(study, settings, args.seeds)]
+        study: [trainable(run, device) for run in plan(study, settings, args.seeds)]
         for study in names
     }
     distinct = list({run.name: run for runs in studies.values() for run in runs}.values())

@@ -7,7 +7,15 @@ import pytest
 from reproduction.studies.plan import plan
 from reproduction.studies.study import Settings
 from reproduction.system.timing import Spread
-from scripts.benchmark.cost import Speed, hours_table, hours_text, main, run_hours, speed_key
+from scripts.benchmark.cost import (
+    Speed,
+    hours_table,
+    hours_text,
+    main,
+    run_hours,
+    speed_key,
+    trainable,
+)
 
 SPEED = Speed(batch_size=2, training=Spread(100.0, 90.0, 110.0), evaluation=400.0, macs=10**9)
 
@@ -34,3 +42,9 @@ def test_cost_measures_runs_of_the_same_speed_once(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.count("measuring") == 1
     assert "images/s" in out and "| together |" in out
+
+
+def test_a_cpu_measures_runs_of_float16_in_float32():
+    run = plan("figure4", Settings(), seeds=1)[0]
+    found = [trainable(run, device).config.recipe.precision for device in ("cuda", "cpu")]
+    assert found == ["float16", "float32"]
