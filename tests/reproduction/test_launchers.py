@@ -212,11 +212,16 @@ with parallel.starting():
 """
 
 
-def test_ctrl_c_lets_every_parallel_run_end_its_step_and_save(tmp_path: Path):
+@pytest.mark.parametrize("child_stops_first", [False, True])
+def test_ctrl_c_lets_every_parallel_run_end_its_step_and_save(
+    tmp_path: Path, child_stops_first: bool
+):
     """One of the four processes has ended its run and one has none."""
     process = in_new_process(SWEEP, str(tmp_path), start_new_session=True)
     while len([*tmp_path.glob("begun*")]) < 3 and process.poll() is None:
         time.sleep(0.05)
+    if child_stops_first:
+        (tmp_path / "slots" / "stopped").touch()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.communicate(timeout=60)[0] == "['None', 'interrupted', 'interrupted']\n"
     assert {path.name for path in tmp_path.glob("saved*")} == {"saved1", "saved2"}

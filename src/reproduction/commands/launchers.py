@@ -67,6 +67,7 @@ class Parallel:
     def __init__(self, folder: Path, gpus: list[str], devices: int):
         self.folder, self.gpus, self.devices = folder, gpus, devices
         self.stopped = folder / "stopped"
+        self.is_stopping = False  # here; a process that Ctrl-C reached itself may be first to stop
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -91,8 +92,9 @@ class Parallel:
                 os.environ.pop(LABEL, None)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
-        if self.stopped.exists():
+        if self.is_stopping:
             raise Stopped(signum)  # the launcher kills its processes
+        self.is_stopping = True
         self.stopped.touch()
         for process in self.folder.glob("[0-9]*"):
             with suppress(ProcessLookupError):

@@ -16,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -147,13 +148,18 @@ def _compose_config(config_name: str, parsed: list[Override]) -> Files:
 
 @lru_cache(maxsize=256)
 def _compose_files(conf_dir: Path, config_name: str, choices: tuple[str, ...]) -> Files:
-    """Composes the config files of these options; cached, as points of a sweep share them."""
+    """Composes the config files of these options; cached, as points of a sweep share them.
+
+    The stack is that of the files: an experiment may have settings of what the user has left out.
+    """
     config = hydra.compose(config_name, [*choices], return_hydra_config=True)
     experiment = config.hydra.runtime.choices.get("experiment")
     with open_dict(config):
         del config["hydra"]
-    names = OmegaConf.select(config, "augmentation") or ()
-    return config, [name for name in STACK if name in names], experiment
+    loader = GlobalHydra.instance().config_loader()
+    files = loader.compute_defaults_list(config_name, [*choices], RunMode.RUN).defaults
+    groups = [(file.config_path or "").partition("/") for file in files]
+    return config, [name for group, _, name in groups if group == "augmentation"], experiment
 
 
 def _resolve_values(config: DictConfig, stack: list[str], overrides: list[str]) -> dict[str, Any]:
