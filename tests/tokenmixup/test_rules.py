@@ -26,7 +26,7 @@ from tokenmixup import (
 from tokenmixup import settings as names
 from tokenmixup.assignment import gain_matrix
 from tokenmixup.detectors import DETECTORS, block_map
-from tokenmixup.rules import CHOICES, MATCHINGS, ORDERS, rules_of
+from tokenmixup.rules import CHOICES, MASK_RULES, MATCHINGS, ORDERS, rules_of
 from tokenmixup.vertical import INDICES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -117,6 +117,13 @@ def test_hard_samples_are_their_own_donors(matching: str, batch: Batch, rho: flo
     assert torch.equal(found.donor[~easy], places[~easy])
     taken = batch.saliency[found.donor]
     assert torch.equal(found.mask, easy[:, None] & (taken - batch.saliency > rho))
+
+
+@pytest.mark.parametrize("rule", MASK_RULES)
+@given(batches(), st.sampled_from(RHOS))
+def test_hard_samples_keep_their_tokens(rule: str, batch: Batch, rho: float):
+    found = mix(batch, rho, mask_rule=rule)
+    assert not found.mask[~found.is_easy].any()
 
 
 @pytest.mark.parametrize("matching", ["optimal", "random"])
