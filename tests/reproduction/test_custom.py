@@ -15,14 +15,15 @@ from PIL import Image
 from reproduction.commands.jobs import resolve
 from reproduction.config import ROOT
 from reproduction.data.build import build_source
-from reproduction.data.custom import load
+from reproduction.data.custom import OwnImages, load
 from reproduction.data.folders import DATASETS
 from reproduction.data.sources import load_source
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import run_hash
 from reproduction.runs.parse import parse_saved
-from reproduction.system.errors import UserError
+from reproduction.system.errors import PlainError, UserError
+from reproduction.training.endings import explaining_data
 from tests.reproduction.conftest import SMALL, Command, config_of
 
 HERE = __name__
@@ -138,10 +139,20 @@ def test_image_that_is_none_is_refused_before_the_run(command: Command, tmp_path
     own = ["dataset=custom", f"dataset.source={HERE}:whole", "dataset.workers=0", "device=cpu"]
     result = command("train", *own, "+dataset.options.kind=float", "recipe.batch_size=4")
     assert result.status == 2 and result.lines == [
-        "train.py: the first training image: image 0: no readable image: TypeError: must be a PIL "
-        "image or an array of 8 bits a channel, is float64"
+        "train.py: the first training image: dataset.source: image 0: no readable image: "
+        "TypeError: must be a PIL image or an array of 8 bits a channel, is float64"
     ]
     assert not [*tmp_path.iterdir()]
+
+
+def test_image_that_fails_later_is_named_without_advice_for_files():
+    images = OwnImages([(np.zeros((3, 8, 8), np.uint8), 0)], [0], [0])
+    with pytest.raises(PlainError) as error, explaining_data():
+        images[0]
+    assert str(error.value) == (
+        "dataset.source: image 0: no readable image: TypeError: must be an array h w or h w 3, has "
+        "the shape (3, 8, 8)"
+    )
 
 
 def own_config(*overrides: str, source: str = f"{HERE}:whole") -> Any:

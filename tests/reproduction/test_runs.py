@@ -206,6 +206,7 @@ def test_against_tests_rows_that_differ_in_one_setting(tmp_path: Path):
             write_run(tmp_path, config_of(*overrides), seed, top1=top1 + number * (seed + 1))
     runs = read_runs(tmp_path)
     table = runs_table(runs, "tau=1")
+    assert runs_table(runs, "augmentation.htm.tau=1").numbers.equals(table.numbers)
     by_values = table.numbers.set_index(["tau", "rho"])
     row, base = by_values.loc[(2.0, 1.0)], by_values.loc[(1.0, 1.0)]
     test = ttest_rel([53, 58, 64], [51, 54, 58])

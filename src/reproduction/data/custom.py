@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from PIL import Image
 
-from reproduction.data.images import NO_IMAGE
+from reproduction.data.images import CHANNELS, NO_IMAGE, OWN
 from reproduction.system.errors import UserError, first_line
 
 # Files whose lines in a traceback tell nothing
@@ -38,7 +38,7 @@ class OwnImages:
         try:
             return _rgb(self.pairs[place][0]), self.targets[index]
         except Exception as error:  # from any code
-            raise RuntimeError(f"image {place}: {NO_IMAGE}: {first_line(error)}") from error
+            raise RuntimeError(f"{OWN} {place}: {NO_IMAGE}: {first_line(error)}") from error
 
     def name(self, index: int) -> str:
         return str(self.places[index])
@@ -51,6 +51,8 @@ class OwnImages:
 def _rgb(image: Any) -> Image.Image:
     """Converts a PIL image or a uint8 array; TypeError or ValueError for anything else."""
     if isinstance(image, np.ndarray) and image.dtype == np.uint8:
+        if image.ndim != 2 and image.shape[2:] != (CHANNELS,):
+            raise TypeError(f"must be an array h w or h w 3, has the shape {image.shape}")
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image) or image.mode.startswith(("I", "F")):
         kind = getattr(image, "mode", None) or getattr(image, "dtype", None) or type(image).__name__

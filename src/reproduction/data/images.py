@@ -18,6 +18,7 @@ from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import warn
 
 NO_IMAGE = "no readable image"
+OWN = "dataset.source: image"  # is not a file
 SKIPPING = "dataset.broken_images=skip leaves such files out"
 # Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")

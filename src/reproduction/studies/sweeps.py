@@ -34,8 +34,8 @@ Values = Mapping[str, Mapping[str, Any]]  # of a setting, by the key of each con
 def runs_table(runs: pd.DataFrame, against: str | None = None) -> Table:
     """Groups runs over their seeds, with a column for each setting in which they differ.
 
-    `against` (TITLE=VALUE): each row is tested against the row with this value that is otherwise
-    equal. Raises UserError if it does not fit, or if there are no runs.
+    `against` (KEY=VALUE, the whole key or its title): each row is tested against the row with this
+    value that is otherwise equal. Raises UserError if it does not fit, or if there are no runs.
     """
     usable = runs[runs.status != "unusable"]
     if usable.empty:
@@ -45,7 +45,7 @@ def runs_table(runs: pd.DataFrame, against: str | None = None) -> Table:
     titles = _titles([*chosen])
     rows = pd.DataFrame({titles[x]: values for x, values in chosen.items()}, dtype=object)
     rows = rows.reindex(sorted(settings, key=lambda key: [rank(x[key]) for x in chosen.values()]))
-    base = None if against is None else _bases(rows.map(value_text), against)
+    base = None if against is None else _bases(rows.map(value_text), against, titles)
     rows = rows.assign(key=rows.index, base=base).reset_index(drop=True)
     numbers = with_results(rows, usable)
     states = {key: _states(group) for key, group in usable.groupby("key")}
@@ -60,9 +60,10 @@ def runs_table(runs: pd.DataFrame, against: str | None = None) -> Table:
     )
 
 
-def _bases(texts: pd.DataFrame, choice: str) -> list[str | None]:
+def _bases(texts: pd.DataFrame, choice: str, titles: Mapping[str, str]) -> list[str | None]:
     """Returns the key of the row that each row is tested against, if there is one."""
     title, _, value = choice.partition("=")
+    title = titles.get(title, title)  # of a key as in train.py
     if title not in texts:
         allowed = ", ".join(f"{name}=..." for name in texts) or "none, nothing differs"
         raise UserError(f"against={choice}: must be one of {allowed}")

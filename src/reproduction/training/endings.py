@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from reproduction.config import Checkpoint, Config, Recipe
-from reproduction.data.images import NO_IMAGE, SKIPPING
+from reproduction.data.images import NO_IMAGE, OWN, SKIPPING
 from reproduction.data.loaders import ENLARGE, SHARED
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import (
@@ -127,7 +127,8 @@ def explaining_data() -> Iterator[None]:
             raise PlainError(f"{SHARED}: the shared memory is full; {ENLARGE}") from error
         last_line = text.rpartition("\n")[2]  # the reason, below a worker's traceback
         if NO_IMAGE in last_line:
-            raise PlainError(f"{last_line.removeprefix('RuntimeError: ')}; {SKIPPING}") from error
+            hint = "" if OWN in last_line else f"; {SKIPPING}"
+            raise PlainError(f"{last_line.removeprefix('RuntimeError: ')}{hint}") from error
         reason = " ".join(text.split())
         if "DataLoader worker (pid" in reason:
             raise PlainError(
