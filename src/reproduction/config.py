@@ -294,7 +294,7 @@ class Recipe:
 class Checkpoint:
     """How often to save besides the end of the run, and how many checkpoints to keep.
 
-    Without `every_epochs`, the end of an epoch is saved if that costs a twentieth of the time.
+    Without `every_epochs`, the end of an epoch is saved if that takes at most 5 % of the time.
     """
 
     every_epochs: Count | None = None

@@ -46,8 +46,8 @@ class TokenMixup(nn.Module):
     TypeError without targets; ValueError for images or targets of another kind (values of targets
     are looked at on a CPU only), a detector that cannot run under FSDP, a model that skips
     or repeats a block, the model's own gradient checkpointing, which would rerun blocks without
-    hooks, and DataParallel, whose replicas would share hooks; FloatingPointError if the saliency is
-    not finite. HTM's `rules` and `detect` may be replaced.
+    stand-ins, and DataParallel, whose replicas would share them; FloatingPointError if the saliency
+    is not finite. HTM's `rules` and `detect` may be replaced.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def test_repeatedly_killed_run_equals_the_undisturbed_one(
     run, begun = RunFolder(tmp_path / "mine"), []
     for module, name, call in (
         (torch, "save", 1),  # metrics of steps 1 and 2 exist, but no checkpoint
-        (os, "replace", 10),  # of step 4: earlier checkpoints are moved, last.pt is missing
+        (os, "replace", 11),  # of step 4: earlier checkpoints are moved, last.pt is missing
         (operations, "save_plain", 2),  # the second epoch is evaluated, nothing of it saved
     ):
         with monkeypatch.context() as patch:

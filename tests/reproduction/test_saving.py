@@ -1,5 +1,6 @@
 """Files are written by a thread, and the end of an epoch is saved if that costs little."""
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from reproduction.runs.folder import RunFolder
 from reproduction.training import saving
+from reproduction.training.endings import Agreement
 from reproduction.training.saving import Saver
 from tests.reproduction.conftest import SMALL, Command
 
@@ -53,12 +55,47 @@ def test_files_are_written_in_order_and_the_first_error_is_raised_once():
     assert written == [1, 2]
 
 
+def test_a_request_at_the_end_of_an_epoch_is_not_lost(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Several ranks agree on a request one step later, which may be after the last of an epoch."""
+    monkeypatch.setattr(saving, "SHARE", 0.0)
+    saved, steps = list[int](), list[int]()
+
+    def update(agreement: Agreement, step: int) -> None:
+        agreement.to_save = step in steps  # the second call of a step is that after its epoch
+        steps.append(step)
+
+    monkeypatch.setattr(Agreement, "update", update)
+    monkeypatch.setattr(RunFolder, "sync_metrics", lambda folder: saved.append(len(saved)))
+    args = ["name=mine", *SMALL, "recipe.epochs=4", "checkpoint.every_epochs=null"]
+    assert command("train", *args).status == 0
+    assert len(saved) == 4
+
+
+def test_a_second_signal_does_not_end_the_writing():
+    saver, written = Saver(None), list[int]()
+    saver.submit(lambda: (time.sleep(0.5), written.append(1)))
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            saver.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert written == [1]
+
+
 def test_a_run_saves_its_first_epoch_and_its_last(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(saving, "SHARE", 0.0)  # any checkpoint takes too long
     saved: list[int] = []
-    monkeypatch.setattr(RunFolder, "sync_metrics", lambda folder: saved.append(len(saved)) or 0)
+    monkeypatch.setattr(RunFolder, "sync_metrics", lambda folder: saved.append(len(saved)))
     args = ["name=mine", *SMALL, "recipe.epochs=4", "checkpoint.every_epochs=null"]
     assert command("train", *args).status == 0
     assert len(saved) == 2

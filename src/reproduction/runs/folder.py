@@ -163,11 +163,10 @@ class RunFolder:
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
-    def sync_metrics(self) -> int:
-        """Flushes metrics.jsonl to disk and returns its size."""
+    def sync_metrics(self) -> None:
+        """Flushes metrics.jsonl to disk."""
         if self.metrics_path.exists():
             sync(self.metrics_path)
-        return self.metrics_size()
 
     def checkpoints(self) -> list[Path]:
         """Returns the checkpoints to resume from, newest first."""

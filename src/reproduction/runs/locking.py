@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.system.errors import RunLocked, UserError
@@ -52,6 +52,8 @@ def is_held(folder: RunFolder) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise _cannot_lock(folder.path / LOCK, error) from error
     return False
 
 
@@ -70,14 +72,16 @@ def status_of(folder: RunFolder, summary: Mapping[str, Any]) -> Status:
     return "interrupted" if folder.config_path.exists() else "not started"
 
 
-def _lock(path: Path) -> FileLock:
-    """Locks the file, in a new folder if need be, which other processes may remove meanwhile."""
+def _lock(path: Path) -> AcquireReturnProxy[FileLock]:
+    """Locks the file, in a new folder if need be, which other processes may remove meanwhile.
+
+    The context that is returned frees it.
+    """
     lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
     for _ in range(ATTEMPTS):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE)
-            return lock
+            return lock.acquire(PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE)
         except Timeout:
             with suppress(FileNotFoundError):  # its holder has just left
                 holder = path.read_text().partition("\n")[0] or "another process"
@@ -88,5 +92,9 @@ def _lock(path: Path) -> FileLock:
                 raise
             time.sleep(0.01)
         except OSError as error:
-            raise UserError(f"{path}: cannot be locked ({error.strerror})") from error
+            raise _cannot_lock(path, error) from error
     raise UserError(f"{path.parent}: a folder cannot be created here")  # such as in /proc
+
+
+def _cannot_lock(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be locked ({error.strerror})")

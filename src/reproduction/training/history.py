@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 MEDIAN_EPOCHS = 10
 TOTALS = ("batches", "loss", "mixed", "tokens")  # summed over the epoch so far, and over all
+MIXING = ("mixed_samples", "mixed_tokens", "mixed_share")
 STATE = ("epochs", "totals", "all_totals", "mixing")
 
 
@@ -30,7 +31,8 @@ class History:
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, Any]] = []
-        self.mixing: dict[str, float | None] = {}  # see `end_epoch`, of the last complete epoch
+        # see `end_epoch`, of the last complete epoch
+        self.mixing: dict[str, float | None] = dict.fromkeys(MIXING)
         self.all_totals = dict.fromkeys(TOTALS, 0.0)
         self.restart()
 

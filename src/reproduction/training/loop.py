@@ -129,6 +129,7 @@ class Trainer:
         self.logger, self.progress = Logs(), Progress(world.is_main)
         self.saver = Saver(config.checkpoint.every_epochs)
         self.upcoming: Iterator[list[Tensor]] | None = None  # batches that workers load already
+        self.has_evaluated = False  # the loader of evaluation has its workers
 
     def fit(self) -> dict[str, Any]:
         """Trains to the end, within `operations.around`; returns the results for summary.json.
@@ -160,7 +161,8 @@ class Trainer:
                 self.progress.line(warning)
             self.history.restart()
             self._agree()
-            if self.epoch == self.epochs or self.world.share(self.saver.is_due(self.epoch)):
+            is_due = self.epoch == self.epochs or self.agreement.to_save
+            if is_due or self.world.share(self.saver.is_due(self.epoch)):
                 self._save()
         return self.history.result(self, operations.test(self))
 
@@ -298,7 +300,7 @@ class Trainer:
         An epoch whose evaluation is interrupted does not count yet: a resumed run evaluates it.
         """
         epoch = self.epoch + 1
-        if epoch < self.epochs:
+        if epoch < self.epochs and self.has_evaluated:
             self._load(epoch)  # while the epoch is evaluated
         if epoch % self.recipe.evaluate_every == 0 or epoch == self.epochs:
             start = time.perf_counter()
@@ -324,6 +326,7 @@ class Trainer:
         give_back_freed_memory()  # before the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             batches = self.agreement.waiting_for(loader)
+            self.has_evaluated = True
             return evaluate(
                 self.evaluated,
                 self.inputs.normalize,

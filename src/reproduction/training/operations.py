@@ -56,6 +56,8 @@ def _rewind_folder(trainer: "Trainer") -> None:
     """Removes what was written after the checkpoint that the run resumes from."""
     trainer.folder.trim_metrics(trainer.metrics_size)
     trainer.folder.resume_from(trainer.checkpoint)
+    history = trainer.history
+    trainer.folder.write_summary(epochs=trainer.epoch, **history.mixing, log=history.epochs)
     if trainer.best is None:
         trainer.folder.best_path.unlink(missing_ok=True)
     else:
@@ -75,6 +77,7 @@ def save(trainer: "Trainer") -> None:
     """Writes a checkpoint with the complete training state, from a copy on the host."""
     if trainer.world.is_main:
         folder, keep = trainer.folder, trainer.config.checkpoint.keep
+        trainer.saver.wait()  # a second copy of the state would take as much memory again
         trainer.metrics_size = folder.metrics_size()
         state = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), _state_of(trainer))
 

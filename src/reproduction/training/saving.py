@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from typing import Any
 
 SHARE = 0.05  # of the time since the last checkpoint, which one at the end of an epoch may take
@@ -17,8 +17,8 @@ class Saver:
 
     def __init__(self, every_epochs: int | None):
         self.every_epochs = every_epochs
-        self.thread = ThreadPoolExecutor(1)
-        self.pending: list[Future[Any]] = []
+        self.thread = futures.ThreadPoolExecutor(1)
+        self.pending: list[futures.Future[Any]] = []
         self.began, self.seconds = time.monotonic(), 0.0  # of the last checkpoint
 
     def is_due(self, epoch: int) -> bool:
@@ -49,8 +49,15 @@ class Saver:
     def wait(self) -> None:
         """Waits until all files are written."""
         while self.pending:
+            futures.wait(self.pending[:1])
             self.pending.pop(0).result()
 
     def close(self) -> None:
-        """Waits likewise, without raising errors."""
-        self.thread.shutdown()
+        """Waits likewise, without raising errors, and even if a second Ctrl-C arrives."""
+        try:
+            futures.wait(self.pending)
+        except BaseException:  # the lock of the run must outlive the writing
+            futures.wait(self.pending)
+            raise
+        finally:
+            self.thread.shutdown()
