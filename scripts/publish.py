@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from reproduction.studies.publish import RESULTS, publish
+from reproduction.config import ROOT
 from reproduction.system.terminal import Parser, one_line_errors
 
 
@@ -11,8 +11,10 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--folder", type=Path, help="of weights (default: outputs/published/NAME)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the lines")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="of the lines")
     args = parser.parse_args()
+    from reproduction.studies.publish import publish
+
     folder = args.folder or Path("outputs", "published", args.run.resolve().name)
     print(f"written to {publish(args.run, args.results, folder)}")
     print(f"written to {folder}; python eval.py checkpoint={folder}")

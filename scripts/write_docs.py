@@ -1,7 +1,6 @@
 """Writes docs/results.md from results/*.jsonl."""
 
 from reproduction.config import ROOT
-from reproduction.studies.publish import results_page
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors
 
@@ -9,6 +8,8 @@ from reproduction.system.terminal import Parser, one_line_errors
 @one_line_errors("write_docs.py")
 def main() -> None:
     Parser(description=__doc__).parse_args()
+    from reproduction.studies.publish import results_page
+
     path = ROOT / "docs" / "results.md"
     write_text(path, results_page())
     print(f"written to {path}")

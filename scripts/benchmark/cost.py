@@ -1,6 +1,6 @@
 """Measures the speed of runs on this machine, and estimates the hours of tables and sweeps.
 
-python -m scripts.benchmark.cost [STUDY ...]. It prints and stores nothing.
+python -m scripts.benchmark.cost [STUDY ...]. It prints tables and stores nothing.
 """
 
 from collections.abc import Mapping, Sequence

@@ -61,7 +61,8 @@ class Report:
             return
         found = [f"{name}: {value}" for name, value in report.user_properties]
         if report.failed:
-            found.append(report.longreprtext.strip().splitlines()[-1])
+            lines = report.longreprtext.strip().splitlines()
+            found.append(next((line for line in lines if line.startswith("E ")), lines[-1]))
         elif isinstance(report.longrepr, tuple):  # why it was skipped
             found.append(report.longrepr[2])
         cell = " ".join("; ".join(found).split()).replace("|", "\\|")

@@ -59,7 +59,7 @@ def test_the_report_shows_what_was_found_failed_and_not_run(tmp_path: Path):
     report = Report(tmp_path / "check" / "check.md", "cpu")
     for name, outcome, why in (
         ("one", "passed", None),
-        ("two[a|b]", "failed", "line\nE  assert 1 == 2"),
+        ("two[a|b]", "failed", "line\nE  assert 1 == 2\n\nfile.py:1: AssertionError"),
         ("three", "skipped", ("file", 1, "Skipped: needs a GPU")),
     ):
         found = [("waits", "none")] if outcome != "skipped" else []

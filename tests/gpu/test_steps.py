@@ -146,7 +146,7 @@ def test_a_batch_beyond_the_memory_ends_in_one_line_and_a_smaller_one_works(
         assert math.isfinite(steps_of(trainer, 8, 1)[-1]["loss"])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    record_property("beyond 1 GiB", error.value)
+    record_property("beyond 1 GiB", str(error.value))
 
 
 def parameters(trainer: Trainer) -> Tensor:

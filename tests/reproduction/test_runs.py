@@ -157,7 +157,7 @@ def test_runs_table_shows_what_differs_grouped_over_seeds(tmp_path: Path):
         "66.50 +/- 0.71",
     ]
     assert set(shown.n) == {"2"} and set(shown.status) == {"finished"}
-    assert shown["mixed"][0] == "25" and "differs as well" not in text(table)
+    assert shown["mixed"][0] == "25.0" and "differs as well" not in text(table)
     assert "cct_2_3x2, digits, htm+vtm: 6 runs, 6 finished; " in text(table)
 
 
@@ -274,7 +274,7 @@ def test_sweep_ends_with_its_table_and_plot(command: Command, tmp_path: Path):
     result = command("train", "-m", *args)
     assert result.status == 0
     table = result.out.partition("\n\n")[2]
-    assert re.search(r"^\| inf +\| +2 \| 10\.00 \+/- 0\.00 \| .* \| +100 \| finished", table, re.M)
+    assert re.search(r"^\| inf +\| +2 \| 10\.00 \+/- 0\.00 \|.*\| +100\.0 \| finished", table, re.M)
     assert result.out.rstrip().endswith("4 of 4 runs are finished")
     report = tmp_path / "outputs/report"
     assert {path.name for path in report.iterdir()} == {"tau.csv", "tau.png", "tau.pdf"}

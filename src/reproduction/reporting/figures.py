@@ -20,7 +20,6 @@ from reproduction.system.storage import replacing
 
 # The colour-blind safe palette of Okabe and Ito
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, GREY = "#56B4E9", "#999999"
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,

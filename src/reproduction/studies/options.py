@@ -57,7 +57,7 @@ def check_launcher(args: argparse.Namespace, others: list[str]) -> None:
     """Raises UserError for options that the launcher does not use; `others` are for sbatch."""
     if others and args.launcher != "slurm":
         raise UserError(f"unrecognized arguments: {' '.join(others)}; see --help")
-    if any(re.match(r"(--nodes|-N)\b", word) for word in others):
+    if any(re.match(r"--nodes\b|-N", word) for word in others):
         raise UserError("nodes: must be left out, a task of an array uses one node")
     if args.launcher == "slurm" and args.jobs is not None:
         raise UserError(f"jobs={args.jobs}: must be left out with launcher=slurm")

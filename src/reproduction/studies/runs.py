@@ -16,6 +16,7 @@ from reproduction.runs.locking import status_of
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
+from reproduction.training.history import MEDIAN_EPOCHS, MIXING
 
 REPORT = "report"
 # folders under outputs/ that are no runs, unless they hold one
@@ -28,12 +29,11 @@ ORDERED = (  # pairs whose first metric is never below the second
     ("top1_best", "top1_median10"),
     ("top5_best", "top5_last"),
 )
-MIXING = ("mixed_share", "mixed_samples", "mixed_tokens")  # see Trainer._mixing
 LAST_TEN = "top1_best10"  # the best of the last ten epochs that were evaluated
 PROGRESS = ("epochs", "seconds")
 NUMBERS = (*METRICS, *SELECTED, LAST_TEN, *MIXING, *PROGRESS)
 FACTS = ("devices", "hardware", "threads", "git_revision")
-WHOLE = ("seed", "devices", "threads")
+WHOLE = ("seed", "devices", "threads", "planned")
 COLUMNS = (
     "folder",
     "path",
@@ -46,7 +46,6 @@ COLUMNS = (
     "planned",
     "log",
 )
-MEDIAN_EPOCHS = 10  # as in training
 LONGEST = 300  # characters of a text from a run folder
 
 
@@ -106,7 +105,7 @@ def _row(path: Path) -> dict[str, Any]:
             "error": None if is_finished or error is None else _short(str(error)),
             "written": folder.summary_path.stat().st_mtime if summary else 0.0,
             "settings": settings,
-            "planned": saved.get("recipe", {}).get("epochs"),
+            "planned": x if type(x := saved.get("recipe", {}).get("epochs")) is int else None,
         }
     except UserError as error:
         reason = str(error).replace(f"{path}/", "").replace(f"{path} ", "")

@@ -27,6 +27,7 @@ TEST = (
 )
 CONFIDENCE = 0.95  # of the interval test_low to test_high around the difference
 NOTHING = "-"
+EMPTY = {NOTHING, "0.0", "0.00", "0.00 +/- 0.00"}  # a column of these is left out
 LONGEST = 80  # characters of a value
 
 
@@ -144,7 +145,7 @@ SHOWN: Mapping[str, Callable[[Any], str]] = {  # by title, from a row
     "validation": partial(spread, name="val_top1_last"),
     "selected": partial(spread, name="top1_selected"),
     "best of 10": partial(spread, name=LAST_TEN),
-    "mixed": lambda row: form(100 * row.mixed_share_mean, ".2f").partition(".")[0],
+    "mixed": lambda row: form(100 * row.mixed_share_mean, ".1f"),
     "hours": lambda row: form(row.seconds_mean * row.n / 3600, ".1f"),
     "top-5 last": partial(spread, name="top5_last"),
     "top-5 best": partial(spread, name="top5_best"),
@@ -193,7 +194,7 @@ class Table:
         rows = list(self.numbers.itertuples())
         texts = pd.DataFrame(heads | {x: [SHOWN[x](row) for row in rows] for x in self.shows})
         kept = (*self.heads, *ALWAYS)
-        return texts[[x for x in texts if x in kept or not {*texts[x]} <= {NOTHING, "0"}]]
+        return texts[[x for x in texts if x in kept or not {*texts[x]} <= EMPTY]]
 
     def sections(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """Yields the shown rows by their `column`, if they have one, then `more`, with titles."""
@@ -212,10 +213,11 @@ class Table:
 
     def latex(self) -> str:
         """Returns the sections as LaTeX tables, for booktabs, with their names as comments."""
-        parts = [
-            (f"% {name}\n" if name else "") + texts.to_latex(index=False, escape=True)
-            for name, texts in self.sections()
-        ]
+        parts = [] if self.mark is None else [f"% {self.mark.upper()}: not the paper's\n"]
+        for name, texts in self.sections():
+            align = ["l" if title in (*self.heads, *LEFT) else "r" for title in texts]
+            table = texts.to_latex(index=False, escape=True, column_format="".join(align))
+            parts.append((f"% {name}\n" if name else "") + table)
         return "\n".join(parts).replace("+/-", r"$\pm$")
 
     def write(self, folder: Path) -> list[Path]:

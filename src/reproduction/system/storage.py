@@ -93,7 +93,7 @@ def sync(path: Path) -> None:
 KEY = "tokenmixup.sha256"
 WRITER = {"written_by": "tokenmixup"}  # marks a file with a digest even if KEY itself is damaged
 BLANK = "0" * 64  # placeholder for the hexadecimal digest
-BEFORE, AFTER = f'"{KEY}":"'.encode(), b'"'  # as in JSON
+BEFORE = f'"{KEY}":"'.encode()  # as in JSON
 
 
 def write_digest(path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import NoReturn
 from reproduction.system.errors import PlainError, UserError, in_one_line
 
 LABEL = "REPRODUCTION_LABEL"  # variable with the name of a parallel run; its ranks inherit it
-WIDTH = 180  # of a table if stdout is no terminal
 
 
 class Parser(argparse.ArgumentParser):
