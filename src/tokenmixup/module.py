@@ -125,8 +125,11 @@ class TokenMixup(nn.Module):
         """Runs a pass. `pixels`: `b h w`, input gradient, and `manifold` come from `__call__`."""
         if targets is None:
             return self._logits(images)
-        state = self._pass_of(targets, pixels, manifold)
-        logits = self._run(self._logits, images, state)
+        state = self._state = self._pass_of(targets, pixels, manifold)
+        try:
+            logits = self.adapter.logits(self.model(images))
+        finally:
+            self._state = None
         for key, layers in (("htm", self._htm_at), ("vtm", self._vtm_at)):
             for layer in layers:
                 if layer not in state.blocks:
@@ -143,25 +146,15 @@ class TokenMixup(nn.Module):
         }
         return ForwardPass(targets, pixels, manifold, memories=memories)
 
-    def _run(self, model: Callable[[Tensor], Any], images: Tensor, state: ForwardPass) -> Any:
-        """Runs the model, whose stand-ins read the state of the pass."""
-        self._state = state
-        try:
-            return model(images)
-        finally:
-            self._state = None
-
     def _logits(self, images: Tensor) -> Any:
         return self.adapter.logits(self.model(images))
 
-    def _enter(self, index: int, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
-        """Mixes a block's input: manifold mixup, then HTM; VTM then stores its salient tokens.
-
-        Returns the block's positional arguments.
-        """
-        state, encoder = self._state, self.encoder
-        assert state is not None and encoder is not None
-        block = state.enter(encoder, index, args, given)
+    def _run_block(self, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
+        """Runs a block on mixed tokens: by manifold mixup, then by HTM; VTM then stores its own."""
+        if (state := self._state) is None:
+            return plain(*args, **given)
+        assert self.encoder is not None
+        block = state.enter(self.encoder, index, args, given)
         if state.manifold is not None and state.manifold.layer == index:
             block.tokens = state.manifold(block.tokens)
             state.targets = state.manifold(state.targets)
@@ -185,7 +178,7 @@ class TokenMixup(nn.Module):
             block.own_saliency()  # by its own keys, before the memory is added to them
         if block.saliency is not None:  # else its attention does it
             block.remember(block.saliency)
-        return block.inputs()
+        return plain(*block.inputs(), **given)
 
     def _saliency_of(self, block: BlockPass) -> Tensor:
         """Returns the detector's saliency. Raises ValueError unless it is `b t`."""
@@ -226,10 +219,11 @@ class TokenMixup(nn.Module):
     def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
         """Runs the model as in training, in its current mode; returns the state of the pass."""
         state = self._pass_of(targets, *self._drawn(images, targets))
-        before = replace_forwards(self._stand_ins())
+        before, self._state = replace_forwards(self._stand_ins()), state
         try:
-            self._run(self.model, images, state)
+            self.model(images)
         finally:
+            self._state = None
             replace_forwards(before)
         return state
 
@@ -302,7 +296,7 @@ class TokenMixup(nn.Module):
             found.append(self._stand_in(embed, _embed, embed))
         for index, block in enumerate(blocks):
             if index in entered:
-                found.append(self._stand_in(block.module, _run_block, index))
+                found.append(self._stand_in(block.module, TokenMixup._run_block, index))
             elif self.checkpoint_blocks:
                 found.append(self._stand_in(block.module, _rerun))
             if index in answered:
@@ -348,12 +342,6 @@ def _embed(method: TokenMixup, embed: Any, plain: Forward, *args: Any, **given: 
     if method._state is not None:
         method._state.note_patches(embed, args[0], out)
     return out
-
-
-def _run_block(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
-    if method._state is None:
-        return plain(*args, **given)
-    return plain(*method._enter(index, args, given), **given)
 
 
 def _attend(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:

@@ -15,7 +15,7 @@ from reproduction.training.distributed import World, data_parallel
 from reproduction.training.loop import MicroBatch, Trainer, metrics_of
 from reproduction.training.metrics import BatchMetrics
 from tests.reproduction.conftest import Command, small_trainer
-from tokenmixup import TokenMixup
+from tokenmixup.horizontal import mix_horizontal
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -154,22 +154,25 @@ def test_tf32_follows_the_recipe(allowed: bool):
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
 
 
-def test_six_calls_lead_from_the_command_to_the_module(
+def test_ten_calls_lead_from_the_command_to_algorithm_1(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ):
-    """And train.py itself; the model and the library are not counted."""
+    """The tenth is `mix_horizontal`; train.py itself and the plain model are not counted."""
     stacks: list[list[str]] = []
-    original = TokenMixup.__call__
 
-    def call(self: TokenMixup, *args: Any) -> Any:
+    def mix(*args: Any) -> Any:
         frames = traceback.extract_stack()
         parts = [{*Path(frame.filename).parts} for frame in frames]
-        own = [{"reproduction", "train.py"} & x and "tests" not in x for x in parts]
+        own = [
+            {"reproduction", "tokenmixup", "train.py"} & x and not {"tests", "cct.py"} & x
+            for x in parts
+        ]
         stacks.append([frame.name for frame, is_own in zip(frames, own, strict=True) if is_own])
-        return original(self, *args)
+        return mix_horizontal(*args)
 
-    monkeypatch.setattr(TokenMixup, "__call__", call)
+    monkeypatch.setattr("tokenmixup.module.mix_horizontal", mix)
     args = ["dataset.limit=10", "recipe.epochs=1", "recipe.batch_size=10", "dataset.workers=0"]
     result = command("train", "model.embed_dim=16", *args)
     assert result.status == 0, result.err
-    assert stacks[0] == ["run", "main", "run_training", "train", "fit", "train_step"]
+    training = ["run", "main", "run_training", "train", "fit", "train_step"]
+    assert stacks[0] == [*training, "__call__", "forward", "_run_block"]
