@@ -13,7 +13,8 @@ from PIL import Image
 
 from reproduction.commands.jobs import resolve_evaluation
 from reproduction.config import CONF_DIR
-from reproduction.data.build import build_evaluation_loader, build_source
+from reproduction.data.build import build_evaluation_loader
+from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
 from tests.chaos.runs import Outcome, Place, differences
 

@@ -16,10 +16,10 @@ import eval as eval_script
 import train as train_script
 from reproduction.commands.cli import run
 from reproduction.commands.jobs import resolve
-from reproduction.config import Config
+from reproduction.config import Config, Dataset
 from reproduction.data import sources
 from reproduction.data.folders import data_sizes
-from reproduction.data.sources import _open
+from reproduction.data.sources import Source, _open, build_source
 from reproduction.reporting import report
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
@@ -93,6 +93,22 @@ def command(
         return CommandResult(status, *capfd.readouterr())
 
     return call
+
+
+def load_source(
+    name: str, root: str | None, limit: int | None, eval_limit: int | None = None, **more: Any
+) -> Source:
+    """Opens a data set; the settings that do not change its images have any value."""
+    others: dict[str, Any] = {
+        "mean": [0.0] * 3,
+        "std": [1.0] * 3,
+        "workers": 0,
+        "memory_mib": None,
+        "broken_images": "refuse",
+    }
+    return build_source(
+        Dataset(name=name, root=root, limit=limit, eval_limit=eval_limit, **others, **more)
+    )
 
 
 def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:

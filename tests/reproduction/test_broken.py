@@ -10,19 +10,18 @@ from torch import Tensor
 from reproduction.config import Config
 from reproduction.data.build import (
     build_evaluation_loader,
-    build_source,
     build_training_images,
     build_training_loader,
 )
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.sources import _open, load_source
+from reproduction.data.sources import _open, build_source
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import run_hash
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.evaluate import evaluate
 from scripts import look
-from tests.reproduction.conftest import SMALL, Command, config_of, write_images
+from tests.reproduction.conftest import SMALL, Command, config_of, load_source, write_images
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 
 BROKEN = ("train/cat/2.png", "train/dog/5.png", "train/dog/6.png", "val/dog/1.png")

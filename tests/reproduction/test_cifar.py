@@ -18,9 +18,10 @@ from torchvision.datasets import CIFAR10, CIFAR100
 
 from reproduction.data import sources
 from reproduction.data.images import ArrayImages
-from reproduction.data.sources import Source, _open, load_source
+from reproduction.data.sources import Source, _open
 from reproduction.data.stand_ins import STAND_INS, make_stand_ins
 from reproduction.system.errors import UserError
+from tests.reproduction.conftest import load_source
 
 
 class Server(NamedTuple):

@@ -14,17 +14,16 @@ from PIL import Image
 
 from reproduction.commands.jobs import resolve
 from reproduction.config import ROOT
-from reproduction.data.build import build_source
 from reproduction.data.custom import OwnImages, load
 from reproduction.data.folders import DATASETS
-from reproduction.data.sources import load_source
+from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import run_hash
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import PlainError, UserError
 from reproduction.training.endings import explaining_data
-from tests.reproduction.conftest import SMALL, Command, config_of
+from tests.reproduction.conftest import SMALL, Command, config_of, load_source
 
 HERE = __name__
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
@@ -80,9 +79,7 @@ def test_any_sequence_of_pairs_is_read(name: str):
 
 
 def test_limits_and_validation_apply_to_own_data():
-    source = load_source(
-        "custom", None, 9, 3, validation=1 / 3, function=f"{HERE}:whole", options={}
-    )
+    source = load_source("custom", None, 9, 3, validation=1 / 3, source=f"{HERE}:whole", options={})
     assert source.validation is not None
     assert [len(x) for x in (source.train, source.validation, source.held_out)] == [6, 3, 3]
     assert sorted(source.validation.targets) == sorted(source.held_out.targets) == [0, 1, 2]

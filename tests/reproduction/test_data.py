@@ -27,13 +27,12 @@ from reproduction.data.loaders import (
     data_loader,
 )
 from reproduction.data.seeding import Purpose, seeded
-from reproduction.data.sources import load_source
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import run_hash
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate
 from reproduction.training.loop import Trainer
-from tests.reproduction.conftest import SMALL, Command, config_of, write_images
+from tests.reproduction.conftest import SMALL, Command, config_of, load_source, write_images
 from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits

@@ -18,8 +18,8 @@ import torch.distributed.run as distributed_run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from reproduction.commands.jobs import resolve
-from reproduction.data.build import build_source
 from reproduction.data.loaders import EvaluationImages, data_loader, evaluation_batches
+from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import STOP_SIGNALS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reproduction.commands.jobs import resolve
-from reproduction.data.build import build_source
+from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
 from reproduction.training.distributed import World
 from reproduction.training.train import build_trainer

@@ -18,8 +18,7 @@ from reproduction.data.inputs import (
     build_normalize,
 )
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from reproduction.data.sources import load_source
-from tests.reproduction.conftest import config_of
+from tests.reproduction.conftest import config_of, load_source
 
 CPU = torch.device("cpu")
 MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), CutMix(alpha=1.0, prob=1.0)

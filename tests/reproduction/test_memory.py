@@ -14,10 +14,10 @@ from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
 from reproduction.data.images import ArrayImages, cache_in_memory
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.sources import Source, load_source
+from reproduction.data.sources import Source
 from reproduction.runs.identity import run_hash
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import config_of, write_images
+from tests.reproduction.conftest import config_of, load_source, write_images
 
 TWO_FIT = 400  # width in pixels of images of which two fit into 1 MiB
 

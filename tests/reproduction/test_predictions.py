@@ -19,13 +19,13 @@ from sklearn.metrics import confusion_matrix
 from timm.data import create_transform
 
 from reproduction import load_run
-from reproduction.data.sources import _open, load_source
+from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.studies.publish import publish
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.predictions import Predictions, Recorder, write_predictions
-from tests.reproduction.conftest import SMALL, Command, config_of, write_images
+from tests.reproduction.conftest import SMALL, Command, config_of, load_source, write_images
 
 CLASSES = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]
 DATA = ["dataset=image_folder", "dataset.root=images", "dataset.workers=0"]

@@ -23,9 +23,9 @@ from reproduction.data.build import build_evaluation_loader, build_training_load
 from reproduction.data.folders import data_sizes, missing_data
 from reproduction.data.images import cache_in_memory, load_image
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.sources import folders, load_source
+from reproduction.data.sources import folders
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import config_of, write_images
+from tests.reproduction.conftest import config_of, load_source, write_images
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 32, 4), dtype=np.uint8)
 RGB = Image.fromarray(NOISE[..., :3])

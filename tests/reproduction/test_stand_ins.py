@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from reproduction.data.folders import missing_data
-from reproduction.data.sources import load_source
 from reproduction.data.stand_ins import make_stand_ins
-from tests.reproduction.conftest import write_images
+from tests.reproduction.conftest import load_source, write_images
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.data.sources import load_source
 from reproduction.models.build import build_module
 from reproduction.reporting import report
 from reproduction.reporting import trained as module_of_trained
@@ -32,7 +31,7 @@ from reproduction.reporting.trained import (
     some_images,
 )
 from reproduction.runs.folder import RunFolder
-from tests.reproduction.conftest import SMALL, Command, config_of
+from tests.reproduction.conftest import SMALL, Command, config_of, load_source
 
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reproduction.data.sources import load_source
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.publish import publish
 from reproduction.studies.runs import read_runs
@@ -17,7 +16,7 @@ from reproduction.studies.sweeps import runs_table
 from reproduction.system.errors import UserError
 from reproduction.training import loop, operations
 from reproduction.training.loop import Trainer
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import SMALL, Command, load_source
 
 SPLIT = [*SMALL, "dataset.validation=0.25", "recipe.epochs=4", "recipe.lr=0.02"]
 TEST_KEYS = {"top1_last", "top5_last", "top1_selected", "top5_selected"}

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from reproduction.data.sources import load_source
 from reproduction.training.distributed import join_world
 from reproduction.training.loop import MicroBatch
 from reproduction.training.train import build_trainer
 from tests.conftest import settled
-from tests.reproduction.conftest import SMALL_VIT, config_of
+from tests.reproduction.conftest import SMALL_VIT, config_of, load_source
 from tokenmixup import HTM, TokenMixup
 from tokenmixup.rules import CHOICES
 

@@ -1,4 +1,4 @@
-"""Builds data sets, transforms and loaders from the configuration."""
+"""Builds transforms, loaders and inputs from the configuration."""
 
 from collections.abc import Iterable
 
@@ -24,26 +24,11 @@ from reproduction.data.loaders import (
     data_loader,
     evaluation_batches,
 )
-from reproduction.data.sources import Source, load_source
+from reproduction.data.sources import Source
 from reproduction.system.errors import UserError
 
 Statistics = tuple[list[float], list[float]]
 Loader = Iterable[list[Tensor]]  # images, classes
-
-
-def build_source(dataset: Dataset) -> Source:
-    """Opens the data set, downloading CIFAR on first use. Raises UserError if that fails."""
-    return load_source(
-        dataset.name,
-        dataset.root,
-        dataset.limit,
-        dataset.eval_limit,
-        dataset.skips,
-        validation=dataset.validation,
-        validation_seed=dataset.validation_seed,
-        function=dataset.source,
-        options=dataset.options,
-    )
 
 
 def build_training_images(config: Config, source: ImageSource) -> TrainingImages:
@@ -84,7 +69,7 @@ def build_input_transform(config: Config) -> Transform:
     """Returns PIL image of any mode -> the model's input in evaluation, `3 s s` float32."""
     crop = build_evaluation_transform(config)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, "cpu")
-    upright = config.dataset.name == "image_folder"  # as `load_source` reads it
+    upright = config.dataset.name == "image_folder"  # as `folders` reads it
     return lambda image: normalize(crop(to_rgb(image, upright)))
 
 

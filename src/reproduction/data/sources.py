@@ -5,7 +5,6 @@ import socket
 import tarfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,6 +17,7 @@ from filelock import FileLock
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import download_and_extract_archive
 
+from reproduction.config import Dataset
 from reproduction.data.custom import load as load_own
 from reproduction.data.folders import (
     DATASETS,
@@ -61,32 +61,26 @@ def report_other_files(source: Source) -> None:
         warn(f"warning: files left out by their ending: {counts}")
 
 
-def load_source(
-    name: str,
-    root: str | None,
-    limit: int | None,
-    eval_limit: int | None = None,
-    skips: bool = False,
-    *,
-    validation: float = 0.0,
-    validation_seed: int = 0,
-    function: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Source:
+def build_source(dataset: Dataset) -> Source:
     """Opens a data set, downloading CIFAR on first use; own data by their function, see custom.py.
 
     Keeps `limit` training images and `eval_limit` held-out images, if given, and sets the share
-    `validation` of the training images apart. With `skips` broken files are left out, see
-    `SkippedFiles`. Raises UserError when the download fails, a limit is out of range, or there are
-    too few images for validation.
+    `validation` of the training images apart. Broken files are left out if they are to be skipped,
+    see `SkippedFiles`. Raises UserError when the download fails, a limit is out of range, or there
+    are too few images for validation.
     """
-    source = _open(name, root) if function is None else _open_own(function, options or {})
-    halves = {"limit": (source.train, limit), "eval_limit": (source.held_out, eval_limit)}
-    parts = [_limited(key, *half, len(source.classes)) for key, half in halves.items()]
-    if validation:
-        parts[0], held_back = _split(parts[0], validation, validation_seed)
+    if dataset.source is None:
+        source = _open(dataset.name, dataset.root)
+    else:
+        source = Source(*load_own(dataset.source, dataset.options))
+    parts = [
+        _limited(key, images, getattr(dataset, key), len(source.classes))
+        for key, images in (("limit", source.train), ("eval_limit", source.held_out))
+    ]
+    if dataset.validation:
+        parts[0], held_back = _split(parts[0], dataset.validation, dataset.validation_seed)
         parts.append(held_back)
-    if skips:
+    if dataset.skips:
         parts = [_skipped(part) for part in parts]
     train, held_out, *rest = parts
     return Source(train, held_out, source.classes, source.others, *rest)
@@ -99,11 +93,6 @@ def _open(name: str, root: str | None) -> Source:
     assert opens is not None, "checked by parse()"
     source: Source = resolve_name(opens)(name, root)
     return source
-
-
-def _open_own(function: str, options: Mapping[str, Any]) -> Source:
-    own = load_own(function, options)
-    return Source(own.train, own.held_out, own.classes)
 
 
 @lru_cache(maxsize=1)

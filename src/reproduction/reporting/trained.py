@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
-from reproduction.data.build import build_evaluation_transform, build_source, build_training_images
+from reproduction.data.build import build_evaluation_transform, build_training_images
 from reproduction.data.inputs import build_normalize
 from reproduction.data.loaders import TrainingImages
-from reproduction.data.sources import Source
+from reproduction.data.sources import Source, build_source
 from reproduction.models.build import build_module, count_macs, without_weights
 from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.config import Config
-from reproduction.data.build import build_evaluation_loader, build_source
+from reproduction.data.build import build_evaluation_loader
 from reproduction.data.images import LEFT_OUT
 from reproduction.data.inputs import Normalize, build_normalize
-from reproduction.data.sources import report_other_files
+from reproduction.data.sources import build_source, report_other_files
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
 from reproduction.system.progress import Progress

@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from reproduction.config import Config, ViT
-from reproduction.data.build import build_source, build_training_images
+from reproduction.data.build import build_training_images
 from reproduction.data.folders import IMAGE_FOLDERS
 from reproduction.data.images import NO_IMAGE, SKIPPING
 from reproduction.data.loaders import TrainingBatches
+from reproduction.data.sources import build_source
 from reproduction.models.build import (
     build_module,
     check_compiler,

@@ -14,13 +14,12 @@ import torch
 from reproduction.config import Config, Library, ViT
 from reproduction.data.build import (
     build_evaluation_loader,
-    build_source,
     build_training_inputs,
     build_training_loader,
     statistics_warning,
 )
 from reproduction.data.loaders import TrainingBatches
-from reproduction.data.sources import Source, report_other_files
+from reproduction.data.sources import Source, build_source, report_other_files
 from reproduction.models.build import (
     attention_kernel,
     build_module,
