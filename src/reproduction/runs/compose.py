@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from reproduction.config import CONF_DIR, STACK, Config
-from reproduction.runs.parse import parse, stack_problem, unknown_key
+from reproduction.runs.parse import parse, unknown_key
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
 from reproduction.system.ranks import launched_ranks, local_ranks
@@ -233,10 +233,14 @@ def isolated_hydra(job_name: str = "app") -> Iterator[None]:
 
 def _check_model_supports_stack(config: DictConfig, stack: list[str]) -> None:
     """Runs before resolving, as `${model.htm_layer}` does not exist in unsupported models."""
-    if OmegaConf.select(config, "model.family") == "library":
+    of_library = OmegaConf.select(config, "model.family") == "library"
+    if of_library and {"htm", "vtm", "manifold_mixup"} & {*stack}:
         name = OmegaConf.select(config, "model.name")
-        if problem := stack_problem(str(name), stack):
-            raise UserError(problem)
+        raise UserError(
+            f"augmentation=[{','.join(stack)}]: {name} is of model.family=library, but htm, vtm "
+            "and manifold_mixup need cct or vit; allowed are augmentation=[mixup,cutmix], [mixup], "
+            "[cutmix] and []"
+        )
 
 
 def _check_stack(settings: Any, stack: list[str]) -> dict[str, Any]:
