@@ -17,6 +17,7 @@ from matplotlib.text import Text
 from torch import nn
 
 from reproduction.models.cct import CCT
+from tokenmixup import HTM
 
 CLASSES = 5
 
@@ -40,17 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
-def settled(method: Any, chosen: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the choices with those options changed that the others do not allow beside them."""
+def settled(chosen: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the choices of HTM, with those changed that the others do not allow beside them."""
     chosen = dict(chosen)
-    for rule in method.beside:
-        value, other = (
-            chosen.get(prefix + name, getattr(method, name, 0))
-            for name in (rule.option, rule.other)
-        )
-        if rule.applies(value) and not rule.holds(other):
-            default = getattr(method, rule.option)
-            chosen[prefix + rule.option] = rule.value if rule.unless else default
+    if chosen.get(f"{prefix}rollout_steps"):
+        chosen[f"{prefix}detector"] = "attention"
+    if isinstance(chosen.get(f"{prefix}layer"), list):
+        for option, value in (("detector", "gradient"), ("order", "published")):
+            if chosen.get(prefix + option) == value:
+                chosen[prefix + option] = getattr(HTM, option)
     return chosen
 
 

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 AUTO = "auto"
-ROLLED = "which alone can be rolled out"
-UNMIXED = "which refers to the batch before mixing"
 
 Pooling = Literal["auto", "attention", "average", "class_token"]
 Detector = Literal["attention", "mean_attention", "gradient", "random"]
@@ -30,24 +28,6 @@ class Option(NamedTuple):
     holds: Callable[[Any], bool]
     to: Callable[[Any], Any] = lambda x: x  # applied to a valid value
     per_layer: bool = False  # one value for all layers, or a list with one for each
-
-
-class Beside(NamedTuple):
-    """What a value of an option asks of another option."""
-
-    option: str
-    value: str
-    other: str
-    allowed: str
-    holds: Callable[[Any], bool]  # of the other option's value
-    reason: str
-    unless: bool = False  # asked by every value but this one
-
-    def applies(self, value: Any) -> bool:
-        return (value == self.value) != self.unless
-
-    def words(self) -> str:
-        return f"{self.allowed} {'unless' if self.unless else 'with'} {self.option}={self.value}"
 
 
 def _option(*what: Any, default: Any = MISSING, **more: Any) -> Any:
@@ -87,10 +67,9 @@ def _are_blocks(x: Any) -> bool:
 
 
 class _Settings:
-    """Checks each option by itself, then those that hold only beside another."""
+    """Checks each option by itself."""
 
     key: ClassVar[str]
-    beside: ClassVar[Sequence[Beside]] = ()
 
     def __post_init__(self) -> None:
         for name, option in allowed_of(type(self)).items():
@@ -100,11 +79,6 @@ class _Settings:
                 raise ValueError(f"{self.key}.{name}={given!r}: must be {option.allowed}")
             values = [option.to(x) for x in values]
             object.__setattr__(self, name, values if len(values) > 1 else values[0])
-        for rule in self.beside:
-            other = getattr(self, rule.other)
-            if rule.applies(getattr(self, rule.option)) and not rule.holds(other):
-                reason = f"must be {rule.words()}, {rule.reason}"
-                raise ValueError(f"{self.key}.{rule.other}={other}: {reason}")
 
 
 class _Layered(_Settings):
@@ -202,11 +176,6 @@ class HTM(_Layered):
     """
 
     key = "htm"
-    beside = (
-        Beside("detector", "attention", "rollout_steps", "0", lambda x: x == 0, ROLLED, True),
-        Beside("detector", "gradient", "layer", "one layer", _at_least(0), UNMIXED),
-        Beside("order", "published", "layer", "one layer", _at_least(0), UNMIXED),
-    )
 
     layer: int | Sequence[int] = _option(
         "an integer >= 0, or several in rising order",
@@ -242,6 +211,20 @@ class HTM(_Layered):
     labels: Labels = "saliency"
     order: Order = "in_place"
     non_finite: NonFinite = "fail"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout_steps and self.detector != "attention":
+            raise ValueError(
+                f"htm.rollout_steps={self.rollout_steps}: must be 0 unless detector=attention, "
+                "which alone can be rolled out"
+            )
+        for option, value in (("detector", "gradient"), ("order", "published")):
+            if getattr(self, option) == value and len(self.layers) > 1:
+                raise ValueError(
+                    f"htm.layer={self.layer}: must be one layer with {option}={value}, which "
+                    "refers to the batch before mixing"
+                )
 
     def for_classes(self, num_classes: int) -> "HTM":
         """Returns the settings with log10(classes) nats for `tau=auto`.

@@ -17,7 +17,6 @@ from reproduction.training.train import run_training
 from tests.conftest import settled
 from tests.reproduction.conftest import SMALL, at_step
 from tests.reproduction.test_training import assert_same_result
-from tokenmixup import HTM
 from tokenmixup.rules import CHOICES as RULES
 
 STEPS = 6  # of the runs of SMALL
@@ -61,7 +60,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     left_out = tuple(f"augmentation.{name}." for name in {*STACK} - stack)
     keys = [key for key in CHOICES if not key.startswith(left_out)]
     values = {key: draw(st.sampled_from(CHOICES[key])) for key in keys}
-    values = settled(HTM, values, prefix="augmentation.htm.")
+    values = settled(values, prefix="augmentation.htm.")
     line = [f"{key}={value}" for key, value in values.items()]
     return [*SMALL, f"augmentation=[{','.join(sorted(stack))}]", *line]
 

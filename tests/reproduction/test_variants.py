@@ -14,7 +14,7 @@ from reproduction.training.loop import MicroBatch
 from reproduction.training.train import build_trainer
 from tests.conftest import settled
 from tests.reproduction.conftest import SMALL_VIT, config_of, load_source
-from tokenmixup import HTM, TokenMixup
+from tokenmixup import TokenMixup
 from tokenmixup.rules import CHOICES
 
 MODELS: dict[str, list[str]] = {
@@ -53,7 +53,7 @@ def overrides(model: str, stack: list[str], switch: str) -> list[str]:
     if "htm" in stack:
         line += ["augmentation.htm.tau=inf", "augmentation.htm.rho=0"]
     if switch:
-        chosen = settled(HTM, dict([switch.split("=")]))
+        chosen = settled(dict([switch.split("=")]))
         line += [f"augmentation.htm.{option}={value}" for option, value in chosen.items()]
     if switch.startswith("rollout") and model == "cct_2_3x2":
         line.append("augmentation.htm.layer=0")

@@ -319,7 +319,7 @@ def test_what_holds_beside_another_is_declared(
 ):
     """Settings are refused by these rules alone, and valid without the choices that break one."""
     chosen = {"detector": detector, "order": order, "rollout_steps": steps, "layer": layer}
-    valid = settled(HTM, chosen)
+    valid = settled(chosen)
     HTM(**valid)
     if valid != chosen:
         with pytest.raises(
@@ -333,7 +333,7 @@ def test_what_holds_beside_another_is_declared(
 VARIANTS: list[dict[str, Any]] = [
     {"rollout_steps": 1},
     {"rollout_steps": 2},
-    *(settled(HTM, {option: name}) for option, table in CHOICES.items() for name in [*table][1:]),
+    *(settled({option: name}) for option, table in CHOICES.items() for name in [*table][1:]),
 ]
 
 
