@@ -5,12 +5,20 @@ python -m scripts.benchmark.cost [STUDY ...]. It prints tables and stores nothin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pandas as pd
 import torch
 
 from reproduction.config import Config
-from reproduction.data.folders import Sizes, data_sizes
+from reproduction.data.folders import (
+    DATASETS,
+    Sizes,
+    class_names,
+    image_files,
+    missing_data,
+    split_folders,
+)
 from reproduction.models.build import count_macs
 from reproduction.runs.identity import run_hash
 from reproduction.studies.options import add_settings, settings_of
@@ -19,12 +27,12 @@ from reproduction.studies.study import SWEEPS, TABLES, Settings
 from reproduction.system.errors import PlainError, UserError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
-from reproduction.system.timing import Spread, Work, spread_of, time_calls, time_in_turns
 from reproduction.training.distributed import resolve_device
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from scripts.benchmark.measure import calls_on
 from scripts.benchmark.steps import FLOPS_PER_MAC
+from scripts.benchmark.timing import Spread, Work, spread_of, time_calls, time_in_turns
 from scripts.benchmark.trainers import as_measured, bare_trainer, random_batch, step_of
 
 SPEEDS = (
@@ -56,6 +64,31 @@ Speeds = Mapping[str, Speed]  # by speed_key
 def speed_key(config: Config) -> str:
     """Returns a key that all configurations of the same speed share."""
     return run_hash(as_measured(config))
+
+
+@cache
+def data_sizes(name: str, root: str | None) -> Sizes:
+    """Returns the sizes of a data set. Counts the files of an image folder, once in a process.
+
+    Raises UserError if the image folder is missing or invalid, and for own data, whose function is
+    not called to plan a run.
+    """
+    if (sizes := DATASETS[name].sizes) is not None:
+        return sizes
+    if name == "custom":
+        raise UserError("dataset=custom: its images are not counted before it is trained on")
+    if problem := missing_data(name, root):
+        raise UserError(problem)
+    folders = split_folders(str(root))
+    assert folders is not None
+    classes = class_names(folders[0])
+    try:
+        train, held_out = (
+            sum(len(image_files(folder / name)[0]) for name in classes) for folder in folders
+        )
+    except OSError as error:
+        raise UserError(f"dataset.root={root}: {error}") from error
+    return Sizes(train, held_out, len(classes))
 
 
 def sizes_of(config: Config) -> Sizes:

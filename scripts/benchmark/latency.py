@@ -36,10 +36,10 @@ from reproduction.studies.study import Settings, scales
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
-from reproduction.system.timing import Work, spread_of, time_in_turns
 from reproduction.training.distributed import allow_tf32, resolve_device
 from reproduction.training.evaluate import autocast
 from scripts.benchmark.measure import Group, Scope, calls_on, compare, peak_mib
+from scripts.benchmark.timing import Work, spread_of, time_in_turns
 from scripts.benchmark.trainers import as_measured, precision_on
 from tests.oracle import gain_by_repetition
 from tokenmixup import (

@@ -12,7 +12,7 @@ from scipy.stats import quantile_test
 from torch.profiler import ProfilerActivity, profile
 
 from reproduction.system.errors import UserError
-from reproduction.system.timing import Work, spread_of, time_in_turns
+from scripts.benchmark.timing import Work, spread_of, time_in_turns
 from scripts.benchmark.trainers import CCT, TRAINED_AS, VIT
 
 Row = dict[str, Any]

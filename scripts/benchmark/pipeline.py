@@ -22,9 +22,9 @@ from reproduction.data.build import build_training_images, build_training_loader
 from reproduction.data.images import ArrayImages, FileImages, ImageSource, cache_in_memory
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
-from reproduction.system.timing import Work, synchronize, time_in_turns
 from reproduction.training.evaluate import DTYPES
 from scripts.benchmark.measure import Group, Row, Scope, calls_on, summarize
+from scripts.benchmark.timing import Work, synchronize, time_in_turns
 from scripts.benchmark.trainers import CCT, VIT, precision_on, sharp_trainer, step_config
 
 SMALL = "CIFAR, held in memory, to 32 px"

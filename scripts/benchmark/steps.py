@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from reproduction.config import Config
 from reproduction.models.build import attention_kernel, count_macs
 from reproduction.system.errors import PlainError
-from reproduction.system.timing import Work, spread_of, time_calls, time_in_turns
 from reproduction.training.evaluate import DTYPES, autocast
 from reproduction.training.loop import Trainer
 from scripts.benchmark.measure import AGAIN, Group, Row, Scope, calls_on, compare, peak_mib
+from scripts.benchmark.timing import Work, spread_of, time_calls, time_in_turns
 from scripts.benchmark.trainers import (
     CCT,
     Step,

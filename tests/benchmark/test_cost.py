@@ -6,7 +6,6 @@ import pytest
 
 from reproduction.studies.plan import plan
 from reproduction.studies.study import Settings
-from reproduction.system.timing import Spread
 from scripts.benchmark.cost import (
     Speed,
     hours_table,
@@ -16,6 +15,7 @@ from scripts.benchmark.cost import (
     speed_key,
     trainable,
 )
+from scripts.benchmark.timing import Spread
 
 SPEED = Speed(batch_size=2, training=Spread(100.0, 90.0, 110.0), evaluation=400.0, macs=10**9)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from reproduction.system import timing
-from reproduction.system.timing import WARM_UP, spread_of, time_in_turns
+from scripts.benchmark import timing
 from scripts.benchmark.measure import compare, peak_mib, summarize
+from scripts.benchmark.timing import WARM_UP, spread_of, time_in_turns
 
 MEGABYTE = torch.zeros(1000, 250)
 

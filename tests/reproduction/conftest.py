@@ -18,7 +18,6 @@ from reproduction.commands.cli import run
 from reproduction.commands.jobs import resolve
 from reproduction.config import Config, Dataset
 from reproduction.data import sources
-from reproduction.data.folders import data_sizes
 from reproduction.data.sources import Source, _open, build_source
 from reproduction.reporting import report
 from reproduction.runs.compose import compose
@@ -31,6 +30,7 @@ from reproduction.training import distributed
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts import export as export_script
+from scripts.benchmark.cost import data_sizes
 from scripts.benchmark.trainers import bare_trainer
 from tests.conftest import sharpened
 

@@ -20,11 +20,12 @@ from PIL import Image
 
 from reproduction.config import Config
 from reproduction.data.build import build_evaluation_loader, build_training_loader
-from reproduction.data.folders import data_sizes, missing_data
+from reproduction.data.folders import missing_data
 from reproduction.data.images import cache_in_memory, load_image
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import folders
 from reproduction.system.errors import UserError
+from scripts.benchmark.cost import data_sizes
 from tests.reproduction.conftest import config_of, load_source, write_images
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 32, 4), dtype=np.uint8)

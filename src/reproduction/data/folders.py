@@ -3,12 +3,11 @@
 import os
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from reproduction.system.errors import UserError, in_one_line
+from reproduction.system.errors import in_one_line
 
 IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # stored as folders of image files
 EVALUATION_FOLDERS = ("val", "test")
@@ -48,31 +47,6 @@ DATASETS = {
     "image_folder": Entry("reproduction.data.sources:folders"),
     "custom": Entry(None),
 }
-
-
-@cache
-def data_sizes(name: str, root: str | None) -> Sizes:
-    """Returns the sizes of a data set. Counts the files of an image folder, once in a process.
-
-    Raises UserError if the image folder is missing or invalid, and for own data, whose function is
-    not called to plan a run.
-    """
-    if (sizes := DATASETS[name].sizes) is not None:
-        return sizes
-    if name == "custom":
-        raise UserError("dataset=custom: its images are not counted before it is trained on")
-    if problem := missing_data(name, root):
-        raise UserError(problem)
-    folders = split_folders(str(root))
-    assert folders is not None
-    classes = class_names(folders[0])
-    try:
-        train, held_out = (
-            sum(len(image_files(folder / name)[0]) for name in classes) for folder in folders
-        )
-    except OSError as error:
-        raise UserError(f"dataset.root={root}: {error}") from error
-    return Sizes(train, held_out, len(classes))
 
 
 def missing_data(name: str, root: str | None) -> str | None:
