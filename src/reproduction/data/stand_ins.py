@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ STAND_INS = "stand_ins.yaml"  # marks a CIFAR folder as stand-ins
 CIFAR_FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
 NOISE = 60  # of 256 grey levels; the remaining range encodes the class
 FOLDER_CLASSES = 10
-OUTDATED = "train/n00000000"  # in stand-ins for ImageNet before they had its synsets
 
 
 def make_stand_ins(name: str, root: Path) -> None:
@@ -24,15 +22,11 @@ def make_stand_ins(name: str, root: Path) -> None:
     and 5 for CIFAR-10, 2 and 1 for CIFAR-100, 1 and 1 for the 1,000 classes of ImageNet, 8 and 4
     for the 10 classes of an image folder. CIFAR's are generated on reading.
     """
-    is_outdated = (root / OUTDATED).exists()
-    if root.exists() and not is_outdated:
+    if root.exists():
         return
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{name}-") as temporary:
         folder = Path(temporary, name)
-        if is_outdated:
-            with suppress(FileNotFoundError):  # another process was faster
-                os.rename(root, Path(temporary, "outdated"))
         match name:
             case "imagenet1k":
                 _write_folders(folder, imagenet_synsets(), 1, 1)
