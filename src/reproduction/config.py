@@ -221,10 +221,6 @@ class CutMix(InputMix):
     labels: Literal["area", "attention"] = "area"
 
 
-def _by_library(kind: Any) -> BeforeValidator:
-    return BeforeValidator(partial(built, kind))
-
-
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Augmentation:
     """The augmentation stack; None disables a component.
@@ -237,9 +233,11 @@ class Augmentation:
     off_epoch: Count | None = None
     mixup: InputMix | None = None
     cutmix: CutMix | None = None
-    manifold_mixup: Annotated[ManifoldMixup | None, _by_library(ManifoldMixup)] = None
-    htm: Annotated[HTM | None, _by_library(HTM)] = None
-    vtm: Annotated[VTM | None, _by_library(VTM)] = None
+    manifold_mixup: Annotated[
+        ManifoldMixup | None, BeforeValidator(partial(built, ManifoldMixup))
+    ] = None
+    htm: Annotated[HTM | None, BeforeValidator(partial(built, HTM))] = None
+    vtm: Annotated[VTM | None, BeforeValidator(partial(built, VTM))] = None
 
     @property
     def stack(self) -> list[str]:

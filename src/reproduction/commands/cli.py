@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -136,7 +136,9 @@ def _points(config_name: str, args: Namespace) -> list[list[str]] | None:
     with isolated_hydra():
         parsed = read_overrides(config_name, args.overrides)
         values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
-        _check_hydra_keys(values)
+        for key in values:
+            if key.startswith("hydra") and not key[6:].startswith("launcher"):
+                raise UserError(f"{key}: not available here; of Hydra only hydra.launcher is")
         if "hydra/launcher" in values:
             check_launcher(values["hydra/launcher"], args.multirun)
         if not args.multirun:
@@ -173,13 +175,6 @@ def _as_hydra_reads(text: str) -> str:
     text = re.sub(HOME, lambda _: str(Path.home()), text)
     folder = re.fullmatch(FOLDER, text)
     return f"{folder[1]}='{folder[2]}'" if folder else text
-
-
-def _check_hydra_keys(keys: Iterable[str]) -> None:
-    """Raises UserError for keys of Hydra other than its launcher's."""
-    for key in keys:
-        if key.startswith("hydra") and not key[6:].startswith("launcher"):
-            raise UserError(f"{key}: not available here; of Hydra only hydra.launcher is")
 
 
 def _print_error(line: str) -> None:

@@ -20,11 +20,6 @@ def local_ranks() -> int | None:
     return None if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def is_a_rank(devices: int) -> bool:
-    """Whether this process is one of the ranks or the only one, so no ranks must be started."""
-    return devices == 1 or launched_ranks() is not None
-
-
 def restarts() -> tuple[int, int]:
     """Returns (restarts so far, maximum number of restarts)."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")

@@ -32,7 +32,7 @@ from reproduction.system.errors import (
     first_line,
 )
 from reproduction.system.hardware import usable_cores
-from reproduction.system.ranks import is_a_rank, launched_ranks, local_ranks, restarts
+from reproduction.system.ranks import launched_ranks, local_ranks, restarts
 from reproduction.system.terminal import warn
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def on_ranks(
     function: Callable[[Settings], Result], devices: int, max_restarts: int = 0
 ) -> Callable[[Settings], Result]:
     """Returns the function itself if this is a rank, else what runs it on `devices` new ranks."""
-    if is_a_rank(devices):
+    if devices == 1 or launched_ranks() is not None:
         return function
     return partial(_run_on_new_ranks, function, devices, max_restarts)
 

@@ -96,17 +96,10 @@ def explaining_memory(task: str, recipe: Recipe) -> Iterator[None]:
 def explaining_step(step: int, config: Config) -> Iterator[None]:
     """Turns a lack of memory, a gain that is not finite or a compiler's error into PlainError."""
     try:
-        with explaining_memory(f"step {step}", config.recipe), explaining_compiler(config):
+        with explaining_memory(f"step {step}", config.recipe):
             yield
     except FloatingPointError as error:
         raise non_finite_error(step, str(error)) from error
-
-
-@contextmanager
-def explaining_compiler(config: Config) -> Iterator[None]:
-    """Turns an error of torch.compile into a PlainError."""
-    try:
-        yield
     except Exception as error:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise

@@ -152,7 +152,7 @@ class Trainer:
                 if self.agreement.to_save or self.step % self.recipe.log_every == 0:
                     self._flush()
                 if self.agreement.to_save:
-                    self._save()
+                    operations.save(self)
                     self.metrics.restart_clock()
             self._flush()
             self._end_epoch()
@@ -163,14 +163,18 @@ class Trainer:
             self._agree()
             is_due = self.epoch == self.epochs or self.agreement.to_save
             if is_due or self.world.share(self.saver.is_due(self.epoch)):
-                self._save()
+                operations.save(self)
         return self.history.result(self, operations.test(self))
 
     def _begin_epoch(self) -> None:
         """Prepares the model and the loader for the remaining batches of the epoch."""
         off_epoch = self.config.augmentation.off_epoch
-        if off_epoch is not None and self.epoch >= off_epoch:
-            self._stop_mixing()
+        if self.mixes and off_epoch is not None and self.epoch >= off_epoch:
+            self.mixes = False
+            self.inputs.stop_mixing()
+            self.module.stop_mixing()
+            # The old wrapper would wait for ScoreNet's gradients.
+            self.parallel = data_parallel(self.module, self.world)
         self.module.train()
         if self.upcoming is None:
             self._load(self.epoch, self.step - len(self.batches) * self.epoch)
@@ -284,16 +288,6 @@ class Trainer:
         if self.agreement.to_stop:
             raise Stopped(self.agreement.to_stop)
 
-    def _stop_mixing(self) -> None:
-        """Stops the mixing of images and tokens for the rest of the run; idempotent."""
-        if not self.mixes:
-            return
-        self.mixes = False
-        self.inputs.stop_mixing()
-        self.module.stop_mixing()
-        # The old wrapper would wait for ScoreNet's gradients.
-        self.parallel = data_parallel(self.module, self.world)
-
     def _end_epoch(self) -> None:
         """Counts the epoch; evaluates every `recipe.evaluate_every` epochs and after the last.
 
@@ -344,7 +338,3 @@ class Trainer:
     def seconds(self) -> float:
         """Duration of training and evaluation."""
         return self.metrics.seconds + self.eval_seconds
-
-    def _save(self) -> None:
-        """Writes a checkpoint with the complete training state."""
-        operations.save(self)

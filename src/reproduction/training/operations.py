@@ -43,7 +43,7 @@ def around(trainer: "Trainer", logger: Logs) -> Iterator[None]:
             trainer.progress.close()
             if isinstance(error, Stopped) and trainer.agreement.to_stop:  # not a second Ctrl-C
                 trainer._flush()
-                trainer._save()
+                save(trainer)
                 trainer.saver.wait()
                 trainer.world.barrier()
             elif trainer.world.size == 1:  # the sums of several ranks need all of them
