@@ -45,7 +45,7 @@ def main() -> int:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name}")
     mode.add_argument("--try", dest="tries", action="store_true", help="train one of each family")
-    mode.add_argument("--sizes", action="store_true", help="of Tables 1 and 2, beside the paper's")
+    mode.add_argument("--sizes", action="store_true", help="count the models of Tables 1 and 2")
     args = parser.parse_args()
     if args.sizes:
         table, is_good = sizes_table()

@@ -11,7 +11,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--folder", type=Path, help="of weights (default: outputs/published/NAME)")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="of the lines")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of lines")
     args = parser.parse_args()
     from reproduction.studies.publish import publish
 

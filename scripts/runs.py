@@ -21,7 +21,7 @@ def main() -> None:
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
     )
     parser.add_argument(
-        "--upgrade", action="store_true", help="first add the mixing of runs of earlier revisions"
+        "--upgrade", action="store_true", help="first add what runs of earlier revisions lack"
     )
     args = parser.parse_args()
     if args.plot is not None and args.plot.suffix != ".png":

@@ -44,7 +44,7 @@ def add_settings(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--dataset", choices=options_of("dataset"), help="instead of the tables' own"
     )
-    options.add_argument("--data", help="its folder; without --dataset that of CIFAR and imagenet/")
+    options.add_argument("--data", help="folder of --dataset, else of CIFAR, with imagenet/ in it")
     options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
 
