@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 
 from reproduction.config import CONF_DIR
 from reproduction.reporting import report
+from reproduction.training import operations
 from reproduction.training.loop import Trainer
 
 TRAIN = CONF_DIR.parent / "train.py"
 PHASES = ("start-up", "loading", "step", "log line", "evaluation", "checkpoint", "report")
-PHASE_OF = {  # method of Trainer -> phase
-    "_begin_epoch": "loading",
-    "_flush": "log line",
-    "_end_epoch": "evaluation",
-    "_save": "checkpoint",
+PHASE_OF: dict[tuple[Any, str], str] = {  # where a function is looked up, its name -> phase
+    (Trainer, "_begin_epoch"): "loading",
+    (Trainer, "_flush"): "log line",
+    (Trainer, "_end_epoch"): "evaluation",
+    (operations, "save"): "checkpoint",
+    (report, "write_report"): "report",
 }
 LAYOUT = struct.Struct("<IIB")
 
@@ -61,10 +63,9 @@ def notes_of(path: Path, rank: int = 0) -> Notes:
 def main() -> None:
     notes = notes_of(Path(sys.argv[1]), int(os.environ.get("RANK", "0")))
     notes.write()
-    for name, phase in PHASE_OF.items():
-        setattr(Trainer, name, _noting(notes, phase, getattr(Trainer, name)))
+    for (owner, name), phase in PHASE_OF.items():
+        setattr(owner, name, _noting(notes, phase, getattr(owner, name)))
     setattr(Trainer, "train_step", _counting(notes, Trainer.train_step))
-    setattr(report, "write_report", _noting(notes, "report", report.write_report))
     setattr(report, "_draw", lambda folder, config: [])  # drawing takes longer than these runs
     sys.argv = [str(TRAIN), *sys.argv[2:]]
     runpy.run_path(str(TRAIN), run_name="__main__")
