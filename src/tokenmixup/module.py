@@ -150,7 +150,10 @@ class TokenMixup(nn.Module):
         return self.adapter.logits(self.model(images))
 
     def _run_block(self, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
-        """Runs a block on mixed tokens: by manifold mixup, then by HTM; VTM then stores its own."""
+        """Stands in for a block, `plain`: mixes its input by manifold mixup, then HTM, and runs it.
+
+        VTM stores the salient ones of the mixed tokens.
+        """
         if (state := self._state) is None:
             return plain(*args, **given)
         assert self.encoder is not None
@@ -219,7 +222,8 @@ class TokenMixup(nn.Module):
     def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
         """Runs the model as in training, in its current mode; returns the state of the pass."""
         state = self._pass_of(targets, *self._drawn(images, targets))
-        before, self._state = replace_forwards(self._stand_ins()), state
+        before = replace_forwards(self._stand_ins())
+        self._state = state
         try:
             self.model(images)
         finally:
@@ -334,7 +338,8 @@ class TokenMixup(nn.Module):
 attach = TokenMixup  # `attach(model, ...)` says what happens to the model
 
 
-# Stand-ins for the `forward` of modules; `plain` is their own. Without a pass they are `plain`.
+# Further stand-ins, besides `_run_block`, for the `forward` of modules: `plain` is their own, and
+# without a pass they are `plain`.
 
 
 def _embed(method: TokenMixup, embed: Any, plain: Forward, *args: Any, **given: Any) -> Any:
