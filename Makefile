@@ -70,7 +70,7 @@ INSTALL_PROJECT = install --quiet --no-deps --no-build-isolation --editable .
 	.venv-tools/bin/pip install --quiet 'uv>=0.5,<1' 'pip-audit>=2.7,<3'
 	touch $@
 
-quickstart: .venv/installed  ## train and evaluate with HTM and VTM on real handwritten digits, under 3 minutes
+quickstart: .venv/installed  ## train and evaluate with HTM and VTM on real handwritten digits, in a few minutes
 	$(BIN)/python train.py name=quickstart resume=auto
 
 test: .venv/installed-dev  ## run all tests, on up to 4 cores
