@@ -31,14 +31,18 @@ def test_suggestions_equal_the_mixing_of_a_training_step(
     assert second.samples[float("inf")] == 1 == step["mixed_samples/1"] / 20
     for layer in (first, second):
         assert layer.samples.is_monotonic_increasing and layer.tokens.is_monotonic_decreasing
-        assert layer.tokens[0.0] > 0
+        assert layer.labels.is_monotonic_decreasing
+        assert layer.tokens[0.0] > 0 and layer.labels[0.0] > 0
+        assert len(layer.quarters) == 4 and layer.quarters.index.is_monotonic_increasing
+        assert layer.quarters.mean() == pytest.approx(layer.labels[layer.rho], abs=1e-6)
         assert np.all(np.diff(layer.difficulty) > 0) and np.all(np.diff(layer.difference) > 0)
     assert first.difficulty[0.05] < step["difficulty/0"] < first.difficulty[0.95]
     monkeypatch.setattr("sys.argv", ["look.py", f"run={run.path}", "--batches=1"])
     with redirect_stdout(io.StringIO()) as out:
         look.main()
     shown = out.getvalue()
-    assert "layer 0: tau = 2.3" in shown and "layer 1: tau = inf" in shown and "inf *" in shown
+    assert "layer 0: tau = 2.3" in shown and "layer 1: tau = inf" in shown
+    assert "inf *" in shown and "label given" in shown
 
 
 def test_suggestions_refuse_a_run_without_htm(command: Command, tmp_path: Path):

@@ -20,11 +20,15 @@ from tokenmixup.rules import rules_of
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
+LABELS = "label given to the donor's classes"
 Observed = tuple[Tensor, Tensor]  # of a batch: difficulty `b` in nats, saliency `b t`
 
 
 class Layer(NamedTuple):
-    """The statistics of one layer; shares are of samples, and of the tokens of an easy sample."""
+    """The statistics of one layer; shares are of samples, and of an easy sample's tokens and label.
+
+    Samples are easy by the run's tau, or all if none is.
+    """
 
     layer: int
     tau: float  # the run's own
@@ -32,7 +36,9 @@ class Layer(NamedTuple):
     difficulty: pd.Series  # nats, by quantile
     difference: pd.Series  # saliency of donor - own, over matched pairs, by quantile
     samples: pd.Series  # by tau
-    tokens: pd.Series  # by rho; easy by the run's tau, or all if none is
+    tokens: pd.Series  # replaced, by rho
+    labels: pd.Series  # given to the donor's classes, by rho
+    quarters: pd.Series  # the same by the run's rho, for each quarter of the difficulty
 
 
 def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
@@ -63,38 +69,52 @@ def _layer(layer: int, htm: HTM, observed: list[Observed]) -> Layer:
     nats = torch.cat([difficulty for difficulty, _ in observed]).numpy()
     limit = tau if (nats < tau).any() else float("inf")
     pairs = {value: _pairs(htm, observed, limit, value) for value in sorted({*RHOS, rho})}
+    quarters = pd.qcut(nats[nats < limit], 4, duplicates="drop", precision=2)
     return Layer(
         layer,
         tau,
         rho,
         pd.Series(np.quantile(nats, QUANTILES), QUANTILES),
-        pd.Series(np.quantile(pairs[rho][1], QUANTILES), QUANTILES),
+        pd.Series(np.quantile(pairs[rho].difference, QUANTILES), QUANTILES),
         pd.Series({value: float(np.mean(nats < value)) for value in sorted({*TAUS, tau})}),
-        pd.Series({value: share for value, (share, _) in pairs.items()}),
+        pd.Series({value: each.tokens for value, each in pairs.items()}),
+        pd.Series({value: float(each.labels.mean()) for value, each in pairs.items()}),
+        pd.Series(pairs[rho].labels).groupby(quarters, observed=True).mean(),
     )
 
 
-def _pairs(htm: HTM, observed: list[Observed], tau: float, rho: float) -> tuple[float, np.ndarray]:
-    """Returns the share of replaced tokens of easy samples, and all differences of their pairs."""
-    masks, differences = [], []
+class _Pairs(NamedTuple):
+    tokens: float  # the share replaced
+    labels: np.ndarray  # the share given to the donor's classes, of each easy sample
+    difference: np.ndarray  # saliency of donor - own, of all their tokens
+
+
+def _pairs(htm: HTM, observed: list[Observed], tau: float, rho: float) -> _Pairs:
+    """Pairs the samples of each batch that are easier than tau, as training does."""
+    masks, labels, differences = [], [], []
     for nats, saliency in observed:
-        tokens, labels = saliency[..., None], torch.zeros(len(nats), 1)
-        mix = mix_horizontal(tokens, labels, saliency, nats, tau, rho, rules_of(htm))
-        masks.append(mix.mask[nats < tau].flatten().float())
-        differences.append((saliency[mix.donor] - saliency)[nats < tau].flatten())
-    return float(torch.cat(masks).mean()), torch.cat(differences).numpy()
+        tokens, no_targets = saliency[..., None], torch.zeros(len(nats), 1)
+        mix = mix_horizontal(tokens, no_targets, saliency, nats, tau, rho, rules_of(htm))
+        easy = nats < tau
+        masks.append(mix.mask[easy].flatten().float())
+        labels.append(1 - mix.keep_ratio[easy, 0])
+        differences.append((saliency[mix.donor] - saliency)[easy].flatten())
+    return _Pairs(
+        float(torch.cat(masks).mean()), torch.cat(labels).numpy(), torch.cat(differences).numpy()
+    )
 
 
 def as_text(layer: Layer) -> str:
-    """Returns Markdown tables: quantiles, samples by tau, tokens by rho; `*` is the run's own."""
+    """Returns Markdown tables: quantiles, shares by tau, rho, difficulty; `*` is the run's own."""
     quantiles = [
         ["difficulty in nats", *map("{:.3f}".format, layer.difficulty)],
         ["saliency of donor - own", *map("{:+.5f}".format, layer.difference)],
     ]
     tables = [
         pd.DataFrame(quantiles, columns=["", *map("{:.0%}".format, QUANTILES)]),
-        _shares("tau", "easy samples", layer.samples, layer.tau),
-        _shares("rho", "tokens replaced in each", layer.tokens, layer.rho),
+        _shares("tau", layer.tau, {"easy samples": layer.samples}),
+        _shares("rho", layer.rho, {"tokens replaced in each": layer.tokens, LABELS: layer.labels}),
+        _shares("easy, in nats", None, {LABELS: layer.quarters}),
     ]
     title = f"\nlayer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}"
     return "\n\n".join(
@@ -102,6 +122,10 @@ def as_text(layer: Layer) -> str:
     )
 
 
-def _shares(name: str, label: str, shares: pd.Series, own: float) -> pd.DataFrame:
-    columns = [f"{value:g}{' *' * (value == own)}" for value in shares.index]
-    return pd.DataFrame([[label, *map("{:.1%}".format, shares)]], columns=[name, *columns])
+def _shares(name: str, own: float | None, rows: dict[str, pd.Series]) -> pd.DataFrame:
+    shares = pd.DataFrame(rows.values(), index=pd.Index(rows, name=name)).map("{:.1%}".format)
+    return shares.rename(columns=lambda x: _heading(x) + " *" * (x == own)).reset_index()
+
+
+def _heading(x: float | pd.Interval) -> str:
+    return f"{x.left:.2f} to {x.right:.2f}" if isinstance(x, pd.Interval) else f"{x:g}"
