@@ -82,7 +82,7 @@ def evaluate(
             if recorder is not None:
                 recorder.add(logits, targets)
     everything, images, top1, top5, loss = world.sum(
-        torch.cat([totals.new_tensor([loaded]), totals])
+        torch.cat([totals.new_full((1,), loaded), totals])
     ).tolist()
     if not images:
         raise PlainError("none of the held-out images is readable")
