@@ -1,6 +1,9 @@
 # All targets run in .venv, which is created on first use. `make help` lists them.
 BIN := .venv/bin
 
+# glibc asks for huge pages: faster steps on some CPUs (docs/performance.md, "Memory on a CPU"). Others ignore it.
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 # The variables of each target beside PYTHON; other targets have none.
 SETTINGS := SCALE SEEDS DATASET DATA DEVICES OUTPUTS
 STUDIES_OF_PAPER := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all) \
