@@ -45,10 +45,11 @@ def test_compare_is_a_paired_test_over_common_seeds(ours: list[float], base: lis
 @pytest.mark.parametrize(
     ("ours", "base", "note"),
     [
-        ({0: 1.0}, {0: 2.0}, "needs 2 common seeds, has 1"),
-        ({0: 1.0}, {1: 2.0}, "needs 2 common seeds, has 0"),
-        ({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}, "values are identical"),
-        ({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}, "all differences are equal"),
+        ({0: 1.0}, {0: 2.0}, "needs 3 common seeds, has 1"),
+        ({0: 1.0}, {1: 2.0}, "needs 3 common seeds, has 0"),
+        ({0: 1.0, 1: 2.0}, {0: 2.0, 1: 4.0}, "needs 3 common seeds, has 2"),
+        ({0: 1.0, 1: 2.0, 2: 5.0}, {0: 1.0, 1: 2.0, 2: 5.0}, "values are identical"),
+        ({0: 1.0, 1: 2.0, 2: 5.0}, {0: 2.0, 1: 3.0, 2: 6.0}, "all differences are equal"),
     ],
 )
 def test_compare_says_why_there_is_no_test(ours, base, note):
@@ -142,7 +143,7 @@ def test_notes_say_what_is_significant_shared_and_left_out(tmp_path: Path, confi
     write_run(tmp_path, vtm, 5, "odd", status="failed", error="step 3: the loss is nan", epochs=7)
     notes = " ".join(result(tmp_path, "table1").notes)
     assert "Significant at 5 %: CCT-7/3x1(1500) + HTM on CIFAR-100 +5.01 (p = " in notes
-    assert "Not tested (needs 2 common seeds, has 1): CCT-7/3x1(1500) + VTM on CIFAR-100." in notes
+    assert "Not tested (needs 3 common seeds, has 1): CCT-7/3x1(1500) + VTM on CIFAR-100." in notes
     assert "1 test; significant after Holm's correction: CCT-7/3x1(1500) + HTM" in notes
     assert "Not counted: odd is failed after epoch 7 of 1510: step 3: the loss is nan" in notes
     assert "7 finished runs, 14.00 hours in total, git ababababab." in notes
