@@ -188,6 +188,17 @@ def test_runs_may_differ_in_what_is_also_measured(tmp_path: Path):
     assert runs_table(read_runs(tmp_path)).shown().devices.tolist() == ["1", "2"]
 
 
+@pytest.mark.parametrize(
+    ("key", "title"),
+    [("dataset.validation", "dataset.validation"), ("+dataset.options.n", "options.n")],
+)
+def test_a_setting_never_takes_the_place_of_a_result(tmp_path: Path, key: str, title: str):
+    own = ["dataset=custom", "dataset.source=own:load"] if "options" in key else []
+    runs_of(tmp_path, *([*PLAIN, *own, f"{key}={value}"] for value in (0.1, 0.2)))
+    shown = runs_table(read_runs(tmp_path)).shown()
+    assert shown[title].tolist() == ["0.1", "0.2"] and shown.n.tolist() == ["2", "2"]
+
+
 def test_runs_table_shows_unfinished_and_unusable_runs(tmp_path: Path):
     write_run(tmp_path, config_of(), 0)
     write_run(tmp_path, config_of(), 1, status="failed", error="CUDA | out\nof memory", epochs=3)

@@ -13,6 +13,7 @@ from reproduction.studies.pictures import draw_line, draw_map
 from reproduction.studies.runs import newest, read_runs, stack_of, state_text
 from reproduction.studies.tables import (
     NOTHING,
+    SHOWN,
     Table,
     accuracies,
     rank,
@@ -124,8 +125,11 @@ def _of_option(group: str, option: str) -> dict[str, Any]:
 def _titles(keys: Sequence[str]) -> dict[str, str]:
     """Returns the last part of each key, or the last two where it would be used twice."""
     last = [key.rpartition(".")[2] for key in keys]
+    taken = ("name", *SHOWN)  # what such a title says on its own, as dataset.validation's
     return {
-        key: short if last.count(short) == 1 and short != "name" else ".".join(key.split(".")[-2:])
+        key: ".".join(key.split(".")[-2:])
+        if last.count(short) > 1 or short in taken or ".options." in key  # may have any name
+        else short
         for key, short in zip(keys, last, strict=True)
     }
 
