@@ -12,7 +12,7 @@ from reproduction.commands.jobs import resolve
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.publish import publish
-from reproduction.studies.runs import left, newest, read_runs, state_text, upgrade
+from reproduction.studies.runs import left, newest, read_runs, read_store, state_text, upgrade
 from reproduction.studies.sweeps import draw_runs, runs_table
 from reproduction.studies.tables import Table, value_text
 from reproduction.system.errors import UserError
@@ -119,8 +119,8 @@ def test_training_writes_what_upgrade_digs_out(command: Command, tmp_path: Path)
 
 @pytest.mark.usefixtures("unevaluated")
 def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, tmp_path: Path):
-    args = ["name=mine", "augmentation=[]", "recipe.max_steps=2", *SMALL]
-    assert command("train", *args).status == 0
+    args = ["name=mine", "augmentation=[htm]", "augmentation.htm.tau=inf", "recipe.max_steps=2"]
+    assert command("train", *args, *SMALL).status == 0
     run, results, hub = RunFolder(tmp_path / "outputs/mine"), tmp_path / "results", tmp_path / "hub"
     summary = run.read_summary()
     hub.mkdir()
@@ -142,6 +142,8 @@ def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, 
         path = publish(run.path, results, tmp_path / f"hub{number}")
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["name"] == "mine" and path.name == "others.jsonl"
+    (trained,), (published,) = (x.itertuples() for x in (read_runs(run.path), read_store(results)))
+    assert published.key == trained.key  # also with infinities, which JSON does not have
 
 
 def test_runs_table_shows_what_differs_grouped_over_seeds(tmp_path: Path):

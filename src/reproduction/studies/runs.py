@@ -219,19 +219,20 @@ def read_store(folder: Path) -> pd.DataFrame:
 
 
 def _published(line: Mapping[str, Any]) -> dict[str, Any]:
+    settings = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))  # see `as_json`
     return {
         **{key: line.get(key) for key in (*MIXING, *FACTS, "epochs", "log")},
         **{key: float(line[key]) for key in METRICS},
         LAST_TEN: _best_of_ten(line),
         "folder": line["name"],
-        "key": hash_of(line["config"] | {"seed": 0}),
+        "key": hash_of(settings | {"seed": 0}),
         "seed": int(line["seed"]),
         "status": "finished",
         "written": 0.0,
         "hash": line["hash"],
         "hours": float(line["hours"]),
         "seconds": 3600 * float(line["hours"]),
-        "settings": line["config"],
+        "settings": settings,
     }
 
 
