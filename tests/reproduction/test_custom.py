@@ -244,6 +244,10 @@ def test_examples_of_the_page_train_and_evaluate(
         assert evaluated.status == 0, evaluated.err
         result = json.loads((run.path / "evaluation-last.json").read_text())
         assert result["top1"] == run.read_summary()["top1_last"]
+        if source == "hub":  # the other options stay those of the run
+            other = ["dataset.source=hub:load", "+dataset.options.test=train"]
+            more = command("eval", f"run={run.path}", *other)
+            assert "on 12 images of custom" in more.out, more.err
         resumed = command("train", *args, "resume=auto")  # refused if it were another run
         assert resumed.status == 0 and "top-1" in resumed.out
 
