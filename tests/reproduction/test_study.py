@@ -80,7 +80,7 @@ def test_default_names_have_plain_characters_and_a_limit():
     name = default_name(
         config, None, ["augmentation.htm.tau=0.5", "recipe.transforms.scale=[1, 1]"]
     )
-    assert name.startswith("cct_2_3x2-digits-htm+vtm-tau=0.5-scale=1,1-s0-")
+    assert name.startswith("cct_2_3x2-digits-htm+vtm-tau=0.5-scale=1+1-s0-")
     long = default_name(config, None, [f"recipe.transforms.ratio={'9' * 300}"])
     assert len(long) == 120 and long.endswith(f"-s0-{run_hash(config)}")
 

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 from reproduction.config import Config
 from reproduction.data.folders import DATASETS
 
-PLAIN = re.compile(r"[^\w.+,=-]+", re.ASCII)  # what a default name leaves out
+PLAIN = re.compile(r"[^\w.+=-]+", re.ASCII)  # what a default name leaves out
 LONGEST_NAME = 120  # bytes of a default name
 # Keys that do not change a result, and so not the identity of a run.
 NOT_IDENTITY = (
@@ -135,5 +135,6 @@ def default_name(config: Config, experiment: str | None, changes: Sequence[str] 
     tail = f"-s{config.seed}-{run_hash(config)}"
     for text in changes:
         key, _, value = text.lstrip("+~").partition("=")
+        value = value.replace(",", "+")  # in run=NAME a comma would mean several values
         head += "-" + PLAIN.sub("", f"{key.rpartition('.')[2]}={value}")
     return head.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
