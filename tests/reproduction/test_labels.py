@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 
@@ -80,6 +81,22 @@ def test_targets_of_a_step_equal_the_formula(more: tuple[str, ...], count: int):
     assert differ >= 2  # from labels by the area
 
 
+def test_positions_that_blocks_get_count():
+    """EVA's blocks get rotary positions; a copy of the map is kept by its unfused attention."""
+    settings: dict[str, Any] = {"img_size": 56, "num_classes": 4, "depth": 1, "global_pool": "avg"}
+    model: Any = timm.create_model("eva02_tiny_patch14_224", **settings).train()
+    attn = model.blocks[0].attn
+    attn.qkv.weight.data *= 20  # else the map is about uniform
+    attn.fused_attn = False
+    maps: list[torch.Tensor] = []
+    attn.attn_drop.register_forward_pre_hook(lambda _, args: maps.append(args[0].detach()))
+    labels, images = AttentionLabels(model), torch.randn(2, 3, 56, 56)
+    model(images)
+    mixed = Mixed(images, torch.arange(2), torch.arange(2), 0.5, (0, 28, 0, 28))
+    share = attended_share(maps[0].mean(dim=(1, 2))[:, 1:], (0, 28, 0, 28), images.shape[-2:])
+    torch.testing.assert_close(labels(mixed).weight, 1 - share)
+
+
 def test_batches_without_a_box_keep_their_weight():
     trainer = small_trainer(["mixup", "cutmix"], *LABELS)
     labels = trainer.attention_labels
@@ -87,7 +104,7 @@ def test_batches_without_a_box_keep_their_weight():
     images = torch.zeros(2, 3, 32, 32)
     mixed = Mixed(images, torch.tensor([0, 1]), torch.tensor([1, 0]), 0.25)
     trainer.module(images, mixed.targets(10, 0.1))
-    assert labels(mixed) is mixed and labels.tokens is None
+    assert labels(mixed) is mixed and labels.entered is None
 
 
 @pytest.mark.parametrize(
@@ -97,6 +114,7 @@ def test_batches_without_a_box_keep_their_weight():
         ("augmentation=[cutmix,manifold_mixup]", "not with manifold_mixup in the stack"),
         ("augmentation.mode=elem", "augmentation.mode=elem draws more than one box"),
         ("model=resnet18", "resnet18 has no blocks with attention"),
+        ("model=swin_tiny_patch4_window7_224", "blocks of SwinTransformer do not attend to all"),
         ("compile=true", "not with compile=true"),
     ],
 )

@@ -4,15 +4,19 @@ Letters: b batch, n tokens with prefix, t spatial tokens.
 """
 
 from math import isqrt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.data.inputs import Box, Mixed
+from reproduction.system.errors import UserError
 from tokenmixup.detectors import block_map
 from tokenmixup.encoder import find_encoder
 from tokenmixup.saliency import attention_saliency
+
+KEY = "augmentation.cutmix.labels=attention"
 
 
 def attended_share(saliency: Tensor, box: Box, size: torch.Size) -> Tensor:
@@ -31,25 +35,33 @@ class AttentionLabels:
     """Weighs the classes of CutMix's images by the last block's attention in the same pass.
 
     It is that of the class token, or the mean over all queries if the model pools no class token.
+    Raises UserError unless the blocks attend to all tokens.
     """
 
     def __init__(self, model: nn.Module):
-        self.encoder = find_encoder(model)
-        self.tokens: Tensor | None = None  # b n d, that entered the block
-        self.encoder.blocks[-1].module.register_forward_pre_hook(self._note)
+        try:
+            self.encoder = find_encoder(model)
+        except ValueError as error:
+            raise UserError(f"{KEY}: {error}; allowed is area") from error
+        if not self.encoder.has_parts:
+            kind = type(model).__name__
+            raise UserError(f"{KEY}: blocks of {kind} do not attend to all tokens; allowed is area")
+        # that entered the block, b n d, and its further arguments, as in BlockPass
+        self.entered: tuple[Tensor, dict[str, Any]] | None = None
+        self.encoder.blocks[-1].module.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def _note(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.tokens = args[0].detach() if block.training else None
+    def _note(self, block: nn.Module, args: tuple[Tensor, ...], given: dict[str, Any]) -> None:
+        self.entered = (args[0].detach(), given) if block.training else None
 
     @torch.no_grad()
     def __call__(self, mixed: Mixed) -> Mixed:
         """Returns the batch of the last pass with new weights; as it is without a box."""
-        tokens, self.tokens = self.tokens, None
+        entered, self.entered = self.entered, None
         if mixed.box is None:
             return mixed
-        assert tokens is not None, "the last block has not run"
+        assert entered is not None, "the last block has not run"
         prefix, by_class_token = self.encoder.num_prefix_tokens, self.encoder.reads_class_token
-        attn = block_map(self.encoder.blocks[-1], tokens, {}, by_class_token)
+        attn = block_map(self.encoder.blocks[-1], *entered, by_class_token)
         saliency = attention_saliency(attn, prefix, by_class_token)
         share = attended_share(saliency, mixed.box, mixed.images.shape[-2:])
         return mixed._replace(weight=1 - share)
