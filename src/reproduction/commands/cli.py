@@ -38,6 +38,7 @@ Settings = TypeVar("Settings")
 
 HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
 FOLDER = r"(run|checkpoint|model\.weights)=([^'\",\[{$]*=[^'\",\[{$]*)"  # its name has settings
+NUMBER = r"(name)=(\d[\d._e+-]*)"  # such as 2026_11_26, for Hydra 20261126
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
@@ -171,9 +172,9 @@ def _parse_arguments(argv: list[str]) -> Namespace:
 
 
 def _as_hydra_reads(text: str) -> str:
-    """Expands `~` in an override and quotes the name of a run folder, such as `...-tau=1-s0`."""
+    """Expands `~` in an override and quotes names of run folders, such as `...-tau=1-s0`."""
     text = re.sub(HOME, lambda _: str(Path.home()), text)
-    folder = re.fullmatch(FOLDER, text)
+    folder = re.fullmatch(FOLDER, text) or re.fullmatch(NUMBER, text)
     return f"{folder[1]}='{folder[2]}'" if folder else text
 
 
