@@ -138,12 +138,15 @@ def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, 
             publish(run.path, results, hub)
         assert not results.exists() and not hub.exists()
     run.summary_path.write_text(json.dumps(summary))
+    weights = run.config_path.read_text().replace("weights: null", f"weights: {tmp_path}/x.pt")
+    run.config_path.write_text(weights)
     for number in range(2):  # the line of the same run is replaced
         path = publish(run.path, results, tmp_path / f"hub{number}")
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["name"] == "mine" and path.name == "others.jsonl"
     (trained,), (published,) = (x.itertuples() for x in (read_runs(run.path), read_store(results)))
-    assert published.key == trained.key  # also with infinities, which JSON does not have
+    assert published.key == trained.key and published.settings["model.weights"] == "x.pt"
+    assert published.settings["augmentation.htm.tau"] == trained.settings["augmentation.htm.tau"]
 
 
 def test_runs_table_shows_what_differs_grouped_over_seeds(tmp_path: Path):

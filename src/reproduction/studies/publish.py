@@ -72,7 +72,7 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
     state = read_file(f"checkpoint={source.last_path}", source.last_path)
     if state.get("step") != source.read_summary()["steps"]:
         raise UserError(f"checkpoint={source.last_path}: is not from the last step of the run")
-    path = results / f"{_study_of(hash_of(saved | {'seed': 0}), results)}.jsonl"
+    path = results / f"{_study_of(result['key'], results)}.jsonl"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".publishing-") as temporary:
         staged = Path(temporary, folder.name)
@@ -110,6 +110,7 @@ def _result(source: RunFolder, saved: dict[str, Any], shown: dict[str, Any]) -> 
         return {
             "name": source.path.name,
             "hash": hash_of(saved),
+            "key": hash_of(saved | {"seed": 0}),  # of the study's row; `shown` lacks some paths
             **{key: summary[key] for key in ("seed", *METRICS, "epochs", "hardware", "devices")},
             "threads": summary.get("threads"),
             "hours": round(summary["seconds"] / 3600, 3),

@@ -225,7 +225,7 @@ def _published(line: Mapping[str, Any]) -> dict[str, Any]:
         **{key: float(line[key]) for key in METRICS},
         LAST_TEN: _best_of_ten(line),
         "folder": line["name"],
-        "key": hash_of(settings | {"seed": 0}),
+        "key": line.get("key") or hash_of(settings | {"seed": 0}),
         "seed": int(line["seed"]),
         "status": "finished",
         "written": 0.0,
