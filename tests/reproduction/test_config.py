@@ -189,6 +189,13 @@ def test_sweeps_may_glob_options():
     assert [point[0] for point in points] == ["model=cct_2_3x2"] * 2 + ["model=cct_7_3x1"] * 2
 
 
+def test_names_of_runs_need_no_quotes():
+    runs = ["outputs/a-tau=1-s0", "outputs/b-layer=0+1-s0"]
+    points = cli._points("eval", cli._parse_arguments(["-m", f"run={','.join(runs)}"]))
+    assert points is not None
+    assert [compose("eval", point).raw["run"] for point in points] == runs
+
+
 def test_default_name_states_model_data_stack_and_seed():
     name = default_name(config_of("seed=3", "augmentation=[cutmix,mixup]"), None)
     assert name.startswith("cct_2_3x2-digits-mixup+cutmix-s3-")

@@ -37,7 +37,7 @@ from reproduction.system.terminal import Parser, say
 Settings = TypeVar("Settings")
 
 HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
-FOLDER = r"(run|checkpoint|model\.weights)=([^'\",\[{$]*=[^'\",\[{$]*)"  # its name has settings
+FOLDERS = r"(run|checkpoint|model\.weights)=([^'\"\[{$]*=[^'\"\[{$]*)"  # names have settings
 NUMBER = r"(name)=(\d[\d._e+-]*)"  # such as 2026_11_26, for Hydra 20261126
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
@@ -174,8 +174,8 @@ def _parse_arguments(argv: list[str]) -> Namespace:
 def _as_hydra_reads(text: str) -> str:
     """Expands `~` in an override and quotes names of run folders, such as `...-tau=1-s0`."""
     text = re.sub(HOME, lambda _: str(Path.home()), text)
-    folder = re.fullmatch(FOLDER, text) or re.fullmatch(NUMBER, text)
-    return f"{folder[1]}='{folder[2]}'" if folder else text
+    found = re.fullmatch(FOLDERS, text) or re.fullmatch(NUMBER, text)
+    return "{}='{}'".format(found[1], found[2].replace(",", "','")) if found else text
 
 
 def _print_error(line: str) -> None:
