@@ -19,6 +19,7 @@ from reproduction.config import ROOT
 from reproduction.models import build
 from reproduction.system.errors import PlainError
 from reproduction.training.distributed import join_world
+from reproduction.training.endings import explaining_step
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
 from scripts.benchmark.steps import check_against_eager
@@ -141,7 +142,10 @@ def test_a_batch_beyond_the_memory_ends_in_one_line_and_a_smaller_one_works(
         GIB / torch.cuda.get_device_properties(gpu).total_memory
     )
     try:
-        with pytest.raises(PlainError, match="the GPU's memory") as error:
+        with (
+            pytest.raises(PlainError, match="the GPU's memory") as error,
+            explaining_step(1, trainer.config),
+        ):
             steps_of(trainer, 2048, 1)
         assert math.isfinite(steps_of(trainer, 8, 1)[-1]["loss"])
     finally:
