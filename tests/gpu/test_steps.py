@@ -208,7 +208,9 @@ def test_compiled_steps_give_the_losses_of_eager_ones_by_one_graph(
     compiled: tuple[str, int, list[str], str], device: torch.device, record_property: Record
 ):
     model, batch, stack, compiling = compiled
-    trainer = small_trainer(device, stack, "float32", f"compile={compiling}", model=model)
+    # CUDA graphs with HTM draw dropout's random numbers in another order.
+    more = (f"compile={compiling}", *(NO_DROPOUT if compiling == "reduce-overhead" else ()))
+    trainer = small_trainer(device, stack, "float32", *more, model=model)
     step, before = step_of(trainer, batch), counters["stats"]["unique_graphs"]
     error = check_against_eager(trainer, step, batch)
     record_property("losses differ by", f"{error:.1e}")
