@@ -53,19 +53,14 @@ def bare_trainer(
     )
 
 
-def sharp_trainer(
-    config: Config,
-    device: torch.device,
-    shared: nn.Module | None = None,
-    sharpness: float | None = None,
-) -> Trainer:
+def sharp_trainer(config: Config, device: torch.device, shared: nn.Module | None = None) -> Trainer:
     """A trainer of `shared`, or of a new model with sharp attention, so that saliency differs."""
     name = config.model.name
     trainer = bare_trainer(config, device, TRAINED_AS[name][2], shared)
     model: Any = trainer.module.model
     with torch.no_grad():
         for block in model.blocks if shared is None else ():
-            block.attn.qkv.weight.mul_(sharpness or SHARPNESS[name])
+            block.attn.qkv.weight.mul_(SHARPNESS[name])
     return trainer
 
 

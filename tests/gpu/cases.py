@@ -21,7 +21,7 @@ LAYERS = "augmentation.manifold_mixup.layers=[0,1]"
 CLIP, AVERAGE = "recipe.clip_grad_norm=1", "recipe.ema_decay=0.9"
 SKIP = "recipe.non_finite=skip"
 SPLIT = "augmentation.htm.tau=2.31"  # easy and hard samples in both batches
-AT_32 = ("model.image_size=32", "augmentation.vtm.kappa=2")
+AT_32 = ("model.image_size=32", "augmentation.vtm.kappa=2", "augmentation.htm.rho=0")
 GRADIENTS = {"float32": 1e-2, "bf16": 0.5, "float16": 0.1}  # tolerated relative differences
 MIN_NORM = 0.01  # times the largest gradient norm: smaller norms are replaced by this in ratios
 

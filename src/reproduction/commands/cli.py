@@ -38,7 +38,7 @@ Settings = TypeVar("Settings")
 
 HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
 FOLDERS = r"(run|checkpoint|model\.weights)=([^'\"\[{$]*=[^'\"\[{$]*)"  # names have settings
-NUMBER = r"(name)=(\d[\d._e+-]*)"  # such as 2026_11_26, for Hydra 20261126
+NUMBER = r"(name)=(\d[\d._eE+-]*)"  # such as 2026_11_26, for Hydra 20261126
 UNSUPPORTED_OPTIONS = (  # of Hydra
     *("config_name", "config_path", "config_dir", "experimental_rerun"),
     "shell_completion",
@@ -175,7 +175,10 @@ def _as_hydra_reads(text: str) -> str:
     """Expands `~` in an override and quotes names of run folders, such as `...-tau=1-s0`."""
     text = re.sub(HOME, lambda _: str(Path.home()), text)
     found = re.fullmatch(FOLDERS, text) or re.fullmatch(NUMBER, text)
-    return "{}='{}'".format(found[1], found[2].replace(",", "','")) if found else text
+    if found is None:
+        return text
+    each = found[2].replace(",", "','")  # of several names
+    return f"{found[1]}='{each}'"
 
 
 def _print_error(line: str) -> None:

@@ -240,7 +240,7 @@ def _apply_overrides(
         is_known = head in raw and (not name or name in raw[head])
         if not is_known or not all(isinstance(saved.get(x), dict) for x in ("dataset", "recipe")):
             raise UserError(f"{text}: cannot be applied to this run")
-        if name == "options":  # +dataset.options.NAME adds to those of the run
+        if name == "options":  # added to those of the run
             saved[head][name] = {**saved[head].get(name, {}), **raw[head][name]}
         elif name:
             saved[head][name] = raw[head][name]

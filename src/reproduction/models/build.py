@@ -29,8 +29,8 @@ from tokenmixup.contexts import evaluating
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 WITH_WEIGHTS = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
-# Dropout draws as in eager mode (CUDA graphs with HTM in another order), and no kernel depends on
-# earlier batches.
+# Dropout draws as in eager mode (but for CUDA graphs with HTM), and no kernel depends on earlier
+# batches.
 OPTIONS: dict[str, Any] = {"fallback_random": True}
 CUDA_GRAPHS = {**OPTIONS, "triton.cudagraphs": True}  # around the parts between host operators
 COMPILER: dict[str, Any] = {"fullgraph": True, "dynamic": False, "options": OPTIONS}

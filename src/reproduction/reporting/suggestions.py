@@ -114,8 +114,9 @@ def as_text(layer: Layer) -> str:
         pd.DataFrame(quantiles, columns=["", *map("{:.0%}".format, QUANTILES)]),
         _shares("tau", layer.tau, {"easy samples": layer.samples}),
         _shares("rho", layer.rho, {"tokens replaced in each": layer.tokens, LABELS: layer.labels}),
-        _shares("easy, in nats", None, {LABELS: layer.quarters}),
     ]
+    if len(layer.quarters):  # empty if all are equally difficult
+        tables.append(_shares("difficulty of the easy, in nats", None, {LABELS: layer.quarters}))
     title = f"\nlayer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}"
     return "\n\n".join(
         [title, *(x.to_markdown(index=False, disable_numparse=True) for x in tables)]

@@ -219,7 +219,7 @@ def read_store(folder: Path) -> pd.DataFrame:
 
 
 def _published(line: Mapping[str, Any]) -> dict[str, Any]:
-    settings = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))  # see `as_json`
+    settings = from_json(line["config"])
     return {
         **{key: line.get(key) for key in (*MIXING, *FACTS, "epochs", "log")},
         **{key: float(line[key]) for key in METRICS},
@@ -240,3 +240,12 @@ def as_json(value: Any) -> Any:
     """Returns plain values, with infinities as text, as in results/."""
     infinities = {"Infinity": "inf", "-Infinity": "-inf"}
     return json.loads(json.dumps(value), parse_constant=infinities.__getitem__)
+
+
+def from_json(value: Any) -> Any:
+    """Undoes `as_json`; the text inf becomes infinity, too."""
+    if isinstance(value, dict):
+        return {key: from_json(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    return float(value) if value in ("inf", "-inf") else value

@@ -126,12 +126,15 @@ def _titles(keys: Sequence[str]) -> dict[str, str]:
     """Returns the last part of each key, or the last two where it would be used twice."""
     last = [key.rpartition(".")[2] for key in keys]
     taken = ("name", *SHOWN)  # what such a title says on its own, as dataset.validation's
-    return {
-        key: ".".join(key.split(".")[-2:])
-        if last.count(short) > 1 or short in taken or ".options." in key  # may have any name
-        else short
-        for key, short in zip(keys, last, strict=True)
-    }
+
+    def title(key: str) -> str:
+        short = key.rpartition(".")[2]
+        is_clear = last.count(short) == 1 and short not in taken
+        if is_clear and ".options." not in key:  # of own data, with any name
+            return short
+        return ".".join(key.split(".")[-2:])
+
+    return {key: title(key) for key in keys}
 
 
 def _plain(value: Any) -> Any:

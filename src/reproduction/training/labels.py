@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from reproduction.data.inputs import Box, Mixed
 from reproduction.system.errors import UserError
 from tokenmixup.detectors import block_map
-from tokenmixup.encoder import find_encoder
+from tokenmixup.encoder import Encoder, find_encoder
 from tokenmixup.saliency import attention_saliency
 
 KEY = "augmentation.cutmix.labels=attention"
@@ -31,27 +31,33 @@ def attended_share(saliency: Tensor, box: Box, size: torch.Size) -> Tensor:
     return (saliency * grid).sum(dim=1, keepdim=True) / saliency.sum(dim=1, keepdim=True)
 
 
+def encoder_with_attention(model: nn.Module) -> Encoder:
+    """Returns the model's encoder; UserError unless its blocks attend to all tokens."""
+    try:
+        encoder = find_encoder(model)
+    except ValueError as error:
+        raise UserError(f"{KEY}: {error}; allowed is area") from error
+    if not encoder.has_parts:
+        kind = type(model).__name__
+        raise UserError(f"{KEY}: blocks of {kind} do not attend to all tokens; allowed is area")
+    return encoder
+
+
 class AttentionLabels:
     """Weighs the classes of CutMix's images by the last block's attention in the same pass.
 
     It is that of the class token, or the mean over all queries if the model pools no class token.
-    Raises UserError unless the blocks attend to all tokens.
+    Raises the errors of `encoder_with_attention`.
     """
 
     def __init__(self, model: nn.Module):
-        try:
-            self.encoder = find_encoder(model)
-        except ValueError as error:
-            raise UserError(f"{KEY}: {error}; allowed is area") from error
-        if not self.encoder.has_parts:
-            kind = type(model).__name__
-            raise UserError(f"{KEY}: blocks of {kind} do not attend to all tokens; allowed is area")
-        # that entered the block, b n d, and its further arguments, as in BlockPass
+        self.encoder = encoder_with_attention(model)
+        # Tokens that entered the last block, b n d, and its keyword arguments
         self.entered: tuple[Tensor, dict[str, Any]] | None = None
         self.encoder.blocks[-1].module.register_forward_pre_hook(self._note, with_kwargs=True)
 
-    def _note(self, block: nn.Module, args: tuple[Tensor, ...], given: dict[str, Any]) -> None:
-        self.entered = (args[0].detach(), given) if block.training else None
+    def _note(self, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        self.entered = (args[0].detach(), kwargs) if block.training else None
 
     @torch.no_grad()
     def __call__(self, mixed: Mixed) -> Mixed:
