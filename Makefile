@@ -33,7 +33,7 @@ $(foreach name,$(filter DRY_RUN STAGE,$(USED)),$(if $(filter-out $(ALLOWED_$(nam
   $(error $(name)=$($(name)): must be one of $(ALLOWED_$(name)))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-lowest lint format lock audit check-models report clean status runs \
+.PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit check-models report clean status runs \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
   reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
 
@@ -76,10 +76,13 @@ INSTALL_PROJECT = install --quiet --no-deps --no-build-isolation --editable .
 quickstart: .venv/installed  ## train and evaluate with HTM and VTM on real handwritten digits, in a few minutes
 	$(BIN)/python train.py name=quickstart resume=auto
 
-test: .venv/installed-dev  ## run all tests, on up to 4 cores
+test: .venv/installed-dev  ## run the tests that are not marked slow, on up to 4 cores
 	$(BIN)/python -m pytest
 
-test-lowest: .venv-tools/installed  ## run all tests with the lowest versions that the requirements allow
+test-all: .venv/installed-dev  ## run all tests, the slow ones too
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions that the requirements allow
 	$(INTERPRETER) -m venv .venv-lowest
 	.venv-tools/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
 	  --requirement requirements-dev.txt --editable .
