@@ -1,29 +1,26 @@
-"""Frozen losses of runs and composed configurations, which refactoring must not change.
+"""Frozen losses of runs and hashes of experiments, which refactoring must not change.
 
-After an intended change, `python -m tests.reproduction.test_frozen losses configurations`, or one
-of the two, records them again.
+After an intended change, `python -m tests.reproduction.test_frozen losses hashes`, or one of the
+two, records them again.
 """
 
-import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from reproduction.config import CONF_DIR
-from reproduction.runs.identity import flatten
+from reproduction.runs.identity import run_hash
 from tests.reproduction.conftest import Command, config_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."
-MACHINES = ("name", "dataset.workers")  # depend on the machine: the run's hash, the cores
-LOSSES, COMPOSED = FIXTURES / "frozen_losses.yaml", FIXTURES / "frozen_configurations.yaml"
+LOSSES, HASHES = FIXTURES / "frozen_losses.yaml", FIXTURES / "frozen_hashes.yaml"
 
 # Ten batches of eight digits; weights become sharp enough for tokens to be replaced.
 TEN = [
@@ -114,26 +111,18 @@ def test_recorded_runs_with_htm_replace_tokens():
         assert any(line["tokens"] > 0 for line in recorded[name]) == mixes, name
 
 
-def configurations() -> dict[str, list[list[Any]]]:
-    """Maps each key to [[value, experiments with this value], ...] over all experiments."""
-    paths = sorted((CONF_DIR / "experiment").rglob("*.yaml"))
-    names = [str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in paths]
-    by_key: dict[str, dict[str, list[str]]] = {}
-    for name in names:
-        config = config_of(f"experiment={name}", needs_data=False)
-        for key, value in flatten(dataclasses.asdict(config)):
-            if key in MACHINES:
-                continue
-            by_key.setdefault(key, {}).setdefault(json.dumps(value), []).append(name)
+def hashes() -> dict[str, str]:
+    """Maps each experiment to the hash of its run, by which stored results are found."""
+    folder = CONF_DIR / "experiment"
+    names = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
     return {
-        key: [[json.loads(value), users if users != names else "all"] for value, users in x.items()]
-        for key, x in by_key.items()
+        name: run_hash(config_of(f"experiment={name}", needs_data=False)) for name in sorted(names)
     }
 
 
-def test_experiments_have_the_recorded_configurations():
-    hint = f"python -m {__name__} configurations records them again"
-    assert configurations() == yaml.safe_load(COMPOSED.read_text()), hint
+def test_experiments_have_the_recorded_hashes():
+    """test_recipes.py compares the values of Tables 1 and 2 with the published ones."""
+    assert hashes() == yaml.safe_load(HASHES.read_text())
 
 
 def record_losses() -> dict[str, list[Line]]:
@@ -146,12 +135,12 @@ def record_losses() -> dict[str, list[Line]]:
     return losses
 
 
-if __name__ == "__main__":  # losses, configurations, or both
+if __name__ == "__main__":  # losses, hashes, or both
     for part in sys.argv[1:]:
-        path, compute = {
-            "losses": (LOSSES, record_losses),
-            "configurations": (COMPOSED, configurations),
+        path, compute, is_flow = {
+            "losses": (LOSSES, record_losses, None),  # a line for each batch
+            "hashes": (HASHES, hashes, False),
         }[part]
-        text = yaml.safe_dump(compute(), sort_keys=False, default_flow_style=None, width=100)
+        text = yaml.safe_dump(compute(), sort_keys=False, default_flow_style=is_flow, width=100)
         path.write_text(text)
         print(f"written to {path}")
