@@ -75,7 +75,6 @@ class Rules(NamedTuple):
     choose: Callable[[Tensor, Tensor, Tensor, float], Tensor] = gaining_tokens
     # saliency of the mixed tokens b t, mask b t -> keep_ratio b 1
     weigh: Callable[[Tensor, Tensor], Tensor] = saliency_ratio
-    skips_non_finite: bool = False  # a gain that is not finite: mix nothing, instead of raising
 
 
 PAPER = Rules()
@@ -105,9 +104,6 @@ def mix_horizontal(
         raise ValueError(f"saliency of {saliency.shape[1]} tokens, but {tokens.shape[1]} to mix")
     is_easy = difficulty < tau  # 3: Eq. 8
     gain = rules.score(saliency, rho)  # 4: Eq. 6, b b
-    if rules.skips_non_finite:
-        finite = gain.isfinite().all()
-        is_easy, saliency = is_easy & finite, saliency.where(finite, 0)
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9

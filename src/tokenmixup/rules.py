@@ -43,7 +43,6 @@ def rules_of(htm: HTM) -> Rules:
         match=MATCHINGS[htm.matching],
         choose=choose,
         weigh=LABELS[htm.labels],
-        skips_non_finite=htm.non_finite == "skip",
     )
 
 

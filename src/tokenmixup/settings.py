@@ -17,7 +17,6 @@ Matching = Literal["optimal", "random"]
 MaskRule = Literal["paper", "published"]
 Labels = Literal["saliency", "count"]
 Order = Literal["in_place", "published"]
-NonFinite = Literal["fail", "skip"]
 ClassTokenOffset = Literal["paper", "published"]
 
 
@@ -171,8 +170,6 @@ class HTM(_Layered):
     `matching`, `labels`: rules for donors and for the mixing of targets (Table 4).
     `mask_rule`, `order`: published selects the deviations of the published code; see
     `tokenmixup.rules`.
-    `non_finite`: for gains that are not finite, fail raises FloatingPointError, skip mixes nothing
-    in that batch.
     """
 
     key = "htm"
@@ -210,7 +207,6 @@ class HTM(_Layered):
     mask_rule: MaskRule = "paper"
     labels: Labels = "saliency"
     order: Order = "in_place"
-    non_finite: NonFinite = "fail"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -82,6 +82,16 @@ def test_new_option_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path)
         RunFolder(tmp_path / "mine").check(other)
 
 
+def test_runs_with_keys_of_earlier_revisions_are_found_and_read():
+    older = plain()
+    older["augmentation"]["htm"]["non_finite"] = "fail"
+    assert hash_of(older) == hash_of(plain())
+    assert parse.parse_saved(older, needs_data=False) == parse.parse_saved(plain())
+    older["augmentation"]["htm"]["non_finite"] = "skip"
+    assert hash_of(older) != hash_of(plain())
+    assert parse.parse_saved(older, needs_data=False) == parse.parse_saved(plain())
+
+
 def test_changed_default_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path):
     """Those without the key, those with its first default and those with its present one."""
     older = plain()

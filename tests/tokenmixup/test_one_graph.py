@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "random": {"htm": {**HTM, "detector": "random", "matching": "random", "labels": "count"}},
     "published": {
-        "htm": {**HTM, "mask_rule": "published", "order": "published", "non_finite": "skip"},
+        "htm": {**HTM, "mask_rule": "published", "order": "published"},
         "vtm": {**VTM, "class_token_offset": "published"},
     },
     "gradient": {"htm": {**HTM, "detector": "gradient"}},

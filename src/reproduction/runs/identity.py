@@ -20,6 +20,8 @@ NOT_IDENTITY = (
 )
 # Key -> its first default, if the schema now has another one: what configurations without it mean.
 FIRST_DEFAULTS: dict[str, Any] = {"augmentation.htm.tau": 2.0, "augmentation.htm.rho": 0.005}
+# Key of earlier revisions -> its value in a run that the present code trains as they did.
+REMOVED: dict[str, Any] = {"augmentation.htm.non_finite": "fail"}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -68,7 +70,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def omitted_values() -> dict[str, Any]:
     """Dotted key -> what a configuration without it means, for all keys with a default."""
-    options = dict(options_of(Config)) | FIRST_DEFAULTS
+    options = dict(options_of(Config)) | FIRST_DEFAULTS | REMOVED
     return {key: value for key, value in options.items() if value is not dataclasses.MISSING}
 
 
@@ -95,6 +97,15 @@ def with_first_defaults(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(group, dict):
             group.setdefault(name, value)
     return config
+
+
+def without_removed(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a saved configuration without the keys that the schema has no more."""
+    return {
+        key: without_removed(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in config.items()
+        if f"{prefix}{key}" not in REMOVED
+    }
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from reproduction.config import (
     ViT,
 )
 from reproduction.data.folders import DATASETS, IMAGE_FOLDERS, missing_data
+from reproduction.runs.identity import without_removed
 from reproduction.system.errors import UserError, in_one_line
 from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
@@ -56,6 +57,7 @@ def parse_saved(raw: dict[str, Any], needs_data: bool = True, named: bool = Fals
     UserError if it needs own data, as their function would run, unless the function is `named` on
     the command line.
     """
+    raw = without_removed(raw)
     model = raw.get("model")
     if isinstance(model, dict):
         model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}
