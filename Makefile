@@ -8,7 +8,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 SETTINGS := SCALE SEEDS DATASET DATA DEVICES OUTPUTS
 STUDIES_OF_PAPER := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all) \
   sweep-tau sweep-rho sweep-kappa
-$(foreach target,$(STUDIES_OF_PAPER) study,$(eval USED_BY_$(target) := $(SETTINGS) DRY_RUN LAUNCHER JOBS SLURM))
+$(foreach target,$(STUDIES_OF_PAPER) study,$(eval USED_BY_$(target) := $(SETTINGS) DRY_RUN JOBS))
 USED_BY_study += FILE
 USED_BY_cost := $(SETTINGS) STUDIES
 USED_BY_status := $(SETTINGS) FILE
@@ -40,8 +40,7 @@ $(foreach name,$(filter DRY_RUN STAGE,$(USED)),$(if $(filter-out $(ALLOWED_$(nam
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
 	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python scripts/reproduce.py --help):'
-	@echo '  SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder DEVICES=1 OUTPUTS=outputs DRY_RUN=1'
-	@echo '  LAUNCHER=local|joblib|slurm JOBS=n SLURM="--partition gpu ..."'
+	@echo '  SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 DRY_RUN=1'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)
@@ -92,10 +91,8 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 COMMON_OPTIONS = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS)
-STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(LAUNCHER),--launcher $(LAUNCHER)) \
-  $(if $(JOBS),--jobs $(JOBS)) $(SLURM)
-# Skipped with slurm: the submitting machine is not the one that trains.
-LATENCY = $(if $(filter-out 0,$(DRY_RUN))$(filter slurm,$(LAUNCHER)),,$(BIN)/python -m scripts.benchmark.latency \
+STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(JOBS),--jobs $(JOBS))
+LATENCY = $(if $(filter-out 0,$(DRY_RUN)),,$(BIN)/python -m scripts.benchmark.latency \
   $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)"))
 
 reproduce-table1:  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100

@@ -1,9 +1,7 @@
-"""reproduce.py trains each run once, here or in processes, resumes, and writes job arrays."""
+"""reproduce.py trains each run once, here or in processes, and resumes."""
 
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +15,12 @@ from typing import Any
 
 import pytest
 
-from reproduction.commands.jobs import resolve
 from reproduction.data.stand_ins import make_stand_ins
-from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.locking import hold, is_held
 from reproduction.studies import launch, study
 from reproduction.studies import plan as planning
-from reproduction.studies.launch import Children, Resources, Share, array_script
+from reproduction.studies.launch import Children, Share
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.status import states
 from reproduction.studies.study import Settings
@@ -422,218 +418,17 @@ def test_own_study_ends_with_its_table(small, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "outputs/report/mine.csv").exists()
 
 
-SLOW = """import runpy, time
-from reproduction.reporting import report
-from reproduction.training.loop import Trainer
-report._draw = lambda folder, config: []
-step = Trainer.train_step
-def slow(*args):
-    time.sleep(0.1)
-    return step(*args)
-Trainer.train_step = slow
-runpy.run_path({train!r}, run_name="__main__")
-"""
-# scancel signals the step that srun starts.
-COMMANDS = {
-    "srun": """
-while [[ $1 == --* ]]; do shift; done
-"$@" & echo "$!" > "$STEPS"
-wait "$!"
-""",
-    "scancel": 'kill "-${1#--signal=}" $(cat "$STEPS")',
-    "scontrol": "",
-    "sbatch": 'cp "${!#}" "$SUBMITTED"; ! grep -q refused "${!#}" && echo "70;cluster"',
-}
-
-
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Installs stand-ins for SLURM's commands; returns the file that records their calls."""
-    commands, calls = tmp_path / "commands", tmp_path / "calls"
-    commands.mkdir()
-    for name, code in COMMANDS.items():
-        path = commands / name
-        path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$CALLS"\n{code}\n')
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(calls))
-    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
-    monkeypatch.setenv("SUBMITTED", str(tmp_path / "submitted"))
-    return calls
-
-
-def small_run(**changes: str) -> PlannedRun:
-    """Returns a run whose overrides contain everything that a shell could misread."""
-    typed = {"output_root": "'it\\'s $HOME'", "name": "'a \"run\"'", "resume": "auto", **changes}
-    overrides = [*SMALL, "recipe.log_every=1", *(f"{key}={text}" for key, text in typed.items())]
-    return PlannedRun(
-        config=resolve(compose("train", overrides)), overrides=tuple(overrides), labels=("small",)
-    )
-
-
-def execute(script: Path) -> subprocess.Popen[bytes]:
-    """Executes the script as the first task of a job array."""
-    task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "71"}
-    return subprocess.Popen(["bash", str(script)], env=os.environ | task)
-
-
-def task_script(path: Path, train: Path, run: PlannedRun) -> list[str]:
-    """Writes a command with `--task N` that becomes `train`; returns it."""
-    words = json.dumps(list(run.overrides))
-    path.write_text(
-        "import json, pathlib, sys\nfrom reproduction.studies import launch\n"
-        "from types import SimpleNamespace\n"
-        f"launch.TRAIN = pathlib.Path({str(train)!r})\n"
-        f"run = SimpleNamespace(overrides=json.loads({words!r}))\n"
-        "launch.train_task([run], int(sys.argv[sys.argv.index('--task') + 1]), 'cpu')\n"
-    )
-    return [str(path)]
-
-
-def test_a_task_is_queued_again_near_its_time_limit_and_goes_on(
-    calls: Path, tmp_path: Path, monkeypatch
-):
-    here = tmp_path / "it's $(here)"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    train = here / "train.py"
-    train.write_text(SLOW.format(train=str(launch.TRAIN)))
-    run = small_run()
-    command = task_script(here / "task.py", train, run)
-    script = tmp_path / "job.sbatch"
-    script.write_text(array_script("small", command, [run], here, Resources(no_gpu=True, cpus=1)))
-    monkeypatch.chdir(tmp_path)  # the script goes there itself
-    first = execute(script)
-    folder = RunFolder(here / run.config.output_root / run.name)
-    while not folder.metrics_path.exists():
-        assert first.poll() is None
-        time.sleep(0.02)
-    first.send_signal(signal.SIGUSR1)
-    assert first.wait() == 130
-    assert "scontrol requeue 70_0" in calls.read_text().splitlines()
-    assert folder.read_summary()["status"] == "interrupted" and folder.last_path.exists()
-    assert execute(script).wait() == 0
-    assert folder.read_summary()["status"] == "finished"
-    assert calls.read_text().count("scontrol requeue") == 1
-    undisturbed = replace(run.config, output_root=str(tmp_path), name="undisturbed", device="cpu")
-    run_training(undisturbed)
-    assert_same_result(folder, RunFolder.of(undisturbed))
-
-
-def test_sigterm_is_left_to_slurm(calls: Path, tmp_path: Path):
-    """SIGTERM ends the run, here with status 7, and does not requeue the task.
-
-    The run takes a moment to end, like runs that save: bash loses the status of a step that ends in
-    the same millisecond as the signal reaches the shell.
-    """
-    code = "import pathlib, signal, sys, time\n"
-    code += "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7)))\n"
-    code += f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(60)\n"
-    (tmp_path / "task.py").write_text(code)
-    script = tmp_path / "job.sbatch"
-    command = [str(tmp_path / "task.py")]
-    script.write_text(array_script("small", command, [small_run()], tmp_path, Resources()))
-    task = execute(script)
-    while not (tmp_path / "ready").exists():
-        assert task.poll() is None
-        time.sleep(0.02)
-    task.send_signal(signal.SIGTERM)  # as SLURM does, to the shell and to the step
-    os.kill(int((tmp_path / "steps").read_text()), signal.SIGTERM)
-    assert task.wait() == 7
-    assert "requeue" not in calls.read_text()
-
-
-RESOURCES = {
-    "plain": Resources(),
-    "full": Resources(devices=4, cpus=6, sbatch=["--partition=gpu", "--constraint='a&b'"]),
-}
-
-
-@pytest.mark.parametrize("resources", RESOURCES.values(), ids=RESOURCES)
-def test_shellcheck_and_bash_accept_the_script(resources: Resources, tmp_path: Path):
-    runs = [small_run(output_root="outputs", name=f"run-{seed}") for seed in range(2)]
-    command = ["it's here/reproduce.py", "table 1"]
-    text = array_script("small", command, runs, Path("outputs"), resources)
-    assert len(text.splitlines()) <= 46
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    shellcheck = shutil.which("shellcheck", path=places)
-    assert shellcheck is not None, "see requirements-dev.txt"
-    checked = subprocess.run(
-        [shellcheck, "-"], input=text, text=True, capture_output=True, check=False
-    )
-    assert (checked.returncode, checked.stdout) == (0, "")
-
-
-def test_options_of_sbatch():
-    text = array_script("small", ["x"], [small_run()] * 9, Path("/logs"), RESOURCES["full"])
-    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
-    assert lines == [
-        "--job-name=small",
-        "--array=0,1,2,3,4,5,6,7,8",
-        "--output=/logs/.slurm/%x-%A_%a.log",
-        "--open-mode=append",
-        "--signal=B:USR1@120",
-        "--requeue",
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=24",
-        "--gpus-per-node=4",
-        "--partition=gpu",
-        "--constraint='a&b'",
-    ]
-
-
-def submit(*args: str) -> int:
-    """make reproduce-table3 LAUNCHER=slurm, in the folder of the test."""
-    return reproduce(["table3", "--scale", "digits", "--seeds", "1", "--launcher", "slurm", *args])
-
-
-def test_array_has_a_task_for_each_unfinished_run(tmp_path: Path, monkeypatch, capsys):
+def test_a_task_becomes_train_py_for_its_run(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done, *_ = plan("table3", Settings(scale="digits"), 1)
-    done.folder.create(done.config)
-    done.folder.write_summary(status="finished", top1_last=1.0)
-    done.folder.report_path.touch()
-    assert submit("--partition", "gpu", "--mem", "64G", "--no-gpu") == 0
-    path = Path("outputs/digits/.slurm/table3.sbatch")
-    assert capsys.readouterr().out.splitlines()[-1] == f"sbatch {path}"
-    text = path.read_text()
-    assert {"#SBATCH --array=1,2", "#SBATCH --partition=gpu", "#SBATCH --mem=64G"} <= {
-        *text.splitlines()
-    }
-    assert "--scale=digits" in text and '--task "$SLURM_ARRAY_TASK_ID"' in text
-    words = text[text.index("reproduce.py") :].partition(" --task")[0].split()[1:]
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
-    assert reproduce([*words, "--task", "2"]) == 0
+    words = ["table3", "--scale", "digits", "--seeds", "1"]
+    assert reproduce([*words, "--task", "2", "--no-gpu"]) == 0
     ((_, train, *overrides),) = started
     assert train == str(launch.TRAIN) and overrides[-1] == "device=cpu"
     assert [x for x in overrides if x.startswith("experiment=")] == ["experiment=table3/random"]
-    with pytest.raises(UserError, match="task=3: the plan has 3 runs, 0 to 2"):
-        reproduce([*words, "--task", "3"])
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (["--cpus", "2"], "cpus=2: goes with launcher=slurm only"),
-        (["--partition", "gpu"], "unrecognized arguments: --partition gpu"),
-        (["--launcher", "slurm", "gpu"], "unrecognized arguments: gpu"),
-    ],
-)
-def test_invalid_submissions_are_refused(tmp_path, monkeypatch, args, named):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=re.escape(named)):
-        reproduce(["table3", "--scale", "digits", "--seeds", "1", *args])
-
-
-def test_hydras_launcher_submits_one_array(calls: Path, tmp_path: Path, command: Command):
-    args = ["hydra/launcher=slurm", "hydra.launcher.partition=refused", "resume=auto"]
-    result = command("train", "-m", *args, "devices=2", "seed=0,1,2")
-    assert result.status == 1
-    assert result.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
-    text = (tmp_path / "submitted").read_text()
-    assert {"--array=0-2%3", "--partition=refused", "--signal=USR2@120", "--gpus-per-node=2"} <= {
-        line.removeprefix("#SBATCH ") for line in text.splitlines()
-    }
+    for number in ("3", "-1"):
+        with pytest.raises(UserError, match=f"task={number}: the plan has 3 runs, 0 to 2"):
+            reproduce([*words, "--task", number])
+    with pytest.raises(UserError, match="no-gpu: goes with --task only"):
+        reproduce([*words, "--no-gpu"])

@@ -241,6 +241,30 @@ def test_a_stopped_sweep_starts_no_further_run_and_says_how_to_continue(sweep, m
     assert line == "train.py: interrupted; repeat the command with resume=auto to continue"
 
 
+SBATCH = """#!/bin/bash
+cp "${!#}" "$SUBMITTED"
+! grep -q refused "${!#}" && echo "70;cluster"
+"""
+
+
+def test_slurm_gets_one_array(command: Command, tmp_path: Path, monkeypatch):
+    (tmp_path / "commands").mkdir()
+    for name in ("sbatch", "srun"):
+        path = tmp_path / "commands" / name
+        path.write_text(SBATCH)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'commands'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SUBMITTED", str(tmp_path / "submitted"))
+    args = ["hydra/launcher=slurm", "hydra.launcher.partition=refused", "resume=auto"]
+    result = command("train", "-m", *args, "devices=2", "seed=0,1,2")
+    assert result.status == 1
+    assert result.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
+    text = (tmp_path / "submitted").read_text()
+    assert {"--array=0-2%3", "--partition=refused", "--signal=USR2@120", "--gpus-per-node=2"} <= {
+        line.removeprefix("#SBATCH ") for line in text.splitlines()
+    }
+
+
 @pytest.mark.parametrize(
     ("gpus", "devices", "expected"),
     [
@@ -267,7 +291,7 @@ def test_shares_divide_gpus_cores_and_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("reproduction.studies.launch.usable_cores", lambda: 16)
     monkeypatch.setattr(distributed, "visible_gpus", lambda: list("0123"))
-    two = shares(None, 2)
+    two = shares(2, 2)
     assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in two] == ["0,1", "2,3"]
     assert {(share.environment["OMP_NUM_THREADS"], share.workers) for share in two} == {("4", 4)}
     assert len(shares(6, 1)) == 6
@@ -277,6 +301,6 @@ def test_shares_divide_gpus_cores_and_workers(monkeypatch):
     assert [share.workers for share in both] == [8, 8]
     assert shares(1, 1)[0].workers is None  # its own
     monkeypatch.setattr(distributed, "visible_gpus", lambda: [])
-    assert shares(None, 1) == [Share({"OMP_NUM_THREADS": "8"}, 8)] * 2
+    assert shares(2, 1) == [Share({"OMP_NUM_THREADS": "8"}, 8)] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert shares(3, 1) == [Share({"OMP_NUM_THREADS": "1"}, 5)] * 3

@@ -1,17 +1,16 @@
-"""Trains the runs of a plan here, one after the other or some at a time, or as a SLURM array.
+"""Trains the runs of a plan, one after the other or some at a time.
 
 Finished runs are skipped, interrupted ones resumed, and runs that another process trains left
 alone: a second start of the command trains what is left.
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import IO, NoReturn, Self
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from reproduction.commands.jobs import check_all
 from reproduction.commands.launchers import gpu_share
@@ -40,22 +37,18 @@ from reproduction.system.errors import (
     first_line,
 )
 from reproduction.system.hardware import usable_cores
-from reproduction.system.storage import write_text
 
 # Trains a run, announced after a text such as `run 2 of 12: `; returns the error or None.
 # Raises RunLocked if another process trains it, and KeyboardInterrupt if this process is to stop.
 Start = Callable[[PlannedRun, str], str | None]
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
-JOBS_WITHOUT_GPUS = 2
 MOST_WORKERS = 16  # of a loader, as in training
-GRACE_SECONDS = 120  # between the signal of SLURM and the time limit
 
 
-def prepare(runs: Sequence[PlannedRun], settings: Settings, here: bool = True) -> None:
+def prepare(runs: Sequence[PlannedRun], settings: Settings) -> None:
     """Makes stand-in images if the settings use them, and checks all runs that are to be trained.
 
-    Downloads data sets where possible. Raises UserError before the first run starts. Devices are
-    not checked unless the runs train on this machine (`here`).
+    Downloads data sets where possible. Raises UserError before the first run starts.
     """
     pending = [run for run in runs if _may_train(run)]
     if settings.uses_stand_ins:
@@ -65,7 +58,7 @@ def prepare(runs: Sequence[PlannedRun], settings: Settings, here: bool = True) -
         if problem := missing_data(run.config.dataset.name, run.config.dataset.root):
             raise UserError(problem)
     if pending:  # avoids importing torch otherwise
-        check_all([run.config for run in pending], here)
+        check_all([run.config for run in pending])
 
 
 def _may_train(run: PlannedRun) -> bool:
@@ -176,17 +169,15 @@ def _refuse_held(run: PlannedRun) -> None:
         raise RunLocked(f"{run.folder.path} is being trained by another process")
 
 
-def shares(jobs: int | None, devices: int) -> list[Share]:
+def shares(jobs: int, devices: int) -> list[Share]:
     """Divides this machine among `jobs` runs at a time, each with `devices` processes.
 
     GPUs are assigned in turn, so several runs may share one; cores and the loaders' workers are
-    divided. The default of `jobs` is as many as fit on separate GPUs, or 2 without GPUs.
+    divided.
     """
     from reproduction.training.distributed import visible_gpus
 
     gpus = visible_gpus()
-    if jobs is None:
-        jobs = max(1, len(gpus) // devices) if gpus else JOBS_WITHOUT_GPUS
     cores = max(1, usable_cores() // (jobs * devices))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
     workers = min(MOST_WORKERS, cores) if jobs > 1 else None
@@ -258,85 +249,8 @@ class Children:
 
 
 def train_task(runs: Sequence[PlannedRun], number: int, device: str) -> NoReturn:
-    """Becomes train.py for run `number` of the plan, as a task of an array does."""
-    if number >= len(runs):
+    """Becomes train.py for run `number` of the plan, as a task of a job array does."""
+    if not 0 <= number < len(runs):
         raise UserError(f"task={number}: the plan has {len(runs)} runs, 0 to {len(runs) - 1}")
     command = [sys.executable, str(TRAIN), *runs[number].overrides, f"device={device}"]
     os.execv(sys.executable, command)  # noqa: S606 - without a shell
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
-    """What each task of an array needs: `devices` processes, each with `cpus` cores.
-
-    `sbatch` holds further options of sbatch as they are.
-    """
-
-    devices: int = 1
-    cpus: int = 8
-    no_gpu: bool = False
-    sbatch: Sequence[str] = ()
-
-
-def array_script(
-    study: str, command: Sequence[str], runs: Sequence[PlannedRun], root: Path, resources: Resources
-) -> str:
-    """Returns a script for sbatch with a task for each run that is not done.
-
-    A task calls `command` with `--task N`, N being its place in the plan. Logs go to `root`/.slurm.
-    Tasks need this folder, the runs, their data and Python under the same paths as here.
-    """
-    numbers = [str(number) for number, run in enumerate(runs) if not run.is_done()]
-    environment = Environment(  # noqa: S701 - for bash; all values are quoted
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    gpus = [] if resources.no_gpu else [f"--gpus-per-node={resources.devices}"]
-    options = [
-        f"--job-name={shlex.quote(study)}",
-        f"--array={','.join(numbers)}",
-        f"--output={shlex.quote(str(root.absolute() / '.slurm' / '%x-%A_%a.log'))}",
-        "--open-mode=append",
-        f"--signal=B:USR1@{GRACE_SECONDS}",
-        "--requeue",
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={resources.cpus * resources.devices}",
-        *gpus,
-        *resources.sbatch,
-    ]
-    return environment.get_template("array.sbatch.jinja").render(
-        study=study,
-        tasks=len(numbers),
-        options=options,
-        folder=shlex.quote(str(Path.cwd())),
-        python=shlex.quote(sys.executable),
-        command=shlex.join(command),
-        cpus=resources.cpus * resources.devices,
-    )
-
-
-def sbatch_options(words: Sequence[str]) -> Iterator[str]:
-    """Yields the options of sbatch among the words of a command line as lines of a script."""
-    option = ""
-    for word in words:
-        if word.startswith("-"):
-            yield from [option] if option else []
-            option = word
-        elif not option:
-            raise UserError(f"unrecognized arguments: {word}; see --help")
-        else:
-            option += f"={shlex.quote(word)}"
-    yield from [option] if option else []
-
-
-def write_array(
-    study: str, command: Sequence[str], runs: Sequence[PlannedRun], root: Path, resources: Resources
-) -> Path:
-    """Writes the script beside its logs, whose folder sbatch needs, and returns its path."""
-    path = root / ".slurm" / f"{study}.sbatch"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, array_script(study, command, runs, root, resources))
-    return path
