@@ -427,6 +427,13 @@ def test_a_task_becomes_train_py_for_its_run(tmp_path: Path, monkeypatch):
     ((_, train, *overrides),) = started
     assert train == str(launch.TRAIN) and overrides[-1] == "device=cpu"
     assert [x for x in overrides if x.startswith("experiment=")] == ["experiment=table3/random"]
+    done = plan("table3", Settings(scale="digits"), 1)[2]
+    done.folder.create(done.config)
+    done.folder.write_summary(status="finished", top1_last=1.0)
+    done.folder.report_path.touch()
+    with pytest.raises(SystemExit, match="0"):
+        reproduce([*words, "--task", "2"])
+    assert len(started) == 1
     for number in ("3", "-1"):
         with pytest.raises(UserError, match=f"task={number}: the plan has 3 runs, 0 to 2"):
             reproduce([*words, "--task", number])

@@ -1,6 +1,7 @@
 """Hydra's launchers: sweep points in processes, failures, restarts, shares of GPUs and cores."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -239,6 +240,46 @@ def test_a_stopped_sweep_starts_no_further_run_and_says_how_to_continue(sweep, m
     assert (result.status, started) == (130, [0])
     (line,) = result.lines
     assert line == "train.py: interrupted; repeat the command with resume=auto to continue"
+
+
+COMMANDS = {  # instead of SLURM's, and of the run's Python
+    "srun": 'shift; echo $$ > step; exec "$@"',
+    "scancel": 'kill "-${1#--signal=}" "$(cat step)"',
+    "scontrol": 'echo "$*" >> requeued',
+    ".venv/bin/python": """trap 'sleep 0.2; exit 130' TERM
+echo $* > run
+while :; do sleep 0.05; done""",
+}
+
+
+@pytest.mark.parametrize("event", ["time limit", "preemption"])
+def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(
+    tmp_path: Path, event: str
+):
+    """Its Python takes a moment to end, like runs that save."""
+    page = Path(__file__).parents[2].joinpath("docs/clusters.md").read_text()
+    (script,) = re.findall(r"(?s)```bash\n(#!/bin/bash\n.*?)```", page)
+    for name, code in COMMANDS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{code}\n")
+        path.chmod(0o755)
+    task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    environment = os.environ | task | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment)
+    while not (tmp_path / "run").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    assert (tmp_path / "run").read_text() == "scripts/reproduce.py table1 --task 3\n"
+    if event == "time limit":
+        job.send_signal(signal.SIGUSR1)
+    else:  # SLURM signals both
+        job.send_signal(signal.SIGTERM)
+        os.kill(int((tmp_path / "step").read_text()), signal.SIGTERM)
+    assert job.wait(timeout=20) == 130
+    requeued = tmp_path / "requeued"
+    assert requeued.exists() == (event == "time limit")
+    assert not requeued.exists() or requeued.read_text() == "requeue 70_3\n"
 
 
 SBATCH = """#!/bin/bash

@@ -252,5 +252,8 @@ def train_task(runs: Sequence[PlannedRun], number: int, device: str) -> NoReturn
     """Becomes train.py for run `number` of the plan, as a task of a job array does."""
     if not 0 <= number < len(runs):
         raise UserError(f"task={number}: the plan has {len(runs)} runs, 0 to {len(runs) - 1}")
+    if runs[number].is_done():
+        print(f"{runs[number].name} is finished", flush=True)
+        sys.exit(0)
     command = [sys.executable, str(TRAIN), *runs[number].overrides, f"device={device}"]
     os.execv(sys.executable, command)  # noqa: S606 - without a shell
