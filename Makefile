@@ -14,8 +14,8 @@ USED_BY_cost := $(SETTINGS) STUDIES
 USED_BY_status := $(SETTINGS) FILE
 USED_BY_report := $(filter-out SEEDS,$(SETTINGS))
 USED_BY_runs := RUNS OUTPUTS AGAINST
-USED_BY_bench := SECTIONS PAIRS COMPARE OUTPUTS
-USED_BY_check-gpu := STAGE OUTPUTS
+USED_BY_bench := PAIRS COMPARE OUTPUTS
+USED_BY_check-gpu := OUTPUTS
 USED_BY_chaos := KILLS RANK_KILLS MINUTES OUTPUTS
 USED_BY_publish := RUN
 USED_BY_check-published := WEIGHTS DATA OUTPUTS
@@ -27,10 +27,7 @@ ifeq ($(MAKELEVEL),0)
   $(foreach name,$(filter-out $(USED),$(TYPED)),$(error $(name)=$($(name)): \
     make $(or $(MAKECMDGOALS),help) does not use it, allowed are $(strip $(USED))))
 endif
-ALLOWED_DRY_RUN := 0 1
-ALLOWED_STAGE := correctness figures
-$(foreach name,$(filter DRY_RUN STAGE,$(USED)),$(if $(filter-out $(ALLOWED_$(name)),$($(name))),\
-  $(error $(name)=$($(name)): must be one of $(ALLOWED_$(name)))))
+$(if $(filter DRY_RUN,$(USED)),$(if $(filter-out 0 1,$(DRY_RUN)),$(error DRY_RUN=$(DRY_RUN): must be one of 0 1)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit check-models report clean status runs \
@@ -148,19 +145,14 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 audit: .venv-tools/installed  ## check the locked packages for known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-BENCHMARK = $(BIN)/python -m scripts.benchmark $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
-
-bench: .venv/installed  ## benchmark the training cost on this machine; SECTIONS="steps gain" PAIRS=40 COMPARE=old.json
-	$(BENCHMARK) $(if $(SECTIONS),--sections $(SECTIONS)) $(if $(PAIRS),--pairs $(PAIRS)) \
-	  $(if $(COMPARE),--compare "$(COMPARE)")
+bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; PAIRS=40 COMPARE=old.json
+	$(BIN)/python -m scripts.benchmark $(if $(PAIRS),--pairs $(PAIRS)) $(if $(COMPARE),--compare "$(COMPARE)") \
+	  $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 # A test that hangs or crashes ends its worker, and the next one goes on.
-CHECK_GPU = $(BIN)/python -m pytest tests/gpu --device cuda -n 1 -o faulthandler_timeout=200 \
-  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
-
-check-gpu: .venv/installed-dev  ## check a GPU against the CPU, then benchmark it; STAGE=correctness or figures: only this
-	$(if $(filter figures,$(STAGE)),,$(CHECK_GPU))
-	$(if $(filter correctness,$(STAGE)),,$(BENCHMARK) --device cuda --pairs 12)
+check-gpu: .venv/installed-dev  ## check a GPU against the CPU
+	$(BIN)/python -m pytest tests/gpu --device cuda -n 1 -o faulthandler_timeout=200 \
+	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
 
 chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undisturbed runs; KILLS=50 RANK_KILLS=10 MINUTES=40
 	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \

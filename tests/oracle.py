@@ -1,8 +1,8 @@
 """A reference implementation of HTM and VTM that follows the paper literally: plain and slow.
 
-Tests compare the fast path with it, and the benchmark times both. Every block materialises its
-attention map, saliency recomputes the projection, the gain matrix comes from repeated `b b t`
-differences, and samples are mixed one by one. It supports our CCT and timm's plain ViT.
+Tests compare the fast path with it. Every block materialises its attention map, saliency
+recomputes the projection, the gain matrix comes from repeated `b b t` differences, and samples are
+mixed one by one. It supports our CCT and timm's plain ViT.
 
 Letters: b batch, h heads, n tokens with prefix, m keys, t spatial tokens, d width, c classes.
 """

@@ -1,119 +1,85 @@
-"""Benchmarks steps, detectors, parts of HTM, gain matrix, attention, loading and start-up."""
+"""Measures what HTM and VTM add to a training step on this machine."""
 
-import argparse
-import dataclasses
+import json
 import os
 import platform
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from reproduction.runs.folder import check_writable
-from reproduction.system.errors import PlainError, UserError
+from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import hardware_name, keep_freed_memory
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import one_line_errors
+from reproduction.system.terminal import Parser, one_line_errors, positive, say
 from reproduction.training.distributed import resolve_device
 from reproduction.training.train import git_revision
-from scripts.benchmark.latency import measure_detectors, measure_gain, measure_parts
-from scripts.benchmark.measure import ON_CPU, ON_GPU, QUICK, Group, Scope, parse_sizes
-from scripts.benchmark.pipeline import measure_attention, measure_pipeline, measure_startup
-from scripts.benchmark.report import (
-    FILE,
-    Report,
-    add_groups,
-    check_machine,
-    check_page,
-    markdown,
-    put_on_page,
-    read_report,
-    slower,
-)
-from scripts.benchmark.steps import measure_batches, measure_oracle, measure_steps
+from scripts.benchmark.steps import COMPILING, EAGER, Group, measure_steps
+from scripts.benchmark.trainers import CCT, TRAINED_AS, VIT
 
-MARKDOWN, MARK = "benchmark.md", "benchmark"
+FILE = "benchmark.json"
 LIBRARIES = ("torch", "timm", "numpy", "scipy")
-SECTIONS: Mapping[str, Callable[[Scope, torch.device], list[Group]]] = {
-    "steps": measure_steps,
-    "batches": measure_batches,
-    "oracle": measure_oracle,
-    "detectors": measure_detectors,
-    "parts": measure_parts,
-    "gain": measure_gain,
-    "attention": measure_attention,
-    "pipeline": measure_pipeline,
-    "startup": measure_startup,
+SIZES = {  # model and batch
+    "cpu": (f"cct_2_3x2:128 {CCT}:16 {VIT}:4").split(),
+    "cuda": (f"cct_2_3x2:128 {CCT}:128 {VIT}:128").split(),
 }
-FEWER_ROUNDS = ("batches", "attention", "pipeline", "startup")  # slow, or with little variation
-
-
-def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="benchmark", description=__doc__, usage=argparse.SUPPRESS
-    )
-    options.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
-    options.add_argument("--pairs", type=int, help="interleaved rounds (default: 40)")
-    options.add_argument(
-        "--sizes", nargs="+", default=(), metavar="MODEL:BATCH", help="training steps to time"
-    )
-    options.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    options.add_argument("--quick", action="store_true", help="tiny sizes, for a test")
-    options.add_argument("--compare", metavar="OLD.json", help="print what got slower since")
-    options.add_argument("--page", metavar="FILE.md", help="put the tables on this page as well")
-    options.add_argument("--outputs", default="outputs", help="folder of all runs")
-    return options
+Report = dict[str, Any]  # machine, revision, rounds, load_average, groups
+Key = tuple[str, str, str]  # title of a group, row, column
 
 
 @one_line_errors("benchmark")
 def main() -> None:
-    """Checks the arguments, then measures; writes each section as soon as it is done."""
-    args = parser().parse_args()
+    """Checks the arguments, then measures; writes each size as soon as it is done."""
+    parser = Parser(prog="benchmark", description=__doc__)
+    parser.add_argument("--pairs", type=positive, default=40, help="rounds (default: 40)")
+    parser.add_argument("--sizes", nargs="+", metavar="MODEL:BATCH", help="what to train")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--compare", metavar="OLD.json", help="print what got slower since")
+    parser.add_argument("--outputs", default="outputs", help="folder of all runs")
+    args = parser.parse_args()
     device = resolve_device(args.device, 1)
-    scope = _scope(args, device)
-    machine = _machine(device)
-    folder = Path(args.outputs, "benchmark-quick" if args.quick else "benchmark")
-    path, page = folder / FILE, folder / MARKDOWN
+    sizes = [parse_size(text) for text in args.sizes or SIZES[device]]
+    path = Path(args.outputs, "benchmark", FILE)
     check_writable(path, f"outputs={args.outputs}")
-    if path.exists():
-        check_machine(read_report(path), machine, str(path))
-    earlier = read_report(Path(args.compare)) if args.compare else None
-    if earlier is not None:
-        check_machine(earlier, machine, f"compare={args.compare}", except_for=("versions",))
-    if args.page is not None:
-        check_page(Path(args.page), MARK)
+    before = os.getloadavg()[0]
+    report: Report = {
+        "machine": machine_of(device),
+        "revision": git_revision(),
+        "rounds": args.pairs,
+        "groups": [],
+    }
+    earlier = read_report(Path(args.compare), report) if args.compare else None
     if device == "cpu":
         keep_freed_memory()  # as in training, but before the first model
-    measured: Report = {"machine": machine, "sections": {}}
-    for name in args.sections:
-        print(f"measuring {name}", flush=True)
-        measured["sections"][name] = _section(name, scope, device, args.quick)
-        report = add_groups(path, machine, name, measured["sections"][name])
-        write_text(page, markdown(report))
-    if args.page is not None:
-        put_on_page(Path(args.page), page.read_text(), MARK)
-    slowdowns = [] if earlier is None else slower(earlier, measured)
-    print(page.read_text())
-    print(f"written to {folder}")
-    if args.compare:
-        print("\n".join(slowdowns) or f"nothing got slower than in {args.compare}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for model, batch_size in sizes:
+        say(f"measuring {model}, batch of {batch_size}")
+        compiling = COMPILING if device == "cuda" else (EAGER,)
+        groups = measure_steps(model, batch_size, torch.device(device), compiling)
+        *_, group = islice(groups, args.pairs)
+        report["groups"].append(group)
+        report["load_average"] = [before, os.getloadavg()[0]]
+        write_text(path, json.dumps(report, indent=2) + "\n")
+    say(f"\n{markdown(report)}\nwritten to {path}")
+    if earlier is not None:
+        say("\n".join(slower(earlier, report)) or f"nothing got slower than in {args.compare}")
 
 
-def _scope(args: argparse.Namespace, device: str) -> Scope:
-    scope = QUICK if args.quick else ON_GPU if device == "cuda" else ON_CPU
-    if args.pairs is not None:
-        if args.pairs < 1:
-            raise UserError(f"pairs={args.pairs}: must be 1 or more")
-        scope = dataclasses.replace(scope, pairs=args.pairs)
-    if args.sizes:
-        scope = dataclasses.replace(scope, steps=parse_sizes(args.sizes))
-    return scope
+def parse_size(text: str) -> tuple[str, int]:
+    """Parses MODEL:BATCH; UserError for an unknown model or a batch below 2."""
+    model, _, batch = text.partition(":")
+    if model not in TRAINED_AS:
+        raise UserError(f"sizes={text}: the model must be one of {', '.join(TRAINED_AS)}")
+    if not batch.isdecimal() or int(batch) < 2:
+        raise UserError(f"sizes={text}: must be MODEL:BATCH, with a batch of 2 or more")
+    return model, int(batch)
 
 
-def _machine(device: str) -> dict[str, Any]:
+def machine_of(device: str) -> dict[str, Any]:
     versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     return {
         "hardware": hardware_name(device),
@@ -123,23 +89,100 @@ def _machine(device: str) -> dict[str, Any]:
     }
 
 
-def _section(name: str, scope: Scope, device: str, quick: bool) -> list[Group]:
-    """The groups of a section and their conditions; PlainError if a GPU's memory is too small."""
-    start, before = time.perf_counter(), os.getloadavg()[0]
+def read_report(path: Path, new: Report) -> Report:
+    """Reads an earlier report; UserError if it is none, or of another machine than the new one.
+
+    Versions of libraries may differ: what they change is a reason to compare.
+    """
     try:
-        groups = SECTIONS[name](scope, torch.device(device))
-    except torch.OutOfMemoryError as error:
-        raise PlainError(
-            f"{name}: does not fit into the GPU's memory; earlier results are kept"
-        ) from error
-    measured = {
-        "rounds": scope.few if name in FEWER_ROUNDS else scope.pairs,
-        "quick": quick,
-        "load_average": [round(load, 2) for load in (before, os.getloadavg()[0])],
-        "seconds": round(time.perf_counter() - start, 1),
-        "git_revision": git_revision(),
-    }
-    return [{**group, "measured": measured} for group in groups]
+        report = json.loads(path.read_text())
+        machine, _ = {**report["machine"]}, [*spreads(report)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"compare={path}: is no {FILE}: {first_line(error)}") from error
+    for key, value in new["machine"].items():
+        if key != "versions" and machine.get(key) != value:
+            raise UserError(
+                f"compare={path}: measured with {key} {machine.get(key)}, this is {value}"
+            )
+    return report
+
+
+def spreads(report: Report) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """Yields every time and ratio."""
+    for group in report["groups"]:
+        for name, row in group["rows"].items():
+            for column in ("ms", "ratio"):
+                if column in row:
+                    yield (group["title"], name, column), row[column]
+
+
+def slower(old: Report, new: Report) -> list[str]:
+    """Slowdowns beyond the noise: the confidence intervals of the medians do not overlap.
+
+    Raises UserError if the reports have no figure in common.
+    """
+    old_spreads, new_spreads = dict(spreads(old)), dict(spreads(new))
+    common = [key for key in new_spreads if key in old_spreads]
+    if not common:
+        raise UserError("compare: the earlier run has none of the measured figures")
+    lines = []
+    for title, row, column in common:
+        before, now = old_spreads[title, row, column], new_spreads[title, row, column]
+        if now["interval"][0] > before["interval"][1]:
+            unit = " ms" if column == "ms" else " times plain"
+            change = f"{before['median']:.4g} -> {now['median']:.4g}{unit}"
+            lines.append(f"slower: {title}: {row}: {change}")
+    return lines
+
+
+def _spread(value: Mapping[str, float]) -> str:
+    return f"{_number(value['median'])} ({_number(value['low'])} to {_number(value['high'])})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
+
+
+# column of a row -> heading, formatter
+COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "ms": ("ms", _spread),
+    "ratio": ("to plain", _spread),
+    "images_per_second": ("images/s", _number),
+    "peak_mib": ("peak memory [MiB]", _number),
+    "mixed_samples": ("mixed samples", lambda number: f"{number:.0f}"),
+    "mixed_tokens": ("tokens replaced in each", lambda number: f"{number:.1f}"),
+}
+
+
+def markdown(report: Report) -> str:
+    """The machine, then a table for each size."""
+    machine, (before, after) = report["machine"], report["load_average"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    commit, *dirty = str(report["revision"]).partition("-")
+    head = (
+        f"{machine['hardware']}, {machine['device']}, {machine['threads']} threads; {versions}. "
+        f"{report['rounds']} rounds, load average {before:.1f} before and {after:.1f} after, "
+        f"revision {commit[:12]}{''.join(dirty)}. Medians, with quartiles in brackets."
+    )
+    return "\n\n".join([head, *map(table, report["groups"])]) + "\n"
+
+
+def table(group: Group) -> str:
+    """A group as a Markdown table, and what is left out of it."""
+    rows = group["rows"]
+    shown = [name for name in COLUMNS if any(name in row for row in rows.values())]
+    lines = [f"**{group['title']}** ({group['about']})", ""]
+    lines.append(_line(["", *(COLUMNS[name][0] for name in shown)]))
+    lines.append("|---|" + "---:|" * len(shown))
+    for name, row in rows.items():
+        cells = (COLUMNS[column][1](row[column]) if column in row else "" for column in shown)
+        lines.append(_line([name, *cells]))
+    lines += [f"\nNot timed: {name}: {why}" for name, why in group["left_out"].items()]
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

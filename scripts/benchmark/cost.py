@@ -19,7 +19,6 @@ from reproduction.data.folders import (
     missing_data,
     split_folders,
 )
-from reproduction.models.build import count_macs
 from reproduction.runs.identity import run_hash
 from reproduction.studies.options import add_settings, settings_of
 from reproduction.studies.plan import PlannedRun, plan
@@ -30,16 +29,14 @@ from reproduction.system.terminal import Parser, one_line_errors, positive, say
 from reproduction.training.distributed import resolve_device
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
-from scripts.benchmark.measure import calls_on
-from scripts.benchmark.steps import FLOPS_PER_MAC
-from scripts.benchmark.timing import Spread, Work, spread_of, time_calls, time_in_turns
+from scripts.benchmark.timing import Spread, Work, calls_on, spread_of, time_calls, time_in_turns
 from scripts.benchmark.trainers import as_measured, bare_trainer, random_batch, step_of
 
 SPEEDS = (
     "Medians of several rounds, images/s from the lower to the upper quartile, on synthetic images "
     "on the device; loading and augmentation limit a run if they are slower. HTM mixes every "
-    "sample, the most expensive case. Hours: all epochs, each with its evaluation. EFLOP: 3 x 2 x "
-    "MACs of the plain model x training images. A CPU does not train in float16: float32 instead."
+    "sample, the most expensive case. Hours: all epochs, each with its evaluation. A CPU does not "
+    "train in float16: float32 instead."
 )
 ROUNDS = 5
 FEW_IMAGES, STEP_SECONDS = 2, 2.0  # on a CPU: batch size of the first trial, target time of a step
@@ -49,13 +46,12 @@ FEW_IMAGES, STEP_SECONDS = 2, 2.0  # on a CPU: batch size of the first trial, ta
 class Speed:
     """Images per second in training (median and quartiles) and in evaluation.
 
-    `batch_size` and `macs` (of one image) are those of the measurement.
+    `batch_size` is that of the measurement.
     """
 
     batch_size: int
     training: Spread
     evaluation: float
-    macs: int
 
 
 Speeds = Mapping[str, Speed]  # by speed_key
@@ -127,7 +123,6 @@ def measure_speed(config: Config, device: str, batch_size: int | None = None) ->
         batch_size=size,
         training=speeds["training"],
         evaluation=speeds["evaluation"].median,
-        macs=count_macs(trainer.module.model, trainer.config.model.image_size).total,
     )
 
 
@@ -163,7 +158,6 @@ def speed_table(runs: Sequence[PlannedRun], speeds: Speeds) -> str:
     for run in runs:
         if run.config.seed == 0:
             speed, config = speeds[speed_key(run.config)], run.config
-            flops = FLOPS_PER_MAC * speed.macs * sizes_of(config).train * config.recipe.epochs
             median, low, high = speed.training
             rows.append(
                 {
@@ -174,7 +168,6 @@ def speed_table(runs: Sequence[PlannedRun], speeds: Speeds) -> str:
                     "images/s": f"{median:.4g}",
                     "from..to": f"{low:.4g}..{high:.4g}",
                     "in evaluation": f"{speed.evaluation:.4g}",
-                    "EFLOP": f"{flops / 1e18:.3g}",
                     "hours a run": hours_text(run_hours(config, speed)),
                 }
             )

@@ -1,13 +1,13 @@
-"""What HTM costs piece by piece: its saliency detectors (Table 3), its parts and the gain matrix.
+"""Table 3's latency: the time that a saliency detector adds to a step.
 
-`python -m scripts.benchmark.latency` writes Table 3's latency: the time that a detector adds to a
-step. It times HTM from the detector on, for the inputs of the HTM block in one batch: the saliency,
-the assignment with its transfers to the host and back, and the mixing of tokens, labels and known
-projections. ScoreNet is left out. The saliency by gradient is a forward and a backward pass of the
-whole model in evaluation mode, as in Co-Mixup; otherwise it is layer norm, projection and softmax
-of the next attention. The projection is timed in full, although a training step reuses it in the
-block. Random tokens are paired by attention too, so they cost as much as attention. Differences
-between whole steps would be lost in the noise.
+`python -m scripts.benchmark.latency` writes it beside the runs. It times HTM from the detector on,
+for the inputs of the HTM block in one batch: the saliency, the assignment with its transfers to the
+host and back, and the mixing of tokens, labels and known projections. ScoreNet is left out. The
+saliency by gradient is a forward and a backward pass of the whole model in evaluation mode, as in
+Co-Mixup; otherwise it is layer norm, projection and softmax of the next attention. The projection
+is timed in full, although a training step reuses it in the block. Random tokens are paired by
+attention too, so they cost as much as attention. Differences between whole steps would be lost in
+the noise.
 
 Letters: b batch, c classes, h w image, t tokens.
 """
@@ -16,9 +16,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +36,9 @@ from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
 from reproduction.training.distributed import allow_tf32, resolve_device
 from reproduction.training.evaluate import autocast
-from scripts.benchmark.measure import Group, Scope, calls_on, compare, peak_mib
-from scripts.benchmark.timing import Work, spread_of, time_in_turns
-from scripts.benchmark.trainers import as_measured, precision_on
-from tests.oracle import gain_by_repetition
-from tokenmixup import (
-    HorizontalMix,
-    Rules,
-    TokenMixup,
-    difficulty,
-    gain_matrix,
-    mix_horizontal,
-    optimal_assignment,
-)
+from scripts.benchmark.timing import spread_of, time_in_turns
+from scripts.benchmark.trainers import as_measured
+from tokenmixup import HorizontalMix, TokenMixup, mix_horizontal
 from tokenmixup.contexts import evaluating
 from tokenmixup.detectors import detector_of
 from tokenmixup.passes import BlockPass
@@ -60,7 +48,6 @@ from tokenmixup.saliency import input_gradient
 DETECTORS = ("attention", "gradient", "random")  # the first is the reference of ratios
 CLASSES = 100  # of CIFAR-100
 REPEATS, FEW = 20, 5  # rounds; FEW at smoke scale
-RHO = 0.005  # of the gain matrix alone
 
 
 def measure_latency(
@@ -95,16 +82,6 @@ def measure_latency(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(dataclasses.asdict(measurement), indent=2) + "\n")
     return path
-
-
-def measure_detectors(scope: Scope, device: torch.device) -> list[Group]:
-    """The three detectors, each with assignment and mixing, relative to attention."""
-    configs, precision = detector_configs(Settings()), precision_on(device)
-    works = detector_works(configs, scope.detectors, device, precision)
-    about = f"{precision}, gradient in float32; saliency, assignment and mixing"
-    rows = compare(works, scope.pairs, calls_on(device))
-    title = f"detectors: {configs['attention'].model.name}, batch of {scope.detectors}"
-    return [{"title": title, "about": about, "rows": rows}]
 
 
 def detector_configs(settings: Settings) -> dict[str, Config]:
@@ -166,80 +143,6 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockPass) -
     for projected in entry.projected:
         mixed.exchange(projected)
     return mixed
-
-
-def measure_parts(scope: Scope, device: torch.device) -> list[Group]:
-    """The parts of HTM with the attention detector, relative to its three stages together."""
-    config, precision = detector_configs(Settings())["attention"], precision_on(device)
-    works = htm_parts(config, scope.detectors, device, precision)
-    about = f"{precision}; all three: saliency, assignment (gain matrix and host), mixing"
-    rows = compare(works, scope.pairs, calls_on(device))
-    title = f"parts of HTM: {config.model.name}, batch of {scope.detectors}"
-    return [{"title": title, "about": about, "rows": rows}]
-
-
-def htm_parts(
-    config: Config, batch_size: int, device: torch.device, precision: str
-) -> dict[str, Work]:
-    """Part -> its work on the input of the HTM block for a batch of random images."""
-    module, images, targets, entry = mixing_batch(config, batch_size, device, precision)
-    htm: Any = module.htm
-    scorenet: Any = module.scorenet
-    block_input = dataclasses.replace(entry)
-    saliency = _autocasting(device, precision, block_input.own_saliency)
-    rho = htm.rho_for(saliency.shape[1])
-    gain = gain_matrix(saliency, rho)
-    donor = optimal_assignment(gain).to(device)
-    easy = torch.zeros(batch_size, device=device)
-    rules = Rules(match=lambda *_: donor)
-    blend = partial(mix_horizontal, tau=1.0, rho=rho, rules=rules)
-    exchange = blend(entry.tokens, targets, saliency, easy).exchange
-    parts: dict[str, Work] = {
-        "all three": lambda: mix(module, images, targets, entry),
-        "saliency": lambda: dataclasses.replace(entry).own_saliency(),
-        "gain matrix": lambda: gain_matrix(saliency, rho),
-        "copy and assignment on the host": lambda: optimal_assignment(gain).to(device),
-        "mixing of tokens and labels": lambda: blend(entry.tokens, targets, saliency, easy),
-        "mixing of projections": lambda: [exchange(y) for y in block_input.projected],
-        "ScoreNet and difficulty": lambda: difficulty(scorenet(entry.tokens), targets),
-    }
-    return {name: partial(_autocasting, device, precision, work) for name, work in parts.items()}
-
-
-def gain_by_broadcast(saliency: Tensor, rho: float) -> Tensor:
-    """Eq. 6 by broadcasting: `b t` -> `b b`, via a `b b t` tensor."""
-    return (saliency[None] - saliency[:, None] - rho).clamp(min=0).sum(dim=2)
-
-
-FORMS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
-    "ours": gain_matrix,
-    "by repetition": gain_by_repetition,
-    "by broadcast": gain_by_broadcast,
-}
-
-
-def measure_gain(scope: Scope, device: torch.device) -> list[Group]:
-    """The forms of the gain matrix, timed twice.
-
-    They run in a new process with the C library's default heap, and with the heap
-    of a training run, which keeps freed memory and so avoids page faults.
-    """
-    about = "float32; in a process of its own, with the C library's heap as it is"
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        stock = pool.submit(_forms, *scope.gain, scope.pairs, device, about).result()
-    kept = _forms(*scope.gain, scope.pairs, device, "float32; freed memory is kept, as in training")
-    kept["title"] += ", memory kept"
-    return [stock, kept]
-
-
-def _forms(b: int, t: int, pairs: int, device: torch.device, about: str) -> Group:
-    generator = torch.Generator().manual_seed(0)
-    saliency = torch.randn(b, t, generator=generator).softmax(dim=1).to(device)
-    works: dict[str, Work] = {name: partial(form, saliency, RHO) for name, form in FORMS.items()}
-    rows = compare(works, pairs, calls_on(device))
-    for name, row in rows.items():
-        row["peak_mib"] = peak_mib(works.get(name, works["ours"]), device)
-    return {"title": f"gain matrix: {b} samples, {t} tokens", "about": about, "rows": rows}
 
 
 @one_line_errors("latency.py")

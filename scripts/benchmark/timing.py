@@ -1,15 +1,19 @@
-"""Timing of callables: interleaved in random order, after warm-up."""
+"""Timing of callables in turns, in random order, after a warm-up; ratios within each round."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import quantile_test
 
 Work = Callable[[], object]
+Row = dict[str, Any]
 
 WARM_UP = 2  # rounds
+CALLS_ON_GPU = 10  # between two synchronisations, as in training, where the host runs ahead
 
 
 class Spread(NamedTuple):
@@ -26,20 +30,36 @@ def spread_of(values: list[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def time_in_turns(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str, list[float]]:
-    """Returns the milliseconds per call of each work in every round, averaged over `calls`.
+def summarize(values: list[float]) -> Row:
+    """Median, quartiles, and the 95 % confidence interval of the median.
+
+    The interval is by order statistics; for fewer than 6 values it is their range.
+    """
+    interval = quantile_test(values, p=0.5).confidence_interval(confidence_level=0.95)
+    ends = [interval.low, interval.high]
+    if np.isnan(ends).any():
+        ends = [min(values), max(values)]
+    return {**spread_of(values)._asdict(), "interval": [float(f"{x:.5g}") for x in ends]}
+
+
+def turns(works: Mapping[str, Work], calls: int = 1) -> Iterator[dict[str, float]]:
+    """Yields the milliseconds per call of each work, averaged over `calls`, round by round.
 
     The order is shuffled in each round, so that no work always follows the same other.
     """
     names = list(works)
-    times: dict[str, list[float]] = {name: [] for name in names}
     rng = np.random.default_rng(0)
-    for round_ in range(-WARM_UP, rounds):
-        for name in map(names.__getitem__, rng.permutation(len(names))):
-            ms = 1000 * time_calls(works[name], calls) / calls
-            if round_ >= 0:
-                times[name].append(ms)
-    return times
+    for round_ in range(-WARM_UP, 2**31):
+        order = [names[i] for i in rng.permutation(len(names))]
+        times = {name: 1000 * time_calls(works[name], calls) / calls for name in order}
+        if round_ >= 0:
+            yield {name: times[name] for name in names}
+
+
+def time_in_turns(works: Mapping[str, Work], rounds: int, calls: int = 1) -> dict[str, list[float]]:
+    """Returns the milliseconds of each work in every round."""
+    times = [*islice(turns(works, calls), rounds)]
+    return {name: [each[name] for each in times] for name in works}
 
 
 def time_calls(work: Work, calls: int = 1) -> float:
@@ -56,3 +76,18 @@ def synchronize() -> None:
     """Waits for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def calls_on(device: torch.device) -> int:
+    """Number of calls on this device per reading of the clock."""
+    return CALLS_ON_GPU if device.type == "cuda" else 1
+
+
+def peak_mib(work: Work) -> float:
+    """Peak memory of torch's tensors on the GPU during `work`, beyond that held before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20

@@ -16,7 +16,6 @@ from reproduction.runs.compose import config_of
 from reproduction.runs.folder import RunFolder
 from reproduction.training.distributed import World, allow_tf32
 from reproduction.training.loop import MicroBatch, Trainer
-from tests.oracle import Oracle
 
 CCT, VIT = "cct_7_3x1", "vit_base_patch16_224"
 # model -> data set, recipe, classes
@@ -61,14 +60,6 @@ def sharp_trainer(config: Config, device: torch.device, shared: nn.Module | None
     with torch.no_grad():
         for block in model.blocks if shared is None else ():
             block.attn.qkv.weight.mul_(SHARPNESS[name])
-    return trainer
-
-
-def oracle_trainer(config: Config, device: torch.device) -> Trainer:
-    """A `sharp_trainer` that trains with the oracle, in torch's default memory format."""
-    trainer = sharp_trainer(config, device)
-    trainer.module.to(memory_format=torch.contiguous_format)
-    trainer.parallel = Oracle(trainer.module)
     return trainer
 
 

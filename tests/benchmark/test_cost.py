@@ -17,7 +17,7 @@ from scripts.benchmark.cost import (
 )
 from scripts.benchmark.timing import Spread
 
-SPEED = Speed(batch_size=2, training=Spread(100.0, 90.0, 110.0), evaluation=400.0, macs=10**9)
+SPEED = Speed(batch_size=2, training=Spread(100.0, 90.0, 110.0), evaluation=400.0)
 
 
 def test_hours_count_every_epoch_with_its_evaluation_and_every_run_once():

@@ -17,7 +17,6 @@ from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import one_line_errors, positive
-from scripts.benchmark.report import check_page, put_on_page
 from tests.chaos.files import harm_files
 from tests.chaos.folder import contend, fill_disk
 from tests.chaos.kills import Moments, kill_ranks, kill_runs
@@ -113,6 +112,28 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     head = list(rows[0])
     lines = [head, ["---"] * len(head), *([str(row.get(key, "")) for key in head] for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def check_page(path: Path, mark: str) -> None:
+    """Raises UserError unless the page has the marks between which the tables go."""
+    _page_with(path, "", mark)
+
+
+def put_on_page(path: Path, text: str, mark: str) -> None:
+    """Replaces the text between `<!-- mark: begin -->` and `<!-- mark: end -->` on a page."""
+    write_text(path, _page_with(path, text, mark))
+
+
+def _page_with(path: Path, text: str, mark: str) -> str:
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    try:
+        before, has_begin, rest = path.read_text().partition(begin)
+    except OSError as error:
+        raise UserError(f"page={path}: {error.strerror}") from error
+    _, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        raise UserError(f"page={path}: has no {begin} and {end}")
+    return f"{before}{begin}\n{text}{end}{after}"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""Timing in turns after a warm-up, ratios and intervals, and peak memory."""
+"""Timing in turns after a warm-up, ratios and intervals."""
 
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from scripts.benchmark import timing
-from scripts.benchmark.measure import compare, peak_mib, summarize
-from scripts.benchmark.timing import WARM_UP, spread_of, time_in_turns
-
-MEGABYTE = torch.zeros(1000, 250)
+from scripts.benchmark.steps import compare
+from scripts.benchmark.timing import WARM_UP, spread_of, summarize, time_in_turns
 
 
 @pytest.fixture
@@ -45,32 +42,22 @@ def test_time_in_turns_drops_warm_up_rounds(clock):
     assert time_in_turns({"a": work}, 2) == {"a": pytest.approx([2.0, 2.0])}
 
 
-def test_compare_takes_ratios_per_round(clock):
-    """The machine slows down every round, but ratios stay constant."""
-    speed = [1.0]
-
-    def plain() -> None:
-        speed[0] *= 1.5
-        clock(speed[0])
-
-    rows = compare({"plain": plain, "both": lambda: clock(3 * speed[0])}, 6)
-    assert list(rows) == ["plain", "plain, again", "both"]
+def test_ratios_are_taken_within_each_round():
+    """The machine becomes slower in every round, but ratios stay constant."""
+    speed = [1.0, 2.0, 4.0]
+    rows = compare({"plain": speed, "plain, again": speed, "HTM": [3 * x for x in speed]})
     assert rows["plain"]["ratio"] == {"median": 1, "low": 1, "high": 1, "interval": [1, 1]}
-    assert rows["plain"]["ms"]["high"] > 3 * rows["plain"]["ms"]["low"]
-    assert rows["plain, again"]["ratio"]["median"] != 1
+    assert rows["HTM"]["ratio"] == {"median": 3, "low": 3, "high": 3, "interval": [3, 3]}
+    assert rows["plain"]["ms"]["interval"] == [1, 4]
 
 
-def test_compare_takes_ratios_to_the_mean_of_baseline_and_twin(clock):
-    works = {"a": lambda: clock(1.0), "a, again": lambda: clock(3.0), "b": lambda: clock(4.0)}
-    rows = compare(works, 3)
-    assert [row["ratio"]["median"] for row in rows.values()] == [1, 3, 2]
-
-
-def test_compare_adds_no_second_twin():
-    calls: list[str] = []
-    works = {name: lambda name=name: calls.append(name) for name in ("a", "a, again", "b")}
-    assert list(compare(works, 2)) == ["a", "a, again", "b"]
-    assert {name: calls.count(name) for name in works} == dict.fromkeys(works, WARM_UP + 2)
+def test_ratios_are_to_the_mean_of_both_plain_steps_that_are_compiled_alike():
+    times = {"plain": [1.0], "plain, again": [3.0], "HTM": [4.0]}
+    how = ", compile=true"
+    compiled = {f"plain{how}": [1.0], f"plain{how}, again": [1.0], f"HTM{how}": [5.0]}
+    rows = compare({**times, **compiled, "HTM, compile=x": [1.0]})
+    assert [row["ratio"]["median"] for row in [*rows.values()][:6]] == [1, 3, 2, 1, 1, 5]
+    assert "ratio" not in rows["HTM, compile=x"]
 
 
 def test_summary_interval_holds_the_median_and_narrows_with_rounds():
@@ -82,20 +69,3 @@ def test_summary_interval_holds_the_median_and_narrows_with_rounds():
 
 def test_spread_of_gives_median_and_quartiles():
     assert spread_of([5, 1, 2, 4, 3]) == (3.0, 2.0, 4.0)
-
-
-def test_peak_mib_counts_simultaneous_allocations():
-    def work() -> None:
-        for _ in range(3):
-            twice = MEGABYTE * 2
-            del twice
-        first = MEGABYTE + 1
-        second = first + 1
-        del first, second
-
-    peak = peak_mib(work, torch.device("cpu"))
-    assert 2_000_000 <= peak * 2**20 < 2_010_000
-
-
-def test_peak_mib_ignores_earlier_allocations():
-    assert peak_mib(lambda: MEGABYTE.add_(1), torch.device("cpu")) < 0.01

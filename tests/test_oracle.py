@@ -6,12 +6,21 @@ tests/tokenmixup/test_attach.py compares complete models with it.
 import pytest
 import torch
 
-from scripts.benchmark.latency import FORMS
-from scripts.benchmark.trainers import oracle_trainer, sharp_trainer, step_config, step_of
+from reproduction.config import Config
+from reproduction.training.loop import Trainer
+from scripts.benchmark.trainers import sharp_trainer, step_config, step_of
 from tests.oracle import Oracle, gain_by_repetition, mix, most_salient
-from tokenmixup import training_loss
+from tokenmixup import gain_matrix, training_loss
 
 CPU = torch.device("cpu")
+
+
+def oracle_trainer(config: Config, device: torch.device) -> Trainer:
+    """A `sharp_trainer` that trains with the oracle, in torch's default memory format."""
+    trainer = sharp_trainer(config, device)
+    trainer.module.to(memory_format=torch.contiguous_format)
+    trainer.parallel = Oracle(trainer.module)
+    return trainer
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.02, float("inf")])
@@ -23,7 +32,7 @@ def test_gain_forms_equal_the_written_out_sum(rho: float):
             expected[i, j] = sum(
                 max(float(d - r) - rho, 0) for d, r in zip(saliency[j], saliency[i], strict=True)
             )
-    for form in FORMS.values():
+    for form in (gain_matrix, gain_by_repetition):
         torch.testing.assert_close(
             form(saliency, rho), expected, atol=1e-6, rtol=1e-5, check_dtype=False
         )
