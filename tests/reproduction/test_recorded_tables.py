@@ -43,7 +43,7 @@ RUNS = {  # folder without "-SEED" -> row; later runs are newer
     "tau-1": "sweep-tau/tau=1",
     "kappa-3": "sweep-kappa/kappa=3",
     "short": "table1/cifar10_htm",  # has other epochs and belongs to no row
-    "broken": "table1/cifar100_htm",  # a summary that contradicts itself
+    "broken": "table1/cifar100_htm",  # lacks an accuracy
 }
 Values = dict[tuple[str, str, str, str], str]
 
