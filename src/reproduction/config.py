@@ -328,7 +328,6 @@ class Config:
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
     devices: Ranks
-    restarts: Whole
     compile: Compile
     resume: Literal["never", "auto"]
     name: RunName | None

@@ -190,7 +190,6 @@ def test_user_errors_within_ranks_end_in_one_line(
     [
         (["devices=4"], "devices=4: torchrun has started 2 ranks"),
         (["-m", "seed=0,1"], "without torchrun"),
-        (["restarts=2"], "--max-restarts=2"),
     ],
 )
 def test_options_that_contradict_torchrun_are_refused(tmp_path, monkeypatch, capsys, args, message):
@@ -219,12 +218,12 @@ def test_ranks_stop_after_the_same_step_and_resume_also_after_a_kill(
     assert len(result.lines) == 1
     mine = RunFolder(tmp_path / "outputs/mine")
     assert torch.load(mine.last_path, weights_only=True)["step"] < 35
-    resumed = ("name=mine", "resume=auto", "restarts=1", often)
-    at_step(monkeypatch, 35, partial(kill_once, "1"))
-    result = command("train", *resumed, *MIXING)
-    assert result.status == 0, result.err
-    (line,) = result.lines
-    assert line.startswith("restart 1 of 1: all ranks resume after step 3")
+    resumed = ("name=mine", "resume=auto", often)
+    with monkeypatch.context() as patch:
+        at_step(patch, 35, partial(kill_once, "1"))
+        killed = command("train", *resumed, *MIXING)
+    assert killed.status == 1 and "rank 1: killed by SIGKILL" in killed.lines[-1]
+    assert command("train", *resumed, *MIXING).status == 0
     (undisturbed,) = (mixing_runs / "outputs").glob("*-s0-*")
     assert differences(mine, RunFolder(undisturbed)) == []
 
@@ -281,7 +280,7 @@ def test_killed_ranks_are_described_by_their_signal():
     ("sign", "more"),
     [
         (signal.SIGINT, ["dataset.workers=2"]),
-        (signal.SIGTERM, ["devices=2", "restarts=1"]),
+        (signal.SIGTERM, ["devices=2"]),
     ],
     ids=["SIGINT, one process", "SIGTERM, two ranks"],
 )

@@ -134,9 +134,3 @@ def test_run_without_an_option_that_has_no_default_is_another_run(tmp_path: Path
     folder.config_path.write_text(text.replace("  max_steps: null\n", ""))
     with pytest.raises(UserError, match=r"recipe\.max_steps=None instead of no value; choose"):
         folder.check(config)
-
-
-def test_restarts_need_several_devices(command: Command):
-    result = command("train", "restarts=2", *SMALL)
-    assert result.status == 2
-    assert "restarts=2: with devices=1" in result.lines[-1] and "allowed is 0" in result.lines[-1]

@@ -25,7 +25,6 @@ from reproduction.config import (
 from reproduction.data.folders import DATASETS, IMAGE_FOLDERS, missing_data
 from reproduction.runs.identity import without_removed
 from reproduction.system.errors import UserError, in_one_line
-from reproduction.system.ranks import launched_ranks
 from tokenmixup import HTM, VTM
 
 LONGEST = 200  # characters of a value in an error line
@@ -151,7 +150,6 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
                 f"{config.recipe.epochs}, or null to mix in all epochs"
             )
         yield from _recipe_problems(config.recipe, config.devices)
-        yield from _restart_problems(config)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)
     yield from _dataset_problems(config.dataset, needs_data)
@@ -233,16 +231,6 @@ def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
     for key, lr in (("min_lr", recipe.min_lr), ("warmup_lr", warmup_lr)):
         if lr > recipe.lr:
             yield f"recipe.{key}={lr}: must not exceed the peak recipe.lr={recipe.lr}"
-
-
-def _restart_problems(config: Config) -> Iterator[str]:
-    if config.restarts and launched_ranks() is not None:
-        yield f"restarts={config.restarts}: use torchrun --max-restarts={config.restarts} instead"
-    elif config.restarts and config.devices == 1:
-        yield (
-            f"restarts={config.restarts}: with devices=1 no other process can restart the run, "
-            "allowed is 0"
-        )
 
 
 def _transform_problems(transforms: Transforms) -> Iterator[str]:

@@ -209,23 +209,20 @@ def _reporting_lost_peers() -> Iterator[None]:
         raise RankFailed(f"another rank is gone ({first_line(error)})") from error
 
 
-def on_ranks(
-    function: Callable[[Settings], Result], devices: int, max_restarts: int = 0
-) -> Callable[[Settings], Result]:
+def on_ranks(function: Callable[[Settings], Result], devices: int) -> Callable[[Settings], Result]:
     """Returns the function itself if this is a rank, else what runs it on `devices` new ranks."""
     if devices == 1 or launched_ranks() is not None:
         return function
-    return partial(_run_on_new_ranks, function, devices, max_restarts)
+    return partial(_run_on_new_ranks, function, devices)
 
 
 def _run_on_new_ranks(
-    function: Callable[[Settings], Result], devices: int, max_restarts: int, settings: Settings
+    function: Callable[[Settings], Result], devices: int, settings: Settings
 ) -> Result:
     """Returns the first rank's result.
 
-    If a new rank fails or is killed, torch's elastic launcher
-    restarts all of them, at most `max_restarts` times. UserError and Stopped are raised as such,
-    any other error as RankFailed. The launcher's signal handlers stay set.
+    If a rank fails or is killed, torch's elastic launcher ends the others. UserError and Stopped
+    are raised as such, any other error as RankFailed. The launcher's signal handlers stay set.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -241,7 +238,7 @@ def _run_on_new_ranks(
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=max_restarts,
+        max_restarts=0,
         start_method=START_METHOD,
         logs_specs=DefaultLogsSpecs(logs.name),
         **{key: value for key, value in SIGNAL_SETTINGS.items() if hasattr(LaunchConfig, key)},

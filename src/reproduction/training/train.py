@@ -79,7 +79,7 @@ def run_training(config: Config) -> dict[str, Any]:
             if folder.is_finished():
                 return folder.read_summary()
             with handling(stop_at_once), _recording_end(config):
-                return on_ranks(train, config.devices, config.restarts)(config)
+                return on_ranks(train, config.devices)(config)
     except RunInterrupted as interrupted:
         if isinstance(interrupted.__cause__, Stopped):
             forward_signal(interrupted.__cause__.signum)
