@@ -20,21 +20,13 @@ def main() -> None:
     parser.add_argument(
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
     )
-    parser.add_argument(
-        "--upgrade", action="store_true", help="first add what runs of earlier revisions lack"
-    )
     args = parser.parse_args()
     if args.plot is not None and args.plot.suffix != ".png":
         raise UserError(f"plot={args.plot}: must end in .png")
-    from reproduction.runs.folder import RunFolder
-    from reproduction.studies.runs import read_runs, upgrade
+    from reproduction.studies.runs import read_runs
     from reproduction.studies.sweeps import draw_runs, runs_table
 
     runs = read_runs(*args.folders)
-    if args.upgrade:
-        paths = runs.path[runs.status == "finished"]
-        say(f"{sum(upgrade(RunFolder(path)) for path in paths)} runs upgraded")
-        runs = read_runs(*args.folders)
     table = runs_table(runs, args.against)
     say("\n".join(table.lines()))
     if args.csv:

@@ -17,13 +17,11 @@ import pytest
 import yaml
 
 from reproduction.config import Config
-from reproduction.runs.folder import RunFolder
 from reproduction.studies.latency import read_latency
 from reproduction.studies.plan import Point
 from reproduction.studies.results import study_table
-from reproduction.studies.runs import read_runs, upgrade
+from reproduction.studies.runs import read_runs
 from reproduction.studies.study import papers_studies
-from reproduction.system.errors import UserError
 from tests.reproduction.tables import points_at
 
 EPOCHS = 310  # of every stored run
@@ -61,7 +59,7 @@ def points() -> list[Point]:
 
 @pytest.fixture(scope="module")
 def outputs(points: list[Point], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stored runs with their configurations, upgraded where they have metrics."""
+    """The stored runs with their configurations."""
     outputs = tmp_path_factory.mktemp("recorded") / "outputs"
     shutil.copytree(FIXTURES / "runs", outputs)
     configs, order = {point.label: point.config for point in points}, list(RUNS)
@@ -73,16 +71,7 @@ def outputs(points: list[Point], tmp_path_factory: pytest.TempPathFactory) -> Pa
         text = yaml.safe_dump(dataclasses.asdict(config))
         summary.with_name("config.yaml").write_text(text)
         os.utime(summary, (order.index(name), order.index(name)))
-    for folder in outputs.glob("*/metrics.jsonl"):
-        upgrade_or_not(folder.parent)
     return outputs
-
-
-def upgrade_or_not(folder: Path) -> None:
-    try:
-        upgrade(RunFolder(folder))
-    except UserError as error:  # htm-2 has a damaged line
-        assert "metrics.jsonl: " in str(error)
 
 
 def recorded() -> Values:

@@ -12,13 +12,13 @@ from reproduction.commands.jobs import resolve
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.publish import publish
-from reproduction.studies.runs import left, newest, read_runs, read_store, state_text, upgrade
+from reproduction.studies.runs import left, newest, read_runs, read_store, state_text
 from reproduction.studies.sweeps import draw_runs, runs_table
 from reproduction.studies.tables import Table, value_text
 from reproduction.system.errors import UserError
 from scripts import runs as script
 from tests.reproduction.conftest import SMALL, Command, config_of
-from tests.reproduction.tables import set_time, write_metrics, write_run
+from tests.reproduction.tables import set_time, write_run
 
 PLAIN = ["augmentation=[]"]
 
@@ -75,24 +75,7 @@ def test_newest_finished_run_of_a_seed_counts(tmp_path: Path):
     assert state_text(open_run) == "failed after epoch 28 of 28"
 
 
-def test_upgrade_adds_mixing_and_accuracies_once(tmp_path: Path):
-    run = write_run(tmp_path, config_of(), images=12800, steps=100)
-    summary = json.loads((run / "summary.json").read_text())
-    for key in ("log", "mixed_share", "mixed_samples"):
-        del summary[key]
-    (run / "summary.json").write_text(json.dumps(summary))
-    set_time(run, 7)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: holds no batches"):
-        upgrade(RunFolder(run))
-    write_metrics(run / "metrics.jsonl", [[(0, 0, 4.0)], [(32, 10, 2), (96, 2, 1)]])
-    assert upgrade(RunFolder(run)) and not upgrade(RunFolder(run))
-    (row,) = read_runs(tmp_path).itertuples()
-    assert (row.mixed_samples, row.mixed_tokens) == (64, (32 * 10 + 96 * 2) / 128)
-    assert row.mixed_share == round((0 + 32 + 96) / 3 / 128, 4)
-    assert [line["epoch"] for line in row.log] == [1, 2] and row.written == 7
-
-
-def test_training_writes_what_upgrade_digs_out(command: Command, tmp_path: Path):
+def test_training_writes_what_it_mixed_and_its_evaluated_epochs(command: Command, tmp_path: Path):
     """And the same after an interruption: see test_checkpoints.py for exact resuming."""
     args = [*SMALL, "augmentation.htm.tau=inf", "recipe.epochs=3", "recipe.evaluate_every=2"]
     assert command("train", "name=mine", *args).status == 0
@@ -100,12 +83,11 @@ def test_training_writes_what_upgrade_digs_out(command: Command, tmp_path: Path)
     written = run.read_summary()
     assert written["mixed_share"] == 1 and written["mixed_samples"] == 20
     assert [line["epoch"] for line in written["log"]] == [2, 3]
-    del written["log"]
-    run.summary_path.write_text(json.dumps(written))
-    assert upgrade(run)
-    dug = run.read_summary()
-    assert dug["mixed_tokens"] == pytest.approx(written["mixed_tokens"])
-    assert (dug["mixed_share"], dug["mixed_samples"]) == (1, 20)
+    steps, _ = run.read_metrics()
+    last = [line for line in steps if line["epoch"] == 3]
+    tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
+    mixed = sum(line["mixed_samples"] for line in last)
+    assert written["mixed_tokens"] == pytest.approx(tokens / mixed)
 
 
 @pytest.mark.usefixtures("unevaluated")
@@ -121,7 +103,7 @@ def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, 
     for changes, reason in (
         ({"status": "interrupted"}, "run=mine: is not finished"),
         ({"steps": 9}, r"last\.pt: is not from the last step of the run"),
-        ({"mixed_share": ...}, r"lacks .*mixed_share.*; python scripts/runs\.py --upgrade adds"),
+        ({"mixed_share": ...}, "lacks .*mixed_share"),
     ):
         changed = {key: x for key, x in {**summary, **changes}.items() if x is not ...}
         run.summary_path.write_text(json.dumps(changed))

@@ -120,8 +120,7 @@ def _result(source: RunFolder, saved: dict[str, Any], shown: dict[str, Any]) -> 
             "log": summary["log"],
         }
     except (KeyError, TypeError) as error:
-        hint = "python scripts/runs.py --upgrade adds what earlier revisions lack"
-        raise UserError(f"{source.path}: lacks {first_line(error)}; {hint}") from error
+        raise UserError(f"{source.path}: lacks {first_line(error)}") from error
 
 
 def _study_of(key: str, results: Path) -> str:

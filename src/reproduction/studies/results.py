@@ -255,7 +255,7 @@ def provenance(table: pd.DataFrame, runs: pd.DataFrame) -> str:
     if any(revision.endswith("-dirty") for revision in revisions):
         text += "; -dirty: the code differs from the revision"
     if counted.log.isna().any():
-        text += "; some have no mixing, python scripts/runs.py --upgrade adds it"
+        text += "; some were trained by an earlier revision, which did not write what was mixed"
     return f"{text}."
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -158,38 +157,6 @@ def stack_of(settings: Mapping[str, Any]) -> str:
     """Returns the augmentations of a run, such as `mixup+htm`, or `none`."""
     used = [x for x in STACK if any(key.startswith(f"augmentation.{x}.") for key in settings)]
     return "+".join(used) or "none"
-
-
-def upgrade(folder: RunFolder) -> bool:
-    """Adds what training has written into summary.json since 0.2.0, from metrics.jsonl.
-
-    Returns whether it did: not for runs that have it or are not finished. UserError if the metrics
-    cannot be read.
-    """
-    summary = folder.read_summary()
-    if summary.get("status") != "finished" or "log" in summary:
-        return False
-    steps, epochs = folder.read_metrics()
-    steps = [line for line in steps if not line.get("skipped")]
-    if not steps:
-        raise UserError(f"{folder.metrics_path}: holds no batches")
-    time = folder.summary_path.stat().st_mtime
-    try:
-        last = [line for line in steps if line["epoch"] == steps[-1]["epoch"]]
-        mixed = [line["mixed_samples"] for line in last]
-        tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
-        size = summary["images"] / summary["steps"] if "images" in summary else None
-        mean = sum(line["mixed_samples"] for line in steps) / len(steps)
-        folder.write_summary(
-            mixed_samples=sum(mixed) / len(last),
-            mixed_tokens=tokens / sum(mixed) if sum(mixed) else None,
-            mixed_share=None if size is None else round(mean / size, 4),
-            log=epochs,
-        )
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
-    os.utime(folder.summary_path, (time, time))  # the newest run of a seed counts
-    return True
 
 
 def read_store(folder: Path) -> pd.DataFrame:
