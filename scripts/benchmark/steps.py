@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reproduction.models.build import attention_kernel
 from reproduction.system.errors import PlainError, first_line
-from reproduction.training.evaluate import autocast
 from reproduction.training.loop import Trainer
 from scripts.benchmark.timing import Row, calls_on, peak_mib, summarize, turns
 from scripts.benchmark.trainers import Step, precision_on, sharp_trainer, step_config, step_of
@@ -114,9 +112,7 @@ def check_against_eager(trainer: Trainer, step: Step, batch_size: int) -> float:
 
 
 def conditions(trainer: Trainer) -> str:
-    """Precision, dropout, attention and optimiser, in words."""
+    """Precision, dropout and optimiser, in words."""
     config, recipe = trainer.config.model, trainer.recipe
     dropout = [f"{name} {value}" for name, value in vars(config).items() if "drop" in name]
-    with autocast(trainer.world.device, recipe.precision):
-        kernel = attention_kernel(trainer.module.model, config.image_size)
-    return ", ".join([recipe.precision, *dropout, f"attention {kernel}", recipe.optimizer])
+    return ", ".join([recipe.precision, *dropout, recipe.optimizer])

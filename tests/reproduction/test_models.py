@@ -9,7 +9,6 @@ from timm.layers import DropPath, PatchDropout
 from torch import nn
 
 from reproduction.models.build import (
-    attention_kernel,
     build_model,
     build_module,
     count_macs,
@@ -171,28 +170,3 @@ def test_kappa_above_the_number_of_tokens_is_refused():
     config_of(*small, "augmentation.vtm.kappa=16")
     with pytest.raises(UserError, match=r"vtm.kappa=17: cct_2_3x2 has 16 tokens"):
         config_of(*small, "augmentation.vtm.kappa=17")
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "kernel"),
-    [
-        ("cct_2_3x2", ["model.attn_drop=0"], "flash"),
-        ("cct_2_3x2", ["model.attn_drop=0.1"], "composed"),  # the CPU kernel has no dropout
-        ("resnet18", [], None),
-        ("resnet18", ["model.name=sk", "model.architecture=skresnet18"], None),
-        (
-            "resnet18",
-            [
-                *("model.name=b32", "model.package=torchvision", "model.architecture=vit_b_32"),
-                "model.image_size=224",
-            ],
-            "flash",
-        ),
-    ],
-)
-def test_attention_kernel_is_detected(name: str, overrides: list[str], kernel: str | None):
-    config = config_of(f"model={name}", "augmentation=[]", *overrides)
-    model = build_model(config.model, 10)
-    modes = [part.training for part in model.modules()]
-    assert attention_kernel(model, config.model.image_size) == kernel
-    assert [part.training for part in model.modules()] == modes

@@ -65,7 +65,6 @@ SUMMARY_KEYS = {
     "top5_best",
     "parameters",
     "macs",
-    "attention",
     "seconds",
     "images_per_second",
     "threads",

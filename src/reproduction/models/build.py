@@ -1,7 +1,6 @@
 """Builds models from their configuration, compiles them and measures their properties."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 from timm.layers import Attention
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from reproduction.config import CCT as CCTConfig
@@ -23,7 +21,7 @@ from reproduction.models.names import State
 from reproduction.models.weights import matching_state, read_weights
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import keep_freed_memory
-from tokenmixup import TokenMixup, attach, find_encoder, why_not
+from tokenmixup import TokenMixup, attach
 from tokenmixup.contexts import evaluating
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -154,35 +152,6 @@ def count_macs(model: nn.Module, image_size: int) -> Macs:
     flops = counter.get_flop_counts()["Global"]
     with_weights = sum(n for operation, n in flops.items() if operation in WITH_WEIGHTS)
     return Macs(counter.get_total_flops() // 2, with_weights // 2)
-
-
-def attention_kernel(model: nn.Module, image_size: int) -> str | None:
-    """Returns the attention kernel of training: `flash`, `efficient`, `cudnn` or `composed`.
-
-    It depends on device, precision (the caller's autocast), head width and dropout. None for models
-    that TokenMixup does not support.
-    """
-    if why_not(model) is not None:
-        return None
-    image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
-    with evaluating(model), torch.no_grad(), _Operations() as operations:
-        for block in find_encoder(model).blocks:
-            block.attn.training = True  # but not its sub-modules, as normalisation
-        model(image)
-    matches = map(re.compile(r"_scaled_dot_product_([a-z]+)_").match, operations.names)
-    return next((match[1] for match in matches if match), "composed")
-
-
-class _Operations(TorchDispatchMode):
-    """Records the names of dispatched operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] | None:

@@ -21,7 +21,6 @@ from reproduction.data.build import (
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, build_source, report_other_files
 from reproduction.models.build import (
-    attention_kernel,
     build_module,
     count_macs,
     count_parameters,
@@ -55,7 +54,6 @@ from reproduction.training.endings import (
     record_failure,
     stop_at_once,
 )
-from reproduction.training.evaluate import autocast
 from reproduction.training.loggers import Logs, build_logs
 from reproduction.training.loop import Trainer
 
@@ -231,8 +229,6 @@ def _warn_about_settings(config: Config, trainer: Trainer) -> None:
 def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
     model, device = trainer.module.model, trainer.world.device
-    with autocast(device, config.recipe.precision):
-        kernel = attention_kernel(model, config.model.image_size)
     earlier = trainer.folder.read_summary() if trainer.step > 0 else {}
     numbers = _htm_numbers(config, trainer)
     return {
@@ -240,7 +236,6 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         **({"htm": numbers} if numbers else {}),
         "parameters": count_parameters(trainer.module),
         "macs": count_macs(model, config.model.image_size).total,
-        "attention": kernel,
         "seed": config.seed,
         "devices": config.devices,
         "initial_weights": trainer.initial_weights or earlier.get("initial_weights"),
