@@ -297,7 +297,6 @@ class Checkpoint:
 
     every_epochs: Count | None = None
     every_minutes: Positive | None = 10.0
-    every_steps: Count | None = None
     keep: Count = 2
 
 

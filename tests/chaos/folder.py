@@ -80,7 +80,7 @@ def small_disk(root: Path) -> Iterator[Disk]:
 
 def fill_disk(place: Place) -> Outcome:
     """Fills the disk under a run, checks the folder, frees the disk and resumes the run."""
-    args, name = ("checkpoint.every_steps=3", "recipe.epochs=6"), "full"
+    args, name = ("checkpoint.every_minutes=1e-6", "recipe.epochs=6"), "full"
     undisturbed = replace(place, root=place.root.with_name("disk-whole"))
     undisturbed.clear()
     failures = undisturbed.finish("whole", *args)

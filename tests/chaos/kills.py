@@ -54,7 +54,7 @@ def kill_runs(place: Place, kills: int, moments: Moments) -> Outcome:
     runs = 0
     while len(done) < kills and not failures and not moments.are_over():
         variant = VARIANTS[runs % len(VARIANTS)]
-        args = ("checkpoint.every_steps=3", "dataset.workers=2", f"seed={runs}", *variant)
+        args = ("checkpoint.every_minutes=1e-6", "dataset.workers=2", f"seed={runs}", *variant)
         most = min(KILLS_OF_A_RUN, kills - len(done))
         done += _killed(place, f"killed-{runs}", args, most, moments)
         failures += _compared(place, f"killed-{runs}", f"whole-{runs}", args)
@@ -83,7 +83,7 @@ def _killed(
 
 def kill_ranks(place: Place, kills: int, moments: Moments) -> Outcome:
     """Kills single ranks of a run that torchrun restarts."""
-    args = ("checkpoint.every_steps=3", "dataset.workers=1", "recipe.epochs=16")
+    args = ("checkpoint.every_minutes=1e-6", "dataset.workers=1", "recipe.epochs=16")
     done: list[Kill] = []
     launcher = (*TORCHRUN, f"--max-restarts={kills}")
     with place.started("ranks", *args, launcher=launcher) as process:

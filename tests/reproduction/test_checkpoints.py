@@ -25,9 +25,9 @@ from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import MIXED, assert_same_result
 
-# 2 epochs of 3 steps: checkpoints after steps 2, 3 (end of epoch), 4, 6, and 6 when evaluated.
+# 2 epochs of 3 steps: checkpoints after steps 1, 2, 3, 3 (end of epoch), 4, 5, 6, 6 (evaluated).
 PLAIN = "recipe.transforms.erasing_prob=0"  # so that the second epoch is the better one
-SAVING = (*MIXED, PLAIN, *SMALL, "checkpoint.every_steps=2", "checkpoint.keep=3")
+SAVING = (*MIXED, PLAIN, *SMALL, "checkpoint.every_minutes=1e-6", "checkpoint.keep=3")
 KILLED = 9
 
 
@@ -94,10 +94,10 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int)
 
 
 def test_checkpoints_are_written_within_epochs_and_the_newest_are_kept(undisturbed: RunFolder):
-    assert steps_of(undisturbed) == [6, 6, 4]
+    assert steps_of(undisturbed) == [6, 6, 5]
     states = [torch.load(path, weights_only=True) for path in undisturbed.checkpoints()]
     assert [state["epoch"] for state in states] == [2, 1, 1]
-    assert [state["images"] for state in states] == [120, 120, 80]
+    assert [state["images"] for state in states] == [120, 120, 100]
     speed = 120 / states[0]["train_seconds"]
     assert undisturbed.read_summary()["images_per_second"] == pytest.approx(speed, abs=0.1)
 
@@ -223,15 +223,15 @@ class Ranks:
 
 def test_ranks_save_after_the_same_steps_by_the_clock_of_rank_0(monkeypatch):
     ranks = Ranks(monkeypatch)
-    settings = Checkpoint(every_minutes=1.0, every_steps=5)
+    settings = Checkpoint(every_minutes=1.0)
     both = [Agreement(World(rank, 2, torch.device("cpu")), settings) for rank in (0, 1)]
     both[1].saved_at = -1000.0  # its own clock does not count
     saved: list[list[int]] = [[], []]
     for step in range(1, 11):
         ranks.now = 21.0 * step
         for rank, agreement in enumerate(both):
-            agreement.update(step)
+            agreement.update()
             if agreement.to_save:
                 saved[rank].append(step)
                 agreement.note_saved()
-    assert saved[0] == saved[1] == [4, 5, 9, 10]  # a minute has passed at steps 3 and 8
+    assert saved[0] == saved[1] == [4, 8]  # a minute has passed at steps 3 and 7

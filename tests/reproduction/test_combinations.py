@@ -49,7 +49,7 @@ CHOICES: dict[str, list[Any]] = {
     "recipe.evaluate_every": [1, 2],
     "recipe.transforms.auto_augment": ["null", "rand-m9-mstd0.5-inc1", "3a"],
     "recipe.transforms.erasing_mode": ["const", "rand", "pixel"],
-    "checkpoint.every_steps": ["null", 1, 2],
+    "checkpoint.every_minutes": ["null", 1e-6],  # after every step
     "checkpoint.keep": [1, 2],
 }
 

@@ -135,7 +135,7 @@ def test_rows_of_the_paper_have_experiments_that_state_the_printed_values():
         "compile=true",
         "logger=wandb",
         "dataset.workers=3",
-        "checkpoint.every_steps=3",
+        "checkpoint.every_minutes=3",
         "model.checkpoint_blocks=true",
         "augmentation.htm.layer=[1]",
     ],

@@ -85,6 +85,7 @@ def test_new_option_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path)
 def test_runs_with_keys_of_earlier_revisions_are_found_and_read():
     older = plain() | {"restarts": 3}
     older["augmentation"]["htm"]["non_finite"] = "fail"
+    older["checkpoint"]["every_steps"] = 3
     assert hash_of(older) == hash_of(plain())
     assert parse.parse_saved(older, needs_data=False) == parse.parse_saved(plain())
     older["augmentation"]["htm"]["non_finite"] = "skip"

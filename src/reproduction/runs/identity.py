@@ -21,7 +21,11 @@ NOT_IDENTITY = (
 # Key -> its first default, if the schema now has another one: what configurations without it mean.
 FIRST_DEFAULTS: dict[str, Any] = {"augmentation.htm.tau": 2.0, "augmentation.htm.rho": 0.005}
 # Key of earlier revisions -> its value in a run that the present code trains as they did.
-REMOVED: dict[str, Any] = {"restarts": 0, "augmentation.htm.non_finite": "fail"}
+REMOVED: dict[str, Any] = {
+    "restarts": 0,
+    "checkpoint.every_steps": None,
+    "augmentation.htm.non_finite": "fail",
+}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -200,13 +200,12 @@ class Agreement:
             end.daemon = True
             end.start()
 
-    def update(self, step: int) -> None:
+    def update(self) -> None:
         """Decides after a step; all ranks have to call it and reach the same decision."""
         if self.to_stop:
             return
         self.to_stop, is_late = self._own_request() if self.is_alone else self._common_request()
-        every = self.settings.every_steps
-        self.to_save = bool(is_late) or (every is not None and step % every == 0)
+        self.to_save = bool(is_late)
 
     def _stop_waiting(self) -> None:
         if self.is_alone and self.is_waiting and self.requested:

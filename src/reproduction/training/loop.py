@@ -284,7 +284,7 @@ class Trainer:
     def _agree(self) -> None:
         """Decides with all ranks whether to stop or to save; raises Stopped."""
         self.saver.check()
-        self.agreement.update(self.step)
+        self.agreement.update()
         if self.agreement.to_stop:
             raise Stopped(self.agreement.to_stop)
 
