@@ -282,7 +282,6 @@ class Recipe:
     label_smoothing: Rate
     precision: Literal["float32", "bf16", "float16"]
     tf32: Flag
-    non_finite: Literal["fail", "skip"]
     log_every: Count
     evaluate_every: Count
     transforms: Transforms

@@ -31,7 +31,6 @@ from tests.gpu.cases import (
     EVERY_STACK,
     LAYERS,
     NO_DROPOUT,
-    SKIP,
     SMALL,
     TINY_CASES,
     DrawnOnHost,
@@ -158,9 +157,8 @@ def parameters(trainer: Trainer) -> Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.module.parameters()])
 
 
-@pytest.mark.parametrize("settings", [("float16",), ("bf16", SKIP)], ids=str)
-def test_a_step_that_is_not_finite_changes_nothing(device: torch.device, settings: tuple[str, ...]):
-    trainer = small_trainer(device, BOTH, *settings)
+def test_a_step_that_is_not_finite_changes_nothing_in_float16(device: torch.device):
+    trainer = small_trainer(device, BOTH, "float16")
     steps_of(trainer, 6, 1)
     before = parameters(trainer)
     poison = trainer.module.model.register_forward_hook(lambda m, a, out: out * float("nan"))

@@ -45,7 +45,6 @@ CHOICES: dict[str, list[Any]] = {
     "recipe.clip_grad_norm": ["null", 1.0],
     "recipe.ema_decay": ["null", 0.9],
     "recipe.precision": ["float32", "bf16", "float16"],
-    "recipe.non_finite": ["fail", "skip"],
     "recipe.evaluate_every": [1, 2],
     "recipe.transforms.auto_augment": ["null", "rand-m9-mstd0.5-inc1", "3a"],
     "recipe.transforms.erasing_mode": ["const", "rand", "pixel"],

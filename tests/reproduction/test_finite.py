@@ -1,4 +1,4 @@
-"""NaN and infinity end a run with an error that names the step, or skip the update."""
+"""NaN and infinity end a run with an error that names the step; float16's scaler skips the step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from reproduction.system.errors import PlainError
-from reproduction.training import metrics
-from reproduction.training.distributed import World
+from reproduction.training import preflight, train
 from reproduction.training.endings import explaining_step
 from reproduction.training.loop import MicroBatch, Trainer, metrics_of
 from reproduction.training.metrics import NonFinite
@@ -23,7 +22,6 @@ from tokenmixup import assignment, passes
 pytestmark = pytest.mark.usefixtures("unevaluated")
 
 CPU = torch.device("cpu")
-SKIP = "recipe.non_finite=skip"
 Poison = Callable[[pytest.MonkeyPatch, Trainer], None]
 
 
@@ -104,84 +102,15 @@ def test_non_finite_values_are_named_with_their_step(part: str, clip: str):
     lines = trainer.metrics.fetch()
     assert [line["step"] for line in trainer.non_finite.writable(lines)] == [1]
     named = "the gradient is not finite" if part == "gradient" else "the loss is nan"
-    with pytest.raises(PlainError, match=f"step 2: {named}; try .* recipe.non_finite=skip"):
+    with pytest.raises(PlainError, match=f"step 2: {named}; try "):
         trainer.non_finite.check(lines)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("part", ["difficulty", "logits", "gradient", "images"])
-def test_skipped_update_changes_nothing(part: str, optimizer: str):
-    """Even in the first step, when the optimiser has no state."""
-    overrides = (SKIP, f"recipe.optimizer={optimizer}", "recipe.clip_grad_norm=1.0")
-    trainer, undisturbed = trainer_of(*overrides), trainer_of(*overrides)
-    for _ in range(2):
-        if part == "images":
-            step(trainer, torch.full((6, 3, 32, 32), torch.nan))
-        else:
-            undo = broken(part, trainer)
-            step(trainer)
-            undo()
-        step(trainer)
-        step(undisturbed)
-    for ours, theirs in zip(
-        trainer.module.parameters(), undisturbed.module.parameters(), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-    assert [line["skipped"] for line in trainer.metrics.fetch()] == [1, 0, 1, 0]
-
-
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_loss_that_is_not_finite_changes_nothing_where_the_scaler_sees_none(
-    optimizer: str, clip: str
-):
-    """In float16 the scaler looks at gradients only, which are finite here."""
-    half = ("recipe.precision=float16", f"recipe.clip_grad_norm={clip}")
-    trainer = trainer_of(SKIP, f"recipe.optimizer={optimizer}", "recipe.ema_decay=0.5", *half)
-    assert trainer.average is not None
-    held = {**trainer.module.state_dict(), **trainer.average.state_dict(prefix="average.")}
-    scale = trainer.scaler.get_scale()
-    for part, skipped in (("difficulty", 1), ("gradient", 1), (None, 0)):
-        before = {name: value.clone() for name, value in held.items()}
-        undo = broken(part, trainer) if part else (lambda: None)
-        step(trainer)
-        undo()
-        same = [torch.equal(held[name], before[name]) for name in held]
-        assert all(same) if skipped else not any(same)
-        assert trainer.scaler.get_scale() == scale / (1 if part == "difficulty" else 2)
-    assert [line["skipped"] for line in trainer.metrics.fetch()] == [1, 1, 0]
-
-
-def test_non_finite_values_on_another_rank_skip_the_update(monkeypatch: pytest.MonkeyPatch):
-    trainer = trainer_of(SKIP)
-    before = [parameter.clone() for parameter in trainer.module.parameters()]
-    monkeypatch.setattr(World, "sum", lambda self, flag: flag.add_(1))
-    step(trainer)
-    for now, old in zip(trainer.module.parameters(), before, strict=True):
-        assert torch.equal(now, old)
-
-
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_skipped_update_keeps_average_and_running_statistics(precision: str):
-    overrides = [SKIP, "recipe.ema_decay=0.75", "recipe.lr=0.1", f"recipe.precision={precision}"]
-    trainer = average_trainer(*overrides)
-    assert trainer.average is not None
-    average = trainer.average.module.state_dict(prefix="average.")
-    held = {**trainer.module.state_dict(), **average}
-    before = {name: value.clone() for name, value in held.items()}
-    for value, skipped in ((torch.nan, 1), (1.0, 0)):
-        trainer.train_step(torch.randn(6, 3, 8, 8) * value, torch.arange(6), 6)
-        assert float(trainer.not_finite) == skipped
-        same = [torch.equal(held[name], before[name]) for name in held]
-        assert all(same) if skipped else not any(same)
-
-
-@pytest.mark.parametrize("rule", ["skip", "fail"])
-@pytest.mark.parametrize("clip", ["null", "1.0"])
-def test_step_skipped_by_the_scaler_is_counted_and_changes_nothing(clip: str, rule: str):
+def test_step_skipped_by_the_scaler_is_counted_and_changes_nothing(clip: str):
     """The loss is finite, the scaled gradient is not; averages and statistics are unchanged."""
     overrides = ["recipe.precision=float16", "recipe.ema_decay=0.75", "recipe.lr=0.1"]
-    overrides += [f"recipe.clip_grad_norm={clip}", f"recipe.non_finite={rule}"]
+    overrides += [f"recipe.clip_grad_norm={clip}"]
     trainer = average_trainer(*overrides)
     assert trainer.average is not None
     average = trainer.average.module.state_dict(prefix="average.")
@@ -202,27 +131,37 @@ def test_step_skipped_by_the_scaler_is_counted_and_changes_nothing(clip: str, ru
     assert counter.state_dict() == {"skipped": 1, "in_a_row": 0}
 
 
-def test_hundred_steps_skipped_by_the_scaler_end_the_run():
-    skipped, lost = ({"step": 9, "loss": x, "skipped": 1} for x in (1.0, torch.nan))
-    counter = NonFinite(skips=False, scales=True)
-    counter.check([skipped] * 99)
+def test_a_hundred_steps_in_a_row_skipped_by_the_scaler_end_the_run():
+    skipped, good, lost = (
+        {"step": 9, "loss": loss, "skipped": flag}
+        for loss, flag in ((1.0, 1), (1.0, 0), (torch.nan, 1))
+    )
+    counter = NonFinite(scales=True)
+    counter.check([*[skipped] * 99, good, *[skipped] * 99])
+    again = NonFinite(scales=True)
+    again.load_state_dict(counter.state_dict())
     with pytest.raises(PlainError, match=r"step 9: 100 updates in a row .* gradient is not finite"):
-        counter.check([skipped])
-    with pytest.raises(PlainError, match=r"step 9: the loss is nan; .*non_finite=skip"):
-        NonFinite(skips=False, scales=True).check([lost])
+        again.check([skipped])
+    with pytest.raises(PlainError, match="step 9: the loss is nan; try"):
+        NonFinite(scales=True).check([lost])
     with pytest.raises(PlainError, match="step 9: the gradient is not finite"):
-        NonFinite(skips=False).check([skipped])
+        NonFinite(scales=False).check([skipped])
 
 
 def test_run_with_skipped_steps_resumes_exactly_and_counts_them(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    args = (SKIP, *MIXED, *SMALL)
+    args = ("recipe.precision=float16", *MIXED, *SMALL)
     original = Trainer.train_step
 
-    def sometimes_broken(self: Trainer, images: Tensor, *args: Any) -> Any:
-        return original(self, images * torch.nan if self.step in (1, 4) else images, *args)
+    def sometimes_broken(self: Trainer, *args: Any) -> Any:
+        undo = broken("gradient", self) if self.step in (1, 4) else (lambda: None)
+        result = original(self, *args)
+        undo()
+        return result
 
+    monkeypatch.setattr(train, "resolve_device", lambda *args: "cpu")  # refuses float16
+    monkeypatch.setattr(preflight, "resolve_device", lambda *args: "cpu")
     monkeypatch.setattr(Trainer, "train_step", sometimes_broken)
     assert command("train", "name=undisturbed", *args).status == 0
     with monkeypatch.context() as patch:
@@ -232,16 +171,4 @@ def test_run_with_skipped_steps_resumes_exactly_and_counts_them(
     assert_same_result(folder(tmp_path), folder(tmp_path, "undisturbed"))
     steps, _ = folder(tmp_path).read_metrics()
     assert [line["skipped"] for line in steps] == [0, 1, 0, 0, 1, 0]
-    assert [line["loss"] is None for line in steps] == [False, True, False, False, True, False]
     assert folder(tmp_path).read_summary()["skipped_steps"] == 2
-
-
-def test_too_many_consecutive_skips_end_the_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metrics, "MOST_IN_A_ROW", 3)
-    bad, good = {"step": 7, "loss": torch.nan, "skipped": 1}, {"loss": 1.0, "skipped": 0}
-    counter = NonFinite(skips=True)
-    counter.check([bad, bad, good, bad])
-    counter.load_state_dict(counter.state_dict())
-    counter.check([bad])
-    with pytest.raises(PlainError, match="step 7: 3 updates in a row were skipped"):
-        counter.check([bad])

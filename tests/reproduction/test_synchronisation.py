@@ -105,14 +105,6 @@ def test_htm_waits_once_per_micro_batch_and_averaging_never():
     assert counts == {"copy": 3 * COPIES}
 
 
-def test_skipping_non_finite_updates_adds_no_wait():
-    trainer = trainer_on("meta", ["htm"], "recipe.non_finite=skip")
-    trainer.optimizer.step = lambda: None  # only fused kernels can skip on the device
-    with counted() as counts:
-        step(trainer)
-    assert counts == {"copy": COPIES}
-
-
 @pytest.mark.parametrize(
     ("option", "name"), [(option, name) for option, table in CHOICES.items() for name in table]
 )

@@ -24,8 +24,10 @@ FIRST_DEFAULTS: dict[str, Any] = {"augmentation.htm.tau": 2.0, "augmentation.htm
 REMOVED: dict[str, Any] = {
     "restarts": 0,
     "checkpoint.every_steps": None,
+    "recipe.non_finite": "fail",
     "augmentation.htm.non_finite": "fail",
 }
+HASHED = ("recipe.non_finite",)  # those that had no default, so that every hash covers them
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,7 +131,7 @@ def run_hash(config: Config) -> str:
 
 def hash_of(config: dict[str, Any]) -> str:
     """`run_hash` for plain values, such as a saved configuration."""
-    return short_digest(identity(config))
+    return short_digest({key: REMOVED[key] for key in HASHED} | identity(config))
 
 
 def short_digest(value: Any) -> str:

@@ -134,7 +134,6 @@ class History:
     def result(self, trainer: "Trainer", tests: Tests | None = None) -> dict[str, Any]:
         """Returns the results for summary.json."""
         evaluation = self.epochs[-1] if tests is None else tests.last
-        counts, skipped = trainer.non_finite.counts, trainer.non_finite.skipped
         return {
             **(self._accuracies(trainer.epoch) if tests is None else self._split_accuracies(tests)),
             "epochs": trainer.epoch,
@@ -143,7 +142,7 @@ class History:
             "broken_images": evaluation.get("broken_images", 0),
             "seconds": round(trainer.seconds, 1),
             "images_per_second": round(trainer.images / trainer.metrics.seconds, 1),
-            **({"skipped_steps": skipped} if counts else {}),
+            **({"skipped_steps": trainer.non_finite.skipped} if trainer.uses_scaler else {}),
             **self.mixing,
             "log": self.epochs,
         }

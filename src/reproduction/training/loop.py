@@ -42,7 +42,7 @@ from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs
 from reproduction.training.metrics import BatchMetrics, NonFinite
 from reproduction.training.mixing import MixedShare
-from reproduction.training.optim import build_optimizer, build_schedule, skip_if
+from reproduction.training.optim import build_optimizer, build_schedule
 from reproduction.training.saving import Saver
 from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.output import Stat
@@ -68,8 +68,8 @@ def metrics_of(part: MicroBatch, not_finite: Tensor) -> dict[str, Stat]:
 class Trainer:
     """Trains `module` epoch by epoch, together with all other ranks; every rank has one.
 
-    After a step `not_finite`, on the device, is 1 if a loss or gradient was not finite, else 0. All
-    ranks skip such a step if `recipe.non_finite=skip`, or if float16's scaler finds the overflow.
+    After a step `not_finite`, on the device, is 1 if a loss or gradient was not finite, else 0.
+    float16's scaler skips a step whose gradients overflow, on all ranks.
     """
 
     def __init__(
@@ -107,9 +107,6 @@ class Trainer:
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
         self.not_finite = torch.zeros((), device=world.device)
-        self.skips = recipe.non_finite == "skip"
-        if self.skips:
-            self.optimizer.register_step_pre_hook(partial(skip_if, self.not_finite))
 
         self.total_steps = recipe.epochs * len(batches)
         if recipe.max_steps is not None:
@@ -118,7 +115,7 @@ class Trainer:
         self.step = self.epoch = self.images = 0  # completed
         self.eval_seconds = 0.0
         self.metrics, self.history = BatchMetrics(world), History()
-        self.non_finite = NonFinite(self.skips, self.uses_scaler)
+        self.non_finite = NonFinite(self.uses_scaler)
         self.mixed_share = MixedShare(module.htm, self.epochs)
         self.best: State | None = None  # weights of the best epoch
         self.checkpoint: Path | None = None  # the one resumed from
@@ -200,7 +197,7 @@ class Trainer:
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
         draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
         consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
-        Raises FloatingPointError if a gain is not finite, unless `recipe.non_finite=skip`.
+        Raises FloatingPointError if a gain is not finite.
         """
         # Data and the mixing of images
         device, key = self.world.device, (self.config.seed, self.step, self.world.rank)
@@ -208,8 +205,8 @@ class Trainer:
         mixed = self.inputs(images, classes, *key)
         seed_device(device, Purpose.DROPOUT, *key)
 
-        # A skipped step also restores the buffers and the averaged weights.
-        restorable = self._buffers_and_average() if self.skips or self.uses_scaler else []
+        # A step that the scaler skips also restores the buffers and the averaged weights.
+        restorable = self._buffers_and_average() if self.uses_scaler else []
         backup = [value.clone() for value in restorable]
 
         # Forward, with the mixing of tokens, loss and backward
@@ -237,8 +234,6 @@ class Trainer:
         norm = self._clip_gradients()
         losses = [micro_batch.loss for micro_batch in micro_batches]
         self.not_finite.copy_((~torch.stack([norm, *losses]).isfinite()).any())
-        if self.skips:
-            self.world.sum(self.not_finite).clamp_(max=1)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Metrics of every batch, collected on the device and fetched together.
 
-A non-finite update ends the run, or is skipped and counted. float16's scaler always skips updates
-whose gradients overflow.
+An update that is not finite ends the run. float16's scaler skips updates whose gradients overflow,
+which are counted.
 """
 
 import math
@@ -99,12 +99,12 @@ class BatchMetrics:
 class NonFinite:
     """Counts the skipped updates of a run and finds the update that ends it.
 
-    Lines have `skipped` = 1 if the loss or a gradient is not finite. With `skips` all such updates
-    are skipped; with `scales` those with a finite loss are, by the scaler.
+    Lines have `skipped` = 1 if the loss or a gradient is not finite. With `scales` the scaler has
+    skipped the update if the loss is finite.
     """
 
-    def __init__(self, skips: bool, scales: bool = False):
-        self.skips, self.scales = skips, scales
+    def __init__(self, scales: bool):
+        self.scales = scales
         self.skipped = self.in_a_row = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -113,18 +113,13 @@ class NonFinite:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
 
-    @property
-    def counts(self) -> bool:
-        """Whether updates can be skipped."""
-        return self.skips or self.scales
-
     def writable(self, lines: list[Line]) -> list[Line]:
-        """The lines before the first update that ends the run, with null for non-finite values."""
-        good = [_with_null(line) for line in takewhile(lambda line: not self._ends(line), lines)]
-        if not self.counts:
-            for line in good:
-                del line["skipped"]
-        return good
+        """The lines before the first update that ends the run, with `skipped` if it may be 1."""
+        left_out = () if self.scales else ("skipped",)
+        return [
+            {key: value for key, value in line.items() if key not in left_out}
+            for line in takewhile(lambda line: not self._ends(line), lines)
+        ]
 
     def check(self, lines: list[Line]) -> None:
         """Counts skipped updates; raises PlainError if one, or too many in a row, end the run."""
@@ -139,23 +134,15 @@ class NonFinite:
 
     def _ends(self, line: Line) -> bool:
         """Whether the run ends at this line."""
-        is_skipped = self.skips or (self.scales and math.isfinite(line["loss"]))
-        return bool(line["skipped"]) and not is_skipped
+        return bool(line["skipped"]) and not (self.scales and math.isfinite(line["loss"]))
 
 
 def non_finite_error(step: int, cause: str) -> PlainError:
-    """The error of a run that does not skip non-finite updates."""
-    return PlainError(f"step {step}: {cause}; {ADVICE}; recipe.non_finite=skip skips such updates")
+    """The error of an update that ends the run."""
+    return PlainError(f"step {step}: {cause}; {ADVICE}")
 
 
 def _cause(line: Line) -> str:
     if math.isfinite(line["loss"]):
         return "the gradient is not finite"
     return f"the loss is {line['loss']}"
-
-
-def _with_null(line: Line) -> Line:
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in line.items()
-    }

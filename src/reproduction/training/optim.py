@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from reproduction.config import Recipe
@@ -55,8 +55,3 @@ def build_schedule(
         return optimizer.param_groups[0]["lr"]
 
     return schedule
-
-
-def skip_if(not_finite: Tensor, optimizer: Optimizer, *_: Any) -> None:
-    """Lets the fused kernels skip a step, also where a scaler has found the gradients finite."""
-    setattr(optimizer, "found_inf", not_finite)
