@@ -1,8 +1,6 @@
-"""Files are written by a thread, and the end of an epoch is saved if that costs little."""
+"""The end of an epoch is saved if that costs little."""
 
-import signal
-import threading
-import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -18,42 +16,17 @@ from tests.reproduction.conftest import SMALL, Command
 def test_an_epoch_is_saved_if_a_checkpoint_takes_a_twentieth_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    now, written = [100.0], threading.Event()
+    now = [100.0]
     monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
     saver = Saver(None)
     assert saver.is_due(1)  # nothing is known yet
-    saver.submit(lambda: None)
-    assert saver.is_due(1)
-    saver.submit_checkpoint(written.wait)
-    now[0] = 102.0
-    assert not saver.is_due(2)  # it is still being written
-    written.set()
-    saver.wait()
+    saver.write(partial(now.__setitem__, 0, 102.0))
     assert saver.seconds == 2.0
     now[0] = 139.0
     assert not saver.is_due(3)
     now[0] = 140.0
     assert saver.is_due(4)
-    saver.close()
     assert [epoch for epoch in range(1, 7) if Saver(3).is_due(epoch)] == [3, 6]
-
-
-def test_files_are_written_in_order_and_the_first_error_is_raised_once():
-    written: list[int] = []
-
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
-
-    saver = Saver(None)
-    for write in (lambda: written.append(1), fail, lambda: written.append(2)):
-        saver.submit(write)
-    while not saver.pending[-1].done():
-        time.sleep(0.001)
-    with pytest.raises(OSError, match="No space"):
-        saver.check()
-    saver.wait()
-    saver.close()
-    assert written == [1, 2]
 
 
 def test_a_request_at_the_end_of_an_epoch_is_not_lost(
@@ -71,23 +44,6 @@ def test_a_request_at_the_end_of_an_epoch_is_not_lost(
     args = ["name=mine", *SMALL, "recipe.epochs=4", "checkpoint.every_epochs=null"]
     assert command("train", *args).status == 0
     assert len(saved) == 4
-
-
-def test_a_second_signal_does_not_end_the_writing():
-    saver, written = Saver(None), list[int]()
-    saver.submit(lambda: (time.sleep(0.5), written.append(1)))
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            saver.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert written == [1]
 
 
 def test_a_run_saves_its_first_epoch_and_its_last(

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
@@ -278,7 +277,6 @@ class Trainer:
 
     def _agree(self) -> None:
         """Decides with all ranks whether to stop or to save; raises Stopped."""
-        self.saver.check()
         self.agreement.update()
         if self.agreement.to_stop:
             raise Stopped(self.agreement.to_stop)
@@ -303,7 +301,7 @@ class Trainer:
         self.history.end_epoch(self.images / max(self.step, 1))
         if self.world.is_main:
             entries = {"epochs": epoch, **self.history.mixing, "log": [*self.history.epochs]}
-            self.saver.submit(partial(self.folder.write_summary, **entries))
+            self.folder.write_summary(**entries)
         if self.world.is_main and self.history.is_best(epoch):
             state = self.evaluated.state_dict()
             self.best = {name: value.to("cpu", copy=True) for name, value in state.items()}
@@ -311,7 +309,6 @@ class Trainer:
 
     def _evaluate(self, loader: Loader) -> dict[str, float]:
         self.world.share_buffers(self.evaluated)  # the first rank saves these weights
-        self.saver.wait()  # no thread may run while the loader forks its workers
         give_back_freed_memory()  # before the loader forks its workers
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             batches = self.agreement.waiting_for(loader)

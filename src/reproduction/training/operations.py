@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +27,7 @@ COUNTS = ("step", "epoch", "images", "metrics_size", "eval_seconds")  # saved at
 
 @contextmanager
 def around(trainer: "Trainer", logger: Logs) -> Iterator[None]:
-    """Prepares the folder for `Trainer.fit` and ends it well, with all files written.
+    """Prepares the folder for `Trainer.fit` and ends it well.
 
     If a signal stops it, writes the pending metrics and a checkpoint to resume from; at another
     error of a single process the metrics.
@@ -35,17 +35,14 @@ def around(trainer: "Trainer", logger: Logs) -> Iterator[None]:
     trainer.logger = logger
     if trainer.world.is_main:
         _rewind_folder(trainer)
-    with handling(trainer.agreement.request_stop), closing(trainer.saver):
+    with handling(trainer.agreement.request_stop):
         try:
             yield
-            trainer.saver.wait()
         except BaseException as error:
             trainer.progress.close()
             if isinstance(error, Stopped) and trainer.agreement.to_stop:  # not a second Ctrl-C
                 trainer._flush()
                 save(trainer)
-                trainer.saver.wait()
-                trainer.world.barrier()
             elif trainer.world.size == 1:  # the sums of several ranks need all of them
                 with suppress(Exception):  # the first error counts
                     trainer._flush()
@@ -62,31 +59,22 @@ def _rewind_folder(trainer: "Trainer") -> None:
         trainer.folder.best_path.unlink(missing_ok=True)
     else:
         save_best(trainer)
-        trainer.saver.wait()
 
 
 def save_best(trainer: "Trainer") -> None:
     """Writes the weights of the best epoch."""
     assert trainer.best is not None
-    trainer.saver.submit(
-        partial(save_plain, trainer.folder.best_path, trainer.best, trainer.classes)
-    )
+    save_plain(trainer.folder.best_path, trainer.best, trainer.classes)
 
 
 def save(trainer: "Trainer") -> None:
-    """Writes a checkpoint with the complete training state, from a copy on the host."""
+    """Writes a checkpoint with the complete training state."""
     if trainer.world.is_main:
         folder, keep = trainer.folder, trainer.config.checkpoint.keep
-        trainer.saver.wait()  # a second copy of the state would take as much memory again
         trainer.metrics_size = folder.metrics_size()
-        state = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), _state_of(trainer))
-
-        def write() -> None:
-            folder.sync_metrics()
-            save_last(folder.last_path, {**state, "best": best}, keep)
-
-        best = trainer.best  # is replaced, never changed
-        trainer.saver.submit_checkpoint(write)
+        folder.sync_metrics()
+        state = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), _state_of(trainer))
+        trainer.saver.write(partial(save_last, folder.last_path, state, keep))
     trainer.agreement.note_saved()
     trainer.world.barrier()
 
@@ -118,6 +106,7 @@ def _state_of(trainer: "Trainer") -> dict[str, Any]:
         "classes": trainer.classes,
         "num_images": trainer.batches.num_images,
         "run": run_hash(trainer.config),
+        "best": trainer.best,
         "non_finite": trainer.non_finite.state_dict(),
         "train_seconds": trainer.metrics.seconds,
         "history": trainer.history.state_dict(),
