@@ -3,13 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from pathlib import Path
-
-import yaml
 
 from reproduction.config import CONF_DIR, ROOT
-from reproduction.runs.compose import options_of
-from reproduction.runs.identity import flatten, settings_of
+from reproduction.runs.identity import settings_of
 from reproduction.studies.publish import results_page
 from reproduction.studies.sweeps import value_text
 from tests.reproduction.conftest import config_of
@@ -65,36 +61,6 @@ def test_recipes_are_those_that_the_table_compares_with_the_published_ones():
     for key, _, published, here, verdict in table:
         expected = "equal" if published == here else "ours only" * (published == "not stated")
         assert verdict == expected or (published != here and len(verdict) > 9), key
-
-
-def test_configuration_page_lists_the_keys_and_values_of_its_files():
-    """A failure means: docs/configuration.md needs the line of a key, or the new value."""
-    groups, *sections = re.split(r"\nValues of ", (DOCS / "configuration.md").read_text())
-    listed: dict[str, dict[str, str]] = {}
-    for section in sections:
-        name = section[1:].partition("`")[0]
-        rows = {key.strip("`"): value for key, value, *_ in rows_of(section)}
-        listed[name] = listed.get(name, {}) | rows
-    for name, rows in listed.items():
-        for key, value in values_of(CONF_DIR.parent / name).items():
-            shown = f"[{', '.join(value)}]" if isinstance(value, list) else value
-            assert rows.get(key, shown) == shown, key
-    every = {key for rows in listed.values() for key in rows}
-    options = {key for name in listed for key in values_of(CONF_DIR.parent / name)}
-    assert every - options <= {"dataset.options", "model.options"}  # empty mappings
-    assert options - every <= {"dataset.name", "model.name", "model.family"}
-    for group, names in rows_of(groups):
-        assert {*re.findall("`(.+?)`", names)} == {*options_of(group.strip("`"))}, group
-
-
-def values_of(path: Path) -> dict[str, str | list[str]]:
-    """Returns the values of a file of conf/ as they are written there, by dotted key."""
-    values = yaml.load(path.read_text(), yaml.BaseLoader)  # noqa: S506 - our own files
-    values = {key: x for key, x in values.items() if key not in ("defaults", "hydra")}
-    group = path.parent.name
-    prefix = "" if group in ("conf", "augmentation", "logger") else f"{group}."
-    parents = {"augmentation": "augmentation.", "logger": "logger."}
-    return {f"{prefix}{parents.get(group, '')}{key}": x for key, x in flatten(values)}
 
 
 def test_results_page_is_current():
