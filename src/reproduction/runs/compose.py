@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from reproduction.config import CONF_DIR, STACK, Config
 from reproduction.runs.parse import parse, unknown_key
+from reproduction.runs.ranges import ranges
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
 from reproduction.system.ranks import launched_ranks, local_ranks
@@ -48,6 +49,7 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     OmegaConf.register_new_resolver(
         "share", lambda n, k: n // k if isinstance(n, int) else 0, replace=True
     )
+    OmegaConf.register_new_resolver("ranges", ranges, replace=True)
     with isolated_hydra():
         parsed = read_overrides(config_name, overrides)
         _check_options(parsed)
