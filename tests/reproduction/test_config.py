@@ -105,7 +105,7 @@ def test_overrides_take_precedence_over_experiments():
     "experiment", [e for e in EXPERIMENTS if e.startswith(("table1", "table2"))]
 )
 def test_experiment_names_state_their_stacks(experiment: str):
-    """test_recipes.py compares their values with docs/differences.md."""
+    """test_recipes.py compares their values with docs/recipes.yaml."""
     dataset, _, parts = experiment.partition("/")[2].partition("_")
     stack = [part for part in parts.split("_") if part != "baseline"]
     if dataset != "imagenet1k":

@@ -1,8 +1,9 @@
 """The tables of docs/ hold what conf/, the composed experiments and results/ hold."""
 
 import dataclasses
-import re
-from collections.abc import Iterator
+from typing import Any
+
+import yaml
 
 from reproduction.config import CONF_DIR, ROOT
 from reproduction.runs.identity import settings_of
@@ -22,13 +23,6 @@ EXPERIMENTS = [  # of the paper's first two tables, and as the published code tr
 ]
 
 
-def rows_of(page: str) -> Iterator[list[str]]:
-    """Yields the cells of the rows that begin with a key."""
-    for line in page.splitlines():
-        if line.startswith("| `"):
-            yield [cell.replace(r"\|", "|") for cell in re.split(r" (?<!\\)\| ", line[2:-2])]
-
-
 def settings(experiment: str) -> dict[str, str]:
     values = dataclasses.asdict(config_of(f"experiment={experiment}", needs_data=False))
     stack = {name: part for name, part in values["augmentation"].items() if part is not None}
@@ -42,25 +36,40 @@ def text(value: object) -> str:
     return "null" if value is None else value_text(value)
 
 
+def recipes() -> list[tuple[str, dict[str, Any]]]:
+    """Returns the rows of docs/recipes.yaml with their keys, all values as text."""
+    content = yaml.load((DOCS / "recipes.yaml").read_text(), yaml.BaseLoader)  # noqa: S506 - ours
+    return [(key, row) for key, rows in content.items() for row in rows]
+
+
 def test_recipes_are_those_that_the_table_compares_with_the_published_ones():
-    """A failure means: the row of docs/differences.md with this key needs the new value."""
-    page = (DOCS / "differences.md").read_text().partition("## Recipes")[2]
-    table = list(rows_of(page.partition("\n## ")[0]))
-    used = set()
+    """A failure means: the row of docs/recipes.yaml with this key needs the new value."""
+    table, used = recipes(), set()
     for experiment in EXPERIMENTS:
-        data = experiment.partition("/")[2].partition("_")[0]
+        folder, _, name = experiment.partition("/")
+        places = {experiment, folder, name.partition("_")[0]}
         listed = {
-            (key.strip("`"), here): place
-            for place, (key, where, _, here, _) in enumerate(table)
-            if {experiment, data} & {*where.split(", ")}
+            (key, text(row["here"])): place
+            for place, (key, row) in enumerate(table)
+            if places & {*row["in"]}
         }
         for key, value in settings(experiment).items():
             assert (key, value) in listed, f"{experiment}: {key}={value}"
             used.add(listed[key, value])
     assert len(used) == len(table) > 100
-    for key, _, published, here, verdict in table:
-        expected = "equal" if published == here else "ours only" * (published == "not stated")
-        assert verdict == expected or (published != here and len(verdict) > 9), key
+
+
+def test_differences_page_gives_the_reasons_of_the_values_that_differ():
+    """A failure means: the table of docs/differences.md needs the row of docs/recipes.yaml."""
+    page = (DOCS / "differences.md").read_text().partition("## Recipes")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    differing = []
+    for key, row in recipes():
+        assert ("why" in row) == (row.get("published", row["here"]) != row["here"]), key
+        if "why" in row:
+            where = ", ".join(row["in"])
+            differing.append([f"`{key}`", where, row["published"], row["here"], row["why"]])
+    assert rows == differing != []
 
 
 def test_results_page_is_current():
