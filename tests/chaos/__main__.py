@@ -17,7 +17,6 @@ from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import one_line_errors, positive
-from tests.chaos.files import harm_files
 from tests.chaos.folder import contend, fill_disk
 from tests.chaos.kills import Moments, kill_ranks, kill_runs
 from tests.chaos.runs import Outcome, Place
@@ -32,7 +31,6 @@ PARTS: Mapping[str, Part] = {
     "disk": lambda place, args, moments: fill_disk(place),
     "evaluation": lambda place, args, moments: evaluate_in_shares(place),
     "lock": lambda place, args, moments: contend(place.root, processes=4, rounds=500),
-    "files": lambda place, args, moments: harm_files(place.root, args.seed),
 }
 
 

@@ -95,12 +95,12 @@ def test_outcomes_are_printed_and_written(tmp_path: Path):
 def test_main_puts_the_tables_on_a_page(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# Title\n<!-- chaos: begin -->\nold\n<!-- chaos: end -->\nend\n")
-    args = ["--parts", "files", "--outputs", str(tmp_path), "--page", str(page)]
+    args = ["--parts", "lock", "--outputs", str(tmp_path), "--page", str(page)]
     monkeypatch.setattr(sys, "argv", ["chaos", *args])
     with pytest.raises(SystemExit) as end:
         main()
     assert not end.value.code
-    assert capsys.readouterr().out.startswith("damaged files: own refused ")
+    assert capsys.readouterr().out.startswith("lock: starts ")
     tables = (tmp_path / "chaos" / "chaos.md").read_text()
     begin, finish = "<!-- chaos: begin -->\n", "<!-- chaos: end -->\n"
     assert page.read_text() == f"# Title\n{begin}{tables}{finish}end\n"

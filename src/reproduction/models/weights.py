@@ -1,17 +1,15 @@
-"""Reads weight files: ours, the published ones, Compact-Transformers', timm's, the original ViT's.
+"""Reads weight files: ours, the published ones, Compact-Transformers' and timm's.
 
-Files are recognised by content, never by name, and reading them executes no code.
+Files are recognised by content, and reading them executes no code.
 """
 
 import argparse
-import errno
 import json
 import re
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from reproduction.models.names import State, convert_names, from_jax
+from reproduction.models.names import State, convert_names
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import KEY, WRITER, verify
@@ -29,16 +27,13 @@ from reproduction.system.terminal import warn
 # Keys that may hold the state dict, in our checkpoints and those of timm and other projects.
 # Averaged weights come first, as in timm's loader.
 STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
-MAX_COMPRESSION = 100  # weights hardly compress, zip bombs do
 NUMPY_SCALAR = np.float64(0).__reduce__()[0]
-NUMBERS: list[Any] = [  # what numpy's scalars are pickled with; other dtypes may hold objects
+NUMBERS: list[Any] = [  # what numpy's scalars are pickled with, which other scripts save
     *((NUMPY_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     np.dtype,
     *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["Float"]},
 ]
-BYTEARRAY, PICKLE = b"bytearray", b"\x80"
-# Transient errors: the file may be intact and readable later.
-TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES, errno.EPERM}
+BEGINNINGS = (b"PK", b"\x80")  # of a zip archive and of a pickle, both by torch.save
 
 Newest = tuple[Path, Any]
 Check = Callable[[Path, Any], None]
@@ -59,8 +54,8 @@ class Weights:
 def read_weights(key: str, path: Path) -> Weights:
     """Reads a weight file of any supported format; `key` is the setting that names it.
 
-    Formats are safetensors, torch.save of a state dict or a dictionary that contains one, and the
-    .npz of the original ViT. Raises UserError for any other, missing or broken file.
+    Formats are safetensors, and torch.save of a state dict or a dictionary that contains one.
+    Raises UserError for any other, missing or broken file.
     """
     origin = f"{key}={path}"
     return extract_weights(origin, read_file(origin, path))
@@ -69,8 +64,6 @@ def read_weights(key: str, path: Path) -> Weights:
 def extract_weights(origin: str, content: Any) -> Weights:
     """Extracts the weights from the result of `read_file`. UserError as for `read_weights`."""
     try:
-        if isinstance(content, dict) and any(isinstance(x, np.ndarray) for x in content.values()):
-            return Weights(origin, from_jax(content), None)
         state, classes = _parameters(content)
         return Weights(origin, convert_names(state), classes)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -105,13 +98,13 @@ def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ())
 def module_state(origin: str, content: Any, module: nn.Module) -> State:
     """Returns the state of all of `module` from the content of a training checkpoint."""
     state = content.get("module") if isinstance(content, dict) else None
-    if not (isinstance(state, dict) and all(_is_parameter(*item) for item in state.items())):
+    if not isinstance(state, dict):
         raise UserError(f"{origin}: holds no training state")
     return matching_state(Weights(origin, state, None), module)
 
 
 def read_file(origin: str, path: Path) -> Any:
-    """Reads a file: tensors on the CPU, arrays (.npz) and plain values.
+    """Reads a file: tensors on the CPU, and plain values.
 
     The tensors of safetensors are under `module`, and class names in their metadata under
     `classes`. Raises UserError, which starts with `origin`, if the file is missing or unreadable.
@@ -119,10 +112,10 @@ def read_file(origin: str, path: Path) -> Any:
     try:
         if not path.is_file():
             raise UserError(f"{origin}: there is no such file")
-        return _reader(path)(path)
+        return _content(path)
     except UserError:
         raise
-    except Exception as error:  # torch, safetensors, numpy and zipfile raise many types
+    except Exception as error:  # torch, safetensors and zipfile raise many types
         raise UserError(f"{origin}: not readable: {_reason(error)}") from error
 
 
@@ -130,7 +123,7 @@ def read_newest(paths: list[Path], check: Check = lambda path, content: None) ->
     """Returns the first readable checkpoint of a run and its content.
 
     `check` raises UserError for unusable content. Warns on stderr about skipped checkpoints. Raises
-    UserError if none is usable, or if the error is transient.
+    UserError if none is usable, or if memory or the file system fails.
     """
     errors: list[UserError] = []
     for path in paths:
@@ -138,7 +131,7 @@ def read_newest(paths: list[Path], check: Check = lambda path, content: None) ->
             content = read_file(f"checkpoint={path}", path)
             check(path, content)
         except UserError as error:
-            if _is_transient(error.__cause__):
+            if isinstance(error.__cause__, OSError | MemoryError):  # the file may be intact
                 raise
             errors.append(error)
             continue
@@ -149,13 +142,6 @@ def read_newest(paths: list[Path], check: Check = lambda path, content: None) ->
     raise UserError(f"{errors[0]}; not usable either: {others}" if others else str(errors[0]))
 
 
-def _is_transient(cause: BaseException | None) -> bool:
-    """Whether reading may succeed later."""
-    if isinstance(cause, OSError):
-        return cause.errno in TRANSIENT
-    return isinstance(cause, MemoryError)
-
-
 def _reason(error: Exception) -> str:
     """Returns the message of an error without torch's advice, which is unsafe."""
     if match := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
@@ -163,26 +149,23 @@ def _reason(error: Exception) -> str:
     return first_line(error).partition(". ")[0]
 
 
-def _reader(path: Path) -> Callable[[Path], Any]:
-    """Selects the reader by content: safetensors, a zip of .npy or other files, or a pickle."""
+def _content(path: Path) -> Any:
+    """Reads safetensors, or what torch.save has written: a zip archive or, long ago, a pickle."""
     with path.open("rb") as file:
         head = file.read(9)
     if head[8:] == b"{":
-        return _read_safetensors
-    if zipfile.is_zipfile(path):
+        return _read_safetensors(path)
+    if not head.startswith(BEGINNINGS):
+        raise ValueError("neither safetensors nor torch.save")
+    if zipfile.is_zipfile(path):  # torch does not compare the checksums
         with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-            if unpacked > MAX_COMPRESSION * path.stat().st_size:
-                raise ValueError(f"unpacks to {unpacked} bytes, from {path.stat().st_size}")
             if damaged := archive.testzip():
                 raise ValueError(f"damaged, the checksum of {damaged} does not match")
-            if any(name.endswith(".npy") for name in archive.namelist()):
-                return _read_npz
-    elif head.startswith(b"PK"):
-        raise ValueError("damaged, the end of the archive is missing")
-    elif not head.startswith(PICKLE):
-        raise ValueError("neither safetensors, nor torch.save, nor .npz")
-    return _read_torch
+    # Published files hold a Namespace.
+    safe = torch.serialization.safe_globals([argparse.Namespace, *NUMBERS])
+    quiet = warnings.catch_warnings(action="ignore")  # about other pickle versions
+    with path.open("rb") as file, safe, quiet:
+        return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -195,52 +178,16 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     return {"module": state, "classes": json.loads(metadata.get("classes", "null"))}
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
-
-
-def _read_torch(path: Path) -> Any:
-    """Loads with `weights_only`. Allows Namespace, as in published files, and numpy's numbers."""
-    if _mentions_bytearray(path):  # torch would allocate it at any size
-        raise ValueError("holds a bytearray")
-    safe = torch.serialization.safe_globals([argparse.Namespace, *NUMBERS])
-    quiet = warnings.catch_warnings(action="ignore")  # about other pickle versions
-    with path.open("rb") as file, safe, quiet:
-        return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
-
-
-def _mentions_bytearray(path: Path) -> bool:
-    """Whether a pickle in the file names `bytearray`."""
-    if not zipfile.is_zipfile(path):
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-            return content.find(BYTEARRAY) >= 0
-    with zipfile.ZipFile(path) as archive:
-        pickles = [name for name in archive.namelist() if name.lower().endswith(".pkl")]
-        return any(BYTEARRAY in archive.read(name) for name in pickles)
-
-
 def _parameters(content: Any) -> tuple[State, list[str] | None]:
     """Returns the parameters, and the class names if our checkpoint has them."""
     if not isinstance(content, dict):
         raise ValueError(f"holds no state dict but {type(content).__name__}")
     classes = content.get("classes") if "module" in content else None
-    if not (classes is None or (isinstance(classes, list) and {type(x) for x in classes} == {str})):
-        raise ValueError("holds classes that are not a list of names")
     inner = [content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), dict)]
     state = dict(inner[0] if inner else content)
-    if odd := [str(name) for name, value in state.items() if not _is_parameter(name, value)]:
+    if odd := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"holds no state dict, these are not parameters: {_summary(odd)}")
     return state, classes
-
-
-def _is_parameter(name: Any, value: Any) -> bool:
-    """Whether it is a name and a plain tensor whose storage holds all its values."""
-    if not (isinstance(name, str) and isinstance(value, Tensor)):
-        return False
-    if value.layout != torch.strided or value.is_meta or value.is_quantized:
-        return False
-    return value.nbytes <= value.untyped_storage().nbytes()
 
 
 def _needs_new_head(state: State, expected: State, head: Sequence[str]) -> bool:
