@@ -16,6 +16,7 @@ USED_BY_report := $(filter-out SEEDS,$(SETTINGS))
 USED_BY_runs := RUNS OUTPUTS AGAINST
 USED_BY_bench := PAIRS COMPARE OUTPUTS
 USED_BY_check-gpu := OUTPUTS
+USED_BY_on-gpu := MINUTES PARTS OUTPUTS
 USED_BY_chaos := KILLS RANK_KILLS MINUTES OUTPUTS
 USED_BY_publish := RUN
 USED_BY_check-published := WEIGHTS DATA OUTPUTS
@@ -32,7 +33,7 @@ $(if $(filter DRY_RUN,$(USED)),$(if $(filter-out 0 1,$(DRY_RUN)),$(error DRY_RUN
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit check-models report clean status runs \
   reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench check-gpu chaos
+  reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench on-gpu check-gpu chaos
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -150,6 +151,10 @@ bench: .venv/installed  ## measure what HTM and VTM add to a step on this machin
 	  $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 # A test that hangs or crashes ends its worker, and the next one goes on.
+on-gpu: .venv/installed  ## measure on a GPU, within MINUTES=8: kernel, values, steps, profile; PARTS=a,b,c,d
+	$(BIN)/python -m scripts.on_gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PARTS),--parts $(PARTS)) \
+	  $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+
 check-gpu: .venv/installed-dev  ## check a GPU against the CPU
 	$(BIN)/python -m pytest tests/gpu --device cuda -n 1 -o faulthandler_timeout=200 \
 	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"

@@ -4,6 +4,8 @@ Every sample is easy (tau = inf) and attention is sharp, so that tokens are real
 variants train in turn, each with its own optimiser; the eager ones share their weights.
 """
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +19,7 @@ from scripts.benchmark.timing import Row, calls_on, peak_mib, summarize, turns
 from scripts.benchmark.trainers import Step, precision_on, sharp_trainer, step_config, step_of
 
 PLAIN = "plain"
-VARIANTS = {PLAIN: [], "HTM": ["htm"], "VTM": ["vtm"], "HTM and VTM": ["htm", "vtm"]}  # stacks
+VARIANTS = {PLAIN: [], "HTM": ["htm"], "HTM and VTM": ["htm", "vtm"], "VTM": ["vtm"]}  # stacks
 EAGER = "false"
 COMPILING = (EAGER, "true", "reduce-overhead")  # values of `compile`
 AGAIN = ", again"  # the plain step a second time, which shows the noise of the ratios
@@ -29,17 +31,24 @@ Group = dict[str, Any]  # title, about, rows, left_out
 
 
 def measure_steps(
-    model: str, batch_size: int, device: torch.device, compiling: Sequence[str]
+    model: str,
+    batch_size: int,
+    device: torch.device,
+    compiling: Sequence[str],
+    until: float = math.inf,
 ) -> Iterator[Group]:
     """Yields the table of a model after every round.
 
-    Compiled steps must first give the losses of eager ones; `left_out` says why one is not timed.
+    Compiled steps must first give the losses of eager ones. `left_out` says why a variant is not
+    timed: it fails, or the time `until` which variants are made ready is over.
     """
     steps, rows, left_out, about = dict[str, Step](), dict[str, Row](), dict[str, str](), ""
     for label, trainer in trainers_of(model, device, compiling):
         about = about or conditions(trainer)
         step = step_of(trainer, batch_size)
         try:
+            if time.time() > until:
+                raise PlainError("no time to make it ready")
             check_against_eager(trainer, step, batch_size)
             stats = step()[0].output.stats
             row = {name: float(stats[name]) for name in ("mixed_samples", "mixed_tokens")}

@@ -63,10 +63,10 @@ def sharp_trainer(config: Config, device: torch.device, shared: nn.Module | None
     return trainer
 
 
-def random_batch(trainer: Trainer, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Returns always the same images, in the format of the loaders, and classes."""
+def random_batch(trainer: Trainer, batch_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns images in the format of the loaders, the same ones for a seed, and classes."""
     device, size = trainer.world.device, trainer.config.model.image_size
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     shape = (batch_size, 3, size, size)
     images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
     return images.to(device), torch.arange(batch_size, device=device) % len(trainer.classes)

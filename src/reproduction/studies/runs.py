@@ -19,7 +19,7 @@ from reproduction.training.history import MEDIAN_EPOCHS, MIXING
 
 REPORT = "report"
 # folders under outputs/ that are no runs, unless they hold one
-NO_RUNS = (REPORT, "data", "benchmark", "check-gpu", "evaluations", "published")
+NO_RUNS = (REPORT, "data", "benchmark", "check-gpu", "on-gpu", "evaluations", "published")
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 # of runs with a validation split, beside top1_last and top5_last, see docs/data.md
 SELECTED = ("val_top1_last", "val_top1_selected", "top1_selected", "top5_selected")

@@ -1,0 +1,226 @@
+"""Parts b to d: training steps that are eager, compiled or CUDA graphs: values, times, kernels."""
+
+import gc
+import math
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from reproduction.config import Config
+from reproduction.training.loop import Trainer
+from scripts.benchmark.steps import COMPILING, EAGER, VARIANTS, measure_steps
+from scripts.benchmark.timing import Row, calls_on, time_calls
+from scripts.benchmark.trainers import (
+    CCT,
+    VIT,
+    precision_on,
+    random_batch,
+    sharp_trainer,
+    step_config,
+    step_of,
+)
+from scripts.on_gpu.sheet import Sheet
+
+TINY = "cct_2_3x2"
+GRAPH = COMPILING[-1]
+STEPS, ROUNDS, FEW = 20, 40, 4
+LARGEST = 30  # kernels of a profile
+
+
+class Case(NamedTuple):
+    """A configuration whose steps are compared."""
+
+    model: str
+    batch: int
+    stack: list[str]
+    precision: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {'+'.join(self.stack)}, {self.precision}, batch of {self.batch}"
+
+    def config(self, compiling: str) -> Config:
+        overrides = (*self.overrides, f"compile={compiling}")
+        return step_config(self.model, self.stack, self.precision, *overrides)
+
+
+ALL = ["cutmix", "htm", "vtm"]
+CASES = (
+    Case(TINY, 32, ALL, "float32", ("model.attn_drop=0.1", "recipe.clip_grad_norm=1")),
+    Case(CCT, 128, ALL, "bf16"),
+    Case(CCT, 32, ALL, "float16"),
+    Case(VIT, 16, ALL, "bf16"),
+)
+
+
+def compare_values(sheet: Sheet) -> None:
+    """Part b: the first steps of equal trainers, with new images and a new rate in each.
+
+    Another eager trainer shows the noise. Graphs come first, what inductor compiles last.
+    """
+    on_gpu = sheet.device.type == "cuda"
+    title = f"values: {STEPS if on_gpu else 3} steps beside eager ones"
+    for how in [EAGER, *COMPILING[:0:-1]] if on_gpu else [EAGER]:
+        for case in CASES if on_gpu else [CASES[0]._replace(batch=4)]:
+            name = f"{case.name}, compile={how}"
+            if not sheet.has(title, name):
+                with sheet.trying(title, name):
+                    sheet.put(title, name, differences(case, how, sheet.device))
+                free()
+
+
+def differences(case: Case, how: str, device: torch.device) -> Row:
+    """The largest relative difference of losses to eager ones; and of weights at the end.
+
+    That of weights is a norm, relative to how far eager steps move them.
+    """
+    steps = STEPS if device.type == "cuda" else 3
+    eager, expected, _ = trained(case.config(EAGER), case.batch, steps, device)
+    other, losses, seconds = trained(case.config(how), case.batch, steps, device)
+    errors = [abs(x / y - 1) for x, y in zip(losses, expected, strict=True)]
+    moved = float((eager - initial(case.config(EAGER), device)).norm())
+    return {
+        "losses": max(errors) if all(map(math.isfinite, errors)) else math.inf,
+        "in step": max(range(steps), key=errors.__getitem__) + 1,
+        "first step": errors[0],
+        "weights": float((other - eager).norm()) / moved,
+        "seconds to the first": seconds,
+        "errors": errors,
+    }
+
+
+def trained(
+    config: Config, batch: int, steps: int, device: torch.device
+) -> tuple[Tensor, list[float], float]:
+    """Weights and losses after some steps of a new trainer, and the seconds of the first one."""
+    trainer = sharp_trainer(config, device)
+    losses, start, first = list[float](), time.perf_counter(), 0.0
+    for step in range(steps):
+        images, classes = random_batch(trainer, batch, seed=step)
+        trainer.schedule(step, 0)
+        (part,) = trainer.train_step(images, classes, batch)
+        trainer.step += 1
+        losses.append(float(part.loss))
+        first = first or time.perf_counter() - start
+    return weights_of(trainer), losses, first
+
+
+def initial(config: Config, device: torch.device) -> Tensor:
+    return weights_of(sharp_trainer(config, device))
+
+
+def weights_of(trainer: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten().double() for p in trainer.module.parameters()])
+
+
+def measure_times(sheet: Sheet) -> None:
+    """Part c: steps in turns; first some rounds of eager ones, then of eager ones and graphs."""
+    on_gpu = sheet.device.type == "cuda"
+    sizes = ((CCT, 128), (VIT, 128)) if on_gpu else ((TINY, 4),)
+    ways = ((EAGER,), (EAGER, GRAPH)) if on_gpu else ((EAGER,),)
+    for place, (model, batch) in enumerate(sizes):
+        share = sheet.seconds_left / (len(sizes) - place)
+        ends = time.time() + share
+        title = f"steps: {model}, batch of {batch}, {precision_on(sheet.device)}"
+        if sheet.has(title, "complete"):
+            continue
+        for compiling in ways:
+            most = ROUNDS if compiling == ways[-1] and on_gpu else FEW
+            with sheet.trying(title, "complete"):
+                ready = time.time() + 0.7 * (ends - time.time())
+                groups = measure_steps(model, batch, sheet.device, compiling, ready)
+                for done, group in enumerate(groups, 1):
+                    is_last = done == most or time.time() > ends
+                    rows = {name: flat(row) for name, row in group["rows"].items()}
+                    rows |= {name: {"failed": why} for name, why in group["left_out"].items()}
+                    state = {} if is_last else {"partly": "more rounds were to come"}
+                    sheet.tables[title] = {**rows}
+                    sheet.put(title, "complete", {"rounds": done, **state})
+                    if is_last:
+                        break
+            free()
+
+
+def flat(row: Row) -> Row:
+    """The figures of a row of the benchmark, each with its quartiles in the file."""
+    figures: Row = {"ms": row["ms"]["median"]}
+    if "ratio" in row:
+        low, high = row["ratio"]["interval"]
+        figures |= {"to plain": row["ratio"]["median"], "95 %": f"{low:.3f} to {high:.3f}"}
+    names = {"images_per_second": "images/s", "peak_mib": "peak MiB", "mixed_tokens": "tokens"}
+    figures |= {names[key]: row[key] for key in names if key in row}
+    return figures | {"quartiles [ms]": [row["ms"]["low"], row["ms"]["high"]]}
+
+
+def measure_kernels(sheet: Sheet) -> None:
+    """Part d: the largest kernels of steps in a graph: both, plain and HTM; then of eager ones."""
+    on_gpu = sheet.device.type == "cuda"
+    ways = [(variant, GRAPH) for variant in ("HTM and VTM", "plain", "HTM")]
+    ways += [("HTM and VTM", EAGER), ("plain", EAGER)]
+    for model, batch in ((CCT, 128), (VIT, 128)) if on_gpu else ((TINY, 4),):
+        for variant, how in ways if on_gpu else ways[-1:]:
+            title = f"kernels: {model}, batch of {batch}, {variant}, compile={how}"
+            if not sheet.has(title, "all"):
+                with sheet.trying(title, "all"):
+                    overrides = [precision_on(sheet.device), f"compile={how}"]
+                    trainer = sharp_trainer(
+                        step_config(model, VARIANTS[variant], *overrides), sheet.device
+                    )
+                    for name, figures in kernels_of(trainer, batch).items():
+                        sheet.put(title, name, figures)
+                free()
+
+
+def kernels_of(trainer: Trainer, batch: int, steps: int = 5) -> dict[str, Row]:
+    """Launches and microseconds a step of all kernels and of the largest ones.
+
+    On a CPU of operators, in which those that they call are counted again.
+    """
+    device, step = trainer.world.device, step_of(trainer, batch)
+    step_ms = 1000 * min(time_calls(step, calls_on(device)) for _ in range(3)) / calls_on(device)
+    on_gpu = device.type == "cuda"
+    kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[kind]) as record:
+        time_calls(step, steps)
+    events = [
+        event
+        for event in record.events()
+        if (event.device_type == DeviceType.CUDA) == on_gpu and not event.is_user_annotation
+    ]
+    spent: dict[str, list[float]] = {}
+    for event in events:
+        spent.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    total = sum(map(sum, spent.values()))
+    rows: dict[str, Row] = {
+        "all": figures_of(spent.values(), total, steps) | {"step [ms]": step_ms}
+    }
+    for name in sorted(spent, key=lambda name: -sum(spent[name]))[:LARGEST]:
+        rows[short(name, rows)] = figures_of([spent[name]], total, steps)
+    return rows
+
+
+def figures_of(spent: Iterable[list[float]], total: float, steps: int) -> dict[str, Any]:
+    times = [us for each in spent for us in each]
+    share = sum(times) / total if total else 0.0
+    return {"launches": len(times) / steps, "us": sum(times) / steps, "share": share}
+
+
+def short(name: str, known: Iterable[str], longest: int = 60) -> str:
+    """The beginning of a kernel's name, numbered if others begin alike."""
+    text = name.removeprefix("void ")[:longest]
+    count = sum(each.partition(" #")[0] == text for each in known)
+    return f"{text} #{count + 1}" if count else text
+
+
+def free() -> None:
+    """Frees the memory of earlier trainers and their graphs."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

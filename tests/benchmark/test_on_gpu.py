@@ -1,0 +1,191 @@
+"""`make on-gpu`: its parts at tiny size on a CPU, their files, and the end of a part that hangs."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.on_gpu import __main__ as on_gpu
+from scripts.on_gpu import assignment, part, steps
+from scripts.on_gpu.sheet import Sheet, markdown, read_sheet
+from tokenmixup.assignment import optimal_donors
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sheet(tmp_path: Path) -> Sheet:
+    return Sheet(tmp_path / "part.json", CPU, time.time() + 60)
+
+
+def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
+    """As the kernel, by scipy."""
+    if not gain[is_easy].isfinite().all():
+        return torch.arange(len(gain)).where(~is_easy, -1)
+    return optimal_donors(gain, is_easy)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
+    name = "tokenmixup.device_assignment"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(device_donors=kernel))  # type: ignore[arg-type]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_assignments_are_timed_and_compared_with_scipy(sheet: Sheet, monkeypatch):
+    use(monkeypatch, donors)
+    assignment.measure_assignment(sheet)
+    tables = read_sheet(sheet.path)["tables"]
+    assert len(tables[assignment.TIMES]) == 4
+    assert all(row["kernel [us]"] > 0 for row in tables[assignment.TIMES].values())
+    (row,) = tables[assignment.VALUES].values()
+    assert row["matrices"] == 57 and row["not exact"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "found"),
+    [
+        (lambda gain, is_easy: donors(gain, is_easy).flip(0), "a hard sample has a donor"),
+        (lambda gain, is_easy: donors(gain.T, is_easy), "uniform, 8 easy"),
+        (lambda gain, is_easy: donors(gain.nan_to_num(), is_easy), "a gain of nan"),
+    ],
+    ids=["not allowed", "transposed", "nan"],
+)
+def test_donors_that_are_wrong_are_named(sheet: Sheet, kernel: Any, found: str):
+    assignment.compare(sheet, 8, kernel)
+    row = sheet.tables[assignment.VALUES]["8 samples"]
+    assert row["not exact"] > 0 and found in row["which"]
+
+
+def test_values_times_and_kernels_of_steps_are_written(sheet: Sheet):
+    steps.compare_values(sheet)
+    steps.measure_times(sheet)
+    steps.measure_kernels(sheet)
+    values, times, kernels = read_sheet(sheet.path)["tables"].values()
+    (row,) = values.values()
+    assert row["losses"] < 1e-5 and len(row["errors"]) == 3
+    assert [*times] == ["plain", "plain, again", "HTM", "HTM and VTM", "VTM", "complete"]
+    assert times["complete"] == {"rounds": steps.FEW} and times["HTM"]["tokens"] > 1
+    assert len(kernels) == 1 + steps.LARGEST and kernels["all"]["share"] == pytest.approx(1)
+    text = markdown(sheet.path, 3)
+    assert "| plain, again |" in text and "... 28 more rows" in text and "errors" not in text
+
+
+def test_steps_with_other_values_are_seen(monkeypatch):
+    """The second trainer of a comparison gets other images."""
+    images_of, calls = steps.random_batch, []
+
+    def random_batch(trainer: Any, batch: int, seed: int) -> Any:
+        calls.append(seed)
+        return images_of(trainer, batch, seed + (len(calls) > 4))
+
+    monkeypatch.setattr(steps, "random_batch", random_batch)
+    row = steps.differences(steps.CASES[0]._replace(batch=4), "false", CPU)
+    assert row["errors"][0] == 0 and row["losses"] > 1e-3 and row["weights"] > 1e-3
+    assert row["in step"] > 1
+
+
+def test_a_sheet_goes_on_with_what_failed_or_was_cut_off(sheet: Sheet, monkeypatch):
+    sheet.put("table", "done", {"ms": 1.0})
+    sheet.put("table", "partly", {"ms": 2.0, "partly": "trying"})
+    with sheet.trying("table", "failed"):
+        raise RuntimeError("no memory\nmore")
+    again = Sheet(sheet.path, CPU, 0)
+    assert [again.has("table", name) for name in ("done", "partly", "failed")] == [
+        True,
+        False,
+        False,
+    ]
+    assert again.tables["table"]["failed"] == {"failed": "RuntimeError: no memory"}
+    assert " Cut off: " in markdown(sheet.path)
+    again.finish()
+    assert " Cut off: " not in markdown(sheet.path)
+
+    content = read_sheet(sheet.path)
+    content["head"]["hardware"] = "another card"
+    sheet.path.write_text(json.dumps(content))
+    assert Sheet(sheet.path, CPU, 0).tables == {}
+
+
+def interpreter(folder: Path, body: str) -> str:
+    """A program that is started in place of Python."""
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable}\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_part_that_hangs_is_ended_with_its_children_at_its_limit(monkeypatch, tmp_path: Path):
+    pid = tmp_path / "pid"
+    body = f"""
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"])
+open({str(pid)!r}, "w").write(str(child.pid))
+time.sleep(60)"""
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, body))
+    monkeypatch.setattr(on_gpu, "GRACE", 0.5)
+    start = time.monotonic()
+    assert on_gpu.run_part("values", "cpu", tmp_path / "values.json", 3) is None
+    assert time.monotonic() - start < 20
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # until its new parent has fetched its status
+            os.kill(int(pid.read_text()), 0)
+            time.sleep(0.1)
+
+
+def test_a_part_that_crashes_says_why_and_the_next_one_starts(monkeypatch, capsys, tmp_path: Path):
+    body = "import sys; print(sys.argv[3]); sys.exit('first\\nRuntimeError: no kernel')"
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, body))
+    words = ["--device", "cpu", "--parts", "a,d", "--outputs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["on-gpu", *words])
+    with pytest.raises(SystemExit) as end:
+        on_gpu.main()
+    out = capsys.readouterr().out
+    assert end.value.code == 1
+    assert out.count("the part ended with status 1: RuntimeError: no kernel") == 2
+    assert "a: assignment, at most " in out and "d: kernels, at most " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parts", "a,x"], "parts=a,x: 'x' must be one of a, b, c, d"),
+        (["--minutes", "0"], "argument --minutes: '0' is not 1 or more"),
+        (["--outputs", "/dev/null"], "outputs=/dev/null: "),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(monkeypatch, capsys, words, message: str):
+    monkeypatch.setattr(sys, "argv", ["on-gpu", "--device", "cpu", *words])
+    with pytest.raises(SystemExit) as end:
+        on_gpu.main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"on-gpu: {message}")
+
+
+def test_each_part_is_one_that_its_process_knows():
+    assert {name for name, _ in on_gpu.PARTS.values()} == {*part.PARTS}
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_part_in_a_process_of_its_own(monkeypatch, capsys, tmp_path: Path):
+    words = ["--device", "cpu", "--parts", "b", "--outputs", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["on-gpu", *words])
+    with pytest.raises(SystemExit) as end:
+        on_gpu.main()
+    assert end.value.code == 0
+    assert (
+        "| cct_2_3x2, cutmix+htm+vtm, float32, batch of 4, compile=false |"
+        in capsys.readouterr().out
+    )
+    assert sorted(path.name for path in (tmp_path / "on-gpu").iterdir()) == [
+        "values.json",
+        "values.md",
+    ]
