@@ -6,6 +6,7 @@ python -m scripts.benchmark.cost [STUDY ...]. It prints tables and stores nothin
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -29,8 +30,10 @@ from reproduction.system.terminal import Parser, one_line_errors, positive, say
 from reproduction.training.distributed import resolve_device
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
+from scripts.benchmark.steps import COMPILING, VARIANTS
 from scripts.benchmark.timing import Spread, Work, calls_on, spread_of, time_calls, time_in_turns
 from scripts.benchmark.trainers import as_measured, bare_trainer, random_batch, step_of
+from scripts.on_gpu.sheet import read_sheet
 
 SPEEDS = (
     "Medians of several rounds, images/s from the lower to the upper quartile, on synthetic images "
@@ -188,6 +191,32 @@ def hours_table(studies: Mapping[str, Sequence[PlannedRun]], speeds: Speeds, dev
     return _text(shown)
 
 
+def graph_table(runs: Sequence[PlannedRun], path: Path) -> str | None:
+    """Returns hours by the steps in a graph that `make on-gpu` has written to `path`, if any."""
+    if not path.exists():
+        return None
+    sheet, rows = read_sheet(path), []
+    for run in runs:
+        model, stack = run.config.model.name, run.config.augmentation.stack
+        inside = [part for part in stack if part in ("htm", "vtm")]
+        variant = next(name for name, each in VARIANTS.items() if each == inside)
+        for title, table in sheet["tables"].items():
+            speed = table.get(f"{variant}, compile={COMPILING[-1]}", {}).get("images/s")
+            if run.config.seed == 0 and title.startswith(f"steps: {model}, ") and speed is not None:
+                images = run.config.recipe.epochs * sizes_of(run.config).train
+                rows.append(
+                    {
+                        "run": ", ".join(run.labels),
+                        "as": f"{variant}, {title.removeprefix('steps: ')}",
+                        "images/s": f"{speed:,.0f}",
+                        "hours a run": hours_text(images / speed / 3600),
+                    }
+                )
+    if not rows:
+        return None
+    return f"In a graph, {sheet['head']['hardware']}, steps alone ({path}):\n\n{_text(rows)}"
+
+
 def _text(rows: Sequence[Mapping[str, str]]) -> str:
     align = ["left", *["right"] * (len(rows[0]) - 1)]
     return pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True, colalign=align)
@@ -237,6 +266,8 @@ def main() -> None:
             speeds[key] = measure_speed(run.config, device, args.batch_size)
     say(f"\n{hardware_name(device)}\n\n{speed_table(distinct, speeds)}\n\n{SPEEDS}\n")
     say(hours_table(studies, speeds, args.devices))
+    if in_graph := graph_table(distinct, Path(args.outputs, "on-gpu", "times.json")):
+        say(f"\n{in_graph}")
 
 
 if __name__ == "__main__":
