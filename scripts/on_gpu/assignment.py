@@ -18,7 +18,7 @@ SIZES = (64, 128, 252, 504)  # samples
 SHARES = (0.05, 0.5, 1.0)  # of easy samples; 19 kinds of matrices for each: 228
 TIMED = ("trained, class token, late", "trained, pooled, late")
 EXACT = 2**-28  # the bound of the kernel: a deficit relative to easy samples x the largest gain
-CALLS, ROUNDS = 10, 9  # in a graph; of it
+CALLS, ROUNDS = 30, 9  # in a graph; of it
 Donors = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
     model: str
     batch: int
-    stack: list[str]
+    stack: tuple[str, ...]
     precision: str
     overrides: tuple[str, ...] = ()
 
@@ -47,10 +47,10 @@ class Case(NamedTuple):
 
     def config(self, compiling: str) -> Config:
         overrides = (*self.overrides, f"compile={compiling}")
-        return step_config(self.model, self.stack, self.precision, *overrides)
+        return step_config(self.model, [*self.stack], self.precision, *overrides)
 
 
-ALL = ["cutmix", "htm", "vtm"]
+ALL = ("cutmix", "htm", "vtm")
 CASES = (
     Case(TINY, 32, ALL, "float32", ("model.attn_drop=0.1", "recipe.clip_grad_norm=1")),
     Case(CCT, 128, ALL, "bf16"),
@@ -65,58 +65,63 @@ def compare_values(sheet: Sheet) -> None:
     Another eager trainer shows the noise. Graphs come first, what inductor compiles last.
     """
     on_gpu = sheet.device.type == "cuda"
-    title = f"values: {STEPS if on_gpu else 3} steps beside eager ones"
+    steps = STEPS if on_gpu else 3
+    title, eager = f"values: {steps} steps beside eager ones", dict[Case, Trained]()
     for how in [EAGER, *COMPILING[:0:-1]] if on_gpu else [EAGER]:
         for case in CASES if on_gpu else [CASES[0]._replace(batch=4)]:
             name = f"{case.name}, compile={how}"
             if not sheet.has(title, name):
                 with sheet.trying(title, name):
-                    sheet.put(title, name, differences(case, how, sheet.device))
+                    if case not in eager:
+                        eager[case] = trained(case, EAGER, steps, sheet.device)
+                    other = trained(case, how, steps, sheet.device)
+                    sheet.put(title, name, differences(eager[case], other))
                 free()
 
 
-def differences(case: Case, how: str, device: torch.device) -> Row:
+class Trained(NamedTuple):
+    """Losses of the first steps, the weights before and after them, seconds of the first one."""
+
+    losses: list[float]
+    before: Tensor
+    after: Tensor
+    seconds: float
+
+
+def trained(case: Case, how: str, steps: int, device: torch.device) -> Trained:
+    """Trains a new model on images that are others in each step, by the rates of whole epochs."""
+    trainer = sharp_trainer(case.config(how), device)
+    before, start, seconds = weights_of(trainer), time.perf_counter(), 0.0
+    losses = list[float]()
+    for step in range(steps):
+        images, classes = random_batch(trainer, case.batch, seed=step)
+        trainer.schedule(step, 0)
+        (part,) = trainer.train_step(images, classes, case.batch)
+        trainer.step += 1
+        losses.append(float(part.loss))
+        seconds = seconds or time.perf_counter() - start
+    return Trained(losses, before, weights_of(trainer), seconds)
+
+
+def weights_of(trainer: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()])
+
+
+def differences(eager: Trained, other: Trained) -> Row:
     """The largest relative difference of losses to eager ones; and of weights at the end.
 
     That of weights is a norm, relative to how far eager steps move them.
     """
-    steps = STEPS if device.type == "cuda" else 3
-    eager, expected, _ = trained(case.config(EAGER), case.batch, steps, device)
-    other, losses, seconds = trained(case.config(how), case.batch, steps, device)
-    errors = [abs(x / y - 1) for x, y in zip(losses, expected, strict=True)]
-    moved = float((eager - initial(case.config(EAGER), device)).norm())
+    errors = [abs(x / y - 1) for x, y in zip(other.losses, eager.losses, strict=True)]
+    moved = float((eager.after - eager.before).norm())
     return {
         "losses": max(errors) if all(map(math.isfinite, errors)) else math.inf,
-        "in step": max(range(steps), key=errors.__getitem__) + 1,
+        "in step": max(range(len(errors)), key=errors.__getitem__) + 1,
         "first step": errors[0],
-        "weights": float((other - eager).norm()) / moved,
-        "seconds to the first": seconds,
+        "weights": float((other.after - eager.after).norm()) / moved,
+        "seconds to the first": other.seconds,
         "errors": errors,
     }
-
-
-def trained(
-    config: Config, batch: int, steps: int, device: torch.device
-) -> tuple[Tensor, list[float], float]:
-    """Weights and losses after some steps of a new trainer, and the seconds of the first one."""
-    trainer = sharp_trainer(config, device)
-    losses, start, first = list[float](), time.perf_counter(), 0.0
-    for step in range(steps):
-        images, classes = random_batch(trainer, batch, seed=step)
-        trainer.schedule(step, 0)
-        (part,) = trainer.train_step(images, classes, batch)
-        trainer.step += 1
-        losses.append(float(part.loss))
-        first = first or time.perf_counter() - start
-    return weights_of(trainer), losses, first
-
-
-def initial(config: Config, device: torch.device) -> Tensor:
-    return weights_of(sharp_trainer(config, device))
-
-
-def weights_of(trainer: Trainer) -> Tensor:
-    return torch.cat([p.detach().flatten().double() for p in trainer.module.parameters()])
 
 
 def measure_times(sheet: Sheet) -> None:
@@ -191,7 +196,8 @@ def kernels_of(trainer: Trainer, batch: int, steps: int = 5) -> dict[str, Row]:
     events = [
         event
         for event in record.events()
-        if (event.device_type == DeviceType.CUDA) == on_gpu and not event.is_user_annotation
+        if (event.device_type == DeviceType.CUDA) == on_gpu
+        and not getattr(event, "is_user_annotation", False)
     ]
     spent: dict[str, list[float]] = {}
     for event in events:
