@@ -1,6 +1,6 @@
 """Turns a command line into runs and reports errors in one line.
 
-Only this module, launch.py and compose.py import Hydra.
+Only this module and compose.py import Hydra.
 """
 
 import os
@@ -20,8 +20,6 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from reproduction.commands.launch import Job, launch
-from reproduction.commands.launchers import HERE, SUBMITIT, check_launcher, check_resume
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import (
     Composed,
@@ -66,21 +64,13 @@ def run(
             _print_hydra_output(config_name)
         else:
             composed = [compose(config_name, point) for point in points]
-            launcher = composed[0].overrides.get("hydra/launcher", HERE).rpartition("=")[2]
-            for point in composed:
-                check_resume(launcher, point.raw.get("resume", "auto"))
             settings = [resolve(point) for point in composed]
-            check_all(settings, launcher not in SUBMITIT)
-            if launcher == HERE:
-                for point_settings in _in_turn(points, settings):
-                    try:
-                        main(point_settings)
-                    except (UserError, PlainError) as error:  # the sweep goes on
-                        failures.append(type(error)(str(error)))  # the traceback holds the model
-            else:
-                job = Job(config_name, len(points), resolve, check_all, main)
-                devices = max(point.raw["devices"] for point in composed)
-                failures += launch(launcher, job, arguments.overrides, devices)
+            check_all(settings, True)
+            for point_settings in _in_turn(points, settings):
+                try:
+                    main(point_settings)
+                except (UserError, PlainError) as error:  # the sweep goes on
+                    failures.append(type(error)(str(error)))  # the traceback holds the model
             if len(points) > 1:
                 conclude(settings)
                 finished = len(points) - len(failures)
@@ -136,12 +126,9 @@ def _points(config_name: str, args: Namespace) -> list[list[str]] | None:
         raise UserError("--resolve: needs --cfg job")
     with isolated_hydra():
         parsed = read_overrides(config_name, args.overrides)
-        values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in parsed}
-        for key in values:
-            if key.startswith("hydra") and not key[6:].startswith("launcher"):
-                raise UserError(f"{key}: not available here; of Hydra only hydra.launcher is")
-        if "hydra/launcher" in values:
-            check_launcher(values["hydra/launcher"], args.multirun)
+        for key in (override.key_or_group for override in parsed):
+            if key.startswith("hydra"):
+                raise UserError(f"{key}: not available here")
         if not args.multirun:
             return [args.overrides]
         batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)

@@ -21,7 +21,6 @@ from types import FrameType
 from typing import IO, NoReturn, Self
 
 from reproduction.commands.jobs import check_all
-from reproduction.commands.launchers import gpu_share
 from reproduction.config import TRAIN
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
@@ -185,6 +184,12 @@ def shares(jobs: int, devices: int) -> list[Share]:
         return [Share(environment, workers)] * jobs
     visible = (gpu_share(gpus, number, devices) for number in range(jobs))
     return [Share(environment | {"CUDA_VISIBLE_DEVICES": gpu}, workers) for gpu in visible]
+
+
+def gpu_share(gpus: list[str], number: int, devices: int) -> str:
+    """Returns CUDA_VISIBLE_DEVICES for run `number`: `devices` GPUs, assigned round-robin."""
+    first = number % max(1, len(gpus) // devices) * devices
+    return ",".join(gpus[first : first + devices])
 
 
 class Children:

@@ -1,12 +1,11 @@
 """How far a task is: a bar on a terminal, elsewhere a line a minute."""
 
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from reproduction.system.terminal import LABEL, say
+from reproduction.system.terminal import say
 
 Item = TypeVar("Item")
 EVERY_SECONDS = 60.0
@@ -18,7 +17,7 @@ class Progress:
     def __init__(self, active: bool = True):
         self.active = active
         self.bar: Any = None  # of rich, imported here so that a refused command does not
-        if active and sys.stdout is not None and sys.stdout.isatty() and LABEL not in os.environ:
+        if active and sys.stdout is not None and sys.stdout.isatty():
             from rich import progress
 
             text, left = progress.TextColumn("{task.description}"), progress.TimeRemainingColumn()

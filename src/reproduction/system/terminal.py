@@ -5,12 +5,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from textwrap import indent
 from typing import NoReturn
 
 from reproduction.system.errors import PlainError, UserError, in_one_line
-
-LABEL = "REPRODUCTION_LABEL"  # variable with the name of a parallel run; its ranks inherit it
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,13 +51,9 @@ def one_line_errors(program: str) -> Iterator[None]:
 def say(text: str) -> None:
     """Prints lines. If stdout is closed, as after `| head -1`, discards all further output."""
     try:
-        print(_labelled(text), flush=True)
+        print(text, flush=True)
     except OSError:  # also a log file on a full disk
         _discard_output()
-
-
-def _labelled(text: str) -> str:
-    return indent(text, f"{os.environ[LABEL]}: ") if LABEL in os.environ else text
 
 
 def _discard_output() -> None:
@@ -72,4 +65,4 @@ def _discard_output() -> None:
 def warn(text: str) -> None:
     """Prints lines to stderr; ignores errors if it is closed."""
     with suppress(OSError):
-        print(_labelled(text), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
