@@ -1,7 +1,7 @@
 """Evaluates a run (run=FOLDER) or a weight file (checkpoint=FILE model=... dataset=...)."""
 
-from reproduction.commands.cli import run
-from reproduction.commands.jobs import WeightsTask, check_distinct, resolve_evaluation
+from reproduction.start.command import run
+from reproduction.start.resolve import WeightsTask, check_distinct, resolve_evaluation
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import say
 

@@ -1,9 +1,9 @@
 """Trains one run, or all points of a sweep: python train.py [-m] [key=value ...]."""
 
-from reproduction.commands.cli import run
-from reproduction.commands.jobs import check_all, resolve
 from reproduction.config import Config
 from reproduction.runs.folder import RunFolder
+from reproduction.start.command import run
+from reproduction.start.resolve import check_all, resolve
 from reproduction.system.terminal import say
 
 

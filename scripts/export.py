@@ -1,7 +1,7 @@
 """Exports the plain model of a run (run=FOLDER) or a file (checkpoint=FILE model=...)."""
 
-from reproduction.commands.cli import run
-from reproduction.commands.jobs import WeightsTask, check_distinct, resolve_export
+from reproduction.start.command import run
+from reproduction.start.resolve import WeightsTask, check_distinct, resolve_export
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.terminal import say
 

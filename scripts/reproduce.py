@@ -38,8 +38,10 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
 
     launch.prepare(runs, settings)
     if args.jobs:
-        logs, shares = settings.root / ".logs", launch.shares(args.jobs, args.devices)
-        failed = launch.train_all_apart(runs, shares, logs)
+        from reproduction.start.processes import shares
+
+        logs = settings.root / ".logs"
+        failed = launch.train_all_apart(runs, shares(args.jobs, args.devices), logs)
     elif settings.chosen.apart:
         failed = launch.train_all_apart(runs)
     else:

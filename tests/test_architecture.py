@@ -23,9 +23,9 @@ MAY_IMPORT = {
     "runs": ["tokenmixup", "data", "config", "system"],
     "training": ["tokenmixup", "models", "data", "runs", "config", "system"],
     "reporting": ["tokenmixup", "models", "data", "runs", "config", "system"],
-    "commands": ["training", "models", "data", "runs", "config", "system"],
+    "start": ["training", "models", "data", "runs", "config", "system"],
     "studies": [
-        *("commands", "reporting", "training", "tokenmixup"),
+        *("start", "reporting", "training", "tokenmixup"),
         *("models", "data", "runs", "config", "system"),
     ],
     "__init__": ["training"],
@@ -33,8 +33,7 @@ MAY_IMPORT = {
 LIBRARY_DEPENDENCIES = {"torch", "numpy", "scipy", "einops", "tokenmixup"}
 TIMM_USERS = {"tokenmixup/timm_task.py"}
 HYDRA_USERS = {
-    "reproduction/commands/cli.py",
-    "reproduction/commands/launch.py",
+    "reproduction/start/command.py",
     "reproduction/runs/compose.py",
 }
 STANDARD_LIBRARY = {
@@ -103,7 +102,7 @@ def test_invalid_command_is_refused_before_torch_is_imported(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "modules",
-    ["commands.cli commands.jobs", "studies.options studies.launch"],
+    ["start.command start.resolve", "studies.options studies.launch"],
 )
 def test_command_checks_import_no_torch(modules: str):
     names = ", ".join(f"reproduction.{name}" for name in modules.split())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.commands import cli
 from reproduction.runs.compose import compose
 from reproduction.runs.parse import parse
+from reproduction.start import command as cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -11,11 +11,11 @@ from typing import Any, cast
 import numpy as np
 from PIL import Image
 
-from reproduction.commands.jobs import resolve_evaluation
 from reproduction.config import CONF_DIR
 from reproduction.data.build import build_evaluation_loader
 from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
+from reproduction.start.resolve import resolve_evaluation
 from tests.chaos.runs import Outcome, Place, differences
 
 SAME = {

@@ -14,8 +14,6 @@ from PIL import Image
 
 import eval as eval_script
 import train as train_script
-from reproduction.commands.cli import run
-from reproduction.commands.jobs import resolve
 from reproduction.config import Config, Dataset
 from reproduction.data import sources
 from reproduction.data.sources import Source, _open, build_source
@@ -23,6 +21,8 @@ from reproduction.reporting import report
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse
+from reproduction.start.command import run
+from reproduction.start.resolve import resolve
 from reproduction.studies.plan import points_of, studies_of
 from reproduction.studies.study import Settings
 from reproduction.system.errors import STOP_SIGNALS
@@ -34,6 +34,7 @@ from scripts.benchmark.cost import data_sizes
 from scripts.benchmark.trainers import bare_trainer
 from tests.conftest import sharpened
 
+ROOT = Path(__file__).parents[2]
 # A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
 SMALL = [
     "model.embed_dim=16",
@@ -116,7 +117,7 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
 
     Ranks are forked, which saves their imports. Spawned ranks, as users get, have their own tests.
     """
-    patch.setattr(sys, "argv", [f"{script}.py", *args])
+    patch.setattr(sys, "argv", [str(ROOT / f"{script}.py"), *args])
     patch.setattr(distributed, "START_METHOD", "fork")
     patch.setattr(distributed, "_on_rank", _on_forked_rank)
     with pytest.raises(SystemExit) as end:

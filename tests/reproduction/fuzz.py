@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from reproduction.commands.cli import run
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
 from reproduction.runs.identity import flatten
+from reproduction.start.command import run
 from tests.reproduction.conftest import SCRIPTS
 from tests.reproduction.mutations import snapshot
 

@@ -20,12 +20,12 @@ import torch
 import yaml
 from PIL import Image
 
-from reproduction.commands import cli
 from reproduction.config import CONF_DIR
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.runs import compose as composing
 from reproduction.runs.folder import RunFolder
+from reproduction.start import command as cli
 from tests.reproduction.conftest import SMALL, SMALL_VIT, Command, config_of, write_images
 from tests.reproduction.mutations import snapshot
 

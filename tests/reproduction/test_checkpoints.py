@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reproduction.commands.jobs import resolve
 from reproduction.config import Checkpoint
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import hash_of
+from reproduction.start.resolve import resolve
 from reproduction.system.errors import UserError
 from reproduction.training import endings, loop, operations
 from reproduction.training.checkpoint import load_last

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from reproduction.commands.jobs import resolve
 from reproduction.config import STACK, Config
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
+from reproduction.start.resolve import resolve
 from reproduction.system.errors import PlainError, UserError
 from reproduction.training import train
 from reproduction.training.train import run_training

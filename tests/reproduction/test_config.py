@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from reproduction.commands import cli
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import LISTS, compose
 from reproduction.runs.identity import default_name, run_hash
 from reproduction.runs.parse import parse
+from reproduction.start import command as cli
 from reproduction.studies.study import TABLES, papers_studies
 from tests.reproduction.conftest import config_of
 from tokenmixup import HTM, VTM, ManifoldMixup

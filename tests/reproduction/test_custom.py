@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from reproduction.commands.jobs import resolve
 from reproduction.config import ROOT
 from reproduction.data.custom import OwnImages, load
 from reproduction.data.folders import DATASETS
@@ -21,6 +20,7 @@ from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import run_hash
 from reproduction.runs.parse import parse_saved
+from reproduction.start.resolve import resolve
 from reproduction.system.errors import PlainError, UserError
 from reproduction.training.endings import explaining_data
 from tests.reproduction.conftest import SMALL, Command, config_of, load_source

@@ -17,11 +17,11 @@ import torch
 import torch.distributed.run as distributed_run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from reproduction.commands.jobs import resolve
 from reproduction.data.loaders import EvaluationImages, data_loader, evaluation_batches
 from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
+from reproduction.start.resolve import resolve
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training import distributed, endings, operations
 from reproduction.training.distributed import World, _failure_line
@@ -194,7 +194,7 @@ def test_user_errors_within_ranks_end_in_one_line(
 )
 def test_options_that_contradict_torchrun_are_refused(tmp_path, monkeypatch, capsys, args, message):
     import train
-    from reproduction.commands.cli import run as run_cli
+    from reproduction.start.command import run as run_cli
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reproduction.commands.jobs import resolve
 from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
+from reproduction.start.resolve import resolve
 from reproduction.training.distributed import World
 from reproduction.training.train import build_trainer
 from tests.reproduction.conftest import SMALL, small_trainer

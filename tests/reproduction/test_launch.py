@@ -5,8 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +16,13 @@ import pytest
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.locking import hold, is_held
+from reproduction.start.processes import Share
 from reproduction.studies import launch, study
 from reproduction.studies import plan as planning
-from reproduction.studies.launch import Children, Share
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.status import states
 from reproduction.studies.study import Settings
-from reproduction.system.errors import RunInterrupted, RunLocked, UserError
+from reproduction.system.errors import RunLocked, UserError
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts.reproduce import reproduce
@@ -33,7 +31,6 @@ from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
 TABLE3 = ["table3/gradient", "table3/attention", "table3/random"]
-ALONE = [Share({})]
 
 
 @pytest.fixture(scope="module")
@@ -236,77 +233,6 @@ def stand_in_for_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: st
     return replace(run, config=replace(run.config, output_root=str(tmp_path / "outputs")))
 
 
-def train_apart(run: PlannedRun, children: Children) -> str | None:
-    return launch._train_apart(children, None, run, "")
-
-
-def signal_when(path: Path, times: int) -> threading.Thread:
-    """Sends SIGTERM to this process whenever `path` appears, and removes it, `times` times."""
-
-    def watch() -> None:
-        for _ in range(times):
-            while not path.exists():
-                time.sleep(0.01)
-            path.unlink()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_signals_reach_the_process_of_a_run(small, monkeypatch, tmp_path, times):
-    code = f"""
-def end(*_):
-    if {times} == 1:
-        pathlib.Path(here, "left").touch()
-        sys.exit(130)
-    pathlib.Path(here, "ready").touch()
-signal.signal(signal.SIGTERM, end)
-pathlib.Path(here, "ready").touch()
-while True:
-    time.sleep(0.05)
-"""
-    run = stand_in_for_train(monkeypatch, tmp_path, code)
-    before = signal.getsignal(signal.SIGTERM)
-    watcher = signal_when(tmp_path / "ready", times)
-    with pytest.raises(RunInterrupted, match="same command"), Children(ALONE) as children:
-        train_apart(run, children)
-    watcher.join()
-    assert (tmp_path / "left").exists() == (times == 1)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("print('one\\ntwo', file=sys.stderr); sys.exit(1)", "two"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "train.py was ended by SIGKILL"),
-        ("sys.exit(0)", "train.py ended with status 0 and left no finished run"),
-    ],
-)
-def test_train_apart_returns_the_error_of_a_run(small, monkeypatch, tmp_path, code, error):
-    run = stand_in_for_train(monkeypatch, tmp_path, code)
-    with Children(ALONE) as children:
-        assert train_apart(run, children) == error
-
-
-def test_signal_reaches_a_run_that_is_being_started(small, monkeypatch, tmp_path):
-    run = stand_in_for_train(monkeypatch, tmp_path, "import time; time.sleep(60)")
-    start, started = subprocess.Popen, []
-
-    def slow(*args: Any, **options: Any) -> Any:
-        started.append(start(*args, **options))
-        os.kill(os.getpid(), signal.SIGTERM)
-        return started[0]
-
-    with pytest.raises(RunInterrupted, match="same command"), Children(ALONE) as children:
-        monkeypatch.setattr(subprocess, "Popen", slow)
-        train_apart(run, children)
-    assert started[0].returncode == -signal.SIGTERM
-
-
 def test_damaged_folder_fails_only_its_own_run(small, capsys):
     damaged, *_ = runs = table3()
     damaged.folder.create(damaged.config)
@@ -318,6 +244,7 @@ def test_damaged_folder_fails_only_its_own_run(small, capsys):
     assert f"{damaged.name} failed: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_train_all_apart_runs_train_py(small, capfd):
     settings = Settings(scale="smoke", dataset="digits")
     (run,) = (r for r in plan("table1", settings, 1) if "table1/cifar100_baseline" in r.labels)
@@ -328,53 +255,15 @@ def test_train_all_apart_runs_train_py(small, capfd):
     assert f"starting {run.name}" in capfd.readouterr().out
 
 
-MEET = """
-share = os.environ["SHARE"]
-print("with share", share, sys.argv[-1])
-pathlib.Path(here, "in-" + share).touch()
-while len(list(pathlib.Path(here).glob("in-*"))) < 2:
-    time.sleep(0.01)
-"""
-TWO = [Share({"SHARE": "a"}, 3), Share({"SHARE": "b"}, 3)]
-
-
-def test_parallel_runs_have_their_own_shares_and_logs(small, monkeypatch, tmp_path):
-    stand_in_for_train(monkeypatch, tmp_path, f"{MEET}sys.exit('failed with ' + share)")
-    logs = tmp_path / "logs"
-    failed = launch.train_all_apart(table3(), TWO, logs)
-    assert {path.name for path in logs.iterdir()} == {f"{run.name}.log" for run in table3()}
-    assert set(failed) == {run.name for run in table3()}
-    for run in table3():
-        out, err = (logs / f"{run.name}.log").read_text().splitlines()
-        assert failed[run.name] == err and err.removeprefix("failed with ") in out.split()[2]
-
-
-def test_loaders_workers_are_divided_unless_they_are_set(small, monkeypatch, tmp_path):
-    run = stand_in_for_train(monkeypatch, tmp_path, "sys.exit(' '.join(sys.argv[-2:]))")
-    with Children([Share({}, 3)]) as children:
-        assert str(train_apart(run, children)).split()[-1] != "dataset.workers=3"  # smoke sets 0
-        free = replace(run, overrides=tuple(x for x in run.overrides if "workers" not in x))
-        assert str(train_apart(free, children)).split()[-1] == "dataset.workers=3"
-
-
-def test_signal_reaches_all_processes_and_prevents_new_ones(small, monkeypatch, tmp_path, capsys):
-    code = f"""
-def end(*_):
-    pathlib.Path(here, "left-" + share).touch()
-    sys.exit(130)
-signal.signal(signal.SIGTERM, end)
-{MEET}
-pathlib.Path(here, "ready").touch()
-while True:
-    time.sleep(0.05)
-"""
-    stand_in_for_train(monkeypatch, tmp_path, code)
-    watcher = signal_when(tmp_path / "ready", 1)
-    with pytest.raises(RunInterrupted, match="same command"):
-        launch.train_all_apart(table3(), TWO)
-    watcher.join()
-    assert {path.name for path in tmp_path.glob("left-*")} == {"left-a", "left-b"}
-    assert capsys.readouterr().out.count("starting") == 2
+def test_processes_train_the_runs_and_say_why_they_failed(small, monkeypatch, tmp_path):
+    stand_in_for_train(monkeypatch, tmp_path, "sys.exit(sys.argv[-1])")
+    runs, logs = table3(), tmp_path / "logs"
+    failed = launch.train_all_apart(runs, [Share({})] * 2, logs)
+    assert failed == dict.fromkeys((run.name for run in runs), "resume=auto")
+    assert {path.stem for path in logs.iterdir()} == {*failed}
+    stand_in_for_train(monkeypatch, tmp_path, "pass")
+    errors = launch.train_all_apart(runs[:1])
+    assert errors == {runs[0].name: "train.py ended with status 0"}
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--status"])

@@ -1,19 +1,96 @@
-"""Hydra's launchers: sweep points in processes, failures, restarts, shares of GPUs and cores."""
+"""Launchers: sweep points in processes and on a cluster, shares of the machine, signals."""
 
 import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from reproduction.commands.launchers import gpu_share
+from submitit.core.job_environment import JobEnvironment
 
-from reproduction.studies.launch import Share, shares
+from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.start import command as starting
+from reproduction.start.processes import Processes, Share, shares
+from reproduction.system.errors import RunInterrupted
 from reproduction.training import distributed
+from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
+
+
+def test_missing_submitit_is_named(command: Command, monkeypatch):
+    monkeypatch.setattr(starting, "find_spec", lambda name: None)
+    result = command("train", "-m", "hydra/launcher=slurm", "resume=auto", "seed=0,1")
+    assert result.status == 2
+    (line,) = result.lines
+    assert "launcher=slurm" in line and "pip install -r requirements-cluster.txt" in line
+
+
+def test_launcher_settings_are_shown(command: Command):
+    result = command("train", "hydra/launcher=slurm", "--cfg", "hydra", "-p", "hydra.launcher")
+    assert (result.status, result.err) == (0, "")
+    assert "partition: null" in result.out and "array_parallelism: 256" in result.out
+
+
+def test_parallel_sweep_trains_all_points_and_reports_failures_last(command: Command):
+    result = command("train", "-m", "hydra/launcher=parallel", "recipe.lr=0.001,1e30", *SMALL)
+    assert result.status == 1
+    runs = [
+        folder.read_summary() | folder.read_config() for folder in find_runs("outputs").values()
+    ]
+    statuses = {run["recipe"]["lr"]: run["status"] for run in runs}
+    assert statuses == {0.001: "finished", 1e30: "failed"}
+    (line,) = result.lines
+    assert line.startswith("train.py: step ") and "is kept as failed" in line
+    first, *_, table, last = result.out.splitlines()
+    assert first == "2 runs at a time, logs in outputs/.logs" and "outputs/report" in table
+    assert last == "1 of 2 runs are finished" and "seed 0 failed" in result.out
+    logs = {path.stem: path.read_text() for path in Path("outputs/.logs").iterdir()}
+    assert logs.keys() == {run["name"] for run in runs}
+    assert all("epoch 1/2" in text for text in logs.values())
+
+
+def interrupt_once(root: Path, after: int) -> threading.Thread:
+    """Sends SIGUSR1 to the first process under `root` that has trained `after` steps."""
+
+    def watch() -> None:
+        while True:
+            for path in root.glob("*/metrics.jsonl"):
+                if len(path.read_text().splitlines()) >= after:
+                    process = (path.parent / ".lock").read_text().split()[1]
+                    os.kill(int(process), signal.SIGUSR1)
+                    return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_a_sweep_by_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(
+    command: Command, tmp_path: Path, monkeypatch
+):
+    args = [*SMALL, "recipe.epochs=4", "recipe.log_every=1", "augmentation.htm.tau=3"]
+    monkeypatch.setattr(JobEnvironment, "USR_SIG", "USR1")  # in jobs the variable sets it
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
+    watcher = interrupt_once(tmp_path / "outputs", after=2)
+    local = ["hydra/launcher=slurm", "hydra.launcher.cluster=local", "resume=auto"]
+    result = command("train", "-m", *local, *args)
+    watcher.join()
+    assert (result.status, result.err) == (0, "")
+    printed = [path.read_text() for path in tmp_path.glob("outputs/.slurm/*/*.out")]
+    assert [text.count("Requeued job") for text in printed] == [1]
+    assert command("train", "output_root=undisturbed", *args).status == 0
+    (undisturbed,) = find_runs("undisturbed").values()
+    assert_same_result(RunFolder(Path("outputs", undisturbed.path.name)), undisturbed)
+
+
 COMMANDS = {  # instead of SLURM's, and of the run's Python
     "srun": 'shift; echo $$ > step; exec "$@"',
     "scancel": 'kill "-${1#--signal=}" "$(cat step)"',
@@ -54,18 +131,151 @@ def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(
     assert not requeued.exists() or requeued.read_text() == "requeue 70_3\n"
 
 
+SBATCH = """#!/bin/bash
+cp "${!#}" "$SUBMITTED"
+! grep -q refused "${!#}" && echo "70;cluster"
+"""
+
+
+def test_slurm_gets_one_array(command: Command, tmp_path: Path, monkeypatch):
+    (tmp_path / "commands").mkdir()
+    for name in ("sbatch", "srun"):
+        path = tmp_path / "commands" / name
+        path.write_text(SBATCH)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'commands'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SUBMITTED", str(tmp_path / "submitted"))
+    args = ["hydra/launcher=slurm", "hydra.launcher.partition=refused", "resume=auto"]
+    result = command("train", "-m", *args, "devices=2", "seed=0,1,2")
+    assert result.status == 1
+    assert result.lines[-1].startswith("train.py: hydra/launcher=slurm: ")
+    text = (tmp_path / "submitted").read_text()
+    assert {"--array=0-2%3", "--partition=refused", "--gpus-per-node=2", "--requeue"} <= {
+        line.removeprefix("#SBATCH ") for line in text.splitlines()
+    }
+
+
+def script_of(folder: Path, code: str) -> Path:
+    """Writes a stand-in for train.py, whose `here` is the folder."""
+    path = folder / "train.py"
+    path.write_text(f"import os, pathlib, signal, sys, time\nhere = {str(folder)!r}\n{code}")
+    return path
+
+
+def signal_when(path: Path, times: int) -> threading.Thread:
+    """Sends SIGTERM to this process whenever `path` appears, and removes it, `times` times."""
+
+    def watch() -> None:
+        for _ in range(times):
+            while not path.exists():
+                time.sleep(0.01)
+            path.unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_reach_a_process(tmp_path: Path, times: int):
+    code = f"""
+def end(*_):
+    if {times} == 1:
+        pathlib.Path(here, "left").touch()
+        sys.exit(130)
+    pathlib.Path(here, "ready").touch()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(here, "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+    before = signal.getsignal(signal.SIGTERM)
+    watcher = signal_when(tmp_path / "ready", times)
+    with pytest.raises(RunInterrupted), Processes([Share({})]) as processes:
+        processes.run("run", script_of(tmp_path, code), [])
+    watcher.join()
+    assert (tmp_path / "left").exists() == (times == 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_reaches_a_process_that_is_being_started(tmp_path: Path, monkeypatch):
+    start, started = subprocess.Popen, []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        started.append(start(*args, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[0]
+
+    script = script_of(tmp_path, "time.sleep(60)")
+    with pytest.raises(RunInterrupted), Processes([Share({})]) as processes:
+        monkeypatch.setattr(subprocess, "Popen", slow)
+        processes.run("run", script, [])
+    assert started[0].returncode == -signal.SIGTERM
+
+
 @pytest.mark.parametrize(
-    ("gpus", "devices", "expected"),
+    ("code", "status", "error"),
     [
-        ("0", 1, "0 0 0"),
-        ("0 1", 1, "0 1 0"),
-        ("0 1 2 3 4", 2, "0,1 2,3 0,1"),
-        ("7 9", 2, "7,9 7,9"),
+        ("print('one\\ntrain.py: two', file=sys.stderr); sys.exit(1)", 1, "two"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "train.py was ended by SIGKILL"),
+        ("sys.exit(0)", 0, "train.py ended with status 0"),
     ],
 )
-def test_gpu_share_cycles_through_groups(gpus: str, devices: int, expected: str):
-    numbers = range(len(expected.split()))
-    assert [gpu_share(gpus.split(), n, devices) for n in numbers] == expected.split()
+def test_a_process_returns_its_status_and_error(tmp_path: Path, code: str, status: int, error: str):
+    with Processes([Share({})]) as processes:
+        assert processes.run("run", script_of(tmp_path, code), []) == (status, error)
+
+
+MEET = """
+share = os.environ["SHARE"]
+print("with share", share, sys.argv[-1])
+pathlib.Path(here, "in-" + share).touch()
+while len(list(pathlib.Path(here).glob("in-*"))) < 2:
+    time.sleep(0.01)
+"""
+TWO = [Share({"SHARE": "a"}, 3), Share({"SHARE": "b"}, 3)]
+
+
+def test_processes_have_their_own_shares_and_logs(tmp_path: Path):
+    script = script_of(tmp_path, f"{MEET}sys.exit('failed with ' + share)")
+    logs = tmp_path / "logs"
+    with Processes(TWO, logs) as processes:
+        results = processes.map(lambda name: processes.run(name, script, []), "xyz")
+    assert {path.name for path in logs.iterdir()} == {"x.log", "y.log", "z.log"}
+    for name, (status, error) in zip("xyz", results, strict=True):
+        out, err = (logs / f"{name}.log").read_text().splitlines()
+        assert status == 1 and error == err == f"failed with {out.split()[2]}"
+        assert out.split()[3] == "dataset.workers=3"
+    assert {error[-1] for _, error in results} == {"a", "b"}
+
+
+def test_workers_that_are_set_stay(tmp_path: Path):
+    script = script_of(tmp_path, "sys.exit(' '.join(sys.argv[1:]))")
+    with Processes([Share({}, 3)]) as processes:
+        assert processes.run("", script, ["dataset.workers=0"])[1] == "dataset.workers=0"
+        assert processes.run("", script, ["seed=1"])[1] == "seed=1 dataset.workers=3"
+        other = script.rename(tmp_path / "eval.py")
+        assert processes.run("", other, ["seed=1"])[1] == "seed=1"
+
+
+def test_a_signal_reaches_all_processes_and_prevents_new_ones(tmp_path: Path):
+    code = f"""
+def end(*_):
+    pathlib.Path(here, "left-" + share).touch()
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+{MEET}
+pathlib.Path(here, "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+    script = script_of(tmp_path, code)
+    watcher = signal_when(tmp_path / "ready", 1)
+    with pytest.raises(RunInterrupted), Processes(TWO) as processes:
+        processes.map(lambda name: processes.run(name, script, []), "xyz")
+    watcher.join()
+    assert {path.name for path in tmp_path.glob("left-*")} == {"left-a", "left-b"}
 
 
 def test_visible_gpus_follow_the_environment(monkeypatch):
@@ -76,20 +286,26 @@ def test_visible_gpus_follow_the_environment(monkeypatch):
     assert distributed.visible_gpus() == ["5", "GPU-8a"]
 
 
-def test_shares_divide_gpus_cores_and_workers(monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "devices", "expected"),
+    [
+        ("0", 1, "0 0 0"),
+        ("0 1", 1, "0 1 0"),
+        ("0 1 2 3 4", 2, "0,1 2,3 0,1"),
+        ("7 9", 2, "7,9 7,9"),
+    ],
+)
+def test_shares_take_gpus_in_turn(monkeypatch, gpus: str, devices: int, expected: str):
+    monkeypatch.setattr(distributed, "visible_gpus", gpus.split)
+    found = shares(len(expected.split()), devices)
+    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in found] == expected.split()
+
+
+def test_shares_divide_cores_and_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("reproduction.studies.launch.usable_cores", lambda: 16)
-    monkeypatch.setattr(distributed, "visible_gpus", lambda: list("0123"))
-    two = shares(2, 2)
-    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in two] == ["0,1", "2,3"]
-    assert {(share.environment["OMP_NUM_THREADS"], share.workers) for share in two} == {("4", 4)}
-    assert len(shares(6, 1)) == 6
-    monkeypatch.setattr(distributed, "visible_gpus", lambda: ["0"])
-    both = shares(2, 1)  # on one GPU
-    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in both] == ["0", "0"]
-    assert [share.workers for share in both] == [8, 8]
-    assert shares(1, 1)[0].workers is None  # its own
+    monkeypatch.setattr("reproduction.start.processes.usable_cores", lambda: 16)
     monkeypatch.setattr(distributed, "visible_gpus", lambda: [])
-    assert shares(2, 1) == [Share({"OMP_NUM_THREADS": "8"}, 8)] * 2
+    assert shares(2, 2) == [Share({"OMP_NUM_THREADS": "4"}, 4)] * 2
+    assert shares(1, 1) == [Share({"OMP_NUM_THREADS": "16"})]  # its own workers
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert shares(3, 1) == [Share({"OMP_NUM_THREADS": "1"}, 5)] * 3

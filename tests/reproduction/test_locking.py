@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.commands.jobs import resolve
 from reproduction.runs import locking
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.runs.locking import hold
+from reproduction.start.resolve import resolve
 from reproduction.system.errors import UserError
 from tests.chaos.folder import contend
 from tests.reproduction.conftest import SMALL, Command

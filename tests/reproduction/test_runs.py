@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_rel
 
-from reproduction.commands.jobs import resolve
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
+from reproduction.start.resolve import resolve
 from reproduction.studies.publish import publish
 from reproduction.studies.runs import left, newest, read_runs, read_store, state_text
 from reproduction.studies.sweeps import draw_runs, runs_table

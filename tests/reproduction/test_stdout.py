@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from reproduction.commands import jobs
 from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
 from reproduction.runs.identity import flatten
+from reproduction.start import resolve as jobs
 from reproduction.system.terminal import say
 from tests.reproduction.conftest import Command
 

@@ -22,13 +22,13 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from reproduction.commands.jobs import check_all, resolve, resolve_evaluation
 from reproduction.config import ROOT
 from reproduction.data.loaders import EvaluationImages, TrainingImages
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.start.resolve import check_all, resolve, resolve_evaluation
 from reproduction.studies.publish import publish
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.checkpoint import save_plain

@@ -1,21 +1,19 @@
 """Composes overrides into the plain values of one run. Imports Hydra, but not torch."""
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -28,10 +26,9 @@ from reproduction.system.hardware import usable_cores
 from reproduction.system.ranks import launched_ranks, local_ranks
 
 SHOWN = 200  # characters of an unparsable argument in an error line
-MERGING = "Error merging override"  # prefix of a Hydra message
 MOST_WORKERS = 16
 LISTS = ("augmentation", "logger")  # groups that accept a list of options
-Files = tuple[DictConfig, list[str], str | None]  # the config of files, its stack, its experiment
+Files = tuple[DictConfig, dict[str, str], list[str]]  # a config of files, its choices, its stack
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,8 @@ class Composed:
     raw: dict[str, Any]
     overrides: dict[str, str]  # key or group -> as typed
     experiment: str | None
+    launcher: str = "basic"  # of hydra/launcher
+    launcher_settings: dict[str, Any] = field(default_factory=dict)
 
 
 def compose(config_name: str, overrides: list[str]) -> Composed:
@@ -53,13 +52,20 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     with isolated_hydra():
         parsed = read_overrides(config_name, overrides)
         _check_options(parsed)
-        config, stack, experiment = _compose_config(config_name, parsed)
+        config, choices, stack = _compose_files(
+            CONF_DIR, config_name, tuple(str(o.input_line) for o in parsed if _is_choice(o))
+        )
+    config = deepcopy(config)
+    for override in parsed:
+        if not _is_choice(override):
+            _apply(override, config)
     values = _resolve_values(config, stack, overrides)
+    launcher = values.pop("hydra")["launcher"]
     values["devices"] = _resolve_devices(values.get("devices"))
     _resolve_workers(values)
     values["augmentation"] = _check_stack(values.get("augmentation"), stack)
     typed = {o.key_or_group: str(o.input_line) for o in parsed}
-    return Composed(raw=values, overrides=typed, experiment=experiment)
+    return Composed(values, typed, choices["experiment"], choices["hydra/launcher"], launcher)
 
 
 def config_of(overrides: Sequence[str]) -> Config:
@@ -100,13 +106,6 @@ def options_of(group: str) -> list[str]:
     return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
 
 
-def _chooses_files(override: Override) -> bool:
-    """Whether the override selects config files: an option of a group, or any key of Hydra."""
-    key = override.key_or_group
-    is_group = bool(options_of(key)) and not isinstance(override.value(), dict)
-    return key.startswith("hydra") or is_group
-
-
 def _check_options(parsed: list[Override]) -> None:
     """Raises UserError for several values, and for unknown or repeated options.
 
@@ -119,7 +118,7 @@ def _check_options(parsed: list[Override]) -> None:
                 "brackets: key=[a,b]"
             )
         group, value = override.key_or_group, override.value()
-        known = [] if group.startswith("hydra") or override.is_delete() else options_of(group)
+        known = [] if override.is_delete() else options_of(group)
         if not known or isinstance(value, dict) or (value is None and group == "experiment"):
             continue
         options = value if isinstance(value, list) and group in LISTS else [value]
@@ -131,21 +130,9 @@ def _check_options(parsed: list[Override]) -> None:
             raise UserError(f"{override.input_line}: names an option more than once")
 
 
-def _compose_config(config_name: str, parsed: list[Override]) -> Files:
-    """Applies the overrides of values, which Hydra applies last, to the config of the files."""
-    choices = [override for override in parsed if _chooses_files(override)]
-    values = [override for override in parsed if override not in choices]
-    try:
-        lines = tuple(str(override.input_line) for override in choices)
-        config, stack, experiment = _compose_files(CONF_DIR, config_name, lines)
-        config = deepcopy(config)
-        ConfigLoaderImpl._apply_overrides_to_config(values, config)
-        return config, stack, experiment
-    except (HydraException, OmegaConfBaseException):
-        raise
-    except Exception as error:  # Hydra validates little, so any error is possible
-        typed = " ".join(str(override.input_line) for override in parsed)
-        raise UserError(f"{typed}: cannot be applied: {first_line(error)}") from error
+def _is_choice(override: Override) -> bool:
+    """Whether the override selects config files, an option of a group."""
+    return bool(options_of(override.key_or_group)) and not isinstance(override.value(), dict)
 
 
 @lru_cache(maxsize=256)
@@ -154,14 +141,63 @@ def _compose_files(conf_dir: Path, config_name: str, choices: tuple[str, ...]) -
 
     The stack is that of the files: an experiment may have settings of what the user has left out.
     """
-    config = hydra.compose(config_name, [*choices], return_hydra_config=True)
-    experiment = config.hydra.runtime.choices.get("experiment")
+    try:
+        config = hydra.compose(config_name, [*choices], return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(error) from error
+    chosen = dict(config.hydra.runtime.choices)
     with open_dict(config):
-        del config["hydra"]
+        config.hydra = {"launcher": config.hydra.launcher}
     loader = GlobalHydra.instance().config_loader()
     files = loader.compute_defaults_list(config_name, [*choices], RunMode.RUN).defaults
     groups = [(file.config_path or "").partition("/") for file in files]
-    return config, [name for group, _, name in groups if group == "augmentation"], experiment
+    return config, chosen, [name for group, _, name in groups if group == "augmentation"]
+
+
+def _apply(override: Override, config: DictConfig) -> None:
+    """Applies the override of a value, as Hydra does. Raises UserError if there is no such key."""
+    key, value, typed = override.key_or_group, override.value(), override.input_line
+    adds = override.is_add() or override.is_force_add()
+    try:
+        if override.package is not None:
+            raise UserError(f"{typed}: {key} is no group of options")
+        current = None
+        if override.is_delete() or override.is_add():
+            current = OmegaConf.select(config, key, throw_on_missing=False)
+        if override.is_delete():
+            if current is None or value not in (None, current):
+                raise UserError(f"{typed}: there is no such setting")
+            parent, _, last = key.rpartition(".")
+            with open_dict(config):
+                del (OmegaConf.select(config, parent) if parent else config)[last]
+        elif override.is_add() and current is not None and not isinstance(value, dict | list):
+            raise UserError(f"{typed}: exists already, leave the + out")
+        else:
+            OmegaConf.update(config, key, value, force_add=adds)
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise UserError(_describe_missing(key, error, config)) from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{typed}: cannot be applied: {first_line(error)}") from error
+
+
+def _describe_missing(
+    key: str, error: ConfigKeyError | ConfigAttributeError, config: DictConfig
+) -> str:
+    missing = str(error.full_key or key)
+    parent, _, last = missing.rpartition(".")
+    if parent == "augmentation" and last in STACK:
+        return f"{missing}: the stack does not name {last}, add it to augmentation=[...]"
+    if parent == "logger" and last in options_of("logger"):
+        return f"{missing}: logger does not name {last}, add it to logger=[...]"
+    if parent in ("model.options", "dataset.options"):
+        return f"{missing}: is not set yet, must be added by +{missing}=..."
+    tree: Any = OmegaConf.to_container(config)
+    if not key.startswith("hydra"):
+        del tree["hydra"]
+    if "run" not in tree:  # of eval.py and export.py
+        tree["experiment"] = None  # a group that leaves no key
+    # the error names a part of the key, or more if the value is a mapping
+    return unknown_key(max(missing, key, key=len), tree)
 
 
 def _resolve_values(config: DictConfig, stack: list[str], overrides: list[str]) -> dict[str, Any]:
@@ -179,46 +215,13 @@ def _resolve_values(config: DictConfig, stack: list[str], overrides: list[str]) 
     return {str(key): value for key, value in raw.items()}
 
 
-def describe_error(error: Exception) -> str:
-    """Describes a Hydra error by key, value and what is allowed; other errors by their message."""
-    cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.partition("/")
-        if group == "hydra":
-            group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}={option}: there is no such option, allowed: {', '.join(options_of(group))}"
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        return _describe_key_error(error, cause)
-    if cause is not None and str(error).startswith(MERGING):
-        typed = str(error).removeprefix(MERGING).strip()
-        return f"{typed}: must keep the type of the default: {first_line(cause)}"
-    return str(error)
-
-
-def _describe_key_error(error: Exception, cause: ConfigKeyError | ConfigAttributeError) -> str:
-    missing = str(cause.full_key)
-    parent, _, key = missing.rpartition(".")
-    if parent == "augmentation" and key in STACK:
-        return f"{missing}: the stack does not name {key}, add it to augmentation=[...]"
-    if parent == "logger" and key in options_of("logger"):
-        return f"{missing}: logger does not name {key}, add it to logger=[...]"
-    if parent in ("model.options", "dataset.options"):
-        return f"{missing}: is not set yet, must be added by +{missing}=..."
-    tree: Any = OmegaConf.to_container(cause.parent_node._get_root())
-    if "run" not in tree:  # of eval.py and export.py
-        tree["experiment"] = None  # a group that leaves no key
-    # Hydra names the key as typed: longer if it leads on, shorter if its value is a mapping.
-    typed = re.findall("Could not override '(.+?)'", str(error))
-    return unknown_key(max([missing, *typed], key=len), tree)
-
-
 @contextmanager
 def error_context(place: str) -> Iterator[None]:
     """Prefixes config errors raised inside the block with `place`."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, UserError, ValueError) as error:
-        raise UserError(f"{place}: {describe_error(error)}") from error
+    except (UserError, ValueError) as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 @contextmanager

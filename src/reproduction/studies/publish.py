@@ -14,12 +14,12 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from reproduction.commands.jobs import PUBLISHED as WEIGHTS
 from reproduction.config import ROOT
 from reproduction.models.weights import read_file
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import hash_of, settings_of
 from reproduction.runs.parse import parse_saved
+from reproduction.start.resolve import PUBLISHED as WEIGHTS
 from reproduction.studies.plan import points_of
 from reproduction.studies.results import results_of
 from reproduction.studies.runs import METRICS, as_json, read_store, stack_of

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from reproduction.system.errors import PlainError, UserError, in_one_line
+from reproduction.system.ranks import is_first_rank
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +45,8 @@ def one_line_errors(program: str) -> Iterator[None]:
         status, line = 130, str(interrupt) or "interrupted"
     else:
         return
-    print(f"{program}: {line}", file=sys.stderr)
+    if is_first_rank():
+        print(f"{program}: {line}", file=sys.stderr)
     sys.exit(status)
 
 

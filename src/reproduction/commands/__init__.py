@@ -1,1 +1,0 @@
-"""The commands behind train.py, eval.py and export.py."""
