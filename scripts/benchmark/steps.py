@@ -6,7 +6,7 @@ variants train in turn, each with its own optimiser; the eager ones share their 
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ def measure_steps(
     device: torch.device,
     compiling: Sequence[str],
     until: float = math.inf,
-) -> Iterator[Group]:
+) -> Generator[Group]:
     """Yields the table of a model after every round.
 
     Compiled steps must first give the losses of eager ones. `left_out` says why a variant is not

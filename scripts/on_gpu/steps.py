@@ -3,7 +3,9 @@
 import gc
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ from scripts.on_gpu.sheet import Sheet
 TINY = "cct_2_3x2"
 GRAPH = COMPILING[-1]
 STEPS, ROUNDS, FEW = 20, 40, 4
+READY = 0.7  # of the time of a model, in which its variants are made ready
+COMPLETE = "complete"  # row with the number of rounds
 LARGEST = 30  # kernels of a profile
 
 
@@ -67,16 +71,17 @@ def compare_values(sheet: Sheet) -> None:
     on_gpu = sheet.device.type == "cuda"
     steps = STEPS if on_gpu else 3
     title, eager = f"values: {steps} steps beside eager ones", dict[Case, Trained]()
-    for how in [EAGER, *COMPILING[:0:-1]] if on_gpu else [EAGER]:
-        for case in CASES if on_gpu else [CASES[0]._replace(batch=4)]:
-            name = f"{case.name}, compile={how}"
-            if not sheet.has(title, name):
-                with sheet.trying(title, name):
-                    if case not in eager:
-                        eager[case] = trained(case, EAGER, steps, sheet.device)
-                    other = trained(case, how, steps, sheet.device)
-                    sheet.put(title, name, differences(eager[case], other))
-                free()
+    ways = [EAGER, *COMPILING[:0:-1]] if on_gpu else [EAGER]
+    for how, case in product(ways, CASES if on_gpu else [CASES[0]._replace(batch=4)]):
+        name = f"{case.name}, compile={how}"
+        if sheet.has(title, name):
+            continue
+        with sheet.trying(title, name):
+            if case not in eager:
+                eager[case] = trained(case, EAGER, steps, sheet.device)
+            other = trained(case, how, steps, sheet.device)
+            sheet.put(title, name, differences(eager[case], other))
+        free()
 
 
 class Trained(NamedTuple):
@@ -130,26 +135,36 @@ def measure_times(sheet: Sheet) -> None:
     sizes = ((CCT, 128), (VIT, 128)) if on_gpu else ((TINY, 4),)
     ways = ((EAGER,), (EAGER, GRAPH)) if on_gpu else ((EAGER,),)
     for place, (model, batch) in enumerate(sizes):
-        share = sheet.seconds_left / (len(sizes) - place)
-        ends = time.time() + share
         title = f"steps: {model}, batch of {batch}, {precision_on(sheet.device)}"
-        if sheet.has(title, "complete"):
-            continue
-        for compiling in ways:
-            most = ROUNDS if compiling == ways[-1] and on_gpu else FEW
-            with sheet.trying(title, "complete"):
-                ready = time.time() + 0.7 * (ends - time.time())
-                groups = measure_steps(model, batch, sheet.device, compiling, ready)
-                for done, group in enumerate(groups, 1):
-                    is_last = done == most or time.time() > ends
-                    rows = {name: flat(row) for name, row in group["rows"].items()}
-                    rows |= {name: {"failed": why} for name, why in group["left_out"].items()}
-                    state = {} if is_last else {"partly": "more rounds were to come"}
-                    sheet.tables[title] = {**rows}
-                    sheet.put(title, "complete", {"rounds": done, **state})
-                    if is_last:
-                        break
+        ends = time.time() + sheet.seconds_left / (len(sizes) - place)
+        for compiling in ways if not sheet.has(title, COMPLETE) else ():
+            rounds = ROUNDS if GRAPH in compiling else FEW
+            with sheet.trying(title, COMPLETE):
+                time_in_turns(sheet, title, model, batch, compiling, rounds, ends)
             free()
+
+
+def time_in_turns(
+    sheet: Sheet,
+    title: str,
+    model: str,
+    batch: int,
+    compiling: Sequence[str],
+    rounds: int,
+    ends: float,
+) -> None:
+    """Writes the rows of a model after each round, until so many are done or the time ends."""
+    ready = time.time() + READY * (ends - time.time())
+    with closing(measure_steps(model, batch, sheet.device, compiling, ready)) as groups:
+        for done, group in enumerate(groups, 1):
+            is_last = done == rounds or time.time() > ends
+            rows = {name: flat(row) for name, row in group["rows"].items()}
+            rows |= {name: {"failed": why} for name, why in group["left_out"].items()}
+            sheet.tables[title] = {**rows}
+            state = {} if is_last else {"partly": "more rounds were to come"}
+            sheet.put(title, COMPLETE, {"rounds": done, **state})
+            if is_last:
+                return
 
 
 def flat(row: Row) -> Row:
@@ -166,28 +181,27 @@ def flat(row: Row) -> Row:
 def measure_kernels(sheet: Sheet) -> None:
     """Part d: the largest kernels of steps in a graph: both, plain and HTM; then of eager ones."""
     on_gpu = sheet.device.type == "cuda"
+    sizes = ((CCT, 128), (VIT, 128)) if on_gpu else ((TINY, 4),)
     ways = [(variant, GRAPH) for variant in ("HTM and VTM", "plain", "HTM")]
     ways += [("HTM and VTM", EAGER), ("plain", EAGER)]
-    for model, batch in ((CCT, 128), (VIT, 128)) if on_gpu else ((TINY, 4),):
-        for variant, how in ways if on_gpu else ways[-1:]:
-            title = f"kernels: {model}, batch of {batch}, {variant}, compile={how}"
-            if not sheet.has(title, "all"):
-                with sheet.trying(title, "all"):
-                    overrides = [precision_on(sheet.device), f"compile={how}"]
-                    trainer = sharp_trainer(
-                        step_config(model, VARIANTS[variant], *overrides), sheet.device
-                    )
-                    for name, figures in kernels_of(trainer, batch).items():
-                        sheet.put(title, name, figures)
-                free()
+    for (model, batch), (variant, how) in product(sizes, ways if on_gpu else ways[-1:]):
+        title = f"kernels: {model}, batch of {batch}, {variant}, compile={how}"
+        if sheet.has(title, "all"):
+            continue
+        with sheet.trying(title, "all"):
+            overrides = [precision_on(sheet.device), f"compile={how}"]
+            config = step_config(model, VARIANTS[variant], *overrides)
+            for name, figures in kernels_of(config, sheet.device, batch).items():
+                sheet.put(title, name, figures)
+        free()
 
 
-def kernels_of(trainer: Trainer, batch: int, steps: int = 5) -> dict[str, Row]:
+def kernels_of(config: Config, device: torch.device, batch: int, steps: int = 5) -> dict[str, Row]:
     """Launches and microseconds a step of all kernels and of the largest ones.
 
     On a CPU of operators, in which those that they call are counted again.
     """
-    device, step = trainer.world.device, step_of(trainer, batch)
+    step = step_of(sharp_trainer(config, device), batch)
     step_ms = 1000 * min(time_calls(step, calls_on(device)) for _ in range(3)) / calls_on(device)
     on_gpu = device.type == "cuda"
     kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
@@ -196,8 +210,7 @@ def kernels_of(trainer: Trainer, batch: int, steps: int = 5) -> dict[str, Row]:
     events = [
         event
         for event in record.events()
-        if (event.device_type == DeviceType.CUDA) == on_gpu
-        and not getattr(event, "is_user_annotation", False)
+        if (event.device_type == DeviceType.CUDA) == on_gpu and not event.is_user_annotation
     ]
     spent: dict[str, list[float]] = {}
     for event in events:
