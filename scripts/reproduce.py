@@ -34,7 +34,7 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
     from reproduction.studies import launch
     from reproduction.studies.results import results_of
     from reproduction.studies.status import state_table
-    from reproduction.studies.tables import report_folder
+    from reproduction.studies.table import report_folder
 
     launch.prepare(runs, settings)
     if args.jobs:

@@ -14,7 +14,7 @@ from reproduction.studies.plan import Point, points_of, studies_of
 from reproduction.studies.results import results_of
 from reproduction.studies.runs import read_runs
 from reproduction.studies.study import Settings
-from reproduction.studies.tables import Table
+from reproduction.studies.table import Table
 
 Configs = Mapping[str, Config]
 

@@ -7,8 +7,8 @@ import yaml
 
 from reproduction.config import CONF_DIR, ROOT
 from reproduction.runs.identity import settings_of
+from reproduction.studies.columns import value_text
 from reproduction.studies.publish import results_page
-from reproduction.studies.sweeps import value_text
 from tests.reproduction.conftest import config_of
 
 DOCS = ROOT / "docs"

@@ -19,7 +19,7 @@ import yaml
 from reproduction.config import Config
 from reproduction.studies.latency import read_latency
 from reproduction.studies.plan import Point
-from reproduction.studies.results import study_table
+from reproduction.studies.results import study_rows
 from reproduction.studies.runs import read_runs
 from reproduction.studies.study import papers_studies
 from tests.reproduction.tables import points_at
@@ -92,7 +92,7 @@ def test_tables_of_stored_runs_have_the_recorded_values(
     found: dict[tuple[str, str, str, str], Any] = {}
     for name, study in papers_studies().items():
         own = [point for point in points if point.study == name]
-        table = study_table(study, own, keys, runs, mark, read_latency(outputs))
+        table = study_rows(study, own, keys, runs, mark, read_latency(outputs))
         for row in table[table.n > 0].to_dict("records"):
             place = (name, row["column"], row["row"])
             found |= {(*place, key): value for key, value in row.items()}

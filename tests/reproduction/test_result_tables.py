@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy.stats import false_discovery_control, t, ttest_rel
 
 from reproduction.runs.identity import run_hash
+from reproduction.studies.columns import p_text, spread
 from reproduction.studies.runs import read_runs
-from reproduction.studies.tables import compare, holm, number, p_text, spread, statistics
+from reproduction.studies.table import compare, holm, statistics
 from tests.reproduction.tables import Configs, result, write_run
 
 BASELINE, HTM = "table1/cifar100_baseline", "table1/cifar100_htm"
@@ -102,7 +103,7 @@ def test_table_shows_ours_beside_the_paper(tmp_path: Path, configs: Configs):
     assert row.top1_best_minus_paper == pytest.approx(84.5 - 83.56)
     assert row.paper_difference == pytest.approx(83.56 - 82.87)
     assert row.difference == pytest.approx(84 - (82 + 83 + 86) / 3)
-    assert (row.n, row.status) == (3, "3 finished")
+    assert (row.n, row.status) == (3, "finished")
     assert table.loc["table1/cifar100_vtm"].status == "not run"
     quoted = table.loc[table.index.isna()]
     assert len(quoted) == 28 and set(quoted.status) == {"quoted"}
@@ -170,10 +171,6 @@ def test_formats_hold_the_same_table(tmp_path: Path, configs: Configs):
 def test_spread_is_a_mean_with_its_deviation(values: tuple[Any, Any], text: str):
     row = SimpleNamespace(top1_mean=values[0], top1_std=values[1])
     assert spread(row, "top1") == text
-    assert (
-        number(row, "top1_mean", ".1f") == ("-" if values[0] is None else f"{values[0]:.1f}")
-        and number(row, "absent", "") == "-"
-    )
 
 
 def test_p_values_have_three_decimals_or_two_digits():

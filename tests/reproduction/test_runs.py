@@ -11,10 +11,12 @@ from scipy.stats import ttest_rel
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.start.resolve import resolve
+from reproduction.studies.columns import value_text
+from reproduction.studies.pictures import draw_runs
 from reproduction.studies.publish import publish
 from reproduction.studies.runs import left, newest, read_runs, read_store, state_text
-from reproduction.studies.sweeps import draw_runs, runs_table
-from reproduction.studies.tables import Table, value_text
+from reproduction.studies.sweeps import runs_table
+from reproduction.studies.table import Table
 from reproduction.system.errors import UserError
 from scripts import runs as script
 from tests.reproduction.conftest import SMALL, Command, config_of

@@ -15,7 +15,7 @@ from reproduction.studies.results import HOW_TO_READ, results_of
 from reproduction.studies.runs import read_runs, state_text
 from reproduction.studies.status import listing
 from reproduction.studies.study import FULL, Settings
-from reproduction.studies.tables import report_folder
+from reproduction.studies.table import report_folder
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 

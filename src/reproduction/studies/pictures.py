@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,12 +16,27 @@ from reproduction.reporting.figures import (
     copy_picture,
     figure,
 )
+from reproduction.studies.columns import TESTED, form, value_text
 from reproduction.studies.runs import newest
 from reproduction.studies.study import FULL, Settings, papers_figures
-from reproduction.studies.tables import TESTED, Table, accuracies, form, rank, value_text
+from reproduction.studies.table import Table, accuracies
 from reproduction.system.errors import first_line
 
 STAND_INS = " Its images are generated stand-ins, as no DATA is set."
+
+
+def draw_runs(table: Table, runs: pd.DataFrame, path: Path) -> bool:
+    """Draws the accuracy over one or two settings; returns whether there are as many."""
+    done = table.numbers[table.numbers.n > 0]
+    if done.empty or not 1 <= len(table.heads) <= 2:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if len(table.heads) == 1:
+        (title,) = table.heads
+        draw_line(path, done[title].map(value_text), done, accuracies(runs), title)
+    else:
+        draw_map(path, done, [*table.heads])
+    return True
 
 
 def draw_line(
@@ -78,6 +93,12 @@ def draw_map(path: Path, rows: pd.DataFrame, titles: Sequence[str]) -> None:
         axes.set_xlabel(across)
         axes.spines[:].set_visible(False)
         axes.figure.colorbar(image, label="last top-1 [%]")
+
+
+def rank(value: Any) -> tuple[int, float, str]:
+    """Sorts settings: numbers before texts, and missing values first."""
+    known = isinstance(value, int | float) and not pd.isna(value)
+    return (1, float(value), "") if known else (0 if pd.isna(value) else 2, 0.0, str(value))
 
 
 class Picture(NamedTuple):

@@ -20,11 +20,12 @@ from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import hash_of, settings_of
 from reproduction.runs.parse import parse_saved
 from reproduction.start.resolve import PUBLISHED as WEIGHTS
+from reproduction.studies.columns import COLUMNS, METRICS, NOTHING
 from reproduction.studies.plan import points_of
 from reproduction.studies.results import results_of
-from reproduction.studies.runs import METRICS, as_json, read_store, stack_of
+from reproduction.studies.runs import as_json, read_store, stack_of
 from reproduction.studies.study import TABLES, Settings, Study, papers_studies, read_study
-from reproduction.studies.tables import NOTHING, SHOWN, Table, as_markdown
+from reproduction.studies.table import Table, as_markdown
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.storage import write_text
 from reproduction.training.checkpoint import export
@@ -187,8 +188,10 @@ def _papers_rows(tables: list[Table]) -> pd.DataFrame:
     """Returns the trained rows of the tables with their command."""
     rows = pd.concat([table.numbers.assign(table=table.name[-1]) for table in tables])
     rows = rows[rows.label.notna()]
+    columns = {column.title: column.text for column in COLUMNS}
     texts = {
-        x: [SHOWN[x](row) for row in rows.itertuples()] for x in ("paper", "last", "n", "hours")
+        title: [columns[title](row) for row in rows.itertuples()]
+        for title in ("paper", "last", "n", "hours")
     }
     texts["last"] = ["not run" if text == NOTHING else text for text in texts["last"]]
     command = "`python train.py experiment=" + rows.label + "`"

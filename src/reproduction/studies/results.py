@@ -6,26 +6,15 @@ from typing import Any
 import pandas as pd
 
 from reproduction.studies import latency
+from reproduction.studies.columns import METRICS, form, p_text
 from reproduction.studies.plan import Point, keys_of, points_of
-from reproduction.studies.runs import METRICS, left, newest, read_runs, state_text
+from reproduction.studies.runs import left, newest, read_runs, state_text
 from reproduction.studies.study import FULL, SWEEPS, TABLES, Settings, Study, papers_row
-from reproduction.studies.tables import Table, form, known, p_text, with_results
+from reproduction.studies.table import Table, known, with_results
 
 LEVEL = 0.05  # of significance
 COUNTED = ("parameters", "macs", "macs_without_attention")
 SHORT = 10  # digits of a git revision
-TESTS = ("difference", "paper's", "p", "p (Holm)")
-COMPARED = ("paper", "last - paper", "best - paper")
-ACCURACIES = ("n", "last", "median", "best")
-OF_TABLES = (
-    *(*ACCURACIES, "top-5 last", "top-5 best", "top-5 paper", *COMPARED, *TESTS),
-    *("latency (ms)", "ratio", "paper (ms)", "paper's ratio"),
-)
-OF_SWEEPS = (*ACCURACIES, *COMPARED, *TESTS, "mixed samples", "mixed tokens")
-OF_OTHERS = (
-    *(*ACCURACIES, "best of 10", "mixed", "hours", "quoted"),
-    *("difference", "95 % interval", "p", "p (Holm)"),
-)
 HOW_TO_READ = (
     "Accuracies are top-1 in percent on the held-out images (the test set of CIFAR, the validation "
     "set of ImageNet): mean +/- sample standard deviation over n seeds, the mean alone for n = 1. "
@@ -82,28 +71,23 @@ def _table(
     settings: Settings,
 ) -> Table:
     mark, measured = mark_of(points, settings), latency.read_latency(settings.root)
-    numbers = study_table(study, points, keys, runs, mark, measured)
-    title, heads = study.title, {"row": "row"}
-    shows: tuple[str, ...] = OF_OTHERS
+    numbers = study_rows(study, points, keys, runs, mark, measured)
     notes = notes_of(study, numbers, keys, runs)
-    if name in TABLES:
-        title, shows = f"Table {name[-1]}: {title}", OF_TABLES
-        if numbers.paper_top5.isna().all():
-            shows = tuple(x for x in shows if not x.startswith("top-5"))
-    elif (sweep := study.sweep) is not None:
-        title, heads, shows = (
-            f"Sensitivity to {sweep.word}: {title}",
-            {sweep.word: "row"},
-            OF_SWEEPS,
-        )
-        notes[:0] = [x.format(word=sweep.word, table=sweep.own[len("table")]) for x in SWEPT]
     if "latency_ms" in numbers:
         notes.append(latency.note(measured, settings.scale))
+    kind, title, heads = "O", study.title, {"row": "row"}
+    if name in TABLES:
+        kind, title = "P", f"Table {name[-1]}: {title}"
+        kind += "" if numbers.paper_top5.isna().all() else "5"
+    elif (sweep := study.sweep) is not None:
+        kind, title = "S", f"Sensitivity to {sweep.word}: {title}"
+        heads = {sweep.word: "row"}
+        notes[:0] = [x.format(word=sweep.word, table=sweep.own[len("table")]) for x in SWEPT]
     return Table(
         name=name,
         title=title,
+        kind=kind,
         heads=heads,
-        shows=shows,
         numbers=numbers.assign(scale=settings.scale, warning=mark),
         notes=notes,
         mark=mark,
@@ -111,7 +95,7 @@ def _table(
     )
 
 
-def study_table(
+def study_rows(
     study: Study,
     points: Sequence[Point],
     keys: Mapping[str, str],
@@ -119,22 +103,22 @@ def study_table(
     mark: str | None = None,
     measured: latency.Measurement | None = None,
 ) -> pd.DataFrame:
-    """Returns the rows of a study by column, the quoted ones first; numbers are unrounded.
+    """Returns the rows of a study with their results, the quoted ones first, by column.
 
     `keys` has the key of every row that is trained or tested against, by label. With a `mark`
     nothing is compared with printed values.
     """
-    rows = [_row(study, point, keys, mark, measured) for point in points]
     quoted = [
         _printed(study, name, column, values)
         for name, columns in study.quoted.items()
         for column, values in columns.items()
     ]
-    columns = dict.fromkeys(row["column"] for row in [*rows, *quoted])
-    ordered = [row for name in columns for row in (*quoted, *rows) if row["column"] == name]
+    rows = [*quoted, *(_row(study, point, keys, mark, measured) for point in points)]
+    columns = dict.fromkeys(point.row.column for point in points) | dict.fromkeys(
+        row["column"] for row in quoted
+    )
+    ordered = [row for name in columns for row in rows if row["column"] == name]
     table = with_results(pd.DataFrame(ordered), runs)
-    unfinished = left(runs)
-    table["status"] = [_status(row, unfinished) for row in table.itertuples()]
     for metric in METRICS if mark is None else ():
         table[f"{metric}_minus_paper"] = table[f"{metric}_mean"] - table[f"paper_{metric[:4]}"]
     return table
@@ -176,15 +160,6 @@ def _printed(study: Study, name: str, column: str, values: Mapping[Any, float]) 
     return row
 
 
-def _status(row: Any, unfinished: pd.DataFrame) -> str:
-    if pd.isna(row.label):
-        return "quoted"
-    parts = [f"{row.n} finished"] if row.n else []
-    others = unfinished[unfinished.key == row.key]
-    parts += [f"seed {run.seed} {state_text(run)}" for run in others.itertuples()]
-    return "; ".join(parts) or "not run"
-
-
 def sizes_shown(table: pd.DataFrame) -> pd.DataFrame:
     """Returns our counts beside the printed sizes, a line for each model."""
     rows = table.dropna(subset=["parameters"]).drop_duplicates("row")
@@ -217,24 +192,23 @@ def notes_of(
 def significance(table: pd.DataFrame) -> Iterator[str]:
     """Yields a note on the significant differences, if there are comparisons."""
     names = table.row + (" on " + table.column if table.column.nunique() > 1 else "")
-    tests = table[table.test_p.notna()]
-    texts = pd.Series(
-        [
+
+    def listed(rows: pd.DataFrame) -> str:
+        texts = [
             f"{names[x.Index]} {x.difference:+.2f} (p = {p_text(x.test_p)})"
-            for x in tests.itertuples()
-        ],
-        tests.index,
-        dtype=object,
-    )
-    sentences = []
+            for x in rows.itertuples()
+        ]
+        return "; ".join(texts) or "none"
+
+    tests, sentences = table[table.test_p.notna()], []
     if len(tests):
         holds = tests.test_p < LEVEL
-        corrected = names[table.test_p_holm < LEVEL]
+        corrected = "; ".join(names[table.test_p_holm < LEVEL]) or "none"
         sentences = [
-            f"Significant at 5 %: {'; '.join(texts[holds]) or 'none'}.",
-            f"Not significant: {'; '.join(texts[~holds]) or 'none'}.",
+            f"Significant at 5 %: {listed(tests[holds])}.",
+            f"Not significant: {listed(tests[~holds])}.",
             f"{len(tests)} test{'s' * (len(tests) > 1)}; significant after Holm's correction: "
-            f"{'; '.join(corrected) or 'none'}.",
+            f"{corrected}.",
         ]
     for why, group in names[table.test_note.notna()].groupby(table.test_note):
         sentences.append(f"Not tested ({why}): {'; '.join(group)}.")

@@ -1,10 +1,9 @@
 """All runs of a folder as one table, a row for each; every report, status and page reads it."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import pandas as pd
 
@@ -12,33 +11,19 @@ from reproduction.config import STACK
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import hash_of, settings_of
 from reproduction.runs.locking import status_of
+from reproduction.studies.columns import MEASURES, METRICS, SELECTED, is_number, measured
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
-from reproduction.training.history import MEDIAN_EPOCHS, MIXING
 
 REPORT = "report"
 # folders under outputs/ that are no runs, unless they hold one
 NO_RUNS = (REPORT, "data", "benchmark", "check-gpu", "on-gpu", "evaluations", "published")
-METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
-# of runs with a validation split, beside top1_last and top5_last, see docs/data.md
-SELECTED = ("val_top1_last", "val_top1_selected", "top1_selected", "top5_selected")
-LAST_TEN = "top1_best10"  # the best of the last ten epochs that were evaluated
-PROGRESS = ("epochs", "seconds")
-NUMBERS = (*METRICS, *SELECTED, LAST_TEN, *MIXING, *PROGRESS)
 FACTS = ("devices", "hardware", "threads", "git_revision")
 WHOLE = ("seed", "devices", "threads", "planned")
 COLUMNS = (
-    "folder",
-    "path",
-    "key",
-    "seed",
-    "status",
-    "error",
-    "written",
-    "settings",
-    "planned",
-    "log",
+    *("folder", "path", "key", "seed", "status", "error", "written"),
+    *("settings", "planned", "log", "epochs", *MEASURES, *FACTS),
 )
 LONGEST = 300  # characters of a text from a run folder
 
@@ -47,16 +32,16 @@ def read_runs(*places: Path) -> pd.DataFrame:
     """Returns a row for each run folder among `places` or directly below them.
 
     `key` is the identity without the seed, `settings` holds the values by dotted key, `planned` the
-    epochs of the recipe. METRICS and SELECTED, in percent, are of finished runs only. A folder that
-    holds no run, or a damaged one, has the status `unusable` and the reason as its `error`.
+    epochs of the recipe. Only finished runs have MEASURES. A folder that holds no run, or a damaged
+    one, has the status `unusable` and the reason as its `error`.
     """
-    rows = [_row(folder) for place in places for folder in _folders(place)]
-    return _typed(pd.DataFrame(rows, columns=[*COLUMNS, *NUMBERS, *FACTS]))
+    return _frame([_row(folder) for place in places for folder in _folders(place)])
 
 
-def _typed(runs: pd.DataFrame) -> pd.DataFrame:
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Makes numbers of columns that may be empty; whole numbers stay whole."""
-    return runs.astype(dict.fromkeys(NUMBERS, "float") | dict.fromkeys(WHOLE, "Int64"))
+    types = dict.fromkeys((*MEASURES, "epochs"), "float") | dict.fromkeys(WHOLE, "Int64")
+    return pd.DataFrame(rows, columns=[*COLUMNS]).astype(types)
 
 
 def _folders(place: Path) -> Iterator[Path]:
@@ -72,34 +57,27 @@ def _folders(place: Path) -> Iterator[Path]:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    row: dict[str, Any] = {"folder": _short(path.name), "path": path}
+    row = {"folder": in_one_line(path.name, LONGEST), "path": path}
+    folder = RunFolder(path)
     try:
-        if not path.name.isprintable():
-            raise UserError("its name cannot be printed")
-        folder = RunFolder(path)
         saved, summary = folder.read_config(), folder.read_summary()
         if type(saved.get("seed")) is not int:
             raise UserError("is not a run folder: config.yaml holds no seed")
         status, settings = status_of(folder, summary), settings_of(saved)
-        is_finished, error = status == "finished", summary.get("error")
-        if is_finished:
-            _check(summary)
-        names = NUMBERS if is_finished else (*MIXING, *PROGRESS)
-        log, facts = summary.get("log"), {key: summary.get(key) for key in FACTS}
-        return {
-            **row,
-            **{key: x for key in names if is_number(x := summary.get(key))},
-            **{key: _short(str(x)) for key, x in facts.items() if isinstance(x, str)},
-            **{key: x for key, x in facts.items() if type(x) is int},
-            "log": log if isinstance(log, list) else None,
-            LAST_TEN: _best_of_ten(summary),
+        is_finished = status == "finished"
+        for key in (SELECTED if "selected_epoch" in summary else METRICS) if is_finished else ():
+            if not is_number(value := summary.get(key)):
+                raise UserError(f"summary.json: finished, but {key} is {value}, no number")
+        return row | {
+            **{key: summary.get(key) for key in ("log", "epochs", *FACTS)},
+            **(measured(summary) if is_finished else {}),
             "key": hash_of(saved | {"seed": 0}),
-            "seed": settings.pop("seed", saved["seed"]),
+            "seed": settings.pop("seed"),
             "status": status,
-            "error": None if is_finished or error is None else _short(str(error)),
+            "error": None if is_finished else _short(summary.get("error")),
             "written": folder.summary_path.stat().st_mtime if summary else 0.0,
             "settings": settings,
-            "planned": x if type(x := saved.get("recipe", {}).get("epochs")) is int else None,
+            "planned": settings.get("recipe.epochs"),
         }
     except UserError as error:
         reason = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
@@ -108,28 +86,8 @@ def _row(path: Path) -> dict[str, Any]:
     return row | {"status": "unusable", "error": _short(reason)}
 
 
-def _best_of_ten(summary: Mapping[str, Any]) -> float | None:
-    try:
-        first = summary["epochs"] - MEDIAN_EPOCHS
-        return max(float(x["top1"]) for x in summary["log"] if x["epoch"] > first)
-    except (TypeError, KeyError, ValueError):
-        return None
-
-
-def _check(summary: Mapping[str, Any]) -> None:
-    """Raises UserError if the summary of a finished run lacks an accuracy."""
-    for key in SELECTED if "selected_epoch" in summary else METRICS:
-        if not is_number(value := summary.get(key)):
-            raise UserError(f"summary.json: finished, but {key} is {value}, no number")
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _short(text: str) -> str:
-    return in_one_line(text, LONGEST)
+def _short(text: Any) -> str | None:
+    return None if text is None else in_one_line(str(text), LONGEST)
 
 
 def newest(runs: pd.DataFrame) -> pd.DataFrame:
@@ -160,31 +118,28 @@ def stack_of(settings: Mapping[str, Any]) -> str:
 
 
 def read_store(folder: Path) -> pd.DataFrame:
-    """Returns the published runs of results/*.jsonl in the form of `read_runs`, with `hours`."""
+    """Returns the published runs of results/*.jsonl in the form of `read_runs`, with `hash`."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
-        for place, line in enumerate(path.read_text().splitlines(), 1):
+        for place, text in enumerate(path.read_text().splitlines(), 1):
             try:
-                rows.append(_published(parse_json(line)))
+                line = parse_json(text)
+                rows.append(_published(line) | {"hash": line["hash"]})
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{path}:{place}: no result: {first_line(error)}") from error
-    return _typed(pd.DataFrame(rows, columns=[*COLUMNS, *NUMBERS, *FACTS, "hash", "hours"]))
+    return _frame(rows).assign(hash=[row["hash"] for row in rows])
 
 
 def _published(line: Mapping[str, Any]) -> dict[str, Any]:
     settings = from_json(line["config"])
     return {
-        **{key: line.get(key) for key in (*MIXING, *FACTS, "epochs", "log")},
-        **{key: float(line[key]) for key in METRICS},
-        LAST_TEN: _best_of_ten(line),
+        **{key: line.get(key) for key in ("log", "epochs", *FACTS)},
+        **measured({**line, "seconds": 3600 * line["hours"]}),
         "folder": line["name"],
         "key": line.get("key") or hash_of(settings | {"seed": 0}),
-        "seed": int(line["seed"]),
+        "seed": line["seed"],
         "status": "finished",
         "written": 0.0,
-        "hash": line["hash"],
-        "hours": float(line["hours"]),
-        "seconds": 3600 * float(line["hours"]),
         "settings": settings,
     }
 

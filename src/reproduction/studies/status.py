@@ -10,7 +10,7 @@ import pandas as pd
 from reproduction.studies.plan import PlannedRun
 from reproduction.studies.results import short_revision
 from reproduction.studies.runs import read_runs
-from reproduction.studies.tables import as_markdown
+from reproduction.studies.table import as_markdown
 
 NOT_STARTED = "not started"
 SHORT = ("rows", "seed", "status", "epochs", "top-1", "hours")  # columns for a terminal

@@ -9,26 +9,16 @@ import pandas as pd
 
 from reproduction.config import CONF_DIR
 from reproduction.runs.identity import flatten
-from reproduction.studies.pictures import draw_line, draw_map
-from reproduction.studies.runs import newest, read_runs, stack_of, state_text
-from reproduction.studies.tables import (
-    NOTHING,
-    SHOWN,
-    Table,
-    accuracies,
-    rank,
-    report_folder,
-    value_text,
-    with_results,
-)
+from reproduction.studies.columns import COLUMNS, NOTHING, value_text
+from reproduction.studies.pictures import draw_runs, rank
+from reproduction.studies.runs import newest, read_runs, stack_of
+from reproduction.studies.table import Table, report_folder, with_results
 from reproduction.system.errors import UserError
 from reproduction.system.reading import parse_yaml
 from reproduction.system.storage import write_text
 
 MIXING = "mixing"  # the title of the column with the augmentations
 MOST_FOLLOWING, MOST_ERRORS = 8, 5  # that a note names
-TESTS = ("difference", "95 % interval", "p", "p (Holm)")
-SHOWS = ("n", "last", "best", "validation", "selected", "mixed", *TESTS, "status")
 Values = Mapping[str, Mapping[str, Any]]  # of a setting, by the key of each configuration
 
 
@@ -49,14 +39,12 @@ def runs_table(runs: pd.DataFrame, against: str | None = None) -> Table:
     base = None if against is None else _bases(rows.map(value_text), against, titles)
     rows = rows.assign(key=rows.index, base=base).reset_index(drop=True)
     numbers = with_results(rows, usable)
-    states = {key: _states(group) for key, group in usable.groupby("key")}
-    splits = numbers.val_top1_last_mean.notna()  # runs with a validation split
     return Table(
         name="-".join(title.replace(".", "_") for title in titles.values()) or "runs",
         title="Runs",
+        kind="R",
         heads={title: title for title in titles.values()},
-        shows=[x for x in SHOWS if x != "best" or not splits.all()],
-        numbers=numbers.assign(status=numbers.key.map(states)),
+        numbers=numbers,
         notes=[*_notes(runs, numbers, {*chosen, *following}), *_left_out(following)],
     )
 
@@ -125,7 +113,10 @@ def _of_option(group: str, option: str) -> dict[str, Any]:
 def _titles(keys: Sequence[str]) -> dict[str, str]:
     """Returns the last part of each key, or the last two where it would be used twice."""
     last = [key.rpartition(".")[2] for key in keys]
-    taken = ("name", *SHOWN)  # what such a title says on its own, as dataset.validation's
+    taken = (
+        "name",
+        *(column.title for column in COLUMNS),
+    )  # what such a title says on its own, as dataset.validation's
 
     def title(key: str) -> str:
         short = key.rpartition(".")[2]
@@ -139,15 +130,6 @@ def _titles(keys: Sequence[str]) -> dict[str, str]:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str) or value is None else value_text(value)
-
-
-def _states(runs: pd.DataFrame) -> str:
-    """Returns `finished`, or how many runs are finished and the state of the others."""
-    if (runs.status == "finished").all():
-        return "finished"
-    done = (runs.status == "finished").sum()
-    others = [f"seed {x.seed} {state_text(x)}" for x in runs.itertuples() if x.status != "finished"]
-    return "; ".join([*([f"{done} finished"] if done else []), *others])
 
 
 def _notes(runs: pd.DataFrame, numbers: pd.DataFrame, differing: set[str]) -> Iterator[str]:
@@ -186,20 +168,6 @@ def _left_out(names: Sequence[str]) -> Iterator[str]:
         more = len(names) - MOST_FOLLOWING
         shown = ", ".join(names[:MOST_FOLLOWING])
         yield f"differs as well: {shown}" + (f" and {more} more" if more > 0 else "")
-
-
-def draw_runs(table: Table, runs: pd.DataFrame, path: Path) -> bool:
-    """Draws the accuracy over one or two settings; returns whether there are as many."""
-    done = table.numbers[table.numbers.n > 0]
-    if done.empty or not 1 <= len(table.heads) <= 2:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if len(table.heads) == 1:
-        (title,) = table.heads
-        draw_line(path, done[title].map(value_text), done, accuracies(runs), title)
-    else:
-        draw_map(path, done, [*table.heads])
-    return True
 
 
 def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[str, list[Path]]:

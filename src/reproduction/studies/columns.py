@@ -1,0 +1,140 @@
+"""The columns of all tables, in order: what each reads from a run, its text, and where it is shown.
+
+A new column is one entry of COLUMNS.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import pandas as pd
+
+TESTED = "top1_last"  # percent
+METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
+# of runs with a validation split, beside top1_last and top5_last, see docs/data.md
+SELECTED = ("val_top1_last", "val_top1_selected", "top1_selected", "top5_selected")
+LAST_EPOCHS = 10  # that were trained last, for `best of 10`
+NOTHING = "-"
+LONGEST = 80  # characters of a value
+Summary = Mapping[str, Any]  # of a run: summary.json, or a line of results/
+Row = Any  # of a table, as a named tuple
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column with the `text` of a row.
+
+    `tables` has a letter for each kind that shows it: P the paper's tables, 5 those that print
+    top-5, S its sweeps, O studies of your own, R the runs of a folder. With a `measure`, a number
+    by this name is read from each run, by `read` or from summary.json; all tables have its `_mean`
+    and `_std`.
+    """
+
+    title: str
+    tables: str
+    text: Callable[[Row], str]
+    measure: str | None = None
+    read: Callable[[Summary], Any] | None = None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def form(value: Any, spec: str) -> str:
+    return NOTHING if pd.isna(value) else format(value, spec)
+
+
+def spread(row: Row, name: str) -> str:
+    """Formats as `82.87 +/- 0.12`, as the mean alone of one seed, and `-` without runs."""
+    mean, std = getattr(row, f"{name}_mean"), getattr(row, f"{name}_std")
+    return form(mean, ".2f") + ("" if pd.isna(std) else f" +/- {std:.2f}")
+
+
+def p_text(p: Any) -> str:
+    """Formats with three decimals, or two significant digits below 0.001."""
+    return NOTHING if pd.isna(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
+
+
+def value_text(value: Any) -> str:
+    """Formats a setting as on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(value_text, value))}]"
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return NOTHING
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _best_of_ten(summary: Summary) -> float | None:
+    first, log = summary["epochs"] - LAST_EPOCHS, summary.get("log") or ()
+    return max((line["top1"] for line in log if line["epoch"] > first), default=None)
+
+
+def _interval(row: Row) -> str:
+    """Formats as `-0.31 to +1.20`."""
+    low, high = row.test_low, row.test_high
+    return NOTHING if pd.isna(low) else f"{low:+.2f} to {high:+.2f}"
+
+
+def _latency(row: Row) -> str:
+    """Formats as `60.0 (58.0 to 66.0)`: median and quartiles."""
+    if pd.isna(median := getattr(row, "latency_ms", None)):
+        return NOTHING
+    return f"{median:.1f} ({row.latency_low_ms:.1f} to {row.latency_high_ms:.1f})"
+
+
+def _mean(title: str, tables: str, name: str, read: Any = None) -> Column:
+    return Column(title, tables, lambda row: spread(row, name), name, read)
+
+
+def _number(title: str, tables: str, name: str, spec: str = ".2f") -> Column:
+    return Column(title, tables, lambda row: form(getattr(row, name, None), spec))
+
+
+COLUMNS = (
+    Column("n", "PSOR", lambda row: "" if row.status == "quoted" else str(row.n)),
+    _mean("last", "PSOR", TESTED),
+    _mean("median", "PSO", "top1_median10"),
+    _mean("best", "PSOR", "top1_best"),
+    _mean("best of 10", "O", "top1_best10", _best_of_ten),
+    _mean("validation", "R", "val_top1_last"),
+    _mean("validation, selected", "", "val_top1_selected"),
+    _mean("selected", "R", "top1_selected"),
+    _mean("top-5 selected", "", "top5_selected"),
+    _mean("top-5 last", "5", "top5_last"),
+    _mean("top-5 best", "5", "top5_best"),
+    _number("top-5 paper", "5", "paper_top5"),
+    Column("mixed", "OR", lambda row: form(100 * row.mixed_share_mean, ".1f"), "mixed_share"),
+    Column("hours", "O", lambda row: form(row.seconds_mean * row.n / 3600, ".1f"), "seconds"),
+    _number("quoted", "O", "paper_top1"),
+    _number("paper", "PS", "paper_top1"),
+    _number("last - paper", "PS", "top1_last_minus_paper", "+.2f"),
+    _number("best - paper", "PS", "top1_best_minus_paper", "+.2f"),
+    _number("difference", "PSOR", "difference", "+.2f"),
+    Column("95 % interval", "OR", _interval),
+    _number("paper's", "PS", "paper_difference", "+.2f"),
+    Column("p", "PSOR", lambda row: p_text(row.test_p)),
+    Column("p (Holm)", "PSOR", lambda row: p_text(row.test_p_holm)),
+    _mean("mixed samples", "S", "mixed_samples"),
+    _mean("mixed tokens", "S", "mixed_tokens"),
+    Column("latency (ms)", "P", _latency),
+    _number("ratio", "P", "latency_ratio", ".1f"),
+    _number("paper (ms)", "P", "paper_latency_ms", ".0f"),
+    _number("paper's ratio", "P", "paper_latency_ratio", ".1f"),
+    Column("status", "R", lambda row: row.status),
+)
+MEASURES = {column.measure: column for column in COLUMNS if column.measure is not None}
+
+
+def measured(summary: Summary) -> dict[str, float]:
+    """Returns the measures of a finished run that it has."""
+    values = {
+        name: summary.get(name) if column.read is None else column.read(summary)
+        for name, column in MEASURES.items()
+    }
+    return {name: value for name, value in values.items() if is_number(value)}
