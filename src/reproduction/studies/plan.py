@@ -17,6 +17,7 @@ from reproduction.runs.identity import default_name, run_hash
 from reproduction.studies.study import (
     BASELINE,
     FULL,
+    SMOKE,
     SWEEPS,
     TABLES,
     Row,
@@ -196,7 +197,7 @@ def _planned(
 
 def _name(point: Point, config: Config) -> str:
     if point.study in SWEEPS:
-        return default_name(config, point.row.experiment, point.row.overrides)
+        return default_name(config, point.row.experiment, point.row.value)
     return default_name(config, point.label)
 
 
@@ -221,22 +222,25 @@ def _check_own(name: str, study: Study, settings: Settings) -> None:
 
 
 def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
-    """Returns the command line of train.py without seed and name; `own` is a study of your own."""
+    """Returns the command line of train.py without seed and name; later words count more.
+
+    What the row trains, on which data, with what the scale changes, a sweep's value, and where.
+    `own` is a study of your own, whose file says what its scales change.
+    """
     scale, full = settings.chosen, _composed(tuple(row.command))
     dataset = settings.dataset or scale.dataset
     root = settings.dataset_root(dataset or full.dataset.name)
-    first, last = row.command[:1], row.command[1:]  # a sweep's value counts more than the scale's
-    scaled = [*scale.overrides, *scale.columns.get(row.column, [])]
-    if own is not None:
-        first, last = row.command, []
-        scaled = own.scales["smoke"] if settings.scale == "smoke" else []
+    if own is None:
+        changed = [*scale.overrides, *scale.columns.get(row.column, [])]
+    else:
+        changed = own.scales["smoke"] if settings.scale == SMOKE else []
     return [
-        *first,
+        *row.command,
         *([f"dataset={dataset}"] if dataset else []),
         *([f"dataset.root={quoted(root)}"] if root is not None else []),
-        *scaled,
+        *changed,
         *scale.of_stack(full.augmentation.stack),
-        *last,
+        *row.value,
         f"devices={settings.devices}",
         f"output_root={quoted(str(settings.root))}",
     ]

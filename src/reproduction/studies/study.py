@@ -30,12 +30,14 @@ T = TypeVar("T")
 class Row:
     """What to train: an `experiment`, `overrides` of train.py or both.
 
-    `row` and `column` are shown, `printed` holds top1, top5 (percent) and latency_ms, `against`
-    names the row that it is tested against: `row` or `study/row`.
+    `value` has the overrides that count more than those of a scale, as a sweep's does. `row` and
+    `column` are shown, `printed` holds top1, top5 (percent) and latency_ms, `against` names the row
+    that it is tested against: `row` or `study/row`.
     """
 
     experiment: str | None = None
     overrides: list[str] = Field(default_factory=list)
+    value: list[str] = Field(default_factory=list)
     row: str = ""
     column: str = ""
     printed: dict[Literal["top1", "top5", "latency_ms"], float] = Field(default_factory=dict)
@@ -217,7 +219,8 @@ def read_study(path: Path) -> Study:
     """Reads a study of your own; UserError names the file, the key and what is wrong with it."""
     study = _read(path, Study)
     rows = study.rows.items()
-    for override in chain(study.overrides, *study.scales.values(), *(x.overrides for _, x in rows)):
+    own_words = [x.overrides + x.value for _, x in rows]
+    for override in chain(study.overrides, *study.scales.values(), *own_words):
         if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
             raise UserError(f"{path}: {override}: a study must not set {key}")
     papers = [f"{table}/{name}" for table in TABLES for name in papers_studies()[table].rows]
@@ -259,6 +262,6 @@ def rows_of(study: Study, scale: str = FULL) -> dict[str, Row]:
     rows = {BASELINE: replace(baseline, row=BASELINE, against=sweep.own)}
     for value in sweep.values_at.get(scale, sweep.values):
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        changed = replace(own, row=text, overrides=[f"{sweep.key}={text}"], printed={})
+        changed = replace(own, row=text, value=[f"{sweep.key}={text}"], printed={})
         rows[f"{sweep.word}={text}"] = replace(changed, against=sweep.own)
     return rows
