@@ -163,8 +163,8 @@ chaos: .venv/installed  ## kill runs and ranks, fill a disk, compare with undist
 	$(BIN)/python -m tests.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(RANK_KILLS),--rank-kills $(RANK_KILLS)) \
 	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-check-models: .venv/installed  ## train and evaluate the smallest supported model of each timm family
-	$(BIN)/python scripts/list_models.py --try
+check-models: .venv/installed-dev  ## train and evaluate the smallest supported model of each kind in timm
+	$(BIN)/python -m pytest tests/tokenmixup/test_timm_models.py -m "slow or not slow"
 
 reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 	$(STUDY) results/openmixup_cifar100.yaml
