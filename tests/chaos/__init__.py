@@ -1,1 +1,1 @@
-"""Fault injection: `python -m tests.chaos`."""
+"""Runs that are killed, compared with undisturbed ones: `make chaos`."""

@@ -1,16 +1,14 @@
 """Short runs in processes that can be killed, and the comparison of two runs."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +17,12 @@ from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import flatten, hash_of
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import load_last
-from tests.chaos.child import Notes, notes_of
 
 SMALL = (
     *("augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=inf", "augmentation.htm.rho=0"),
     *("model.embed_dim=16", "dataset.limit=80", "recipe.batch_size=10", "recipe.epochs=12"),
     *("recipe.transforms.erasing_prob=0.5", "recipe.log_every=2", "device=cpu"),
+    "checkpoint.every_minutes=1e-6",  # after every step
 )
 PATIENCE = 300.0  # seconds for start-up and some steps on a shared machine
 # Keys that depend on speed, directly or by the number of digits of such values (metrics_size).
@@ -32,50 +30,36 @@ TIMES = {"seconds", "train_seconds", "eval_seconds", "metrics_size", "images_per
 RESULTS = ("top1_", "top5_", "epochs", "steps", "status", "parameters", "seed", "devices")
 
 
-@dataclass
-class Outcome:
-    """The counts of a part, `rows` for a table, and the differences from the expected results."""
-
-    part: str
-    counts: Mapping[str, object]
-    differences: list[str]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """The folder of a part's runs, and a separate one for their messages and notes."""
+class Run(NamedTuple):
+    """A run root/name, started by `launcher` if that is not empty; its messages are beside it."""
 
     root: Path
-    logs: Path
+    name: str
+    args: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
 
-    def folder(self, name: str) -> RunFolder:
-        return RunFolder(self.root / name)
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.root / self.name)
 
-    def clear(self) -> None:
-        for path in (self.root, self.logs):
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(parents=True)
+    def errors(self) -> str:
+        return (self.root / f"{self.name}.err").read_text()
 
-    def notes(self, name: str, rank: int = 0) -> Notes:
-        return notes_of(self.logs / f"{name}.notes", rank)
-
-    def errors(self, name: str) -> str:
-        return (self.logs / f"{name}.err").read_text()
+    def last(self, rank: int = 0) -> tuple[int, int]:
+        """Returns the process of a rank and its completed steps, or zeros before the first."""
+        log = self.root / f"{self.name}.steps.{rank}"
+        lines = log.read_text().splitlines() if log.exists() else []
+        process, step = lines[-1].split() if lines else (0, 0)
+        return int(process), int(step)
 
     @contextmanager
-    def started(
-        self, name: str, *args: str, launcher: tuple[str, ...] = ()
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts a run in its own session and kills all its processes on exit."""
-        base = (f"name={name}", f"output_root={self.root}", "resume=auto")
-        notes = str(self.logs / f"{name}.notes")
-        child = ("-m", "tests.chaos.child", notes)
-        command = [sys.executable, *launcher, *child, *base, *SMALL, *args]
-        with (self.logs / f"{name}.err").open("w") as errors:
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Starts or resumes the run in its own session and kills all its processes on exit."""
+        child = ("-m", "tests.chaos.child", str(self.root / f"{self.name}.steps"))
+        base = (f"name={self.name}", f"output_root={self.root}", "resume=auto")
+        with (self.root / f"{self.name}.err").open("w") as errors:
             process = subprocess.Popen(
-                command,
+                [sys.executable, *self.launcher, *child, *base, *SMALL, *self.args],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -85,36 +69,25 @@ class Place:
         try:
             yield process
         finally:
-            kill_group(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
-    def finish(self, name: str, *args: str, launcher: tuple[str, ...] = ()) -> list[str]:
-        """Waits for a run to finish; returns its error, if any."""
-        with self.started(name, *args, launcher=launcher) as process:
-            status = process.wait(PATIENCE)
-        return [f"{name}: status {status}: {self.errors(name)[-300:]}"] if status else []
+    def reaches(self, process: subprocess.Popen[bytes], step: int) -> bool:
+        """Waits until the run has completed `step`; returns False if it ends first."""
+        deadline = time.monotonic() + PATIENCE
+        while process.poll() is None:
+            if self.last()[1] >= step:
+                return True
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.001)
+        return False
 
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGKILL to the process and its children."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def wait_for_step(process: subprocess.Popen[bytes], notes: Notes, step: int, phase: str) -> bool:
-    """Waits until the run has completed `step` and is in `phase`; returns False if it ends first.
-
-    Raises TimeoutError after PATIENCE seconds.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while process.poll() is None:
-        note = notes.read()
-        if note.step >= step and note.phase == phase:
-            return True
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"step {step} was not reached, the run is at {note}")
-        time.sleep(0.0005)
-    return False
+    def finish(self) -> RunFolder:
+        """Starts or resumes the run, waits until it has finished and returns its folder."""
+        with self.started() as process:
+            assert process.wait(PATIENCE) == 0, self.errors()
+        return self.folder
 
 
 def differences(one: RunFolder, other: RunFolder) -> list[str]:

@@ -3,19 +3,24 @@
 import os
 import subprocess
 import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from reproduction.runs import locking
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import LOCK, RunFolder
-from reproduction.runs.locking import hold
+from reproduction.runs.locking import hold, is_held
 from reproduction.start.resolve import resolve
-from reproduction.system.errors import UserError
-from tests.chaos.folder import contend
+from reproduction.system.errors import RunLocked, UserError
 from tests.reproduction.conftest import SMALL, Command
 
+PATIENCES = (0.5, 0.0)  # alternating between processes: wait for the lock, or be refused
 ONLOOKER = """
 import fcntl, sys, time
 with open(sys.argv[1]) as file:
@@ -32,10 +37,60 @@ def status_of_onlooker(folder: RunFolder) -> int:
     return subprocess.run(command, capture_output=True, check=False).returncode
 
 
+def contend(root: Path, processes: int, rounds: int) -> dict[str, int]:
+    """Starts all processes at the same moment, repeatedly, and counts how often they hold it."""
+    context = get_context("fork")
+    barrier, results = context.Barrier(processes), context.Queue()
+    workers = [
+        context.Process(target=acquire, args=(root, number, rounds, barrier, results))
+        for number in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    rows = [results.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    return {key: sum(row[key] for row in rows) for key in rows[0]}
+
+
+def acquire(root: Path, number: int, rounds: int, barrier: Barrier, results: Any) -> None:
+    """Holds the folder for a moment per round; leaves the beginning of a run every second time."""
+    rng = np.random.default_rng(number)
+    locking.PATIENCE = PATIENCES[number % len(PATIENCES)]
+    counts = {"held": 0, "refused": 0, "together": 0}
+    for turn in range(rounds):
+        folder = RunFolder(root / f"run-{turn % 3}")
+        barrier.wait(60)
+        is_held(folder)
+        try:
+            with hold(folder):
+                counts["held"] += 1
+                counts["together"] += meets_another(root, rng.uniform(0, 0.003))
+                folder.config_path.unlink(missing_ok=True)
+                if turn % 2:
+                    folder.config_path.touch()
+        except RunLocked:
+            counts["refused"] += 1
+    results.put(counts)
+
+
+def meets_another(root: Path, seconds: float) -> bool:
+    """Returns whether another process enters the folder within `seconds`."""
+    inside = root / "inside"
+    try:
+        os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return True
+    time.sleep(seconds)
+    inside.unlink(missing_ok=True)
+    return False
+
+
 def test_concurrent_processes_hold_the_folder_one_at_a_time(tmp_path: Path):
-    outcome = contend(tmp_path, processes=2, rounds=12)
-    assert outcome.differences == []
-    assert outcome.counts["held"] >= 12
+    counts = contend(tmp_path, processes=2, rounds=12)
+    assert counts["together"] == 0
+    assert counts["held"] >= 12
 
 
 def test_hold_waits_for_a_reader_of_the_lock(tmp_path: Path):
