@@ -156,7 +156,7 @@ on-gpu: .venv/installed  ## measure on a GPU, within MINUTES=8: kernel, values, 
 	  $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
 check-gpu: .venv/installed-dev  ## check a GPU against the CPU
-	$(BIN)/python -m pytest tests/gpu --device cuda -n 1 -o faulthandler_timeout=200 \
+	$(BIN)/python -m pytest tests/gpu --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
 	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
 
 chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with undisturbed ones; KILLS=10 of each run

@@ -22,7 +22,13 @@ def mixed_samples_logged(section: str, names: dict[str, Any]) -> float:
     return logs[-1]
 
 
-@pytest.mark.parametrize("section", ["timm", "Hugging Face", "Lightning"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        "timm",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Hugging Face", "Lightning")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_examples_train(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

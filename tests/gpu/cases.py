@@ -75,11 +75,10 @@ CASES: dict[str, Case] = {
     ),
 }
 # On a CPU, which would take minutes for the others.
-TINY_CASES = {
-    name: case
-    for name, case in CASES.items()
-    if case.model == SMALL and case.precision != "float16"
-}
+TINY_CASES = [
+    name for name, case in CASES.items() if case.model == SMALL and case.precision != "float16"
+]
+QUICK_CASES = (f"{SMALL} htm+vtm bf16", "all five, accumulating, averaging, clipping")
 
 
 class Trained(NamedTuple):

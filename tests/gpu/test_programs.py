@@ -17,6 +17,7 @@ from tests.reproduction.conftest import SMALL, Command, at_step, command
 __all__ = ["command"]  # a fixture
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_stopped_resumed_and_evaluated_alike_on_both_devices(
     command: Command,
     device: torch.device,

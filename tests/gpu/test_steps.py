@@ -31,6 +31,7 @@ from tests.gpu.cases import (
     EVERY_STACK,
     LAYERS,
     NO_DROPOUT,
+    QUICK_CASES,
     SMALL,
     TINY_CASES,
     DrawnOnHost,
@@ -57,7 +58,9 @@ Record = Callable[[str, object], None]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     on_gpu = device_of(metafunc.config) == "cuda"
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", CASES if on_gpu else TINY_CASES)
+        slow = [case for case in TINY_CASES if case not in QUICK_CASES]
+        tiny = [*QUICK_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in slow)]
+        metafunc.parametrize("case", CASES if on_gpu else tiny)
     if "compiled" in metafunc.fixturenames:
         metafunc.parametrize(
             "compiled", COMPILED if on_gpu else [(SMALL, 6, BOTH, "true")], ids=str
@@ -226,7 +229,7 @@ STILL = (
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("has_dropout", [True, False])
+@pytest.mark.parametrize("has_dropout", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_steps_draw_new_random_numbers(has_dropout: bool, device: torch.device):
     """Weights and images stay the same, so that only dropout can change the loss."""
     compiling = "compile=reduce-overhead" if device.type == "cuda" else "compile=true"
