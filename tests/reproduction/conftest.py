@@ -157,7 +157,7 @@ def unevaluated() -> Iterator[None]:
     """Replaces evaluation by fixed results, as it takes as long as training here."""
     with pytest.MonkeyPatch.context() as patch:
         result = {"top1": 10.0, "top5": 50.0, "eval_loss": 2.5}
-        patch.setattr("reproduction.training.loop.evaluate", lambda *args: result)
+        patch.setattr("reproduction.training.evaluate.evaluate", lambda *args: result)
         yield
 
 

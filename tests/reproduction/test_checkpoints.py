@@ -10,17 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reproduction.config import Checkpoint
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import hash_of
 from reproduction.start.resolve import resolve
 from reproduction.system.errors import UserError
-from reproduction.training import endings, loop, operations
+from reproduction.training import checkpoint, history, loop
 from reproduction.training.checkpoint import load_last
-from reproduction.training.distributed import World
-from reproduction.training.endings import Agreement
-from reproduction.training.history import History
 from reproduction.training.train import run_training
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_training import MIXED, assert_same_result
@@ -41,7 +37,7 @@ def train(root: Path, *more: str) -> RunFolder:
 def better() -> Iterator[None]:
     """Makes every epoch the best so far, independently of the random numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(History, "is_best", lambda self, epoch: True)
+        patch.setattr(history, "is_best", lambda top1: True)
         yield
 
 
@@ -109,7 +105,7 @@ def test_repeatedly_killed_run_equals_the_undisturbed_one(
     for module, name, call in (
         (torch, "save", 1),  # metrics of steps 1 and 2 exist, but no checkpoint
         (os, "replace", 11),  # of step 4: earlier checkpoints are moved, last.pt is missing
-        (operations, "save_plain", 2),  # the second epoch is evaluated, nothing of it saved
+        (checkpoint, "save", 2),  # the second epoch is evaluated, nothing of it saved
     ):
         with monkeypatch.context() as patch:
             dying_at(patch, module, name, call)
@@ -196,42 +192,3 @@ def test_load_last_refuses_a_checkpoint_of_another_run(undisturbed: RunFolder):
     assert load_last(undisturbed, hash_of(undisturbed.read_config())) is not None
     with pytest.raises(UserError, match=r"last\.pt: is of another run"):
         load_last(undisturbed, "0" * 8)
-
-
-class Ranks:
-    """A fake all_reduce of two ranks that call it in turns."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.tensors: list[torch.Tensor] = []
-        self.now = 0.0
-        monkeypatch.setattr(endings.dist, "new_group", lambda backend: None)
-        monkeypatch.setattr(endings.dist, "all_reduce", self.all_reduce)
-        monkeypatch.setattr(endings.time, "monotonic", lambda: self.now)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
-        self.tensors.append(tensor)
-        return self
-
-    def wait(self) -> None:
-        """Reduces the pair after both ranks have called."""
-        first = len(self.tensors) // 2 * 2 - 2
-        pair = self.tensors[first : first + 2]
-        most = torch.stack(pair).amax(dim=0)
-        for tensor in pair:
-            tensor.copy_(most)
-
-
-def test_ranks_save_after_the_same_steps_by_the_clock_of_rank_0(monkeypatch):
-    ranks = Ranks(monkeypatch)
-    settings = Checkpoint(every_minutes=1.0)
-    both = [Agreement(World(rank, 2, torch.device("cpu")), settings) for rank in (0, 1)]
-    both[1].saved_at = -1000.0  # its own clock does not count
-    saved: list[list[int]] = [[], []]
-    for step in range(1, 11):
-        ranks.now = 21.0 * step
-        for rank, agreement in enumerate(both):
-            agreement.update()
-            if agreement.to_save:
-                saved[rank].append(step)
-                agreement.note_saved()
-    assert saved[0] == saved[1] == [4, 8]  # a minute has passed at steps 3 and 7

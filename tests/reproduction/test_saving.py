@@ -3,11 +3,15 @@
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from reproduction.config import Checkpoint
 from reproduction.runs.folder import RunFolder
-from reproduction.training import saving
+from reproduction.training import endings, saving
+from reproduction.training.distributed import World
 from reproduction.training.endings import Agreement
 from reproduction.training.saving import Saver
 from tests.reproduction.conftest import SMALL, Command
@@ -55,3 +59,42 @@ def test_a_run_saves_its_first_epoch_and_its_last(
     args = ["name=mine", *SMALL, "recipe.epochs=4", "checkpoint.every_epochs=null"]
     assert command("train", *args).status == 0
     assert len(saved) == 2
+
+
+class Ranks:
+    """A fake all_reduce of two ranks that call it in turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.tensors: list[torch.Tensor] = []
+        self.now = 0.0
+        monkeypatch.setattr(endings.dist, "new_group", lambda backend: None)
+        monkeypatch.setattr(endings.dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(endings.time, "monotonic", lambda: self.now)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> "Ranks":
+        self.tensors.append(tensor)
+        return self
+
+    def wait(self) -> None:
+        """Reduces the pair after both ranks have called."""
+        first = len(self.tensors) // 2 * 2 - 2
+        pair = self.tensors[first : first + 2]
+        most = torch.stack(pair).amax(dim=0)
+        for tensor in pair:
+            tensor.copy_(most)
+
+
+def test_ranks_save_after_the_same_steps_by_the_clock_of_rank_0(monkeypatch):
+    ranks = Ranks(monkeypatch)
+    settings = Checkpoint(every_minutes=1.0)
+    both = [Agreement(World(rank, 2, torch.device("cpu")), settings) for rank in (0, 1)]
+    both[1].saved_at = -1000.0  # its own clock does not count
+    saved: list[list[int]] = [[], []]
+    for step in range(1, 11):
+        ranks.now = 21.0 * step
+        for rank, agreement in enumerate(both):
+            agreement.update()
+            if agreement.to_save:
+                saved[rank].append(step)
+                agreement.note_saved()
+    assert saved[0] == saved[1] == [4, 8]  # a minute has passed at steps 3 and 7

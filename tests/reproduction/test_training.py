@@ -32,6 +32,7 @@ from reproduction.start.resolve import check_all, resolve, resolve_evaluation
 from reproduction.studies.publish import publish
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.checkpoint import save_plain
+from reproduction.training.history import is_best
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import (
     SMALL,
@@ -455,11 +456,9 @@ def test_result_has_last_best_and_median_of_ten_epochs():
     result = history.result(trainer)
     assert (result["top1_last"], result["top1_best"], result["top1_median10"]) == (45, 90, 32.5)
     assert (result["top5_last"], result["top5_best"]) == (46, 91)
-    assert not history.is_best(19)
-    for last, is_best in ((90.0, False), (91.0, True)):  # the first of equal epochs stays the best
+    for last, is_the_best in ((45.0, False), (90.0, False), (91.0, True)):
         history.epochs[-1]["top1"] = last
-        assert history.is_best(19) == is_best
-    assert not history.is_best(20)  # is not evaluated
+        assert is_best(history.top1) == is_the_best  # the first of equal epochs stays the best
     trainer.epoch, history.epochs = (
         20,
         [{"epoch": i, "top1": i, "top5": i} for i in (4, 8, 12, 16, 20)],

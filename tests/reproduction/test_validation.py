@@ -14,7 +14,8 @@ from reproduction.studies.publish import publish
 from reproduction.studies.runs import read_runs
 from reproduction.studies.sweeps import runs_table
 from reproduction.system.errors import UserError
-from reproduction.training import loop, operations
+from reproduction.training import evaluate as evaluation
+from reproduction.training import operations
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command, load_source
 
@@ -56,14 +57,14 @@ def test_share_that_leaves_a_class_out_is_refused():
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The numbers of images of all evaluations during training."""
     counts: list[int] = []
-    original = loop.evaluate
+    original = evaluation.evaluate
 
     def evaluate(model: Any, normalize: Any, loader: Any, *args: Any) -> dict[str, float]:
         batches = [*loader]
         counts.append(sum(len(images) for images, _ in batches))
         return original(model, normalize, batches, *args)
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     yield counts
 
 

@@ -26,6 +26,11 @@ def renamed(result: dict[str, float]) -> dict[str, float]:
     return {f"val_{key.removeprefix('eval_')}": value for key, value in result.items()}
 
 
+def is_best(top1: list[float]) -> bool:
+    """Whether the last epoch's accuracy is above all earlier ones."""
+    return all(top1[-1] > other for other in top1[:-1])
+
+
 class History:
     """Collects lines of metrics; `epochs` are those of the evaluated epochs."""
 
@@ -85,11 +90,6 @@ class History:
         """The first epoch with the highest accuracy."""
         best: int = self.epochs[self.top1.index(max(self.top1))]["epoch"]
         return best
-
-    def is_best(self, epoch: int) -> bool:
-        """Whether this, the last epoch, was evaluated and beats all earlier ones."""
-        top1 = self.top1
-        return self.is_evaluated(epoch) and all(top1[-1] > other for other in top1[:-1])
 
     def describe(self, trainer: "Trainer") -> str:
         """Returns the line of the completed epoch."""

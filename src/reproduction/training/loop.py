@@ -32,10 +32,11 @@ from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import Stopped
 from reproduction.system.hardware import give_back_freed_memory
 from reproduction.system.progress import Progress
-from reproduction.training import operations
+from reproduction.training import evaluate as evaluation
+from reproduction.training import history, operations
 from reproduction.training.distributed import World, data_parallel
 from reproduction.training.endings import Agreement, explaining_memory, explaining_step
-from reproduction.training.evaluate import autocast, evaluate
+from reproduction.training.evaluate import autocast
 from reproduction.training.history import History, renamed
 from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs
@@ -302,7 +303,9 @@ class Trainer:
         if self.world.is_main:
             entries = {"epochs": epoch, **self.history.mixing, "log": [*self.history.epochs]}
             self.folder.write_summary(**entries)
-        if self.world.is_main and self.history.is_best(epoch):
+        if not self.history.is_evaluated(epoch):
+            return
+        if self.world.is_main and history.is_best(self.history.top1):
             state = self.evaluated.state_dict()
             self.best = {name: value.to("cpu", copy=True) for name, value in state.items()}
             operations.save_best(self)
@@ -313,7 +316,7 @@ class Trainer:
         with explaining_memory(f"evaluation after step {self.step}", self.recipe):
             batches = self.agreement.waiting_for(loader)
             self.has_evaluated = True
-            return evaluate(
+            return evaluation.evaluate(
                 self.evaluated,
                 self.inputs.normalize,
                 self.progress.over(batches, "evaluation", length_hint(loader)),
