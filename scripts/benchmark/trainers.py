@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
-from reproduction.data.loaders import TrainingBatches
 from reproduction.models.build import build_module, place, without_weights
 from reproduction.runs.compose import config_of
-from reproduction.runs.folder import RunFolder
 from reproduction.training.distributed import World, allow_tf32
 from reproduction.training.loop import MicroBatch, Trainer
 
@@ -35,20 +33,16 @@ def bare_trainer(
     config: Config, device: torch.device, classes: int, model: nn.Module | None = None
 ) -> Trainer:
     """Builds a trainer without data and files, with `model` or one with new weights."""
-    no_data: Any = []
     allow_tf32(config.recipe.tf32)
     torch.manual_seed(config.seed)
     module = build_module(without_weights(config.model), config.augmentation, classes, model)
     return Trainer(
         config,
         World(0, 1, device),
-        RunFolder(config.output_root),
         module=place(module, device).train(),
         classes=[str(label) for label in range(classes)],
         inputs=build_training_inputs(config, device),
-        batches=TrainingBatches(1, 1, config.seed),
-        train_loader=no_data,
-        eval_loader=no_data,
+        steps_per_epoch=1,
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reproduction.training.loop import Trainer, metrics_of
-from reproduction.training.metrics import Line
+from reproduction.training.metrics import BatchMetrics, Line
 from scripts.benchmark.steps import TOLERANCES
 from scripts.benchmark.trainers import CCT, VIT, sharp_trainer, step_config
 from tokenmixup.rules import CHOICES
@@ -133,6 +133,7 @@ def small_trainer(
 def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
     """Trains on random images, new ones in every step, and returns the metrics."""
     generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
+    lines = BatchMetrics(trainer.world)
     for _ in range(steps):
         shape = (batch, 3, size, size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
@@ -140,8 +141,8 @@ def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
         micro_batches = trainer.train_step(images, classes, batch)
         trainer.step += 1
         metrics = [metrics_of(part, trainer.not_finite) for part in micro_batches]
-        trainer.metrics.add({"step": trainer.step}, batch, metrics)
-    return trainer.metrics.fetch()
+        lines.add({"step": trainer.step}, batch, metrics)
+    return lines.fetch()
 
 
 def distance(there: Trained, here: Trained) -> Distance:

@@ -3,7 +3,6 @@
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from reproduction.data.inputs import Mixed, TrainingInputs
-from reproduction.data.loaders import TrainingBatches
 from reproduction.models.names import State
 from reproduction.runs.folder import RunFolder
 from reproduction.training.distributed import World
@@ -38,17 +36,13 @@ def trainer_of(*overrides: str) -> Trainer:
     """Builds a trainer of a small model with batch norm, for images of 8 pixels as they are."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10)
-    no_data: Any = []
     return Trainer(
         config_of(*overrides),
         ALONE,
-        RunFolder("unused"),
         module=TokenMixup(nn.Sequential(*layers), 10, htm=None, vtm=None),
         classes=[*"0123456789"],
         inputs=TrainingInputs(lambda x: x, lambda x, classes: Mixed(x, classes, classes)),
-        batches=TrainingBatches(1, 1, 0),
-        train_loader=no_data,
-        eval_loader=no_data,
+        steps_per_epoch=1,
     )
 
 

@@ -23,11 +23,11 @@ from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
 from reproduction.start.resolve import resolve
 from reproduction.system.errors import STOP_SIGNALS
-from reproduction.training import distributed, endings, operations
+from reproduction.training import distributed, endings
 from reproduction.training.distributed import World, _failure_line
 from reproduction.training.evaluate import _count, evaluate
 from reproduction.training.loggers import Logs
-from reproduction.training.train import build_trainer, run_training
+from reproduction.training.train import build_epochs, run_training
 from tests.chaos.runs import differences
 from tests.reproduction.conftest import Command, at_step, run_here
 
@@ -261,12 +261,13 @@ def test_only_rank_0_writes(tmp_path: Path):
     run_training(config)
     folder = RunFolder.of(config)
     folder.last_path.unlink()  # resumes after the first epoch
-    trainer = build_trainer(config, World(0, 1, torch.device("cpu")), build_source(config.dataset))
-    trainer.world = World(1, 1, torch.device("cpu"))
-    trainer.history.epochs[0]["top1"] = -1.0  # the second epoch becomes the best
+    ranks = [World(rank, 1, torch.device("cpu")) for rank in (0, 1)]
+    epochs, _ = build_epochs(config, ranks[0], build_source(config.dataset))
+    epochs.world = epochs.trainer.world = ranks[1]
+    epochs.figures[0]["top1"] = -1.0  # the second epoch becomes the best
     before = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
-    with operations.around(trainer, Logs()):
-        trainer.fit()
+    with epochs.around(Logs()):
+        epochs.fit()
     after = {path: path.read_bytes() for path in folder.path.rglob("*.*") if path.is_file()}
     assert after == before
 

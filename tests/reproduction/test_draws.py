@@ -12,7 +12,7 @@ from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
 from reproduction.start.resolve import resolve
 from reproduction.training.distributed import World
-from reproduction.training.train import build_trainer
+from reproduction.training.train import build_epochs
 from tests.reproduction.conftest import SMALL, small_trainer
 from tokenmixup.manifold import ManifoldMix, ManifoldMixup, draw_manifold_mix
 
@@ -109,8 +109,9 @@ def test_initial_weights_and_image_order_depend_on_the_seed(tmp_path: Path):
     for seed in (0, 1, 0):
         args = [*SMALL, f"seed={seed}", "name=mine", f"output_root={tmp_path}"]
         config = resolve(compose("train", args))
-        built.append(build_trainer(config, World(0, 1, CPU), build_source(config.dataset)))
-    first, other, again = [next(x.module.model.parameters()) for x in built]
+        epochs, _ = build_epochs(config, World(0, 1, CPU), build_source(config.dataset))
+        built.append(epochs)
+    first, other, again = [next(x.trainer.module.model.parameters()) for x in built]
     assert torch.equal(first, again) and not torch.equal(first, other)
     orders = [[index for batch in x.batches for _, index in batch] for x in built]
     assert orders[0] == orders[2] != orders[1]

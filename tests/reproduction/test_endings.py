@@ -15,7 +15,7 @@ import torch
 from reproduction.config import Config
 from reproduction.reporting import report
 from reproduction.runs.folder import RunFolder
-from reproduction.training import evaluate, operations, train
+from reproduction.training import epochs, evaluate, train
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command, CommandResult, at_step, trained_run
 from tests.reproduction.test_training import assert_same_result, folder
@@ -66,8 +66,8 @@ SHARED = RuntimeError(
 # owner, function, call, error, parts of the line
 FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [
     (RunFolder, "append_metrics", 2, file_error(errno.ENOSPC), ["No space left on device"]),
-    (operations, "save_plain", 1, file_error(errno.EROFS), ["Read-only file system"]),
-    (operations, "save_last", 1, file_error(errno.EIO), ["Input/output error"]),
+    (epochs, "save_plain", 1, file_error(errno.EROFS), ["Read-only file system"]),
+    (epochs, "save_last", 1, file_error(errno.EIO), ["Input/output error"]),
     (evaluate, "evaluate", 1, GPU, ["evaluation after step ", "the GPU's memory", *LOWER]),
     (Trainer, "train_step", 1, GPU, ["step ", "the GPU's memory", *LOWER]),
     (Trainer, "train_step", 1, SHARED, ["the shared memory is full", "dataset.workers=0"]),

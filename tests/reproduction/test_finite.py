@@ -1,5 +1,6 @@
 """NaN and infinity end a run with an error that names the step; float16's scaler skips the step."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from reproduction.system.errors import PlainError
 from reproduction.training import preflight, train
 from reproduction.training.endings import explaining_step
-from reproduction.training.loop import MicroBatch, Trainer, metrics_of
-from reproduction.training.metrics import NonFinite
+from reproduction.training.loop import Trainer, metrics_of
+from reproduction.training.metrics import BatchMetrics, Line, NonFinite
 from tests.reproduction.conftest import SMALL, Command, small_trainer
 from tests.reproduction.test_average import trainer_of as average_trainer
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
@@ -30,19 +31,17 @@ def trainer_of(*overrides: str) -> Trainer:
     return small_trainer(["htm", "vtm"], *small, *overrides)
 
 
-def step(trainer: Trainer, images: Tensor | None = None) -> None:
-    """Trains one step and records its metrics."""
+def line_of(trainer: Trainer, images: Tensor | None = None) -> Line:
+    """Trains one step and returns its metrics."""
     if images is None:
         generator = torch.Generator().manual_seed(1)
         images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
     with explaining_step(trainer.step + 1, trainer.config):
         parts = trainer.train_step(images, torch.arange(6), 6)
-    record(trainer, parts)
-
-
-def record(trainer: Trainer, parts: list[MicroBatch]) -> None:
-    metrics = [metrics_of(part, trainer.not_finite) for part in parts]
-    trainer.metrics.add({"step": trainer.step + 1}, 6, metrics)
+    metrics = BatchMetrics(trainer.world)
+    trainer.step += 1
+    metrics.add({"step": trainer.step}, 6, [metrics_of(x, trainer.not_finite) for x in parts])
+    return metrics.fetch()[0]
 
 
 def outputs(module: nn.Module, value: float) -> Callable[[], None]:
@@ -77,7 +76,7 @@ def test_non_finite_gains_never_reach_the_assignment(
     poison(monkeypatch, trainer)
     monkeypatch.setattr("tokenmixup.assignment.linear_sum_assignment", solve)
     with pytest.raises(PlainError, match="step 1: the saliency gain is not finite"):
-        step(trainer)
+        line_of(trainer)
 
 
 def broken(part: str, trainer: Trainer) -> Callable[[], None]:
@@ -94,16 +93,14 @@ def broken(part: str, trainer: Trainer) -> Callable[[], None]:
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 @pytest.mark.parametrize("part", ["difficulty", "logits", "gradient"])
 def test_non_finite_values_are_named_with_their_step(part: str, clip: str):
-    trainer = trainer_of(f"recipe.clip_grad_norm={clip}")
-    step(trainer)
+    trainer, counter = trainer_of(f"recipe.clip_grad_norm={clip}"), NonFinite(scales=False)
+    lines = [line_of(trainer)]
     broken(part, trainer)
-    trainer.step += 1
-    step(trainer)
-    lines = trainer.metrics.fetch()
-    assert [line["step"] for line in trainer.non_finite.writable(lines)] == [1]
+    lines.append(line_of(trainer))
+    assert [line["step"] for line in counter.writable(lines)] == [1]
     named = "the gradient is not finite" if part == "gradient" else "the loss is nan"
     with pytest.raises(PlainError, match=f"step 2: {named}; try "):
-        trainer.non_finite.check(lines)
+        counter.check(lines)
 
 
 @pytest.mark.parametrize("clip", ["null", "1.0"])
@@ -115,17 +112,14 @@ def test_step_skipped_by_the_scaler_is_counted_and_changes_nothing(clip: str):
     assert trainer.average is not None
     average = trainer.average.module.state_dict(prefix="average.")
     held = {**trainer.module.state_dict(), **average}
-    counter = trainer.non_finite
+    counter, lines = NonFinite(scales=True), list[Line]()
     before = {name: value.clone() for name, value in held.items()}
     for step, scale in enumerate((1e38, 1024.0)):
         trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": scale})
-        parts = trainer.train_step(torch.randn(6, 3, 8, 8), torch.arange(6), 6)
-        assert torch.isfinite(parts[0].loss)
-        assert float(trainer.not_finite) == (step == 0)
+        lines.append(line_of(trainer, torch.randn(6, 3, 8, 8)))
+        assert math.isfinite(lines[-1]["loss"]) and float(trainer.not_finite) == (step == 0)
         same = [torch.equal(held[name], before[name]) for name in held]
         assert all(same) if step == 0 else not any(same)
-        record(trainer, parts)
-    lines = trainer.metrics.fetch()
     counter.check(lines)
     assert [line["skipped"] for line in counter.writable(lines)] == [1, 0]
     assert counter.state_dict() == {"skipped": 1, "in_a_row": 0}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from reproduction.training.loop import MicroBatch
 from reproduction.training.mixing import MixedShare
 from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_synchronisation import counted, trainer_on
@@ -18,13 +17,13 @@ from tokenmixup.passes import LayerMix
 pytestmark = pytest.mark.usefixtures("unevaluated")
 
 
-def micro_batch(difficulty: torch.Tensor, taus: dict[int, float]) -> MicroBatch:
+def output(difficulty: torch.Tensor, taus: dict[int, float]) -> Output:
     nothing = torch.zeros(len(difficulty), 1)
     layers = tuple(
         LayerMix(layer, nothing, difficulty, difficulty < tau, nothing, nothing)
         for layer, tau in taus.items()
     )
-    return MicroBatch(torch.zeros(()), Output(nothing, nothing, layers=layers))
+    return Output(nothing, nothing, layers=layers)
 
 
 def warnings(taus: dict[int, float], epochs: int = 30) -> list[str]:
@@ -35,7 +34,7 @@ def warnings(taus: dict[int, float], epochs: int = 30) -> list[str]:
     for epoch in range(1, 6):
         nats = torch.arange(300) / 100 if epoch == 3 else torch.full((300,), 9.0)
         for part in nats.split(70):  # the last is smaller
-            share.add(epoch, [micro_batch(half, taus) for half in part.tensor_split(2)])
+            share.add(epoch, [output(half, taus) for half in part.tensor_split(2)])
         lines += share.warnings()
     return lines
 
@@ -71,10 +70,10 @@ def test_layers_that_mix_few_or_most_samples_are_named(taus: dict[int, float], t
 
 def test_difficulties_of_skipped_updates_do_not_count():
     share = MixedShare(HTM(layer=1, tau=0.1), 1)
-    share.add(3, [micro_batch(torch.tensor([torch.nan, 1.0, 2.0, 3.0]), {1: 0.1})])
+    share.add(3, [output(torch.tensor([torch.nan, 1.0, 2.0, 3.0]), {1: 0.1})])
     (line,) = share.warnings()
     assert "is 1.10, 1.50, 2.00, 2.50, 2.90 " in line
-    share.add(3, [micro_batch(torch.full((4,), torch.nan), {1: 0.1})])
+    share.add(3, [output(torch.full((4,), torch.nan), {1: 0.1})])
     assert [*share.warnings()] == []
 
 
@@ -94,15 +93,16 @@ def test_a_run_of_two_epochs_says_nothing():
     """Its difficulties are still about those of guessing."""
     share = MixedShare(HTM(layer=1, tau=0.1), 2)
     for epoch in (1, 2):
-        share.add(epoch, [micro_batch(torch.full((4,), 9.0), {1: 0.1})])
+        share.add(epoch, [output(torch.full((4,), 9.0), {1: 0.1})])
         assert [*share.warnings()] == []
 
 
 def test_collecting_difficulties_adds_no_wait():
     trainer = trainer_on("meta", ["htm"])
+    share = MixedShare(trainer.module.htm, 9)
     images, classes = torch.zeros(6, 3, 32, 32, device="meta"), torch.arange(6, device="meta")
     with counted() as counts:
         parts = trainer.train_step(images, classes, 6)
         before = counts.copy()
-        trainer.mixed_share.add(trainer.mixed_share.epoch, parts)
-    assert counts == before and [*trainer.mixed_share.seen] == [1]
+        share.add(share.epoch, [part.output for part in parts])
+    assert counts == before and [*share.seen] == [1]

@@ -32,7 +32,7 @@ from reproduction.start.resolve import check_all, resolve, resolve_evaluation
 from reproduction.studies.publish import publish
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training.checkpoint import save_plain
-from reproduction.training.history import is_best
+from reproduction.training.history import accuracies, begun, best_epoch, is_best, top1_of
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import (
     SMALL,
@@ -40,7 +40,6 @@ from tests.reproduction.conftest import (
     Command,
     at_step,
     config_of,
-    small_trainer,
     trained_run,
     write_images,
 )
@@ -448,22 +447,17 @@ def test_epoch_line_shows_the_means_of_its_batches(command: Command, tmp_path: P
 
 
 def test_result_has_last_best_and_median_of_ten_epochs():
-    trainer = small_trainer([])
     top1 = [90.0, 80.0, 60.0, 20.0, 30.0, 40.0, 70.0, 5.0, 15.0, 25.0, 35.0, 45.0]
-    history = trainer.history
-    history.epochs = [{"epoch": 8 + i, "top1": x, "top5": x + 1} for i, x in enumerate(top1)]
-    trainer.epoch, trainer.metrics.seconds = 19, 1.0
-    result = history.result(trainer)
+    epochs = [{**begun(i), "top1": x, "top5": x + 1} for i, x in enumerate(top1, 1)]
+    result = accuracies(epochs)
     assert (result["top1_last"], result["top1_best"], result["top1_median10"]) == (45, 90, 32.5)
     assert (result["top5_last"], result["top5_best"]) == (46, 91)
+    assert best_epoch(epochs) == 1
     for last, is_the_best in ((45.0, False), (90.0, False), (91.0, True)):
-        history.epochs[-1]["top1"] = last
-        assert is_best(history.top1) == is_the_best  # the first of equal epochs stays the best
-    trainer.epoch, history.epochs = (
-        20,
-        [{"epoch": i, "top1": i, "top5": i} for i in (4, 8, 12, 16, 20)],
-    )
-    assert history.result(trainer)["top1_median10"] == 16
+        epochs[-1]["top1"] = last
+        assert is_best(top1_of(epochs)) == is_the_best  # the first of equal epochs stays the best
+    every_fourth = [begun(i) | ({"top1": i, "top5": i} if i % 4 == 0 else {}) for i in range(1, 21)]
+    assert accuracies(every_fourth)["top1_median10"] == 16
 
 
 def test_evaluate_every_evaluates_also_after_the_last_epoch(command: Command, tmp_path: Path):

@@ -15,8 +15,7 @@ from reproduction.studies.runs import read_runs
 from reproduction.studies.sweeps import runs_table
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate as evaluation
-from reproduction.training import operations
-from reproduction.training.loop import Trainer
+from reproduction.training.epochs import Epochs
 from tests.reproduction.conftest import SMALL, Command, load_source
 
 SPLIT = [*SMALL, "dataset.validation=0.25", "recipe.epochs=4", "recipe.lr=0.02"]
@@ -117,16 +116,16 @@ def test_run_that_ends_before_its_last_evaluation_resumes_alike(
 ):
     args = [*SPLIT, f"devices={devices}"]
     assert command("train", "name=whole", *args).status == 0
-    original = operations.test
+    original = Epochs.test
 
-    def stopped(trainer: Trainer) -> Any:
+    def stopped(self: Epochs) -> Any:
         if devices > 1:
             raise RuntimeError("stopped")
         signal.raise_signal(signal.SIGTERM)
-        return original(trainer)
+        return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(operations, "test", stopped)
+        patch.setattr(Epochs, "test", stopped)
         assert command("train", "name=stopped", *args).status in (
             (1, 130) if devices > 1 else (130,)
         )

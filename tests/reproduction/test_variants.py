@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reproduction.training.distributed import join_world
 from reproduction.training.loop import MicroBatch
-from reproduction.training.train import build_trainer
+from reproduction.training.train import build_epochs
 from tests.conftest import settled
 from tests.reproduction.conftest import SMALL_VIT, config_of, load_source
 from tokenmixup import TokenMixup
@@ -64,11 +64,13 @@ def three_steps(line: list[str]) -> tuple[TokenMixup, dict[str, Tensor], list[Mi
     """Returns the trained module, its parameters before, and the steps of a run of digits."""
     config = config_of(*line, "name=run")
     with join_world(torch.device("cpu")) as world:
-        trainer = build_trainer(config, world, load_source("digits", None, config.dataset.limit))
+        source = load_source("digits", None, config.dataset.limit)
+        epochs, _ = build_epochs(config, world, source)
+        trainer = epochs.trainer
         before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
         trainer.module.train()
         steps: list[MicroBatch] = []
-        for images, classes in islice(trainer.train_loader, 3):
+        for images, classes in islice(epochs.train_loader, 3):
             steps += trainer.train_step(images, classes, len(images))
     return trainer.module, before, steps
 

@@ -105,6 +105,11 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
         """Returns the number of images of a global batch."""
         return self.num_images // self.num_batches + (batch < self.num_images % self.num_batches)
 
+    def images(self, steps: int) -> int:
+        """Returns the number of images of the first `steps` global batches, over all epochs."""
+        epochs, batches = divmod(steps, self.num_batches)
+        return epochs * self.num_images + sum(map(self.global_size, range(batches)))
+
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_images)
         for batch in np.array_split(order, self.num_batches)[self.first :]:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from reproduction.config import Checkpoint, Config, Recipe
+from reproduction.config import Config, Recipe
 from reproduction.data.images import NO_IMAGE, OWN, SKIPPING
 from reproduction.data.loaders import ENLARGE, SHARED
 from reproduction.runs.folder import RunFolder
@@ -169,20 +168,15 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Agreement:
-    """The ranks' common decision after a step: to stop, to write a checkpoint, or neither.
+    """What all ranks do alike after a step: go on, save, or stop by a signal to any of them.
 
-    `to_stop` is the number of a signal, or 0. Any rank may request a stop; only the clock of the
-    first rank counts for checkpoints.
+    Several ranks agree on what they asked for one step ago, so that none waits for another.
     """
 
-    def __init__(self, world: World, settings: Checkpoint):
-        self.requested = self.to_stop = 0
-        self.to_save = self.is_waiting = False
-        self.settings = settings
-        self.world, self.is_alone = world, world.size == 1
-        self.note_saved()
-        self.group: Any = None if self.is_alone else dist.new_group(backend="gloo")
-        self.pending: tuple[torch.Tensor, dist.Work] | None = None
+    def __init__(self, world: World):
+        self.world, self.signum, self.is_waiting = world, 0, False
+        self.group: Any = None if world.size == 1 else dist.new_group(backend="gloo")
+        self.asked: tuple[torch.Tensor, dist.Work] | None = None  # by all ranks, one step ago
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Signal handler that requests a stop after the current step.
@@ -191,62 +185,54 @@ class Agreement:
         death of another rank, the launcher signals the remaining ones: they are killed if they do
         not end in time.
         """
-        if self.is_alone and self.requested and signum == signal.SIGINT:
-            raise Stopped(signum)
-        self.requested = self.requested or signum
+        if self.group is None and self.signum and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signum = self.signum or signum
         self._stop_waiting()
         if self.world.has_lost_neighbour():
             end = threading.Timer(SECONDS_AFTER_A_DEATH, os.kill, (os.getpid(), signal.SIGKILL))
             end.daemon = True
             end.start()
 
-    def update(self) -> None:
-        """Decides after a step; all ranks have to call it and reach the same decision."""
-        if self.to_stop:
-            return
-        self.to_stop, is_late = self._own_request() if self.is_alone else self._common_request()
-        self.to_save = bool(is_late)
+    def to_save(self, is_late: bool) -> bool:
+        """Whether all ranks save now, as one of them is late; raises Stopped if one has a signal.
 
-    def _stop_waiting(self) -> None:
-        if self.is_alone and self.is_waiting and self.requested:
-            self.to_stop = self.requested
-            raise Stopped(self.requested)
+        All ranks have to call it after each step.
+        """
+        signum, is_late_anywhere = divmod(self._largest(2 * self.signum + is_late), 2)
+        if signum:
+            raise Stopped(signum)
+        return bool(is_late_anywhere)
+
+    def _largest(self, flag: int) -> int:
+        """Returns the flag of a single process, or the largest of all ranks' one step ago."""
+        if self.group is None:
+            return flag
+        largest = 0
+        if self.asked is not None:
+            self.asked[1].wait()
+            largest = int(self.asked[0])
+        flags = torch.tensor(flag)
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, self.group, async_op=True)
+        assert work is not None
+        self.asked = flags, work
+        return largest
 
     def waiting_for(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the batches; of a single process, a signal ends the wait for one."""
-        self.is_waiting = True
+        """Yields the batches; a signal to a single process ends the wait for one by Stopped."""
+        self.is_waiting = self.group is None
         try:
             for batch in batches:
                 self.is_waiting = False
                 yield batch
-                self.is_waiting = True
+                self.is_waiting = self.group is None
                 self._stop_waiting()  # the signal came since the last step
         finally:
             self.is_waiting = False
 
-    def note_saved(self) -> None:
-        """Restarts the clock of `checkpoint.every_minutes`."""
-        self.saved_at = time.monotonic()
-
-    def _own_request(self) -> list[int]:
-        """The signal that this rank received, and whether a checkpoint is due."""
-        minutes = self.settings.every_minutes
-        is_late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return [self.requested, int(is_late and self.world.is_main)]
-
-    def _common_request(self) -> list[int]:
-        """The maximum of all ranks' requests one step ago, so that no rank waits for another."""
-        previous = [0, 0]
-        if self.pending is not None:
-            self.pending[1].wait()
-            previous = self.pending[0].tolist()
-        if previous[1]:
-            self.note_saved()  # else the next step would request another checkpoint
-        request = torch.tensor(self._own_request())
-        work = dist.all_reduce(request, dist.ReduceOp.MAX, self.group, async_op=True)
-        assert work is not None
-        self.pending = request, work
-        return previous
+    def _stop_waiting(self) -> None:
+        if self.is_waiting and self.signum:
+            raise Stopped(self.signum)
 
 
 @contextmanager

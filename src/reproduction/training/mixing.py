@@ -1,17 +1,13 @@
 """Tells once, after a tenth of the epochs and three at least, whether tau suits the run."""
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokenmixup import HTM
-
-if TYPE_CHECKING:
-    from reproduction.training.loop import MicroBatch
+from tokenmixup import HTM, Output
 
 FEW, MOST = 0.01, 0.95  # shares of mixed samples outside of which the line is printed
 EARLIEST = 3  # epoch: before, the difficulty is still about that of guessing
@@ -26,10 +22,10 @@ class MixedShare:
         # by layer, of each micro-batch: difficulty and easy flag, 2 b
         self.seen: dict[int, list[Tensor]] = {}
 
-    def add(self, epoch: int, micro_batches: list["MicroBatch"]) -> None:
-        """Collects a batch of an epoch, counted from 1."""
-        for micro_batch in micro_batches if epoch == self.epoch else ():
-            for mix in micro_batch.output.layers:
+    def add(self, epoch: int, outputs: Iterable[Output]) -> None:
+        """Collects the outputs for a batch of an epoch, counted from 1."""
+        for output in outputs if epoch == self.epoch else ():
+            for mix in output.layers:
                 values = torch.stack([mix.difficulty.detach(), mix.is_easy.float()])
                 self.seen.setdefault(mix.layer, []).append(values)
 

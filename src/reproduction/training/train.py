@@ -13,11 +13,13 @@ import torch
 
 from reproduction.config import Config, Library, ViT
 from reproduction.data.build import (
+    Loader,
     build_evaluation_loader,
     build_training_inputs,
     build_training_loader,
     statistics_warning,
 )
+from reproduction.data.images import ImageSource
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source, build_source, report_other_files
 from reproduction.models.build import (
@@ -36,7 +38,6 @@ from reproduction.system.errors import PlainError, RunInterrupted, Stopped, User
 from reproduction.system.hardware import hardware_name, join_hardware
 from reproduction.system.ranks import restarts
 from reproduction.system.terminal import say, warn
-from reproduction.training import operations
 from reproduction.training.checkpoint import load_last
 from reproduction.training.distributed import (
     World,
@@ -54,6 +55,7 @@ from reproduction.training.endings import (
     record_failure,
     stop_at_once,
 )
+from reproduction.training.epochs import Epochs
 from reproduction.training.loggers import Logs, build_logs
 from reproduction.training.loop import Trainer
 
@@ -107,29 +109,33 @@ def train(config: Config) -> dict[str, Any]:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # downloaded by the first rank in preflight
-        trainer = build_trainer(config, world, source)
+        epochs, initial_weights = build_epochs(config, world, source)
+        trainer, folder = epochs.trainer, epochs.folder
         facts: dict[str, Any] = {}
         if world.is_main:
-            _report_start(config, trainer, source)
+            _report_start(trainer, source, initial_weights)
             _warn_about_settings(config, trainer)
-            facts = _collect_facts(config, trainer)
-        logger = _open_logger(config, trainer)
+            facts = _collect_facts(trainer, folder, initial_weights)
+        logger = _open_logger(trainer, folder)
         status = "failed"
         try:
             if world.is_main:
-                trainer.folder.create(config)
-                trainer.folder.write_summary(**facts, status="running", error=None)
-            with operations.around(trainer, logger):
-                result = trainer.fit()
+                folder.create(config)
+                folder.write_summary(**facts, status="running", error=None)
+            with epochs.around(logger):
+                result = epochs.fit()
             status = "finished"
         finally:
             logger.close(status)
         world.barrier()
-        return trainer.folder.write_summary(**result, status=status) if world.is_main else result
+        return folder.write_summary(**result, status=status) if world.is_main else result
 
 
-def build_trainer(config: Config, world: World, source: Source) -> Trainer:
-    """Builds the trainer and restores the last checkpoint, if any; writes nothing."""
+def build_epochs(config: Config, world: World, source: Source) -> tuple[Epochs, str | None]:
+    """Builds the epochs of a run and restores its last checkpoint, if any; writes nothing.
+
+    Also returns what was read from `model.weights`.
+    """
     folder = RunFolder.of(config)
     newest = load_last(folder, run_hash(config))
     model = config.model if newest is None else without_weights(config.model)
@@ -143,33 +149,37 @@ def build_trainer(config: Config, world: World, source: Source) -> Trainer:
     trainer = Trainer(
         config,
         world,
-        folder,
         module=place(module, world.device),
         classes=source.classes,
         inputs=build_training_inputs(config, world.device),
+        steps_per_epoch=len(batches),
+    )
+
+    def evaluation_loader(images: ImageSource) -> Loader:
+        return build_evaluation_loader(config, images, world.rank, world.size, pin)
+
+    epochs = Epochs(
+        trainer,
+        folder,
         batches=batches,
         train_loader=build_training_loader(config, source, batches, pin),
-        eval_loader=build_evaluation_loader(config, source.per_epoch, world.rank, world.size, pin),
+        eval_loader=evaluation_loader(source.per_epoch),
+        test_loader=None if source.validation is None else evaluation_loader(source.held_out),
     )
-    if source.validation is not None:
-        trainer.test_loader = build_evaluation_loader(
-            config, source.held_out, world.rank, world.size, pin
-        )
-    trainer.initial_weights = initial_weights
     if newest is not None:
-        operations.restore(trainer, *newest)
+        epochs.restore(*newest)
     if world.share(trainer.step) != trainer.step:
         raise RuntimeError(f"rank {world.rank} and the first rank have read different checkpoints")
-    return trainer
+    return epochs, initial_weights
 
 
-def _open_logger(config: Config, trainer: Trainer) -> Logs:
+def _open_logger(trainer: Trainer, folder: RunFolder) -> Logs:
     """Opens the loggers on the first rank; if this fails, all ranks raise its UserError."""
     logger = Logs()
     error = None
     if trainer.world.is_main:
         try:
-            logger = build_logs(config, trainer.folder, trainer.step)
+            logger = build_logs(trainer.config, folder, trainer.step)
         except UserError as user_error:
             error = user_error
     error = trainer.world.share(error)
@@ -178,8 +188,9 @@ def _open_logger(config: Config, trainer: Trainer) -> Logs:
     return logger
 
 
-def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
+def _report_start(trainer: Trainer, source: Source, initial_weights: str | None) -> None:
     """Reports what is trained, and after a restart of the ranks from which step they resume."""
+    config = trainer.config
     done, allowed = restarts()
     if done > 0:
         warn(f"restart {done} of {allowed}: all ranks resume after step {trainer.step}")
@@ -193,8 +204,8 @@ def _report_start(config: Config, trainer: Trainer, source: Source) -> None:
     place = device if ranks == 1 else f"{ranks} ranks on {device}"
     say(f"{verb}: {config.model.name} on {data}, {mixing}, {place}")
     report_other_files(source)
-    if trainer.initial_weights is not None:
-        say(f"initial weights: {trainer.initial_weights}")
+    if initial_weights is not None:
+        say(f"initial weights: {initial_weights}")
     for name, numbers in _htm_numbers(config, trainer).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in numbers)}")
 
@@ -226,10 +237,12 @@ def _warn_about_settings(config: Config, trainer: Trainer) -> None:
         warn(warning)
 
 
-def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
+def _collect_facts(
+    trainer: Trainer, folder: RunFolder, initial_weights: str | None
+) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
-    model, device = trainer.module.model, trainer.world.device
-    earlier = trainer.folder.read_summary() if trainer.step > 0 else {}
+    config, model, device = trainer.config, trainer.module.model, trainer.world.device
+    earlier = folder.read_summary() if trainer.step > 0 else {}
     numbers = _htm_numbers(config, trainer)
     return {
         "name": config.name,
@@ -238,7 +251,7 @@ def _collect_facts(config: Config, trainer: Trainer) -> dict[str, Any]:
         "macs": count_macs(model, config.model.image_size).total,
         "seed": config.seed,
         "devices": config.devices,
-        "initial_weights": trainer.initial_weights or earlier.get("initial_weights"),
+        "initial_weights": initial_weights or earlier.get("initial_weights"),
         "hardware": join_hardware(earlier.get("hardware"), hardware_name(device.type)),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
