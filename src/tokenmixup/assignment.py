@@ -11,6 +11,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from tokenmixup.device import has_kernels, operator
+
 Match = Callable[[Tensor, Tensor], Tensor]  # gain b b, is_easy b -> donor b
 
 # From these numbers on, reducing saves time on saliency of trained models.
@@ -18,10 +20,11 @@ REDUCED_SIZE = 96  # donors
 REDUCED_SHARE = 0.7  # receivers / donors
 REDUCED_MEAN = 0.04  # mean gain / largest gain; the solver is fast where most pairs gain nothing
 ROUNDING = 1e-12  # of gains: all of them are rounding errors if their mean is below
+MOST_ON_DEVICE = 1024  # samples; the host matches larger batches
 
 
 def on_host(match: Match) -> Match:
-    """Makes a matching one operator, `tokenmixup::<its name>`, for a compiler.
+    """Makes a matching on the host one operator for a compiler, `tokenmixup::<its name>`.
 
     The compiler does not trace into it, and a CUDA graph does not capture it.
     """
@@ -43,12 +46,22 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     """Saliency that receiver i gains from donor j: C_ij = sum_t max(S_j - S_i - rho, 0).
 
     Eq. 6 (`eq:matchscore`). `saliency`: `b t`. Returns `b b` in float64 with a zero diagonal, zeros
-    for `rho = inf`. Since max(x, 0) is the mean of |x| and x, the sum over tokens is the mean of an
-    L1 distance and a difference of sums: no tensor of size `b b t` is needed.
+    for `rho = inf`.
+    """
+    if rho == float("inf"):
+        return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float64)
+    if has_kernels(saliency):
+        return gain_on_device(saliency.float(), rho)
+    return gain_by_distance(saliency, rho)
+
+
+def gain_by_distance(saliency: Tensor, rho: float) -> Tensor:
+    """`gain_matrix` by functions of torch, for finite rho.
+
+    Since max(x, 0) is the mean of |x| and x, the sum over tokens is the mean of an L1 distance and
+    a difference of sums: no tensor of size `b b t` is needed.
     """
     saliency = saliency.double()  # the two halves nearly cancel
-    if rho == float("inf"):
-        return saliency.new_zeros(len(saliency), len(saliency))
     offered = saliency - rho
     distance = torch.cdist(saliency, offered, p=1)
     surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
@@ -72,17 +85,40 @@ def optimal_assignment(gain: Tensor) -> Tensor:
     return torch.from_numpy(linear_sum_assignment(values, maximize=True)[1][:receivers])
 
 
-@on_host
+@torch.no_grad()
 def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns the donor of every sample by optimal assignment (Eq. 7); a hard sample's is itself.
 
-    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. Raises
-    FloatingPointError if the gain of an easy sample is not finite.
+    `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. If the gain of an easy
+    sample is not finite, raises FloatingPointError on the host; a GPU, which nobody waits for,
+    gives all easy samples the donor -1.
     """
+    if has_kernels(gain) and len(gain) <= MOST_ON_DEVICE:
+        return donors_on_device(gain, is_easy)
+    return donors_on_host(gain, is_easy)
+
+
+@on_host
+def donors_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
+    """`optimal_donors` by scipy's solver."""
     is_easy, gain_of_easy = easy_rows(gain, is_easy)
     donor = torch.arange(len(gain))
     donor[is_easy] = optimal_assignment(gain_of_easy)
     return donor.to(gain.device, non_blocking=True)
+
+
+gain_on_device = operator(
+    "gain(Tensor saliency, float rho) -> Tensor",
+    "kernels.gain",
+    gain_by_distance,
+    lambda saliency, rho: saliency.new_empty(len(saliency), len(saliency), dtype=torch.float64),
+)
+donors_on_device = operator(
+    "donors(Tensor gain, Tensor is_easy) -> Tensor",
+    "device_assignment.device_donors",
+    donors_on_host,
+    lambda gain, is_easy: torch.empty_like(is_easy, dtype=torch.int64),
+)
 
 
 def easy_rows(gain: Tensor, is_easy: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from tokenmixup.contexts import without_autocast
+from tokenmixup.device import has_kernels, operator
 
 # Attention scores in a chunk of samples: on a CPU for each core, half a MiB; on a GPU, or by a
 # compiler, 64 MiB, and as much again before softmax.
 CACHED_SCORES, HELD_SCORES = 2**17, 2**24
+HALF = (torch.float16, torch.bfloat16)
+HELD_KEYS = 2**15  # numbers of a head's keys that the kernel holds, 64 KiB
 POSITIONAL = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
 
 
@@ -210,15 +213,30 @@ def attention_map(
 def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the attention each key receives: the mean over heads and queries, `b m` in float32.
 
-    `q`, `k`: `b h n e`, `b h m e`. The map is computed in chunks of samples, which on a CPU fit
-    into the cache.
+    `q`, `k`: `b h n e`, `b h m e`. On a GPU one kernel holds the map of float16 and bf16. Else it
+    is computed in chunks of samples, which on a CPU fit into the cache.
     """
+    is_plain = bias is None and parts.mix_scores is None and q.dtype in HALF
+    if is_plain and has_kernels(q) and k.shape[2] * k.shape[3] <= HELD_KEYS:
+        return received_on_device(q, k, parts.scale)
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     scores = CACHED_SCORES * torch.get_num_threads() if in_cache else HELD_SCORES
     size = max(1, scores // (q.shape[1] * q.shape[2] * k.shape[2]))
     inputs = [q, k] if bias is None else [q, k, bias.expand(len(q), -1, -1, -1)]
     chunks = zip(*(x.split(size) for x in inputs), strict=True)
     return torch.cat([_softmax(parts, *chunk).mean(dim=(1, 2)) for chunk in chunks])
+
+
+def _received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return _scaled_product(q.float(), k.float(), scale).softmax(dim=-1).mean(dim=(1, 2))
+
+
+received_on_device = operator(
+    "received(Tensor q, Tensor k, float scale) -> Tensor",
+    "kernels.received",
+    _received_exactly,
+    lambda q, k, scale: k.new_empty(len(k), k.shape[2], dtype=torch.float32),
+)
 
 
 def _softmax(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,13 +4,15 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tokenmixup.assignment import gain_matrix, optimal_donors
+from tokenmixup.device import has_kernels, operator
 
 
 class HorizontalMix(NamedTuple):
@@ -23,16 +25,32 @@ class HorizontalMix(NamedTuple):
     gain: Tensor  # b t, saliency of the donor's token minus that of the replaced one, else 0
     keep_ratio: Tensor  # b 1, weight of a sample's own label
     is_easy: Tensor  # b bool
-    rows: Tensor  # (b n) int64: the token that each token is read from
+    rows: Tensor | None  # (b n) int64: the token that each is read from; None: by donor and mask
 
     def exchange(self, x: Tensor) -> Tensor:
         """Moves `b n k`, such as projections, as the tokens have been moved."""
+        if self.rows is None:
+            return cast(Tensor, Exchange.apply(x, self.donor, self.mask))
         return exchanged(x, self.rows)
 
 
 def exchanged(x: Tensor, rows: Tensor) -> Tensor:
     """Reads the tokens of `b n d` from `rows`, `(b n)` int64."""
     return x.flatten(0, 1).index_select(0, rows).view_as(x)
+
+
+class Exchange(torch.autograd.Function):
+    """`exchanged` by `rows_of(donor, mask, n)` on a GPU, with a backward pass that gathers too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(donor, mask)
+        return exchange_on_device(x, donor, mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return exchange_backward_on_device(grad, *ctx.saved_tensors), None, None
 
 
 def rows_of(donor: Tensor, mask: Tensor, n: int) -> Tensor:
@@ -44,6 +62,30 @@ def rows_of(donor: Tensor, mask: Tensor, n: int) -> Tensor:
     rows = torch.arange(len(mask) * n, device=mask.device).view(-1, n)  # b n
     replace = F.pad(mask, (n - mask.shape[1], 0))  # b n
     return torch.where(replace, rows[donor], rows).flatten()
+
+
+def _exchange_by_rows(x: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+    return exchanged(x, rows_of(donor, mask, x.shape[1]))
+
+
+def _exchange_backward_by_rows(grad: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+    out, rows = torch.zeros_like(grad), rows_of(donor, mask, grad.shape[1])
+    out.flatten(0, 1).index_add_(0, rows, grad.flatten(0, 1))
+    return out
+
+
+exchange_on_device = operator(
+    "exchange(Tensor x, Tensor donor, Tensor mask) -> Tensor",
+    "kernels.exchange",
+    _exchange_by_rows,
+    lambda x, donor, mask: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+exchange_backward_on_device = operator(
+    "exchange_backward(Tensor grad, Tensor donor, Tensor mask) -> Tensor",
+    "kernels.exchange_backward",
+    _exchange_backward_by_rows,
+    lambda grad, donor, mask: torch.empty_like(grad, memory_format=torch.contiguous_format),
+)
 
 
 def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
@@ -95,7 +137,8 @@ def mix_horizontal(
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. Samples stay at their places (line 8). Raises ValueError if `t > n` or the targets are
-    not `b c`, FloatingPointError if a gain is not finite.
+    not `b c`, FloatingPointError if a gain is not finite; but on a GPU, which would have to be
+    waited for, the targets and `gain` then are nan, and with them the loss.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
         raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")
@@ -107,13 +150,16 @@ def mix_horizontal(
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
-    rows = rows_of(donor, mask, tokens.shape[1])
-    mixed_tokens = exchanged(tokens, rows)  # 6: Eq. 10, where(mask, tokens[donor], tokens)
     targets = targets if targets.is_floating_point() else targets.float()
     mixed_saliency = torch.where(mask, offered, saliency)
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
-    mixed_targets = targets[donor].lerp(targets, keep_ratio)  # 7: Eq. 11
     gained = (mixed_saliency - saliency).nan_to_num(0)  # saliency may be nan where rho is inf
-    return HorizontalMix(
-        mixed_tokens, mixed_targets, donor, mask, gained, keep_ratio, is_easy, rows
+    if donor.is_cuda:
+        failed = donor[:, None] < 0  # a gain is not finite
+        keep_ratio, gained = (x.masked_fill(failed, torch.nan) for x in (keep_ratio, gained))
+    rows = None if has_kernels(tokens) else rows_of(donor, mask, tokens.shape[1])
+    mix = HorizontalMix(tokens, targets, donor, mask, gained, keep_ratio, is_easy, rows)
+    return mix._replace(
+        tokens=mix.exchange(tokens),  # 6: Eq. 10, where(mask, tokens[donor], tokens)
+        targets=targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
     )

@@ -20,7 +20,13 @@ from tokenmixup.assignment import (
     optimal_donors,
 )
 from tokenmixup.detectors import DETECTORS
-from tokenmixup.horizontal import HorizontalMix, Rules, gaining_tokens, saliency_ratio
+from tokenmixup.horizontal import (
+    HorizontalMix,
+    Rules,
+    gaining_tokens,
+    rows_of,
+    saliency_ratio,
+)
 from tokenmixup.settings import HTM
 
 Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -46,14 +52,28 @@ def rules_of(htm: HTM) -> Rules:
     )
 
 
-@on_host
+@torch.no_grad()
 def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns a random donor for each easy sample, no donor twice: `b` int64.
 
-    Raises FloatingPointError if the gain of an easy sample is not finite.
+    A gain of an easy sample that is not finite is told as by `optimal_donors`.
     """
+    return drawn_on_device(gain, is_easy) if gain.is_cuda else drawn_on_host(gain, is_easy)
+
+
+@on_host
+def drawn_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
     check_finite(easy_rows(gain, is_easy)[1])
-    b, device = len(gain), gain.device
+    return _drawn(is_easy)
+
+
+def drawn_on_device(gain: Tensor, is_easy: Tensor) -> Tensor:
+    failed = ~gain.isfinite() & is_easy[:, None]
+    return _drawn(is_easy).masked_fill(failed.any() & is_easy, -1)
+
+
+def _drawn(is_easy: Tensor) -> Tensor:
+    b, device = len(is_easy), is_easy.device
     return torch.where(is_easy, torch.randperm(b, device=device), torch.arange(b, device=device))
 
 
@@ -92,7 +112,10 @@ def in_published_order(mix: HorizontalMix) -> HorizontalMix:
     at this block: both then belong to other samples.
     """
     order = (~mix.is_easy).to(torch.uint8).argsort(stable=True)
-    rows = mix.rows.view(len(order), -1)[order].flatten()
+    rows = mix.rows
+    if rows is None:
+        rows = rows_of(mix.donor, mix.mask, mix.tokens.shape[1])
+    rows = rows.view(len(order), -1)[order].flatten()
     return mix._replace(tokens=mix.tokens[order], targets=mix.targets[order], rows=rows)
 
 
