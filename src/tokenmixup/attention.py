@@ -227,14 +227,14 @@ def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([_softmax(parts, *chunk).mean(dim=(1, 2)) for chunk in chunks])
 
 
-def _received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return _scaled_product(q.float(), k.float(), scale).softmax(dim=-1).mean(dim=(1, 2))
 
 
 received_on_device = operator(
     "received(Tensor q, Tensor k, float scale) -> Tensor",
     "kernels.received",
-    _received_exactly,
+    received_exactly,
     lambda q, k, scale: k.new_empty(len(k), k.shape[2], dtype=torch.float32),
 )
 

@@ -64,11 +64,11 @@ def rows_of(donor: Tensor, mask: Tensor, n: int) -> Tensor:
     return torch.where(replace, rows[donor], rows).flatten()
 
 
-def _exchange_by_rows(x: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+def exchange_by_rows(x: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
     return exchanged(x, rows_of(donor, mask, x.shape[1]))
 
 
-def _exchange_backward_by_rows(grad: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+def exchange_gradient_by_rows(grad: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
     out, rows = torch.zeros_like(grad), rows_of(donor, mask, grad.shape[1])
     out.flatten(0, 1).index_add_(0, rows, grad.flatten(0, 1))
     return out
@@ -77,13 +77,13 @@ def _exchange_backward_by_rows(grad: Tensor, donor: Tensor, mask: Tensor) -> Ten
 exchange_on_device = operator(
     "exchange(Tensor x, Tensor donor, Tensor mask) -> Tensor",
     "kernels.exchange",
-    _exchange_by_rows,
+    exchange_by_rows,
     lambda x, donor, mask: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 exchange_backward_on_device = operator(
     "exchange_backward(Tensor grad, Tensor donor, Tensor mask) -> Tensor",
     "kernels.exchange_backward",
-    _exchange_backward_by_rows,
+    exchange_gradient_by_rows,
     lambda grad, donor, mask: torch.empty_like(grad, memory_format=torch.contiguous_format),
 )
 

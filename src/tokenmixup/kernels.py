@@ -136,8 +136,8 @@ def _exchange_backward(
     takes = (donors == sample) & (samples != sample)
     spatial = token - (n - t)
     is_spatial = (spatial >= 0) & (token < n)
-    given = tl.load(mask_ptr + sample * t + spatial, is_spatial, 0) != 0
-    stays = (given == 0) | (donor == sample) | (donor < 0)
+    replaced = tl.load(mask_ptr + sample * t + spatial, is_spatial, 0) != 0
+    stays = tl.where((donor >= 0) & (donor != sample), replaced, 0) == 0
     for first in range(0, d, D):
         inside = (token < n)[:, None] & (first + column < d)[None, :]
         place = token[:, None] * d + first + column[None, :]
