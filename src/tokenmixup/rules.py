@@ -20,6 +20,7 @@ from tokenmixup.assignment import (
     optimal_donors,
 )
 from tokenmixup.detectors import DETECTORS
+from tokenmixup.device import has_kernels
 from tokenmixup.horizontal import (
     HorizontalMix,
     Rules,
@@ -58,7 +59,7 @@ def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
     A gain of an easy sample that is not finite is told as by `optimal_donors`.
     """
-    return drawn_on_device(gain, is_easy) if gain.is_cuda else drawn_on_host(gain, is_easy)
+    return drawn_on_device(gain, is_easy) if has_kernels(gain) else drawn_on_host(gain, is_easy)
 
 
 @on_host

@@ -92,6 +92,16 @@ def test_htm_waits_once_a_step_for_two_copies_to_the_host_and_nothing_else(stack
     assert counts == ({"copy": 2 * COPIES} if "htm" in stack else {})
 
 
+@pytest.mark.parametrize("matching", ["optimal", "random"])
+def test_with_kernels_a_step_never_waits(monkeypatch: pytest.MonkeyPatch, matching: str):
+    for module in ("assignment", "attention", "horizontal", "rules"):
+        monkeypatch.setattr(f"tokenmixup.{module}.has_kernels", lambda x: True)
+    trainer = trainer_on("meta", ["htm", "vtm"], f"augmentation.htm.matching={matching}")
+    with counted() as counts:
+        step(trainer)
+    assert counts == {}
+
+
 def test_htm_waits_once_per_micro_batch_and_averaging_never():
     overrides = ("recipe.grad_accum_steps=3", "recipe.ema_decay=0.9")
     # timm's average needs a generator, which meta lacks
