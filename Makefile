@@ -16,7 +16,7 @@ USED_BY_report := $(filter-out SEEDS,$(SETTINGS))
 USED_BY_runs := RUNS OUTPUTS AGAINST
 USED_BY_bench := PAIRS COMPARE OUTPUTS
 USED_BY_check-gpu := OUTPUTS
-USED_BY_on-gpu := MINUTES PARTS OUTPUTS
+USED_BY_on-gpu := MINUTES PARTS JOBS OUTPUTS
 USED_BY_chaos := KILLS
 USED_BY_publish := RUN
 USED_BY_check-published := WEIGHTS DATA OUTPUTS
@@ -150,11 +150,11 @@ bench: .venv/installed  ## measure what HTM and VTM add to a step on this machin
 	$(BIN)/python -m scripts.benchmark $(if $(PAIRS),--pairs $(PAIRS)) $(if $(COMPARE),--compare "$(COMPARE)") \
 	  $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
-# A test that hangs or crashes ends its worker, and the next one goes on.
-on-gpu: .venv/installed  ## measure on a GPU, within MINUTES=8: kernel, values, steps, profile; PARTS=a,b,c,d
+on-gpu: .venv/installed  ## measure on a GPU, within MINUTES=8: kernel, values, steps, profile, seeds; PARTS=a,b,c,d,e
 	$(BIN)/python -m scripts.on_gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PARTS),--parts $(PARTS)) \
-	  $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+	  $(if $(JOBS),--jobs $(JOBS)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 
+# A test that hangs or crashes ends its worker, and the next one goes on.
 check-gpu: .venv/installed-dev  ## check a GPU against the CPU
 	$(BIN)/python -m pytest tests/gpu --device cuda -n 1 -m "slow or not slow" -o faulthandler_timeout=200 \
 	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"

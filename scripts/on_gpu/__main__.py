@@ -1,7 +1,7 @@
 """Measures what docs/performance.md says of a GPU, part by part, within some minutes.
 
 Parts: a, the assignment's kernel against scipy; b, losses of compiled steps and graphs beside eager
-ones; c, times of steps; d, the largest kernels.
+ones; c, times of steps; d, the largest kernels; e, unfinished seeds of studies that name a GPU.
 """
 
 import os
@@ -20,7 +20,13 @@ from reproduction.system.terminal import Parser, one_line_errors, positive, say
 from scripts.on_gpu.sheet import markdown
 
 # letter -> name, share of the time; what a part leaves goes to the later ones
-PARTS = {"a": ("assignment", 1), "b": ("values", 2), "c": ("times", 3), "d": ("kernels", 1)}
+PARTS = {
+    "a": ("assignment", 1),
+    "b": ("values", 2),
+    "c": ("times", 3),
+    "d": ("kernels", 1),
+    "e": ("seeds", 1),
+}
 ROWS, CHARACTERS = 16, 2800  # of a table, of a part, on the terminal
 GRACE = 5.0  # seconds between asking a process to end and ending it
 
@@ -33,6 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, for a test"
     )
+    parser.add_argument("--jobs", type=positive, default=1, help="runs of part e at a time")
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
     args = parser.parse_args()
     letters = args.parts.split(",")
@@ -49,7 +56,8 @@ def main() -> None:
         left = over - time.time() - GRACE
         limit = left * share / sum(PARTS[each][1] for each in letters[place:])
         say(f"{letter}: {name}, at most {max(limit, 0):.0f} s")
-        error = run_part(name, args.device, folder / f"{name}.json", limit)
+        words = [str(args.jobs)] if name == "seeds" else []
+        error = run_part(name, args.device, folder / f"{name}.json", limit, *words)
         failed = failed or error is not None
         say(report(folder / f"{name}.json", error))
     say(f"written to {folder}")
@@ -65,13 +73,13 @@ def check_gpu() -> None:
         )
 
 
-def run_part(name: str, device: str, path: Path, limit: float) -> str | None:
+def run_part(name: str, device: str, path: Path, limit: float, *more: str) -> str | None:
     """Runs a part in a process of its own, and ends it at its limit in seconds.
 
     A kernel that hangs can be left only by the end of its process. Returns the last line of an
     error, if the part ended with one.
     """
-    words = [name, device, str(path), str(time.time() + limit)]
+    words = [name, device, str(path), str(time.time() + limit), *more]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.on_gpu.part", *words],

@@ -1,4 +1,4 @@
-"""Runs one part in this process: python -m scripts.on_gpu.part NAME DEVICE FILE.json ENDS JOBS."""
+"""Runs one part in this process: scripts.on_gpu.part NAME DEVICE FILE.json ENDS [JOBS]."""
 
 import sys
 from importlib import import_module
@@ -13,14 +13,15 @@ PARTS = {  # where each part is; their imports differ
     "values": "steps.compare_values",
     "times": "steps.measure_times",
     "kernels": "steps.measure_kernels",
+    "seeds": "seeds.train_seeds",
 }
 
 
 def main() -> None:
-    name, device, path, ends = sys.argv[1:]
+    name, device, path, ends, *jobs = sys.argv[1:]
     sheet = Sheet(Path(path), torch.device(device), float(ends))
     module, _, function = PARTS[name].partition(".")
-    getattr(import_module(f"scripts.on_gpu.{module}"), function)(sheet)
+    getattr(import_module(f"scripts.on_gpu.{module}"), function)(sheet, *map(int, jobs))
     sheet.finish()
 
 

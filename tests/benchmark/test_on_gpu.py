@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from reproduction.studies.study import Settings
+from reproduction.system.errors import RunInterrupted, UserError
 from scripts.on_gpu import __main__ as on_gpu
-from scripts.on_gpu import assignment, part, steps
+from scripts.on_gpu import assignment, part, seeds, steps
 from scripts.on_gpu.sheet import Sheet, markdown, read_sheet
 from tokenmixup.assignment import optimal_donors
 
@@ -157,7 +160,7 @@ def test_a_part_that_crashes_says_why_and_the_next_one_starts(monkeypatch, capsy
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--parts", "a,x"], "parts=a,x: 'x' must be one of a, b, c, d"),
+        (["--parts", "a,x"], "parts=a,x: 'x' must be one of a, b, c, d, e"),
         (["--minutes", "0"], "argument --minutes: '0' is not 1 or more"),
         (["--outputs", "/dev/null"], "outputs=/dev/null: "),
     ],
@@ -173,6 +176,59 @@ def test_bad_arguments_are_refused_in_one_line(monkeypatch, capsys, words, messa
 
 def test_each_part_is_one_that_its_process_knows():
     assert {name for name, _ in on_gpu.PARTS.values()} == {*part.PARTS}
+
+
+def test_seeds_that_are_not_published_are_next(tmp_path: Path):
+    settings = Settings(outputs=str(tmp_path))
+    found = dict(seeds.unfinished(seeds.RESULTS, settings))
+    own = {name: len(runs) for name, runs in found.items() if name.startswith("cifar10_1k, ")}
+    assert own == {f"cifar10_1k, seed {seed}": 3 if seed == 6 else 7 for seed in (6, 7, 8, 9)}
+    assert not any(name.startswith("digits100") for name in found)
+
+
+STUDY = """
+title: For a GPU
+about: A test.
+overrides:
+  [model.embed_dim=16, dataset.limit=60, dataset.eval_limit=60, recipe.epochs=1, device=cpu]
+rows: {none: ['augmentation=[]'], htm: ['augmentation=[htm]']}
+seeds: 1
+"""
+
+
+@pytest.mark.slow
+def test_seeds_are_trained_whole_until_the_time_is_over(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(seeds, "RESULTS", tmp_path)
+    (tmp_path / "tiny.yaml").write_text(STUDY)
+    sheet = Sheet(tmp_path / "outputs" / "on-gpu" / "seeds.json", CPU, time.time() + 500)
+    seeds.train_seeds(sheet, 2)
+    rows = read_sheet(sheet.path)["tables"][seeds.TITLE]
+    assert rows == {"tiny, seed 0": {"runs": "2 of 2 here"}}
+    assert not [*seeds.unfinished(tmp_path, Settings(outputs=str(tmp_path / "outputs")))]
+
+
+def test_seeds_that_the_time_ends_are_to_be_resumed(tmp_path: Path, monkeypatch):
+    def waits(*_: object) -> dict[str, str]:
+        time.sleep(30)  # until the signal, for which `train_all_apart` has its own handler
+        return {}
+
+    def stopped(*_: object) -> None:
+        raise RunInterrupted("interrupted")
+
+    monkeypatch.setattr(seeds, "RESULTS", tmp_path)
+    monkeypatch.setattr(seeds, "SAVING", 0.5)
+    monkeypatch.setattr(seeds, "train_all_apart", waits)
+    before = signal.signal(signal.SIGTERM, stopped)
+    (tmp_path / "tiny.yaml").write_text(STUDY)
+    sheet = Sheet(tmp_path / "outputs" / "on-gpu" / "seeds.json", CPU, time.time() + 3)
+    try:
+        seeds.train_seeds(sheet, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    rows = read_sheet(sheet.path)["tables"][seeds.TITLE]
+    assert rows == {"tiny, seed 0": {"runs": "0 of 2 here", "partly": "to be trained"}}
+    with pytest.raises(UserError, match="seconds are too few to train in"):
+        seeds.train_seeds(Sheet(sheet.path, CPU, time.time()), 1)
 
 
 @pytest.mark.slow
