@@ -10,7 +10,9 @@ from typing import Any, TypeGuard
 
 import pandas as pd
 
-TESTED = "top1_last"  # percent
+TESTED = "top1_last"  # percent, unless a study tests another one
+# outcomes: all tables have their paired differences, in this form
+COMPARED = {"top1_last": "+.2f", "loss_last": "+.3f", "top5_last": "+.2f"}
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 # of runs with a validation split, beside top1_last and top5_last, see docs/data.md
 SELECTED = ("val_top1_last", "val_top1_selected", "top1_selected", "top5_selected")
@@ -26,9 +28,9 @@ class Column:
     """A column with the `text` of a row.
 
     `tables` has a letter for each kind that shows it: P the paper's tables, 5 those that print
-    top-5, S its sweeps, O studies of your own, R the runs of a folder. With a `measure`, a number
-    by this name is read from each run, by `read` or from summary.json; all tables have its `_mean`
-    and `_std`.
+    top-5, S its sweeps, O studies of your own, L their second table, R the runs of a folder. With a
+    `measure`, a number by this name is read from each run, by `read` or from summary.json; all
+    tables have its `_mean` and `_std`.
     """
 
     title: str
@@ -47,10 +49,20 @@ def form(value: Any, spec: str) -> str:
     return NOTHING if pd.isna(value) else format(value, spec)
 
 
-def spread(row: Row, name: str) -> str:
+def spread(row: Row, name: str, spec: str = ".2f") -> str:
     """Formats as `82.87 +/- 0.12`, as the mean alone of one seed, and `-` without runs."""
     mean, std = getattr(row, f"{name}_mean"), getattr(row, f"{name}_std")
-    return form(mean, ".2f") + ("" if pd.isna(std) else f" +/- {std:.2f}")
+    return form(mean, spec) + ("" if pd.isna(std) else f" +/- {std:{spec}}")
+
+
+def difference(row: Row, name: str) -> str:
+    return form(getattr(row, f"{name}_difference"), COMPARED[name])
+
+
+def interval(row: Row, name: str) -> str:
+    """Formats as `-0.31 to +1.20`."""
+    low, high, spec = getattr(row, f"{name}_low"), getattr(row, f"{name}_high"), COMPARED[name]
+    return NOTHING if pd.isna(low) else f"{low:{spec}} to {high:{spec}}"
 
 
 def p_text(p: Any) -> str:
@@ -75,10 +87,18 @@ def _best_of_ten(summary: Summary) -> float | None:
     return max((line["top1"] for line in log if line["epoch"] > first), default=None)
 
 
-def _interval(row: Row) -> str:
-    """Formats as `-0.31 to +1.20`."""
-    low, high = row.test_low, row.test_high
-    return NOTHING if pd.isna(low) else f"{low:+.2f} to {high:+.2f}"
+def _loss(summary: Summary) -> float | None:
+    log = summary.get("log") or [{}]
+    return log[-1].get("eval_loss")  # None with a validation split, whose log has its own losses
+
+
+def _below(row: Row) -> str:
+    """Formats as `7 of 7` in how many pairs the loss is below that of the base."""
+    return NOTHING if pd.isna(row.loss_last_below) else f"{row.loss_last_below:.0f} of {row.pairs}"
+
+
+def _accuracy_untested(row: Row, text: Callable[[Row, str], str]) -> str:
+    return NOTHING if row.tested == TESTED else text(row, TESTED)
 
 
 def _latency(row: Row) -> str:
@@ -88,8 +108,8 @@ def _latency(row: Row) -> str:
     return f"{median:.1f} ({row.latency_low_ms:.1f} to {row.latency_high_ms:.1f})"
 
 
-def _mean(title: str, tables: str, name: str, read: Any = None) -> Column:
-    return Column(title, tables, lambda row: spread(row, name), name, read)
+def _mean(title: str, tables: str, name: str, read: Any = None, spec: str = ".2f") -> Column:
+    return Column(title, tables, lambda row: spread(row, name, spec), name, read)
 
 
 def _number(title: str, tables: str, name: str, spec: str = ".2f") -> Column:
@@ -106,7 +126,7 @@ COLUMNS = (
     _mean("validation, selected", "", "val_top1_selected"),
     _mean("selected", "R", "top1_selected"),
     _mean("top-5 selected", "", "top5_selected"),
-    _mean("top-5 last", "5", "top5_last"),
+    Column("top-5 last", "5", lambda row: spread(row, "top5_last")),
     _mean("top-5 best", "5", "top5_best"),
     _number("top-5 paper", "5", "paper_top5"),
     Column("mixed", "OR", lambda row: form(100 * row.mixed_share_mean, ".1f"), "mixed_share"),
@@ -115,11 +135,21 @@ COLUMNS = (
     _number("paper", "PS", "paper_top1"),
     _number("last - paper", "PS", "top1_last_minus_paper", "+.2f"),
     _number("best - paper", "PS", "top1_best_minus_paper", "+.2f"),
-    _number("difference", "PSOR", "difference", "+.2f"),
-    Column("95 % interval", "OR", _interval),
+    Column("pairs", "OL", lambda row: str(row.pairs or NOTHING)),
+    Column("difference", "PSOR", lambda row: difference(row, row.tested)),
+    Column("95 % interval", "OR", lambda row: interval(row, row.tested)),
     _number("paper's", "PS", "paper_difference", "+.2f"),
     Column("p", "PSOR", lambda row: p_text(row.test_p)),
-    Column("p (Holm)", "PSOR", lambda row: p_text(row.test_p_holm)),
+    Column("p (Holm)", "PSOR", lambda row: row.role or p_text(row.test_p_holm)),
+    _mean("loss", "L", "loss_last", _loss, ".3f"),
+    Column("loss, difference", "L", lambda row: difference(row, "loss_last")),
+    Column("95 % interval of loss", "L", lambda row: interval(row, "loss_last")),
+    Column("lower in", "L", _below),
+    _mean("top-5", "L", "top5_last"),
+    Column("top-5, difference", "L", lambda row: difference(row, "top5_last")),
+    Column("95 % interval of top-5", "L", lambda row: interval(row, "top5_last")),
+    Column("top-1, difference", "L", lambda row: _accuracy_untested(row, difference)),
+    Column("95 % interval of top-1", "L", lambda row: _accuracy_untested(row, interval)),
     _mean("mixed samples", "S", "mixed_samples"),
     _mean("mixed tokens", "S", "mixed_tokens"),
     Column("latency (ms)", "P", _latency),

@@ -19,7 +19,7 @@ from reproduction.reporting.figures import (
 from reproduction.studies.columns import TESTED, form, value_text
 from reproduction.studies.runs import newest
 from reproduction.studies.study import FULL, Settings, papers_figures
-from reproduction.studies.table import Table, accuracies
+from reproduction.studies.table import Table, by_seed
 from reproduction.system.errors import first_line
 
 STAND_INS = " Its images are generated stand-ins, as no DATA is set."
@@ -33,7 +33,7 @@ def draw_runs(table: Table, runs: pd.DataFrame, path: Path) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(table.heads) == 1:
         (title,) = table.heads
-        draw_line(path, done[title].map(value_text), done, accuracies(runs), title)
+        draw_line(path, done[title].map(value_text), done, by_seed(runs), title)
     else:
         draw_map(path, done, [*table.heads])
     return True
@@ -50,7 +50,7 @@ def draw_line(
 ) -> None:
     """Draws means with deviations over `values`, evenly spaced, and each seed as a dash.
 
-    The row of `baseline` is a band; printed accuracies are diamonds.
+    The row of `baseline` is a band; printed by_seed are diamonds.
     """
     places = range(len(rows))
     with figure(path, figsize=(5.4, 3.8), mark=mark) as axes:
@@ -161,7 +161,7 @@ def _draw_sweep(table: Table, runs: pd.DataFrame, settings: Settings, path: Path
     values, baseline = table.numbers[is_value & done], table.numbers[~is_value & done]
     if values.empty:
         raise Missing(f"No value has a finished run; {_make(table.name, settings)} trains them.")
-    draw_line(path, values.value, values, accuracies(runs), word, baseline, table.mark)
+    draw_line(path, values.value, values, by_seed(runs), word, baseline, table.mark)
     absent = table.numbers.value.fillna("baseline")[~done]
     return (
         f"Accuracy after the last epoch over {word}: dots with error bars are means and "

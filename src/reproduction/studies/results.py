@@ -6,11 +6,11 @@ from typing import Any
 import pandas as pd
 
 from reproduction.studies import latency
-from reproduction.studies.columns import METRICS, form, p_text
+from reproduction.studies.columns import METRICS, difference, form, p_text
 from reproduction.studies.plan import Point, keys_of, points_of
 from reproduction.studies.runs import left, newest, read_runs, state_text
 from reproduction.studies.study import FULL, SWEEPS, TABLES, Settings, Study, papers_row
-from reproduction.studies.table import Table, known, with_results
+from reproduction.studies.table import Table, known, shown, with_results
 
 LEVEL = 0.05  # of significance
 COUNTED = ("parameters", "macs", "macs_without_attention")
@@ -83,6 +83,9 @@ def _table(
         kind, title = "S", f"Sensitivity to {sweep.word}: {title}"
         heads = {sweep.word: "row"}
         notes[:0] = [x.format(word=sweep.word, table=sweep.own[len("table")]) for x in SWEPT]
+    more = {"Parameters and MACs": sizes_shown(numbers)} if study.sizes else {}
+    if kind == "O" and (is_run := numbers.n > 0).any():
+        more["Held-out loss and top-5"] = shown(numbers[is_run], heads, "L")
     return Table(
         name=name,
         title=title,
@@ -91,7 +94,7 @@ def _table(
         numbers=numbers.assign(scale=settings.scale, warning=mark),
         notes=notes,
         mark=mark,
-        more={"Parameters and MACs": sizes_shown(numbers)} if study.sizes else {},
+        more=more,
     )
 
 
@@ -118,7 +121,7 @@ def study_rows(
         row["column"] for row in quoted
     )
     ordered = [row for name in columns for row in rows if row["column"] == name]
-    table = with_results(pd.DataFrame(ordered), runs)
+    table = with_results(pd.DataFrame(ordered), runs, study.tested)
     for metric in METRICS if mark is None else ():
         table[f"{metric}_minus_paper"] = table[f"{metric}_mean"] - table[f"paper_{metric[:4]}"]
     return table
@@ -138,7 +141,7 @@ def _row(
     if study.sweep is not None:
         row["value"] = None if point.is_shown_only else point.name.partition("=")[2]
     if point.against is not None:
-        row["base"] = keys[point.against]
+        row["base"], row["role"] = keys[point.against], point.row.role
         table, _, name = point.against.partition("/")
         base = papers_row(point.against) if table in TABLES else study.rows[name]
         both = point.row.printed.get("top1"), base.printed.get("top1")
@@ -195,16 +198,19 @@ def significance(table: pd.DataFrame) -> Iterator[str]:
 
     def listed(rows: pd.DataFrame) -> str:
         texts = [
-            f"{names[x.Index]} {x.difference:+.2f} (p = {p_text(x.test_p)})"
+            f"{names[x.Index]} {difference(x, x.tested)} (p = {p_text(x.test_p)})"
             for x in rows.itertuples()
         ]
         return "; ".join(texts) or "none"
 
     tests, sentences = table[table.test_p.notna()], []
+    primary, tests = tests[tests.role == "primary"], tests[tests.role != "primary"]
+    if len(primary):
+        sentences = [f"Primary: {listed(primary)}."]
     if len(tests):
         holds = tests.test_p < LEVEL
         corrected = "; ".join(names[table.test_p_holm < LEVEL]) or "none"
-        sentences = [
+        sentences += [
             f"Significant at 5 %: {listed(tests[holds])}.",
             f"Not significant: {listed(tests[~holds])}.",
             f"{len(tests)} test{'s' * (len(tests) > 1)}; significant after Holm's correction: "

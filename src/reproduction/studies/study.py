@@ -32,7 +32,8 @@ class Row:
 
     `value` has the overrides that count more than those of a scale, as a sweep's does. `row` and
     `column` are shown, `printed` holds top1, top5 (percent) and latency_ms, `against` names the row
-    that it is tested against: `row` or `study/row`.
+    that it is tested against: `row` or `study/row`. By its `role` the difference is shown without a
+    test, or it is the one that the study was made for, which is not corrected for the others.
     """
 
     experiment: str | None = None
@@ -42,6 +43,7 @@ class Row:
     column: str = ""
     printed: dict[Literal["top1", "top5", "latency_ms"], float] = Field(default_factory=dict)
     against: str | None = None
+    role: Literal["", "untested", "primary"] = ""
 
     @property
     def command(self) -> list[str]:
@@ -104,8 +106,8 @@ def _long_form(row: Any) -> Any:
 class Study:
     """The content of the file. `overrides` are of all rows; a row may be a list of overrides.
 
-    `scales` has the overrides of a study of your own at other scales than full. `quoted` has
-    results of others by row and column, from `source`.
+    `tested` is the outcome that rows are tested by. `scales` has the overrides of a study of your
+    own at other scales than full. `quoted` has results of others by row and column, from `source`.
     """
 
     title: str
@@ -117,6 +119,7 @@ class Study:
     )
     sweep: Sweep | None = None
     seeds: Count | None = None
+    tested: Literal["top1_last", "loss_last"] = "top1_last"
     scales: dict[Literal["smoke"], list[str]] = Field(default_factory=dict)
     source: str = ""
     quoted: dict[str, dict[str, dict[Literal["top1", "top5"], float]]] = Field(default_factory=dict)

@@ -12,44 +12,54 @@ from typing import Any
 import pandas as pd
 from scipy.stats import ttest_rel
 
-from reproduction.studies.columns import COLUMNS, MEASURES, NOTHING, TESTED, value_text
+from reproduction.studies.columns import COLUMNS, COMPARED, MEASURES, NOTHING, TESTED, value_text
 from reproduction.studies.runs import REPORT, left, newest, state_text
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 
 LEAST_SEEDS = 3  # common ones, for a test: two give an interval of 13 standard errors each way
-SAME = 1e-9  # percent: smaller differences count as equal
+SAME = 1e-9  # smaller differences count as equal
 CONFIDENCE = 0.95  # of the interval test_low to test_high around the difference
 TEST = (
     *("difference", "test_seeds", "test_low", "test_high", "test_t", "test_p", "test_p_holm"),
     "test_note",
 )
+GAP = {"difference": "difference", "low": "test_low", "high": "test_high", "below": "below"}
 ALWAYS = ("n", "last")  # are shown even if they are empty
 EMPTY = {NOTHING, "0.0", "0.00", "0.00 +/- 0.00"}  # a column of these is left out
 LEFT = ("status", "row", "data", "command", "rows", "folder")  # columns of texts
 
 
-def with_results(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+def with_results(rows: pd.DataFrame, runs: pd.DataFrame, tested: str = TESTED) -> pd.DataFrame:
     """Adds to each row the statistics of the runs with its `key`, TEST and its `status`.
 
-    It is tested against its `base`, the key of another row, unless that is its own. Holm's
-    correction is over all tests of the table.
+    Each outcome of COMPARED is compared with that of the row's `base`, the key of another row,
+    unless that is its own. TEST is of the outcome `tested`. By its `role`, if it has one, a row is
+    `untested`, or `primary` and not among the tests that Holm's correction is over.
     """
     suffixes = ("", " of runs")  # a setting may be called as what is measured, such as devices
     table = rows.merge(statistics(runs), "left", left_on="key", right_index=True, suffixes=suffixes)
     table["n"] = table.n.fillna(0).astype(int)
-    accuracy = accuracies(runs)
-    tests: list[dict[str, Any]] = [
-        compare(accuracy, row.key, row.base)
-        if row.n and isinstance(row.base, str) and row.base != row.key
-        else {}
-        for row in table.itertuples()
-    ]
-    added = pd.DataFrame(tests, index=table.index, columns=[*TEST])
-    added["test_p_holm"] = holm(added.test_p)
+    table["role"] = table.get("role", pd.Series("", table.index)).fillna("")
+    values = {name: by_seed(runs, name) for name in COMPARED}
+    tests = [_tests(row, values, tested) for row in table.itertuples()]
+    gaps = [f"{name}_{part}" for name in COMPARED for part in GAP]
+    added = pd.DataFrame(tests, index=table.index, columns=[*TEST, *gaps])
+    added["pairs"] = [len(x) if isinstance(x, list) else 0 for x in added.test_seeds]
+    added.loc[table.role == "untested", ["test_t", "test_p", "test_note"]] = None
+    added["test_p_holm"] = holm(added.test_p[table.role == ""]).reindex(table.index)
     unfinished = left(runs)
     status = [_status(row, unfinished[unfinished.key == row.key]) for row in table.itertuples()]
-    return pd.concat([table, added], axis=1).assign(status=status)
+    return pd.concat([table, added], axis=1).assign(status=status, tested=tested)
+
+
+def _tests(row: Any, values: Mapping[str, pd.DataFrame], tested: str) -> dict[str, Any]:
+    """Returns the paired differences of a row from its base, and TEST."""
+    if not row.n or not isinstance(row.base, str) or row.base == row.key:
+        return {}
+    found = {name: compare(values[name], row.key, row.base) for name in COMPARED}
+    gaps = {f"{name}_{part}": found[name].get(key) for name in found for part, key in GAP.items()}
+    return found[tested] | gaps
 
 
 def statistics(runs: pd.DataFrame) -> pd.DataFrame:
@@ -72,16 +82,20 @@ def known(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(value for value in values if not pd.isna(value)))
 
 
-def accuracies(runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns the tested accuracy by seed (rows) and key (columns)."""
-    return newest(runs).pivot(index="seed", columns="key", values=TESTED)
+def by_seed(runs: pd.DataFrame, name: str = TESTED) -> pd.DataFrame:
+    """Returns a measure of finished runs by seed (rows) and key (columns)."""
+    return newest(runs).pivot(index="seed", columns="key", values=name)
 
 
-def compare(accuracy: pd.DataFrame, ours: str, base: str) -> dict[str, Any]:
-    """Returns TEST of a two-sided paired t-test over common seeds, or why there is none."""
-    pairs = accuracy.reindex(columns=[ours, base]).dropna()
+def compare(values: pd.DataFrame, ours: str, base: str) -> dict[str, Any]:
+    """Returns TEST of a two-sided paired t-test over common seeds, or why there is none.
+
+    `below` is the number of pairs in which ours is less.
+    """
+    pairs = values.reindex(columns=[ours, base]).dropna()
     gaps = pairs[ours] - pairs[base]
-    result = {"difference": gaps.mean() if len(gaps) else None, "test_seeds": [*gaps.index]}
+    result: dict[str, Any] = {"test_seeds": [*gaps.index], "below": int((gaps < 0).sum())}
+    result["difference"] = gaps.mean() if len(gaps) else None
     if len(gaps) < LEAST_SEEDS:
         return result | {"test_note": f"needs {LEAST_SEEDS} common seeds, has {len(gaps)}"}
     if gaps.max() - gaps.min() < SAME:
@@ -112,6 +126,18 @@ def _status(row: Any, unfinished: pd.DataFrame) -> str:
     return "; ".join([*([f"{row.n} finished"] if row.n else []), *others])
 
 
+def shown(numbers: pd.DataFrame, heads: Mapping[str, str], kind: str) -> pd.DataFrame:
+    """Returns the columns of a kind as text, without those that have nothing to show."""
+    texts = {title: numbers[name].map(value_text) for title, name in heads.items()}
+    rows = list(numbers.itertuples())
+    for column in COLUMNS:
+        if {*kind} & {*column.tables}:
+            values = pd.Series([column.text(row) for row in rows], numbers.index)
+            if column.title in ALWAYS or not {*values} <= EMPTY:
+                texts[column.title] = values
+    return pd.DataFrame(texts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Numbers with what is shown of them.
@@ -131,14 +157,7 @@ class Table:
 
     def shown(self) -> pd.DataFrame:
         """Returns the columns for people as text, without those that have nothing to show."""
-        texts = {title: self.numbers[name].map(value_text) for title, name in self.heads.items()}
-        rows = list(self.numbers.itertuples())
-        for column in COLUMNS:
-            if {*self.kind} & {*column.tables}:
-                values = pd.Series([column.text(row) for row in rows], self.numbers.index)
-                if column.title in ALWAYS or not {*values} <= EMPTY:
-                    texts[column.title] = values
-        return pd.DataFrame(texts)
+        return shown(self.numbers, self.heads, self.kind)
 
     def sections(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """Yields the shown rows by their `column`, if they have one, then `more`, with titles."""
