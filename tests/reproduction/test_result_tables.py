@@ -14,7 +14,10 @@ from scipy.stats import false_discovery_control, t, ttest_rel
 
 from reproduction.runs.identity import run_hash
 from reproduction.studies.columns import p_text, spread
+from reproduction.studies.plan import points_of, studies_of
+from reproduction.studies.results import results_of
 from reproduction.studies.runs import read_runs
+from reproduction.studies.study import Settings
 from reproduction.studies.table import compare, holm, statistics
 from tests.reproduction.tables import Configs, result, write_run
 
@@ -110,6 +113,42 @@ def test_table_shows_ours_beside_the_paper(tmp_path: Path, configs: Configs):
     first = result(tmp_path, "table1").numbers
     assert first[first.row == "ResNet50"].paper_top1.tolist() == [90.6, 61.68]
     assert first[first.row == "ResNet50"].parameters.tolist() == [23528522, 23528522]
+
+
+STUDY = """
+title: Mine
+tested: loss_last
+rows:
+  none: ['augmentation=[]']
+  a: {overrides: ['augmentation=[vtm]'], against: none, role: untested}
+  b: {overrides: ['augmentation=[htm]'], against: none, role: primary}
+  c: {overrides: ['augmentation=[htm]', augmentation.htm.tau=1], against: none}
+  d: {overrides: ['augmentation=[htm]', augmentation.htm.tau=2], against: none}
+"""
+
+
+def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(STUDY)
+    settings = Settings(outputs=str(tmp_path / "outputs"))
+    for number, point in enumerate(points_of(studies_of(str(file)), settings)):
+        for seed in range(4):
+            loss = 1 + number * (seed - 0.5) / 10
+            log = [{"epoch": 28, "top1": 80.0, "eval_loss": loss}]
+            write_run(tmp_path / "outputs", point.config, seed, log=log)
+    (table,), *_ = results_of(studies_of(str(file)), settings)
+    rows = table.numbers.set_index("row")
+    assert rows.difference["b"] == pytest.approx(2 * fmean([-0.5, 0.5, 1.5, 2.5]) / 10)
+    p = rows.test_p
+    assert pd.isna(p["a"]) and rows.test_low["a"] < rows.difference["a"] and p["b"] > 0
+    assert pd.isna(rows.test_p_holm["b"])
+    assert rows.test_p_holm["c"] == pytest.approx(min(1, 2 * p["c"]))  # of two tests
+    shown = table.shown().set_index("row")
+    assert shown["p (Holm)"][["none", "a", "b"]].tolist() == ["-", "untested", "primary"]
+    assert shown.difference["b"] == "+0.200" and set(shown.pairs) == {"-", "4"}
+    second = table.more["Held-out loss and top-5"].set_index("row")
+    assert second["lower in"]["d"] == "1 of 4" and second["top-1, difference"]["d"] == "+0.00"
+    assert any(note.startswith("Primary: b +0.200 (p = ") for note in table.notes)
 
 
 def test_row_is_not_compared_with_itself(tmp_path: Path, configs: Configs):
