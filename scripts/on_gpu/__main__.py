@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import IO
 
-from reproduction.runs.folder import check_writable
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
@@ -46,7 +45,10 @@ def main() -> None:
     if unknown := [letter for letter in letters if letter not in PARTS]:
         raise UserError(f"parts={args.parts}: {unknown[0]!r} must be one of {', '.join(PARTS)}")
     folder = Path(args.outputs, "on-gpu")
-    check_writable(folder / "x", f"outputs={args.outputs}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"outputs={args.outputs}: {error.strerror}") from error
     if args.device == "cuda":
         check_gpu()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part as well

@@ -75,7 +75,12 @@ def compare(sheet: Sheet, b: int, donors: Donors) -> None:
     for share in SHARES:
         for matrix in matrices(b, share, seed=1):
             what = f"{matrix.kind}, {round(share * b)} easy"
-            sheet.put(title, name, {"matrices": count, "partly": f"trying {what}"})
+            figures = {
+                "matrices": count,
+                "largest relative deficit": worst,
+                "not exact": len(wrong),
+            }
+            sheet.put(title, name, {**figures, "partly": f"trying {what}"})
             gain, is_easy = matrix.gain.to(sheet.device), matrix.is_easy.to(sheet.device)
             donor = donors(gain, is_easy)
             count += 1

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from reproduction.config import ROOT
 from reproduction.system.errors import first_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 
 Figures = Mapping[str, Any]
+HERE = Path(__file__).parent
 
 
 class Sheet:
@@ -69,7 +69,7 @@ def head_of(device: torch.device) -> dict[str, Any]:
     """The card, its software and the revision of this code."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):  # a copy of the code outside of git
         found = "unknown"
     return {
