@@ -25,7 +25,7 @@ FAR = tl.constexpr(2**31 - 1)
 NEVER = tl.constexpr(-(2**30))  # worth of a column that is none
 SMALLEST = tl.constexpr(1e-290)  # gains whose range is below are taken as equal
 COOLING = tl.constexpr(0.3)
-TILE = 2**13  # numbers that are processed together; more would not fit into registers
+TILE = 2**13  # numbers that are processed together; more need registers that spill
 ITERATIONS, BIDS, WARPS = 3, 4, 8  # fastest on an H200 for 64 to 504 samples
 
 
@@ -248,7 +248,7 @@ def device_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """
     b = len(gain)
     size = max(triton.next_power_of_2(b), 16)
-    rows = max(1, min(size, TILE // size))
+    rows = min(size, TILE // size)
     cost = gain.new_empty((b + rows) * size, dtype=torch.int32)
     kernel = torch.empty_like(cost, dtype=torch.float32)
     donor = gain.new_empty(b, dtype=torch.int64)

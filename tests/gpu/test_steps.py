@@ -22,6 +22,7 @@ from reproduction.training.distributed import join_world
 from reproduction.training.endings import explaining_step
 from reproduction.training.evaluate import evaluate
 from reproduction.training.loop import Trainer
+from reproduction.training.metrics import NonFinite
 from scripts.benchmark.steps import check_against_eager
 from scripts.benchmark.trainers import CCT, VIT, step_of
 from tests.gpu.cases import (
@@ -115,15 +116,26 @@ def pinned_batch() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stack", EVERY_STACK, ids=str)
-def test_a_step_waits_once_with_htm_else_never(
-    stack: list[str], gpu: torch.device, record_property: Record
-):
+def test_a_step_never_waits(stack: list[str], gpu: torch.device, record_property: Record):
     trainer = small_trainer(gpu, stack, "bf16")
     step = partial(trainer.train_step, *pinned_batch(), 8)
     step()  # allocates memory and selects kernels
     places = waits_of(step)
     record_property("waits", ", ".join(places) or "none")
-    assert len(places) == ("htm" in stack)
+    assert not places
+
+
+def test_a_gain_that_is_not_finite_is_named(device: torch.device):
+    """On a GPU by the next line of the log, on a CPU at once."""
+    trainer = small_trainer(device, BOTH, "bf16")
+    block: Any = trainer.module.model.blocks[trainer.module.htm.layers[0]]
+    with torch.no_grad():
+        block.attn.qkv.weight.fill_(torch.nan)
+    with (
+        pytest.raises(PlainError, match="step 1: the saliency gain is not finite"),
+        explaining_step(1, trainer.config),
+    ):
+        NonFinite(scales=False).check(steps_of(trainer, 6, 1))
 
 
 def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):

@@ -103,6 +103,12 @@ def test_non_finite_values_are_named_with_their_step(part: str, clip: str):
         counter.check(lines)
 
 
+def test_a_gain_that_is_not_finite_is_named_where_no_exception_told_it():
+    line = {"step": 3, "loss": math.nan, "gain_max": math.nan, "skipped": 1}
+    with pytest.raises(PlainError, match="step 3: the saliency gain is not finite"):
+        NonFinite(scales=True).check([line])
+
+
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 def test_step_skipped_by_the_scaler_is_counted_and_changes_nothing(clip: str):
     """The loss is finite, the scaled gradient is not; averages and statistics are unchanged."""

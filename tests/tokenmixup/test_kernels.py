@@ -162,8 +162,9 @@ COMPILE = """
 import subprocess, sys, triton
 from triton.compiler import ASTSource
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from tokenmixup import device_assignment as assignment, kernels
-ptxas, arch = sys.argv[1], int(sys.argv[2])
+arch = int(sys.argv[1])
 
 def compiled(function, types, constants, warps):
     names = function.arg_names
@@ -172,7 +173,7 @@ def compiled(function, types, constants, warps):
     target, options = GPUTarget("cuda", arch, 32), {"num_warps": warps}
     kernel = triton.compile(source, target=target, options=options)
     flag = f"-arch=sm_{arch}" + "a" * (arch == 90)
-    command = [ptxas, flag, "-v", "-o", "/dev/null", "/dev/stdin"]
+    command = [get_ptxas(arch).path, flag, "-v", "-o", "/dev/null", "/dev/stdin"]
     ptx = kernel.asm["ptx"].encode()
     end = subprocess.run(command, input=ptx, capture_output=True, check=True)
     print(function.__name__, kernel.metadata.shared, *end.stderr.decode().split())
@@ -200,7 +201,7 @@ compiled(kernels._exchange_backward, types, {"B": 128, "N": 8, "D": 512}, 4)
 @pytest.mark.parametrize(("arch", "shared"), [(80, 163 * 1024), (90, 227 * 1024)])
 def test_kernels_compile_without_spills(arch: int, shared: int):
     """For A100 and H100; Triton's compiler needs no GPU."""
-    command = [sys.executable, "-c", COMPILE, str(PTXAS), str(arch)]
+    command = [sys.executable, "-c", COMPILE, str(arch)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     end = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert end.returncode == 0, end.stderr

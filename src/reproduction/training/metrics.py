@@ -143,6 +143,8 @@ def non_finite_error(step: int, cause: str) -> PlainError:
 
 
 def _cause(line: Line) -> str:
+    if math.isnan(line.get("gain_max", 0.0)):  # of a GPU, where no exception tells it
+        return "the saliency gain is not finite: the model has diverged"
     if math.isfinite(line["loss"]):
         return "the gradient is not finite"
     return f"the loss is {line['loss']}"
