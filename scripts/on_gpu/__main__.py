@@ -59,9 +59,9 @@ def main() -> None:
         limit = left * share / sum(PARTS[each][1] for each in letters[place:])
         say(f"{letter}: {name}, at most {max(limit, 0):.0f} s")
         words = [str(args.jobs)] if name == "seeds" else []
-        error = run_part(name, args.device, folder / f"{name}.json", limit, *words)
-        failed = failed or error is not None
-        say(report(folder / f"{name}.json", error))
+        why = run_part(name, args.device, folder / f"{name}.json", limit, *words)
+        failed = failed or why is not None
+        say(report(folder / f"{name}.json", why))
     say(f"written to {folder}")
     sys.exit(failed)
 

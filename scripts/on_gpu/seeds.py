@@ -14,7 +14,7 @@ from reproduction.studies.launch import prepare, train_all_apart
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.runs import read_store
 from reproduction.studies.study import Settings
-from reproduction.system.errors import RunInterrupted, UserError
+from reproduction.system.errors import RunInterrupted
 from scripts.on_gpu.sheet import Sheet
 
 RESULTS = ROOT / "results"
@@ -26,24 +26,25 @@ Seed = tuple[str, list[PlannedRun]]  # name, all runs
 
 def train_seeds(sheet: Sheet, jobs: int) -> None:
     """Trains seed by seed, `jobs` runs at a time, and stops them in time to be resumed."""
-    if sheet.seconds_left < 2 * SAVING:
-        raise UserError(f"{sheet.seconds_left:.0f} seconds are too few to train in")
     settings = Settings(outputs=str(sheet.path.parent.parent))
-    stop = (os.getpid(), signal.SIGTERM)  # as the end of a job does
-    timer = threading.Timer(sheet.seconds_left - SAVING, os.kill, stop)
-    timer.start()
-    try:
-        for name, runs in unfinished(RESULTS, settings):
-            sheet.put(TITLE, name, progress(runs))
+    for name, runs in unfinished(RESULTS, settings):
+        sheet.put(TITLE, name, progress(runs))
+        if sheet.seconds_left < 2 * SAVING:
+            return  # too little time to train and save
+        stop = (os.getpid(), signal.SIGTERM)  # as the end of a job does
+        timer = threading.Timer(sheet.seconds_left - SAVING, os.kill, stop)
+        timer.start()
+        try:
             with sheet.trying(TITLE, name):
                 prepare(runs, settings)
                 failed = train_all_apart(runs, shares(jobs, 1), settings.root / ".logs")
                 why = {"failed": "; ".join(failed.values())[:300]} if failed else {}
                 sheet.put(TITLE, name, progress(runs) | why)
-    except RunInterrupted:
-        sheet.put(TITLE, name, progress(runs))
-    finally:
-        timer.cancel()
+        except RunInterrupted:
+            sheet.put(TITLE, name, progress(runs))
+            return
+        finally:
+            timer.cancel()
 
 
 def progress(runs: list[PlannedRun]) -> dict[str, str]:
