@@ -72,7 +72,8 @@ def test_values_times_and_kernels_of_steps_are_written(sheet: Sheet):
     steps.measure_kernels(sheet)
     values, times, kernels = read_sheet(sheet.path)["tables"].values()
     (row,) = values.values()
-    assert row["losses"] < 1e-5 and len(row["errors"]) == 3
+    assert row["losses"] < 1e-5 and len(row["errors"]) == row["mixed alike"] == 3
+    assert row["mixed"] != "0 to 0"
     assert [*times] == ["plain", "plain, again", "HTM", "HTM and VTM", "VTM", "complete"]
     assert times["complete"] == {"rounds": steps.FEW} and times["HTM"]["tokens"] > 1
     assert len(kernels) == 1 + steps.LARGEST and kernels["all"]["share"] == pytest.approx(1)
