@@ -163,7 +163,7 @@ class TokenMixup(nn.Module):
             state.targets = state.manifold(state.targets)
         if (htm := self._htm_at.get(index)) is not None:
             score_logits = self.scorenets[str(index)](block.tokens, block.num_prefix_tokens)
-            hard = difficulty(score_logits, state.targets)
+            hard = difficulty(score_logits, state.targets, htm.difficulty)
             saliency = self._saliency_of(block)
             rho = htm.rho_for(saliency.shape[1])
             mix = mix_horizontal(

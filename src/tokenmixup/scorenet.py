@@ -5,10 +5,12 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 
 from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenmixup.contexts import without_autocast
+from tokenmixup.settings import Difficulty
 
 Pooling = Literal["attention", "average", "class_token"]
 
@@ -67,10 +69,15 @@ class ScoreNet(nn.Module):
         return tokens.mean(dim=1) if self.pool is None else sequence_pool(tokens, self.pool)
 
 
-def difficulty(score_logits: Tensor, targets: Tensor) -> Tensor:
+def difficulty(score_logits: Tensor, targets: Tensor, rule: Difficulty = "paper") -> Tensor:
     """Cross-entropy of each sample in nats, float32, Eq. 1 (`eq:difficulty`).
 
-    `score_logits`: `b c`; `targets`: `b c`, probabilities, whose entropy is included. Returns `b`.
+    `score_logits`: `b c`; `targets`: `b c`, probabilities. Their entropy, which no model can score
+    below, is included, unless `rule` is excess: ours, the divergence of the two. Returns `b`.
     """
     with without_autocast(score_logits.device.type):
-        return F.cross_entropy(score_logits.float(), targets.float(), reduction="none")
+        soft = targets.float()
+        nats = F.cross_entropy(score_logits.float(), soft, reduction="none")
+        if rule == "excess":  # the sum is minus the entropy; the bound is for rounding
+            nats = (nats + torch.xlogy(soft, soft).sum(dim=1)).clamp(min=0)
+        return nats

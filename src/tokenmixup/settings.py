@@ -12,6 +12,7 @@ LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 AUTO = "auto"
 
 Pooling = Literal["auto", "attention", "average", "class_token"]
+Difficulty = Literal["paper", "excess"]
 Detector = Literal["attention", "mean_attention", "gradient", "random"]
 Matching = Literal["optimal", "random"]
 MaskRule = Literal["paper", "published"]
@@ -159,6 +160,8 @@ class HTM(_Layered):
     `tau`: difficulty in nats below which a sample is easy (0: none, inf: all); auto: `for_classes`.
     `rho`: a token is replaced if that raises its saliency by more than rho (inf: none); auto:
     `rho_for`. With several layers `tau` and `rho` may be lists, one value for each layer.
+    `difficulty`: excess, ours, leaves out the entropy of soft labels, which smoothing and input
+    mixup raise and no model can score below.
     `score_loss_weight`: lambda, the weight of ScoreNet's loss in `training_loss`.
     `pooling`: of ScoreNet; auto is class_token if the model classifies by a class token that enters
     the blocks, else attention.
@@ -207,6 +210,7 @@ class HTM(_Layered):
     mask_rule: MaskRule = "paper"
     labels: Labels = "saliency"
     order: Order = "in_place"
+    difficulty: Difficulty = "paper"
 
     def __post_init__(self) -> None:
         super().__post_init__()

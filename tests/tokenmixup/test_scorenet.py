@@ -19,6 +19,22 @@ def test_difficulty_of_a_soft_target_includes_its_entropy():
     torch.testing.assert_close(difficulty(targets.log(), targets)[0], expected)
 
 
+@pytest.mark.parametrize(
+    ("keep", "smoothing", "floor"),
+    [(1.0, 0.0, 0.0), (1.0, 0.1, 0.5003), (0.5, 0.0, math.log(2)), (0.5, 0.1, 1.0828)],
+)
+def test_excess_leaves_out_the_floor_of_the_difficulty(keep: float, smoothing: float, floor: float):
+    """The entropy of a label of 10 classes, smoothed and mixed with another class."""
+    targets = torch.full((1, 10), smoothing / 10)
+    targets[0, 0] += keep * (1 - smoothing)
+    targets[0, 1] += (1 - keep) * (1 - smoothing)
+    logits, best = torch.randn(1, 10), (targets + 1e-12).log()
+    assert difficulty(best, targets).item() == pytest.approx(floor, abs=1e-4)
+    assert 0 <= difficulty(best, targets, "excess").item() < 1e-6
+    gap = difficulty(logits, targets) - difficulty(logits, targets, "excess")
+    assert gap.item() == pytest.approx(floor, abs=1e-4)
+
+
 def test_difficulty_is_float32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         logits = torch.nn.Linear(4, 3)(torch.randn(2, 4))
