@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
 from tokenmixup import Output, TokenMixup
-from tokenmixup.passes import LayerMix
+from tokenmixup.output import LayerMix
 
 
 class Oracle(nn.Module):

@@ -41,7 +41,7 @@ from scripts.benchmark.trainers import as_measured
 from tokenmixup import HorizontalMix, TokenMixup, mix_horizontal
 from tokenmixup.contexts import evaluating
 from tokenmixup.detectors import detector_of
-from tokenmixup.passes import BlockPass
+from tokenmixup.module import BlockPass
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import input_gradient
 

@@ -266,32 +266,28 @@ def _scaled_product(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return product.unflatten(0, q.shape[:-2])
 
 
-def composed_map(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Returns the map that `attend` uses, `b h n m` before dropout; None with a fused kernel."""
-    return None if parts.fused else _scores(parts, q, k, bias).softmax(dim=-1)
-
-
-def attend(
-    parts: Parts,
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Returns the attention's output, `b n d`, for queries `q` of the tokens `x`, keys and values.
-
-    `weights`: their `composed_map`, if already computed.
-    """
+def attend(parts: Parts, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the output, `b n d`, for queries `q` of the tokens `x`, keys and values."""
+    if not parts.fused:
+        return attend_by_map(parts, x, composed_map(parts, q, k, bias), v)
     dropout = parts.dropout if parts.training else 0.0
-    weights = composed_map(parts, q, k, bias) if weights is None else weights
-    if weights is None:
-        out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=parts.scale)
-    else:
-        if parts.mix_weights is not None:
-            weights = parts.mix_weights(weights)
-        out = F.dropout(weights, dropout) @ v
+    out = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=parts.scale)
+    return _output(parts, x, out)
+
+
+def composed_map(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns the map of an attention without a fused kernel, `b h n m`, before dropout."""
+    return _scores(parts, q, k, bias).softmax(dim=-1)
+
+
+def attend_by_map(parts: Parts, x: Tensor, weights: Tensor, v: Tensor) -> Tensor:
+    """Returns the output, `b n d`, by the `composed_map` of the tokens `x`, `b n d`."""
+    if parts.mix_weights is not None:
+        weights = parts.mix_weights(weights)
+    return _output(parts, x, F.dropout(weights, parts.dropout if parts.training else 0.0) @ v)
+
+
+def _output(parts: Parts, x: Tensor, out: Tensor) -> Tensor:
     out = rearrange(out, "b h n e -> b n (h e)")
     if parts.norm is not None:
         out = parts.norm(out)

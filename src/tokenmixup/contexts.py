@@ -1,30 +1,11 @@
-"""Changes to the behaviour of stock modules for one forward pass."""
+"""Other behaviour of stock modules for a while."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-
-Forward = Callable[..., Any]
-
-
-@torch.compiler.disable
-def replace_forwards(
-    forwards: Sequence[tuple[nn.Module, Forward | None]],
-) -> list[tuple[nn.Module, Forward | None]]:
-    """Replaces `module.forward` on each instance; None: by that of its class.
-
-    Returns what undoes it.
-    """
-    before = [(module, vars(module).get("forward")) for module, _ in forwards]
-    for module, forward in forwards:
-        if forward is None:
-            del module.forward
-        else:
-            setattr(module, "forward", forward)
-    return before
 
 
 @contextmanager

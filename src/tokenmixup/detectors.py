@@ -5,7 +5,7 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, h w image.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,19 @@ from torch import Tensor
 from tokenmixup.attention import attention_map, positions
 from tokenmixup.contexts import evaluating
 from tokenmixup.encoder import Block
-from tokenmixup.passes import BlockPass
 from tokenmixup.saliency import gradient_saliency, rollout_saliency
 from tokenmixup.settings import HTM
 
+if TYPE_CHECKING:
+    from tokenmixup.module import BlockPass
 
-def by_mean_attention(entry: BlockPass) -> Tensor:
+
+def by_attention(entry: "BlockPass") -> Tensor:
+    """Saliency by the block's own attention map, `b t`."""
+    return entry.own_saliency()
+
+
+def by_mean_attention(entry: "BlockPass") -> Tensor:
     """Saliency by Eq. 3 as printed, also if there is a class token: the mean over all queries."""
     if not entry.encoder.has_parts:
         return entry.own_saliency()  # no class token
@@ -26,14 +33,14 @@ def by_mean_attention(entry: BlockPass) -> Tensor:
     return entry.saliency_by(q, k, class_token=False)
 
 
-def by_gradient(entry: BlockPass) -> Tensor:
+def by_gradient(entry: "BlockPass") -> Tensor:
     """Saliency by the gradient of the loss with respect to the image, `b t`."""
     assert entry.pixels is not None, "the gradient is computed before the forward pass"
     num_tokens = entry.tokens.shape[1] - entry.num_prefix_tokens
     return gradient_saliency(entry.pixels, num_tokens, entry.grid)
 
 
-def by_rollout(steps: int, entry: BlockPass) -> Tensor:
+def by_rollout(steps: int, entry: "BlockPass") -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout, `b t`."""
     tokens, maps = entry.tokens, []
     blocks = entry.encoder.blocks
@@ -46,12 +53,12 @@ def by_rollout(steps: int, entry: BlockPass) -> Tensor:
     return rollout_saliency(maps, entry.num_prefix_tokens, entry.class_token)
 
 
-Detector = Callable[[BlockPass], Tensor]
+Detector = Callable[["BlockPass"], Tensor]
 DETECTORS: dict[str, Detector] = {
-    "attention": BlockPass.own_saliency,
+    "attention": by_attention,
     "mean_attention": by_mean_attention,
     "gradient": by_gradient,
-    "random": BlockPass.own_saliency,  # for the pairs; `rules.py` draws the tokens at random
+    "random": by_attention,  # for the pairs; `rules.py` draws the tokens at random
 }
 
 

@@ -7,7 +7,7 @@ independently, so that their outputs can be moved with the tokens.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,7 @@ class Block:
 
     def why_not(self) -> str | None:
         """Returns in one line why TokenMixup does not support the block as it is now."""
-        adapter = self.adapter
-        if adapter.attn and _follow(self.module, adapter.attn, "attn") is not self.attn:
-            return "whose attention was replaced after attach"
-        if adapter.parts is None:
+        if self.adapter.parts is None:
             return None
         if getattr(self.module, "norm_first", True) is False:
             return "which normalises after its attention (norm_first=False)"
@@ -95,7 +92,6 @@ class Encoder:
     """The blocks of a model and what enters and leaves them."""
 
     blocks: tuple[Block, ...]
-    stages: tuple[Any, ...]  # the modules that hold them: the stages, else the model
     num_prefix_tokens: int  # that enter the blocks, as the model declares it
     has_class_token: bool  # whether one of them is a class token
     # Whether the head reads it: saliency is then the attention of its query, else the mean over all
@@ -133,8 +129,21 @@ def find_encoder(
         raise ValueError("it is sharded by fully_shard: attach first, then shard")
     if hasattr(model, "scorenets"):
         raise ValueError("TokenMixup is already attached to it")
-    adapter, kind = adapter or adapter_of(model), type(model).__name__
-    is_timm = adapter.parts is timm_parts
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if type(module).__name__.startswith("PatchDropout") and getattr(module, "prob", 0) > 0:
+            kind = type(model).__name__
+            raise ValueError(
+                f"{kind} has patch dropout: tokens of two samples would differ in position"
+            )
+    return encoder_now(model, adapter or adapter_of(model), last_layer)
+
+
+def encoder_now(model: Any, adapter: Adapter, checked: Collection[int] | int | None) -> Encoder:
+    """Returns the encoder as the model is now. Raises ValueError as `find_encoder`.
+
+    Only the blocks `checked`, all up to one (None: all) must be supported.
+    """
+    kind, is_timm = type(model).__name__, adapter.parts is timm_parts
     if is_timm and (reason := _why_not_timm(model)):
         raise ValueError(f"{kind} {reason}")
     prefix = adapter.num_prefix_tokens
@@ -142,17 +151,20 @@ def find_encoder(
         raise ValueError(f"{kind}: Adapter.num_prefix_tokens={prefix!r} must be an int >= 0")
     if adapter.reads_class_token and not prefix:
         raise ValueError(f"{kind}: Adapter.reads_class_token needs num_prefix_tokens >= 1")
-    modules, stages = _sequence(model, adapter)
-    checked = len(modules) if last_layer is None else last_layer + 1
-    blocks = [_block(model, x, adapter, index < checked) for index, x in enumerate(modules)]
-    for index, block in enumerate(blocks[:checked]):
+    modules = _sequence(model, adapter)
+    if not isinstance(checked, Collection):
+        checked = range(len(modules) if checked is None else min(checked + 1, len(modules)))
+    for index in checked:
+        if index >= len(modules):
+            raise ValueError(f"{kind}: has blocks 0..{len(modules) - 1}, no block {index}")
+    blocks = [_block(model, x, adapter, index in checked) for index, x in enumerate(modules)]
+    for index, block in ((index, blocks[index]) for index in checked):
         foreign = adapter.own_classes and _why_not_own(block, type(model).__module__)
         if reason := foreign or (is_timm and _why_not_timm_block(block.module)) or block.why_not():
             raise ValueError(f"{kind}: block {index} is {type(block.module).__name__}, {reason}")
     embed = None if adapter.parts is None else getattr(model, "patch_embed", None)
     return Encoder(
         tuple(blocks),
-        stages,
         prefix,
         has_class_token=prefix > 0 and (adapter.reads_class_token or has_class_token(model)),
         reads_class_token=adapter.reads_class_token,
@@ -196,9 +208,9 @@ def layer_group(groups: Any, name: str) -> Any:
     return (math.inf,)
 
 
-def _sequence(model: Any, adapter: Adapter) -> tuple[list[nn.Module], tuple[nn.Module, ...]]:
-    """Returns the modules of the blocks, and those of the stages that hold them."""
-    blocks, stages = [model], []
+def _sequence(model: Any, adapter: Adapter) -> list[nn.Module]:
+    """Returns the modules of the blocks."""
+    blocks = [model]
     for path in adapter.blocks.split(".*."):
         stages, blocks = blocks, []
         for stage in stages:
@@ -209,7 +221,7 @@ def _sequence(model: Any, adapter: Adapter) -> tuple[list[nn.Module], tuple[nn.M
             blocks += part
     if len({id(block) for block in blocks}) < len(blocks):
         raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
-    return blocks, tuple(stages)
+    return blocks
 
 
 def _block(model: Any, module: Any, adapter: Adapter, is_checked: bool) -> Block:
@@ -264,9 +276,6 @@ def _why_not_timm(model: Any) -> str | None:
         has_stages = any(hasattr(model, name) for name in STAGES)
         reason = "its layers form stages" if has_stages else "it has none"
         return f"needs one sequence of blocks over one token axis; {reason}"
-    for module in model.modules():
-        if type(module).__name__.startswith("PatchDropout") and getattr(module, "prob", 0) > 0:
-            return "has patch dropout: tokens of two samples would differ in position"
     if not isinstance(getattr(model, "embed_dim", None), int):
         return "has no embed_dim, the width of its tokens"
     return None

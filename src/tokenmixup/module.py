@@ -1,35 +1,71 @@
-"""Adds HTM, VTM and manifold mixup to a stock transformer without editing it.
+"""What `attach` does to a stock transformer, without editing it: HTM, VTM and manifold mixup.
 
-During a training forward pass, stand-ins for the `forward` of blocks mix their inputs, and those of
-attentions answer where the block mixes, feeds VTM's memory or reads it. Otherwise the model is
-untouched: evaluation is the plain model, bit for bit.
+A training pass puts stand-ins in the place of `forward` of the modules in brackets, and takes them
+away at its end. What a block consists of is looked up in each pass, so that the model may change
+between two of them. Evaluation is the plain model, bit for bit.
 
-Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory.
+    images, targets          checked; layer and partners of manifold mixup drawn, pixels' gradient
+        |
+    [patch embedding]        says how many patches there are, and in which grid
+        |
+        | tokens b n d
+    [block]  ................ manifold mixup, if this layer is drawn: tokens, targets
+        |                     layer of HTM: ScoreNet -> difficulty, detector -> saliency,
+        |                        Algorithm 1 -> tokens, targets; known projections move along
+        |                     source of VTM: most salient tokens -> memory of each later layer
+        |                        (by the attention below, unless its saliency is known already)
+        |
+        +-- own forward:      norm -> [attention] -> residual -> MLP
+        |                        projections that are known are not computed again;
+        |                        layer of VTM: the memory's tokens are further keys and values
+        | tokens b n d
+    [block]  ................ one that nothing touches: as it is, or `checkpoint_blocks`
+        |
+    logits b c  ............. Output, if each block that must run has run
+
+Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, e head width, c classes,
+m memory, h w image.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import Adapter, adapter_of
-from tokenmixup.batch import check_batch
-from tokenmixup.contexts import Forward, evaluating, replace_forwards
-from tokenmixup.detectors import detector_of
-from tokenmixup.encoder import head_size, is_sharded, layer_group
+from tokenmixup.attention import (
+    Positions,
+    attend,
+    attend_by_map,
+    composed_map,
+    positions,
+    project,
+    projections,
+    received,
+)
+from tokenmixup.contexts import evaluating
+from tokenmixup.detectors import by_attention, detector_of
+from tokenmixup.encoder import Block, Encoder, encoder_now, head_size, is_sharded, layer_group
 from tokenmixup.fitting import encoder_for
 from tokenmixup.horizontal import HorizontalMix, mix_horizontal
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
-from tokenmixup.passes import BlockPass, ForwardPass
 from tokenmixup.rules import ORDERS, rules_of
-from tokenmixup.saliency import input_gradient
+from tokenmixup.saliency import attention_saliency, input_gradient
 from tokenmixup.scorenet import Pooling, ScoreNet, difficulty
 from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
-from tokenmixup.vertical import INDICES, Memory
+from tokenmixup.vertical import INDICES, Memory, vertical_attention
+
+Forward = Callable[..., Any]
+ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
+OWN_CHECKPOINTING = (
+    "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
+    "without TokenMixup: use attach(..., checkpoint_blocks=True)"
+)
 
 
 class TokenMixup(nn.Module):
@@ -45,9 +81,9 @@ class TokenMixup(nn.Module):
     `images`: `b 3 h w`; `targets`: `b c`, probabilities after any input mixup. Training raises
     TypeError without targets; ValueError for images or targets of another kind (values of targets
     are looked at on a CPU only), a detector that cannot run under FSDP, a model that skips
-    or repeats a block, the model's own gradient checkpointing, which would rerun blocks without
-    stand-ins, and DataParallel, whose replicas would share them; FloatingPointError if the saliency
-    is not finite. HTM's `rules` and `detect` may be replaced.
+    or repeats a block, one that has become unsupported, its own gradient checkpointing of a block
+    that is touched, and DataParallel, whose replicas would share stand-ins; FloatingPointError if
+    the saliency is not finite. HTM's `rules` and `detect` may be replaced.
     """
 
     def __init__(
@@ -69,8 +105,8 @@ class TokenMixup(nn.Module):
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         htm = htm and htm.for_classes(num_classes)
         self.model, self.num_classes = model, num_classes
-        self.adapter = adapter or adapter_of(model)
         self.checkpoint_blocks = checkpoint_blocks
+        self._told, self.adapter = adapter, adapter or adapter_of(model)
         self.encoder = encoder_for(model, self.adapter, htm, vtm, manifold_mixup, checkpoint_blocks)
         if (size := head_size(model)) not in (None, num_classes):
             raise ValueError(
@@ -87,7 +123,8 @@ class TokenMixup(nn.Module):
         if htm is not None:
             self.rules, self.detect = rules_of(htm), detector_of(htm)
         self._state: ForwardPass | None = None  # of the training pass that runs
-        self._kept: dict[Any, Forward] = {}  # stand-ins, whose identity a compiler may ask for
+        self._required = Required(set(), set(), set())
+        self._kept: dict[nn.Module, tuple[Any, Forward]] = {}  # stand-ins of the last pass
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         htm, encoder, like = self.htm, self.encoder, next(self.model.parameters())
@@ -98,56 +135,147 @@ class TokenMixup(nn.Module):
         scorenet = ScoreNet(width, self.num_classes, pooling, htm.stop_gradient)
         return scorenet.to(like.device, like.dtype)
 
-    @torch.compiler.disable(recursive=False)  # a compiler begins at `forward`
-    def __call__(self, images: Tensor, targets: Tensor | None = None) -> Any:
-        """Checks the batch, draws what is drawn for it as a whole, and runs `forward`."""
+    @torch.compiler.disable(recursive=False)  # a compiler begins at `_run`
+    def forward(self, images: Tensor, targets: Tensor | None = None) -> Any:
+        """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
-            return super().__call__(images)
-        drawn = self._drawn(images, targets)
-        before = replace_forwards(self._stand_ins())
+            self._look_up_adapter()
+            return self._logits(images)
+        before, *drawn = self._begin(images, targets)
         try:
-            return super().__call__(images, targets, *drawn)
+            return self._run(images, targets, *drawn)
         except Exception as error:
             if type(error).__module__.startswith("torch._dynamo"):  # it may hide an error of ours
                 with torch.compiler.set_stance("force_eager"):
-                    self._call_impl(images, targets, *drawn)
+                    self._run(images, targets, *drawn)
             raise
         finally:
             replace_forwards(before)
 
-    def forward(
-        self,
-        images: Tensor,
-        targets: Tensor | None = None,
-        pixels: Tensor | None = None,
-        manifold: ManifoldMix | None = None,
-    ) -> Output | Tensor:
-        """Runs a pass. `pixels`: `b h w`, input gradient, and `manifold` come from `__call__`."""
-        if targets is None:
-            return self._logits(images)
+    def _run(
+        self, images: Tensor, targets: Any, pixels: Tensor | None, manifold: ManifoldMix | None
+    ) -> Output:
         state = self._state = self._pass_of(targets, pixels, manifold)
         try:
-            logits = self.adapter.logits(self.model(images))
+            logits = self._logits(images)
         finally:
             self._state = None
-        for key, layers in (("htm", self._htm_at), ("vtm", self._vtm_at)):
-            for layer in layers:
-                if layer not in state.blocks:
-                    raise ValueError(f"{key}.layer={layer}: this block did not run")
+        state.check_complete()
         return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
+
+    def _logits(self, images: Tensor) -> Any:
+        return self.adapter.logits(self.model(images))
 
     def _pass_of(
         self, targets: Tensor, pixels: Tensor | None, manifold: ManifoldMix | None
-    ) -> ForwardPass:
+    ) -> "ForwardPass":
         """Returns the state of a new pass, with an empty memory for each layer of VTM."""
         memories = {
             layer: Memory(vtm.kappa, INDICES[vtm.class_token_offset], vtm.stop_gradient)
             for layer, vtm in self._vtm_at.items()
         }
-        return ForwardPass(targets, pixels, manifold, memories=memories)
+        return ForwardPass(
+            self.encoder, self._required, targets, pixels, manifold, memories=memories
+        )
 
-    def _logits(self, images: Tensor) -> Any:
-        return self.adapter.logits(self.model(images))
+    @torch.compiler.disable
+    def _begin(
+        self, images: Tensor, targets: Tensor | None
+    ) -> tuple[list[tuple[nn.Module, Forward | None]], Tensor | None, ManifoldMix | None]:
+        """Puts the stand-ins of a pass in their places, once its batch is checked.
+
+        Returns what `replace_forwards` needs to take them away, the input gradient, `b h w`, and
+        manifold mixup's draws.
+        """
+        if getattr(self, "_is_replica", False):
+            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
+        targets = check_batch(images, targets, self.num_classes)
+        self._look_up_adapter()
+        stand_ins = self._stand_ins()
+        pixels = self._input_gradient(images, targets)
+        manifold = None if self._manifold is None else draw_manifold_mix(self._manifold, images)
+        return replace_forwards(stand_ins), pixels, manifold
+
+    def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns the input gradient if HTM takes it. Raises ValueError if HTM cannot run here."""
+        takes_gradient = any(htm.detector == "gradient" for htm in self._htm_at.values())
+        if takes_gradient and torch.is_inference_mode_enabled():
+            raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
+        if (takes_gradient or self._rollout_blocks()) and is_sharded(self):
+            key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
+            raise ValueError(
+                f"{key}: not supported with FSDP, which gathers weights for the main pass only"
+            )
+        if not takes_gradient:
+            return None
+        with evaluating(self.model):
+            exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
+            return input_gradient(self._logits, exact, targets)
+
+    @torch.compiler.disable
+    def _look_up_adapter(self) -> None:
+        adapter = self._told or adapter_of(self.model)
+        if adapter != self.adapter:  # a compiler may ask whether it is the same object
+            self.adapter = adapter
+
+    def _stand_ins(self) -> list[tuple[nn.Module, Forward | None]]:
+        """Returns the modules to replace in a training pass, each with its stand-in `forward`.
+
+        Looks up what the blocks consist of now. Raises ValueError if it is not supported.
+        """
+        if self.encoder is None:
+            return []
+        answered, rollout = self.answered_blocks(), self._rollout_blocks()
+        checked = {*answered, *self._htm_at, *rollout}
+        try:
+            encoder = encoder_now(self.model, self.adapter, checked)
+        except ValueError as error:
+            raise ValueError(f"TokenMixup no longer supports this model: {error}") from error
+        if encoder != self.encoder:
+            self.encoder = encoder
+        mixed = () if self._manifold is None else self._manifold.layers
+        entered = {*answered, *self._htm_at, *mixed}
+        rerun = {*range(len(encoder.blocks))} - entered if self.checkpoint_blocks else set()
+        self._required = Required({*answered, *self._htm_at}, answered, rerun)
+        found: list[tuple[Any, ...]] = []
+        if entered and encoder.patch_embed is not None:
+            found.append((encoder.patch_embed, _embed, encoder.patch_embed))
+        for index, block in enumerate(encoder.blocks):
+            if index in entered:
+                found.append((block.module, TokenMixup._run_block, index))
+            elif index in rerun:
+                found.append((block.module, _rerun, index))
+            if index in answered:
+                found.append((block.attn, _attend, index))
+        self._kept = {module: self._stand_in(module, *told) for module, *told in found}
+        return [(module, stand_in) for module, (_, stand_in) in self._kept.items()]
+
+    def answered_blocks(self) -> set[int]:
+        """Returns the blocks whose attention has a stand-in: VTM's, its sources, most of HTM's."""
+        answered = {*range(max(self._vtm_at, default=-1) + 1)}
+        has_parts = self.encoder is not None and self.encoder.has_parts
+        if has_parts and self._htm_at and self.detect is by_attention:
+            answered |= {*self._htm_at}  # it has projected the tokens
+        return answered
+
+    def _rollout_blocks(self) -> set[int]:
+        """Returns the blocks whose maps are multiplied in a rollout."""
+        steps = max((htm.rollout_steps for htm in self._htm_at.values()), default=0)
+        return {layer + step for layer in self._htm_at for step in range(steps + 1) if steps}
+
+    def _stand_in(
+        self, module: nn.Module, function: Callable[..., Any], *bound: Any
+    ) -> tuple[Any, Forward]:
+        """Returns a stand-in for `module.forward`, and of what; the last one if that is the same.
+
+        A compiler may ask for its identity.
+        """
+        own = vars(module).get("forward")
+        told = (own or type(module).forward, self, function, *bound)
+        if module in self._kept and self._kept[module][0] == told:
+            return self._kept[module]
+        plain = own or partial(type(module).forward, module)
+        return told, partial(function, self, *bound, plain)
 
     def _run_block(self, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
         """Stands in for a block, `plain`: mixes its input by manifold mixup, then HTM, and runs it.
@@ -156,8 +284,7 @@ class TokenMixup(nn.Module):
         """
         if (state := self._state) is None:
             return plain(*args, **given)
-        assert self.encoder is not None
-        block = state.enter(self.encoder, index, args, given)
+        block = state.enter(index, args, given)
         if state.manifold is not None and state.manifold.layer == index:
             block.tokens = state.manifold(block.tokens)
             state.targets = state.manifold(state.targets)
@@ -177,13 +304,13 @@ class TokenMixup(nn.Module):
             mix = state.mixes[index] = ORDERS[htm.order](mix)
             block.mix(mix, moves_saliency=htm.order == "in_place")
             state.targets = mix.targets
-        elif block.later and block.memory is not None:
-            block.own_saliency()  # by its own keys, before the memory is added to them
-        if block.saliency is not None:  # else its attention does it
-            block.remember(block.saliency)
+        if block.later and (htm is not None or block.memory is not None):
+            block.remember(block.own_saliency())  # by its own keys, without those of the memory
+        elif block.later:
+            block.remembers_in_attention = True
         return plain(*block.inputs(), **given)
 
-    def _saliency_of(self, block: BlockPass) -> Tensor:
+    def _saliency_of(self, block: "BlockPass") -> Tensor:
         """Returns the detector's saliency. Raises ValueError unless it is `b t`."""
         state, self._state = self._state, None  # blocks that it runs are the plain ones
         saliency = self.detect(block)
@@ -219,11 +346,10 @@ class TokenMixup(nn.Module):
         """
         return next(iter(self.traced(images, targets).mixes.values()), None)
 
-    def traced(self, images: Tensor, targets: Tensor) -> ForwardPass:
+    def traced(self, images: Tensor, targets: Tensor) -> "ForwardPass":
         """Runs the model as in training, in its current mode; returns the state of the pass."""
-        state = self._pass_of(targets, *self._drawn(images, targets))
-        before = replace_forwards(self._stand_ins())
-        self._state = state
+        before, *drawn = self._begin(images, targets)
+        state = self._state = self._pass_of(targets, *drawn)
         try:
             self.model(images)
         finally:
@@ -244,92 +370,6 @@ class TokenMixup(nn.Module):
         """
         own: Any = self.model.group_matcher
         return lambda coarse=False: partial(layer_group, own(coarse=coarse))
-
-    @torch.compiler.disable
-    def _drawn(
-        self, images: Tensor, targets: Tensor | None
-    ) -> tuple[Tensor | None, ManifoldMix | None]:
-        """Checks the batch; returns the input gradient, `b h w`, and manifold mixup's draws."""
-        if getattr(self, "_is_replica", False):
-            raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
-        targets = check_batch(images, targets, self.num_classes)
-        pixels = self._input_gradient(images, targets)
-        if self._manifold is None:
-            return pixels, None
-        return pixels, draw_manifold_mix(self._manifold, images)
-
-    def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns the input gradient if HTM takes it. Raises ValueError if HTM cannot run here."""
-        takes_gradient = any(htm.detector == "gradient" for htm in self._htm_at.values())
-        if takes_gradient and torch.is_inference_mode_enabled():
-            raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
-        if (takes_gradient or self._rollout_blocks()) and is_sharded(self):
-            key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
-            raise ValueError(
-                f"{key}: not supported with FSDP, which gathers weights for the main pass only"
-            )
-        if not takes_gradient:
-            return None
-        with evaluating(self.model):
-            exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
-            return input_gradient(self._logits, exact, targets)
-
-    @torch.compiler.disable
-    def _stand_ins(self) -> list[tuple[nn.Module, Forward]]:
-        """Returns the modules to replace in a training pass, each with its stand-in `forward`.
-
-        Raises ValueError if the model has been changed since `attach` in a way that rules it out.
-        """
-        if (encoder := self.encoder) is None:
-            return []
-        blocks, holders = encoder.blocks, {self.model, *encoder.stages}
-        reruns = [getattr(block.module, "gradient_checkpointing", False) for block in blocks]
-        if any(reruns) or any(getattr(x, "grad_checkpointing", False) for x in holders):
-            raise ValueError(
-                "TokenMixup cannot rerun all blocks: instead of the model's gradient "
-                "checkpointing use attach(..., checkpoint_blocks=True)"
-            )
-        answered = self.answered_blocks()
-        mixed = () if self._manifold is None else self._manifold.layers
-        entered = {*answered, *mixed, *self._htm_at}
-        for index in {*answered, *self._rollout_blocks()}:
-            if reason := blocks[index].why_not():
-                raise ValueError(f"TokenMixup no longer supports block {index}, {reason}")
-        found: list[tuple[nn.Module, Forward]] = []
-        if entered and (embed := encoder.patch_embed) is not None:
-            found.append(self._stand_in(embed, _embed, embed))
-        for index, block in enumerate(blocks):
-            if index in entered:
-                found.append(self._stand_in(block.module, TokenMixup._run_block, index))
-            elif self.checkpoint_blocks:
-                found.append(self._stand_in(block.module, _rerun))
-            if index in answered:
-                found.append(self._stand_in(block.attn, _attend, index))
-        return found
-
-    def answered_blocks(self) -> set[int]:
-        """Returns the blocks whose attention has a stand-in: VTM's, its sources, most of HTM's."""
-        answered = {*range(max(self._vtm_at, default=-1) + 1)}
-        has_parts = self.encoder is not None and self.encoder.has_parts
-        if has_parts and self._htm_at and self.detect is BlockPass.own_saliency:
-            answered |= {*self._htm_at}  # it has projected the tokens
-        return answered
-
-    def _rollout_blocks(self) -> set[int]:
-        """Returns the blocks whose maps are multiplied in a rollout."""
-        steps = max((htm.rollout_steps for htm in self._htm_at.values()), default=0)
-        return {layer + step for layer in self._htm_at for step in range(steps + 1) if steps}
-
-    def _stand_in(
-        self, module: nn.Module, function: Callable[..., Any], *bound: Any
-    ) -> tuple[nn.Module, Forward]:
-        """Returns a stand-in for `module.forward`; the same one again for the same `forward`."""
-        own = vars(module).get("forward")
-        key = (module, own)
-        if key not in self._kept:
-            plain = own or partial(type(module).forward, module)
-            self._kept[key] = partial(function, self, *bound, plain)
-        return module, self._kept[key]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": {}}  # copies make their own
@@ -352,9 +392,299 @@ def _embed(method: TokenMixup, embed: Any, plain: Forward, *args: Any, **given: 
 def _attend(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
     if method._state is None:
         return plain(*args, **given)
-    block = method._state.blocks[index]
+    block = method._state.attention_of(index)
     return block.block.answer(block.attend, args, given)
 
 
-def _rerun(method: TokenMixup, plain: Forward, *args: Any, **given: Any) -> Any:
+def _rerun(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
+    if method._state is not None:
+        method._state.rerun.add(index)
     return checkpoint(plain, *args, use_reentrant=False, **given)
+
+
+@torch.compiler.disable
+def replace_forwards(
+    forwards: Sequence[tuple[nn.Module, Forward | None]],
+) -> list[tuple[nn.Module, Forward | None]]:
+    """Replaces `module.forward` on each instance; None: by that of its class.
+
+    Returns what undoes it.
+    """
+    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+    for module, forward in forwards:
+        if forward is None:
+            del module.forward
+        else:
+            setattr(module, "forward", forward)
+    return before
+
+
+def check_batch(images: Any, targets: Any, num_classes: int) -> Tensor:
+    """Returns the targets. Raises ValueError unless `b 3 h w` and probabilities `b c`.
+
+    Raises TypeError without targets. Their values are looked at on a CPU only.
+    """
+    if targets is None:
+        raise TypeError("training needs module(images, targets) with targets b c")
+    if not isinstance(images, Tensor) or images.ndim != 4:
+        raise ValueError("TokenMixup mixes images of one size, as a tensor b 3 h w")
+    shape = (len(images), num_classes)
+    found = targets.shape if isinstance(targets, Tensor) else type(targets)
+    if found != shape or not len(images):
+        raise ValueError(
+            f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
+            "such as F.one_hot(classes, c)"
+        )
+    if targets.device.type != "cpu":  # looking would wait for it
+        return targets
+    close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < ROUNDING  # false for nan
+    if not (good := close & (targets >= 0).all(dim=1)).all():
+        row = int(good.int().argmin())
+        raise ValueError(
+            f"targets[{row}]: must be probabilities, which are >= 0 and sum to 1; it sums to "
+            f"{float(targets[row].sum()):g}, its lowest value is {float(targets[row].min()):g}"
+        )
+    return targets
+
+
+@dataclass
+class BlockPass:
+    """Block `index` in one pass: its input, from which a detector computes saliency."""
+
+    encoder: Encoder
+    index: int
+    tokens: Tensor  # b n d, after mixing the mixed ones
+    given: dict[str, Any]  # the block's further arguments, which it passes to its attention
+    num_prefix_tokens: int
+    class_token: bool  # whether the head reads the class token; saliency is then its row
+    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
+    grid: tuple[int, int] | None = None  # rows and columns of patches, if known
+    memory: Memory | None = None  # that its attention reads (VTM)
+    later: Sequence[Memory] = ()  # of later blocks, which it feeds
+    remembers_in_attention: bool = False  # which may compute the map anyway
+    saliency: Tensor | None = None  # b t, by the block's own attention map, once computed
+    projected: Sequence[Tensor] = ()  # b n k, the block's own projections, once computed
+    where: Positions | None = None  # positional terms of the tokens, once computed
+    called: tuple[Any, ...] = ()  # the block's positional arguments, before mixing
+
+    def __post_init__(self) -> None:
+        self.block: Block = self.encoder.blocks[self.index]
+        if self.encoder.has_parts:
+            self.parts = self.block.parts()
+
+    def inputs(self) -> tuple[Any, ...]:
+        """Returns the block's positional arguments, with the tokens as they are now."""
+        first, *others = self.called
+        return self.block.adapter.tokens[1](self.tokens, first), *others
+
+    def own_saliency(self) -> Tensor:
+        """Returns the saliency by the block's own attention map, `b t`; computed once.
+
+        Keeps the projections for the block's attention, if it has Parts.
+        """
+        if self.saliency is None and (of_block := self.block.adapter.saliency) is not None:
+            with torch.no_grad():
+                self.saliency = of_block(self.block.module, *self.inputs(), **self.given)
+        elif self.saliency is None:
+            q, k = self.queries_and_keys()
+            self.saliency = self.saliency_by(q, k, self.class_token)
+        return self.saliency
+
+    def queries_and_keys(self) -> list[Tensor]:
+        """Returns the block's own queries and keys, `b h n e`, and keeps its projections."""
+        normed = self.block.norm(self.tokens)
+        self.projected = projections(self.parts, normed)
+        with torch.no_grad():
+            return project(self.parts, normed, self._positions().rope, self.projected)[:2]
+
+    def saliency_by(self, q: Tensor, k: Tensor, class_token: bool) -> Tensor:
+        """Returns the saliency, `b t`, by queries and keys, `b h n e`.
+
+        `class_token`: by its row of the attention map, else by the mean over all rows.
+        """
+        bias, rows = self._positions().bias, 1 if class_token else None
+        bias = None if bias is None else bias[:, :, :rows]
+        attention = received(self.parts, q[:, :, :rows], k, bias)
+        return attention[:, self.num_prefix_tokens :]
+
+    def _positions(self) -> Positions:
+        if self.where is None:
+            n = self.tokens.shape[1]
+            self.where = positions(self.parts, n, self.given, dropout=False)
+        return self.where
+
+    def mix(self, mix: HorizontalMix, moves_saliency: bool) -> None:
+        """Replaces the tokens by the mixed ones; what is known of them moves along."""
+        if self.later and self.saliency is not None and moves_saliency:
+            self.saliency = torch.where(mix.mask, self.saliency[mix.donor], self.saliency)
+        self.projected = [mix.exchange(y) for y in self.projected]
+        self.tokens = mix.tokens
+
+    def remember(self, saliency: Tensor) -> None:
+        """Stores the most salient tokens, by `b t`, for every later layer of VTM."""
+        for memory in self.later:
+            memory.remember(self.tokens, saliency, self.num_prefix_tokens)
+
+    def attend(self, normed: Tensor, **given: Any) -> Tensor:
+        """Answers in place of the block's attention: `b n d`, layer-normed, -> `b n d`.
+
+        `given`: further arguments of the attention. Projections that are known are not computed
+        again. VTM's layer attends to the memory too (Eq. 13).
+        """
+        where = positions(self.parts, normed.shape[1], given)
+        if self.memory is not None:
+            where = where.of_memory(self.memory.indices)
+            own = [] if self.projected else [self.tokens]
+            context = self.block.norm(torch.cat([*own, *self.memory.tokens], dim=1))
+            return vertical_attention(self.parts, normed, context, where, self.projected)
+        q, k, v = project(self.parts, normed, where.rope, self.projected)
+        if not self.remembers_in_attention:
+            return attend(self.parts, normed, q, k, v, where.bias)
+        if self.parts.fused or where.bias is not None:  # a bias may contain dropout
+            self.remember(self.saliency_by(q, k, self.class_token))
+            return attend(self.parts, normed, q, k, v, where.bias)
+        weights = composed_map(self.parts, q, k)
+        self.remember(attention_saliency(weights, self.num_prefix_tokens, self.class_token))
+        return attend_by_map(self.parts, normed, weights, v)
+
+
+class Required(NamedTuple):
+    """The blocks, by index, that a pass must enter, whose attention it must answer, and rerun."""
+
+    entered: set[int]
+    answered: set[int]
+    rerun: set[int]
+
+
+@dataclass
+class ForwardPass:
+    """The state of one training forward pass."""
+
+    encoder: Encoder | None  # None if nothing happens inside of the model
+    required: Required
+    targets: Tensor  # b c, as mixed so far
+    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
+    manifold: ManifoldMix | None = None
+    num_patches: int | None = None  # of the patch embedding's output
+    grid: tuple[int, int] | None = None  # rows and columns of patches
+    memories: dict[int, Memory] = field(default_factory=dict)  # by the layer that attends to it
+    layers: list[LayerMix] = field(default_factory=list)  # of HTM
+    mixes: dict[int, HorizontalMix] = field(default_factory=dict)  # by layer of HTM
+    blocks: dict[int, BlockPass] = field(default_factory=dict)  # that have run, by index
+    answered: list[int] = field(default_factory=list)  # blocks whose attention has run
+    rerun: set[int] = field(default_factory=set)  # blocks that the backward pass runs again
+
+    def __post_init__(self) -> None:
+        self.graph = _graph()
+
+    def note_patches(self, embedding: Any, images: Any, out: Any) -> None:
+        """Keeps the grid of the patch embedding's output, `b t d` or `b rows columns d`."""
+        if not isinstance(out, Tensor) or out.ndim not in (3, 4):
+            return
+        self.num_patches = out.shape[1:-1].numel()
+        if out.ndim == 4:
+            self.grid = (out.shape[1], out.shape[2])
+        elif hasattr(embedding, "dynamic_feat_size"):
+            rows, columns = embedding.dynamic_feat_size(tuple(images.shape[-2:]))
+            self.grid = (rows, columns) if rows * columns == self.num_patches else None
+
+    def enter(self, index: int, args: tuple[Any, ...], given: dict[str, Any]) -> BlockPass:
+        """Begins the pass through a block. Raises ValueError for one that runs out of order."""
+        encoder = self.encoder
+        assert encoder is not None, "without one nothing has a stand-in"
+        tokens = _tokens_of(encoder, index, args)
+        if index <= max(self.blocks, default=-1):
+            raise ValueError(f"block {index} runs again: must run once in a forward pass, in order")
+        self._check_graph(index)
+        n, prefix = tokens.shape[1], encoder.num_prefix_tokens
+        if self.num_patches is not None:
+            prefix = n - self.num_patches
+        if not 0 <= prefix < n:
+            raise ValueError(
+                f"block {index} gets {n} tokens for {n - prefix} patches: "
+                "TokenMixup cannot tell which tokens are the prefix"
+            )
+        spatial = args[0].shape[1:-1]
+        is_map = len(spatial) == 2 and spatial.numel() == n  # with its channels last
+        self.blocks[index] = BlockPass(
+            encoder,
+            index,
+            tokens,
+            given,
+            prefix,
+            class_token=prefix > 0 and encoder.reads_class_token,
+            pixels=self.pixels,
+            grid=(spatial[0], spatial[1]) if is_map else self.grid,
+            memory=self.memories.get(index),
+            later=[memory for layer, memory in self.memories.items() if layer > index],
+            called=args,
+        )
+        return self.blocks[index]
+
+    def attention_of(self, index: int) -> BlockPass:
+        """Begins the attention of a block. Raises ValueError if it runs twice, or outside of it."""
+        if index not in self.blocks or index in self.answered:
+            raise ValueError(f"the attention of block {index} must run once, inside of the block")
+        self._check_graph(index)
+        self.answered.append(index)
+        return self.blocks[index]
+
+    def _check_graph(self, index: int) -> None:
+        """Raises ValueError where the model's own checkpointing would run a block again."""
+        if self.graph != _graph():
+            raise ValueError(f"{self._name(index)} {OWN_CHECKPOINTING}")
+
+    def _name(self, index: int) -> str:
+        assert self.encoder is not None, "without one nothing has a stand-in"
+        return f"block {index} ({type(self.encoder.blocks[index].module).__name__})"
+
+    def check_complete(self) -> None:
+        """Raises ValueError unless all has run that must."""
+        entered, answered, rerun = self.required
+        drawn = () if self.manifold is None else (self.manifold.layer,)
+        for index in sorted({*entered, *drawn} - {*self.blocks}):
+            raise ValueError(f"{self._name(index)} did not run, but must: TokenMixup touches it")
+        for index in sorted(answered - {*self.answered}):
+            raise ValueError(f"{self._name(index)} ran without its attention, which must run once")
+        for index in sorted(rerun - self.rerun):
+            raise ValueError(f"checkpoint_blocks=True: {self._name(index)} did not run")
+
+    def output(self, logits: Any, score_loss_weight: float = 0.0) -> Output:
+        """Returns the output of the pass. Raises ValueError if the logits are not `b c`."""
+        shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
+        if shape != (expected := [*self.targets.shape]):
+            raise ValueError(f"the model returned {shape}, not one tensor of logits {expected}")
+        if not self.layers:
+            return Output(logits, self.targets)
+        return Output(
+            logits,
+            self.targets,
+            reduce(torch.add, [mix.difficulty.mean() for mix in self.layers]),
+            reduce(torch.logical_or, [mix.is_easy for mix in self.layers]),
+            reduce(torch.logical_or, [mix.mask for mix in self.layers]),
+            reduce(torch.add, [mix.gain for mix in self.layers]),
+            tuple(self.layers),
+            score_loss_weight,
+        )
+
+
+def _tokens_of(encoder: Encoder, index: int, args: tuple[Any, ...]) -> Tensor:
+    """Returns the tokens that enter a block, `b n d`. Raises ValueError for other arguments."""
+    if not args:
+        raise ValueError(f"block {index} gets its tokens by keyword: must be first argument")
+    x, dims = args[0], (3,) if encoder.has_parts else (3, 4)
+    if not isinstance(x, Tensor) or x.ndim not in dims:
+        found = [*getattr(x, "shape", [])] or type(x).__name__
+        raise ValueError(f"block {index} gets {found}: must be tokens b n d")
+    if encoder.has_parts and any(value is not None for value in args[1:]):
+        raise ValueError(f"block {index} gets further positional arguments: not supported")
+    return encoder.blocks[index].adapter.tokens[0](x)
+
+
+def _graph() -> tuple[bool, Any]:
+    """Returns whether gradients are recorded, and by which checkpoint (of torch, not reentrant)."""
+    if torch.compiler.is_compiling():  # it reruns rightly
+        return torch.is_grad_enabled(), None
+    packing = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    checkpointing = packing is not None and packing[0].__module__ == "torch.utils.checkpoint"
+    return torch.is_grad_enabled(), packing[0] if checkpointing else None

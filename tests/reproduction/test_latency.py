@@ -47,8 +47,8 @@ def test_mix_equals_the_mixing_of_a_training_pass(narrow: dict[str, Config], det
 @pytest.mark.parametrize("detector", latency.DETECTORS)
 def test_timed_step_mixes_every_sample_and_computes_saliency_once(narrow, detector, monkeypatch):
     calls = []
-    of_gradient, of_attention = latency.input_gradient, "tokenmixup.passes.received"
-    own = sys.modules["tokenmixup.passes"].received
+    of_gradient, of_attention = latency.input_gradient, "tokenmixup.module.received"
+    own = sys.modules["tokenmixup.module"].received
     monkeypatch.setattr(latency, "input_gradient", lambda *a: calls.append(1) or of_gradient(*a))
     monkeypatch.setattr(of_attention, lambda *a: calls.append(1) or own(*a))
     step = detector_works(narrow, 5, CPU, "float32")[detector]

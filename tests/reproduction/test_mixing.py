@@ -11,7 +11,7 @@ from tests.reproduction.conftest import SMALL, Command
 from tests.reproduction.test_synchronisation import counted, trainer_on
 from tests.reproduction.test_training import folder
 from tokenmixup import HTM, Output
-from tokenmixup.passes import LayerMix
+from tokenmixup.output import LayerMix
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
 

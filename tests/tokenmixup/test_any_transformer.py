@@ -21,7 +21,7 @@ from tokenmixup.adapters import timm_parts
 from tokenmixup.attention import Positions, attention_map, positions, project, received
 from tokenmixup.detectors import by_rollout
 from tokenmixup.encoder import find_encoder
-from tokenmixup.passes import BlockPass
+from tokenmixup.module import BlockPass
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
 KINDS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from tests.conftest import CLASSES
 from tokenmixup import Adapter, attach, check_adapter, mix_horizontal, training_loss, why_not
 from tokenmixup.adapters import adapter_of
 from tokenmixup.encoder import find_encoder
-from tokenmixup.passes import BlockPass
+from tokenmixup.module import BlockPass
 
 ALL: dict[str, Any] = {"tau": math.inf, "rho": 0.0}
 SWIN: dict[str, Any] = {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2, 2, 2)}

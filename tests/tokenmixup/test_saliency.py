@@ -12,7 +12,7 @@ from tokenmixup import attach, attention_saliency, gradient_saliency, rollout_sa
 from tokenmixup.attention import Parts, attention_map, received
 from tokenmixup.detectors import by_rollout
 from tokenmixup.encoder import find_encoder
-from tokenmixup.passes import BlockPass
+from tokenmixup.module import BlockPass
 from tokenmixup.saliency import input_gradient
 
 

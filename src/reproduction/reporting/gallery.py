@@ -18,7 +18,7 @@ from reproduction.reporting.figures import NO_ROLLOUT, ORANGE, figure
 from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable, observe
 from tokenmixup import HorizontalMix, find_encoder
 from tokenmixup.detectors import Detector, by_gradient, by_rollout
-from tokenmixup.passes import BlockPass
+from tokenmixup.module import BlockPass
 from tokenmixup.saliency import input_gradient
 
 PAIRS = 3

@@ -25,7 +25,7 @@ from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from tokenmixup import TokenMixup, find_encoder
 from tokenmixup.detectors import detector_of
-from tokenmixup.passes import BlockPass
+from tokenmixup.module import BlockPass
 from tokenmixup.saliency import input_gradient
 
 BATCH = 64  # images per batch, if the batches of the run are not smaller
