@@ -50,6 +50,11 @@ class Adapter:
         torch.Tensor.view_as,
     )
     in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
+    # Path from the model to the module whose output has a token for each patch: `b t d`,
+    # `b rows columns d`, or of a convolution `b d rows columns`. By default `patch_embed` beside
+    # the blocks, if there is one.
+    patch_embed: str | None = None
+    square_patches: bool = False  # whether their grid has the image's aspect ratio
     num_prefix_tokens: int = 0  # tokens before the spatial tokens
     reads_class_token: bool = False  # whether the head reads token 0 and no other token
     returns: Callable[[Tensor], Any] = _itself  # tokens -> the attention module's return value
@@ -80,8 +85,11 @@ def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
 
 def huggingface_parts(attention: Any) -> Parts:
     """Returns the Parts of the attention of ViT, DeiT and DINOv2 in transformers >= 5.18."""
-    if type(attention).__name__ not in ("ViTAttention", "DeiTAttention", "Dinov2Attention"):
-        raise ValueError(f"is a {type(attention).__name__}, not one of transformers' own")
+    home, name = class_path(attention)
+    if name not in ("ViTAttention", "DeiTAttention", "Dinov2Attention") or package(home) != HF:
+        raise ValueError(f"is a {name}, not one of transformers' own")
+    if not torch.compiler.is_compiling():  # it has been looked at before
+        _check_config(attention.config, type(attention).forward)
     if not hasattr(attention, "o_proj"):
         raise ValueError(f"{type(attention).__name__} has no o_proj: needs transformers >= 5.18")
     return Parts(
@@ -94,6 +102,19 @@ def huggingface_parts(attention: Any) -> Parts:
         dropout=attention.attention_dropout,
         training=attention.training,
     )
+
+
+def _check_config(config: Any, forward: Any) -> None:
+    """Raises ValueError if the model attends by a function of another's, or returns its maps."""
+    if getattr(config, "output_attentions", False):
+        raise ValueError("config.output_attentions=True: a block that TokenMixup touches has none")
+    names, kind = getattr(forward, "__globals__", {}), config._attn_implementation
+    functions = names.get("ALL_ATTENTION_FUNCTIONS", {})
+    function = functions.get(kind, names.get("eager_attention_forward"))
+    if package(getattr(function, "__globals__", {}).get("__name__", "")) != HF:
+        raise ValueError(
+            f"config._attn_implementation={kind!r}: its function is not transformers' own"
+        )
 
 
 def _with_weights(out: Tensor) -> tuple[Tensor, None]:
@@ -140,10 +161,12 @@ def _timm_stages(blocks: str, saliency: Callable[..., Tensor], in_rows: bool = T
         saliency=saliency,
         own_classes=True,
         in_rows=in_rows,
+        square_patches=True,
     )
 
 
-BEFORE = "layernorm_before"
+BEFORE, HF = "layernorm_before", "transformers"
+EMBEDDINGS = "embeddings.patch_embeddings.projection"
 # by (module, class): models that work without an adapter of the user's
 ADAPTERS = {
     ("torchvision.models.vision_transformer", "VisionTransformer"): multihead(
@@ -151,18 +174,27 @@ ADAPTERS = {
         "ln_1",
         "self_attention",
         embed_dim="hidden_dim",
+        patch_embed="conv_proj",
         num_prefix_tokens=1,
         reads_class_token=True,
     ),
     ("transformers.models.vit.modeling_vit", "ViTForImageClassification"): _huggingface(
-        "vit.layers", BEFORE, num_prefix_tokens=1, reads_class_token=True
+        "vit.layers",
+        BEFORE,
+        patch_embed=f"vit.{EMBEDDINGS}",
+        num_prefix_tokens=1,
+        reads_class_token=True,
     ),
     ("transformers.models.deit.modeling_deit", "DeiTForImageClassification"): _huggingface(
-        "deit.layers", BEFORE, num_prefix_tokens=2, reads_class_token=True
+        "deit.layers",
+        BEFORE,
+        patch_embed=f"deit.{EMBEDDINGS}",
+        num_prefix_tokens=2,
+        reads_class_token=True,
     ),
     # its head reads the class token and the mean of the patches
     ("transformers.models.dinov2.modeling_dinov2", "Dinov2ForImageClassification"): _huggingface(
-        "dinov2.encoder.layer", "norm1", num_prefix_tokens=1
+        "dinov2.encoder.layer", "norm1", patch_embed=f"dinov2.{EMBEDDINGS}", num_prefix_tokens=1
     ),
     ("timm.models.swin_transformer", "SwinTransformer"): _timm_stages(
         "layers.*.blocks", hierarchical.swin
@@ -183,8 +215,14 @@ def adapter_of(model: Any) -> Adapter:
 
 
 def class_path(module: Any) -> tuple[str, str]:
-    """Returns module and name of the class."""
-    return type(module).__module__, type(module).__name__
+    """Returns module and name of the class; of that before `fully_shard`, which makes a new one."""
+    kind = next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+    return kind.__module__, kind.__name__
+
+
+def package(path: str) -> str:
+    """Returns the first name of a dotted path."""
+    return path.partition(".")[0]
 
 
 def timm_adapter(model: Any) -> Adapter:
@@ -199,6 +237,7 @@ def timm_adapter(model: Any) -> Adapter:
         parts=timm_parts,
         embed_dim="embed_dim",
         arguments=POSITIONAL,
+        square_patches=True,
         num_prefix_tokens=prefix,
         reads_class_token=pools_token and prefix > 0 and has_class_token(model),
     )
@@ -211,7 +250,7 @@ def has_class_token(model: nn.Module) -> bool:
 
 def timm_parts(attn: Any) -> Parts:
     """Returns the Parts of an attention with timm's names, which may lack all but the first."""
-    norm, gate = (getattr(attn, name, None) for name in ("norm", "gate"))
+    gate = getattr(attn, "gate", None)
     before, after = (getattr(attn, name, None) for name in ("proj_l", "proj_w"))
     qkv: Any = getattr(attn, "qkv", None)
     q_proj, k_proj, v_proj = (getattr(attn, f"{part}_proj", None) for part in "qkv")
@@ -224,19 +263,24 @@ def timm_parts(attn: Any) -> Parts:
         q_proj=q_proj,
         k_proj=k_proj,
         v_proj=v_proj,
-        q_norm=getattr(attn, "q_norm", None),
-        k_norm=getattr(attn, "k_norm", None),
+        q_norm=_norm(attn, "q_norm"),
+        k_norm=_norm(attn, "k_norm"),
         num_kv_groups=getattr(attn, "num_kv_groups", 1),
         rotate_half=getattr(attn, "rotate_half", False),
         bias=partial(_own_bias, attn) if _has_bias(attn) else None,
         mix_scores=None if before is None else partial(_mix_heads, before),
         mixing_dtype=None if before is None else before.weight.dtype,
         mix_weights=None if after is None else partial(_mix_heads, after),
-        norm=norm if isinstance(norm, nn.Module) else None,
+        norm=_norm(attn, "norm"),
         gate=(lambda x: gate(x).sigmoid()) if isinstance(gate, nn.Module) else None,
         proj=lambda x: attn.proj_drop(attn.proj(x)),
         fused=getattr(attn, "fused_attn", True) and after is None,
     )
+
+
+def _norm(attn: Any, name: str) -> nn.Module | None:
+    norm = getattr(attn, name, None)
+    return None if isinstance(norm, nn.Identity) or not isinstance(norm, nn.Module) else norm
 
 
 class _WithBiases(NamedTuple):

@@ -36,6 +36,11 @@ def by_mean_attention(entry: "BlockPass") -> Tensor:
 def by_gradient(entry: "BlockPass") -> Tensor:
     """Saliency by the gradient of the loss with respect to the image, `b t`."""
     assert entry.pixels is not None, "the gradient is computed before the forward pass"
+    if entry.grid is None and not entry.block.adapter.square_patches:
+        raise ValueError(
+            "htm.detector=gradient: the grid of the patches is not known; "
+            "Adapter needs patch_embed, or square_patches=True"
+        )
     num_tokens = entry.tokens.shape[1] - entry.num_prefix_tokens
     return gradient_saliency(entry.pixels, num_tokens, entry.grid)
 

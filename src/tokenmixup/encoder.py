@@ -14,7 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenmixup.adapters import Adapter, adapter_of, class_path, has_class_token, timm_parts
+from tokenmixup.adapters import (
+    Adapter,
+    adapter_of,
+    class_path,
+    has_class_token,
+    package,
+    timm_parts,
+)
 from tokenmixup.attention import Parts
 
 # timm's, as (module, class). An unknown class may have terms that would be silently lost.
@@ -35,8 +42,13 @@ BLOCKS = {
     ("timm.models.cait", "LayerScaleBlock"),
 }
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+SAY_BY_ADAPTER = "an Adapter must say num_prefix_tokens and reads_class_token"
 HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
 JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
+PATCHABLE = ("timm", "torch", "transformers")  # packages whose attentions are known
+# Methods of timm's models that decide which tokens are the prefix and what the head reads.
+DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
 STAGES = ("stages", "layers", "network", "levels", "layer1", "stage1", "stages_1")
 OF_WEIGHTS = ("need_weights", "average_attn_weights")  # arguments without effect on the tokens
 
@@ -84,6 +96,10 @@ class Block:
             return None
         if getattr(self.module, "norm_first", True) is False:
             return "which normalises after its attention (norm_first=False)"
+        if isinstance(self.norm, BATCH_NORMS):
+            return f"whose {type(self.norm).__name__} would update its statistics twice"
+        if is_patched(self.attn):
+            return f"whose {type(self.attn).__name__}'s class got another forward"
         return _why_not_projections(self.parts(), self.attn)
 
 
@@ -135,16 +151,17 @@ def find_encoder(
             raise ValueError(
                 f"{kind} has patch dropout: tokens of two samples would differ in position"
             )
-    return encoder_now(model, adapter or adapter_of(model), last_layer)
+    return encoder_now(model, adapter, last_layer)
 
 
-def encoder_now(model: Any, adapter: Adapter, checked: Collection[int] | int | None) -> Encoder:
+def encoder_now(model: Any, told: Adapter | None, checked: Collection[int] | int | None) -> Encoder:
     """Returns the encoder as the model is now. Raises ValueError as `find_encoder`.
 
     Only the blocks `checked`, all up to one (None: all) must be supported.
     """
-    kind, is_timm = type(model).__name__, adapter.parts is timm_parts
-    if is_timm and (reason := _why_not_timm(model)):
+    adapter, kind = told or adapter_of(model), type(model).__name__
+    is_timm = adapter.parts is timm_parts
+    if told is None and is_timm and (reason := _why_not_timm(model) or _why_not_known(model)):
         raise ValueError(f"{kind} {reason}")
     prefix = adapter.num_prefix_tokens
     if type(prefix) is not int or prefix < 0:
@@ -159,16 +176,15 @@ def encoder_now(model: Any, adapter: Adapter, checked: Collection[int] | int | N
             raise ValueError(f"{kind}: has blocks 0..{len(modules) - 1}, no block {index}")
     blocks = [_block(model, x, adapter, index in checked) for index, x in enumerate(modules)]
     for index, block in ((index, blocks[index]) for index in checked):
-        foreign = adapter.own_classes and _why_not_own(block, type(model).__module__)
+        foreign = adapter.own_classes and _why_not_own(block, class_path(model)[0])
         if reason := foreign or (is_timm and _why_not_timm_block(block.module)) or block.why_not():
             raise ValueError(f"{kind}: block {index} is {type(block.module).__name__}, {reason}")
-    embed = None if adapter.parts is None else getattr(model, "patch_embed", None)
     return Encoder(
         tuple(blocks),
         prefix,
         has_class_token=prefix > 0 and (adapter.reads_class_token or has_class_token(model)),
         reads_class_token=adapter.reads_class_token,
-        patch_embed=embed if isinstance(embed, nn.Module) else None,
+        patch_embed=_patch_embed(model, adapter),
         own_positions=any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_")),
         has_parts=adapter.parts is not None,
     )
@@ -224,6 +240,17 @@ def _sequence(model: Any, adapter: Adapter) -> list[nn.Module]:
     return blocks
 
 
+def _patch_embed(model: Any, adapter: Adapter) -> nn.Module | None:
+    """Returns the module whose output has one token for each patch, if it is known."""
+    if adapter.patch_embed is not None:
+        return _follow(model, adapter.patch_embed, "patch_embed")
+    if adapter.parts is None:
+        return None
+    beside = model.get_submodule(adapter.blocks.rpartition(".")[0])
+    embed = getattr(beside, "patch_embed", None)
+    return embed if isinstance(embed, nn.Module) else None
+
+
 def _block(model: Any, module: Any, adapter: Adapter, is_checked: bool) -> Block:
     """Resolves a block; one that is not checked may lack the norm and the attention."""
     try:
@@ -262,7 +289,7 @@ def _follow(start: Any, path: str, field: str) -> Any:
                 f"Adapter.{field}={path!r}: {type(part).__name__} has no {name!r}{has}"
             )
         part = getattr(part, name)
-    if field in ("norm", "attn") and not isinstance(part, nn.Module):
+    if field in ("norm", "attn", "patch_embed") and not isinstance(part, nn.Module):
         raise ValueError(f"Adapter.{field}={path!r}: is {type(part).__name__}, needs a module")
     return part
 
@@ -281,28 +308,58 @@ def _why_not_timm(model: Any) -> str | None:
     return None
 
 
+def _why_not_known(model: Any) -> str | None:
+    """Returns why timm's names do not say which tokens are the prefix and what the head reads."""
+    kinds = type(model).__mro__
+    if not any(package(kind.__module__) == "timm" for kind in kinds):
+        return None  # they are its own names
+    for name in DECIDING:
+        home = next((kind.__module__ for kind in kinds if name in vars(kind)), "timm")
+        if package(home) != "timm" or name in vars(model):
+            return f"has its own {name}: {SAY_BY_ADAPTER}"
+    return f"has global_pool='': {SAY_BY_ADAPTER}" if model.global_pool == "" else None
+
+
 def _why_not_timm_block(block: Any) -> str | None:
     attn = getattr(block, "attn", None)
     if attn is None:
         return "which has no self-attention named attn"
     if not (class_path(block) in BLOCKS or getattr(block, "attends_to_norm1", False)):
         return "not pre-norm self-attention followed by an MLP over one token axis"
+    if is_patched(block):
+        return "whose class got another forward"
     if class_path(attn) not in ATTENTIONS:
         return f"whose {type(attn).__name__} is not a softmax of q k^T with known terms"
+    if type(attn.attn_drop) is not nn.Dropout or has_hooks(attn.attn_drop, HOOKS):
+        kind = type(attn.attn_drop).__name__
+        return f"whose attn_drop is no plain Dropout without hooks, but {kind}"
     return None
 
 
+def is_patched(module: Any) -> bool:
+    """Whether the class of a known package got a `forward` from elsewhere."""
+    home, forward = package(class_path(module)[0]), type(module).forward
+    now = package(getattr(forward, "__globals__", {}).get("__name__", ""))
+    return home in PATCHABLE and now != home
+
+
+def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
+    return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
+
+
 def _why_not_own(block: Block, home: str) -> str | None:
-    kinds = [type(x) for x in (block.module, block.attn) if type(x).__module__ != home]
-    return f"whose {kinds[0].__name__} is not {home}'s own" if kinds else None
+    paths = map(class_path, (block.module, block.attn))
+    other = next((name for path, name in paths if path != home), None)
+    return other and f"whose {other} is not {home}'s own"
 
 
 def _why_not_projections(parts: Parts, module: Any) -> str | None:
     """Only the weights of projections are used: wrappers and hooks would be ignored."""
+    kind = type(module).__name__
     if "forward" in vars(module):
-        return f"whose {type(module).__name__} has a forward of its own"
-    if module._forward_pre_hooks:
-        return f"whose {type(module).__name__} has hooks that may change what enters it"
+        return f"whose {kind} has a forward of its own"
+    if has_hooks(module, ("forward_pre", "backward")):
+        return f"whose {kind} has hooks that may change what enters it, or would not run"
     for name in ("qkv", "q_proj", "k_proj", "v_proj"):
         projection = getattr(parts, name)
         projection = getattr(projection, "layer", projection)
@@ -310,6 +367,6 @@ def _why_not_projections(parts: Parts, module: Any) -> str | None:
             continue
         if type(projection) is not nn.Linear:
             return f"whose {name} is {type(projection).__name__}, not a plain Linear"
-        if any(getattr(projection, f"_{kind}_hooks") for kind in HOOKS):
+        if has_hooks(projection, HOOKS):
             return f"whose {name} has hooks, which would not run"
     return None

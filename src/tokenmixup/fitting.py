@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.adapters import Adapter
+from tokenmixup.adapters import Adapter, adapter_of
 from tokenmixup.attention import attend, positions, project
 from tokenmixup.contexts import evaluating
 from tokenmixup.encoder import Block, Encoder, find_encoder
@@ -21,7 +21,7 @@ CLOSE = 1e-3  # tolerance between two ways to compute a tensor, relative to its 
 
 def encoder_for(
     model: nn.Module,
-    adapter: Adapter,
+    told: Adapter | None,
     htm: HTM | None,
     vtm: VTM | None,
     manifold_mixup: ManifoldMixup | None,
@@ -41,10 +41,10 @@ def encoder_for(
         return None
     last = None if checkpoint_blocks else max(layer for _, layer in used)
     try:
-        encoder = find_encoder(model, adapter, last)
+        encoder = find_encoder(model, told, last)
     except ValueError as error:
         raise ValueError(f"TokenMixup does not support this model: {error}") from error
-    kind, count = type(model).__name__, len(encoder.blocks)
+    adapter, kind, count = told or adapter_of(model), type(model).__name__, len(encoder.blocks)
     for key, layer in used:
         if layer >= count:
             raise ValueError(f"{key}={layer}: {kind} has blocks 0..{count - 1}")

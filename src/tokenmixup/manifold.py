@@ -25,7 +25,8 @@ class ManifoldMix(NamedTuple):
 
 def draw_manifold_mix(settings: ManifoldMixup, batch: Tensor) -> ManifoldMix:
     """Draws layer, kept share and partners for a batch `b ...` from the host's generator."""
-    layer = settings.layers[int(torch.randint(len(settings.layers), ()))]
-    keep_ratio = torch.distributions.Beta(settings.alpha, settings.alpha).sample()
-    drawn = (keep_ratio, torch.randperm(len(batch)))
+    layer = settings.layers[int(torch.randint(len(settings.layers), (), device="cpu"))]
+    alpha = torch.tensor(settings.alpha, dtype=torch.float32, device="cpu")
+    keep_ratio = torch.distributions.Beta(alpha, alpha).sample()
+    drawn = (keep_ratio, torch.randperm(len(batch), device="cpu"))
     return ManifoldMix(layer, *(x.to(batch.device, non_blocking=True) for x in drawn))

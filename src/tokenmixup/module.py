@@ -107,7 +107,7 @@ class TokenMixup(nn.Module):
         self.model, self.num_classes = model, num_classes
         self.checkpoint_blocks = checkpoint_blocks
         self._told, self.adapter = adapter, adapter or adapter_of(model)
-        self.encoder = encoder_for(model, self.adapter, htm, vtm, manifold_mixup, checkpoint_blocks)
+        self.encoder = encoder_for(model, adapter, htm, vtm, manifold_mixup, checkpoint_blocks)
         if (size := head_size(model)) not in (None, num_classes):
             raise ValueError(
                 f"num_classes={num_classes}: the head of {type(model).__name__} has {size} outputs"
@@ -135,15 +135,19 @@ class TokenMixup(nn.Module):
         scorenet = ScoreNet(width, self.num_classes, pooling, htm.stop_gradient)
         return scorenet.to(like.device, like.dtype)
 
-    @torch.compiler.disable(recursive=False)  # a compiler begins at `_run`
+    @torch._dynamo.decorators.skip  # a compiler begins at `_run`
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Any:
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
             self._look_up_adapter()
             return self._logits(images)
+        if torch.compiler.is_exporting():
+            raise ValueError("a training pass cannot be exported: export module.model, the model")
         before, *drawn = self._begin(images, targets)
         try:
             return self._run(images, targets, *drawn)
+        except FloatingPointError as error:
+            raise _located(error, images) from error
         except Exception as error:
             if type(error).__module__.startswith("torch._dynamo"):  # it may hide an error of ours
                 with torch.compiler.set_stance("force_eager"):
@@ -189,6 +193,8 @@ class TokenMixup(nn.Module):
         """
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ValueError("TokenMixup trains by backward(), not by a transform of torch.func")
         targets = check_batch(images, targets, self.num_classes)
         self._look_up_adapter()
         stand_ins = self._stand_ins()
@@ -228,7 +234,7 @@ class TokenMixup(nn.Module):
         answered, rollout = self.answered_blocks(), self._rollout_blocks()
         checked = {*answered, *self._htm_at, *rollout}
         try:
-            encoder = encoder_now(self.model, self.adapter, checked)
+            encoder = encoder_now(self.model, self._told, checked)
         except ValueError as error:
             raise ValueError(f"TokenMixup no longer supports this model: {error}") from error
         if encoder != self.encoder:
@@ -361,6 +367,11 @@ class TokenMixup(nn.Module):
         """Names of the parameters without weight decay; timm's optimisers call this."""
         exempt = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in exempt()}
+
+    @property
+    def pretrained_cfg(self) -> Any:
+        """The model's, by which timm resolves mean, std and size of the images."""
+        return self.model.pretrained_cfg
 
     @property
     def group_matcher(self) -> Callable[..., Any]:
@@ -578,9 +589,10 @@ class ForwardPass:
         self.graph = _graph()
 
     def note_patches(self, embedding: Any, images: Any, out: Any) -> None:
-        """Keeps the grid of the patch embedding's output, `b t d` or `b rows columns d`."""
+        """Keeps number and grid of the patches, by what Adapter.patch_embed returns."""
         if not isinstance(out, Tensor) or out.ndim not in (3, 4):
             return
+        out = out.movedim(1, -1) if isinstance(embedding, nn.Conv2d) else out
         self.num_patches = out.shape[1:-1].numel()
         if out.ndim == 4:
             self.grid = (out.shape[1], out.shape[2])
@@ -597,12 +609,11 @@ class ForwardPass:
             raise ValueError(f"block {index} runs again: must run once in a forward pass, in order")
         self._check_graph(index)
         n, prefix = tokens.shape[1], encoder.num_prefix_tokens
-        if self.num_patches is not None:
-            prefix = n - self.num_patches
-        if not 0 <= prefix < n:
+        patches = n - prefix if self.num_patches is None else self.num_patches
+        if encoder.has_parts and (n != prefix + patches or n <= prefix):
             raise ValueError(
-                f"block {index} gets {n} tokens for {n - prefix} patches: "
-                "TokenMixup cannot tell which tokens are the prefix"
+                f"{self._name(index)} gets {n} tokens for {patches} patches, but must get "
+                f"{prefix} more, which come first (num_prefix_tokens={prefix})"
             )
         spatial = args[0].shape[1:-1]
         is_map = len(spatial) == 2 and spatial.numel() == n  # with its channels last
@@ -614,7 +625,11 @@ class ForwardPass:
             prefix,
             class_token=prefix > 0 and encoder.reads_class_token,
             pixels=self.pixels,
-            grid=(spatial[0], spatial[1]) if is_map else self.grid,
+            grid=(spatial[0], spatial[1])
+            if is_map
+            else self.grid
+            if patches == n - prefix
+            else None,
             memory=self.memories.get(index),
             later=[memory for layer, memory in self.memories.items() if layer > index],
             called=args,
@@ -679,6 +694,14 @@ def _tokens_of(encoder: Encoder, index: int, args: tuple[Any, ...]) -> Tensor:
     if encoder.has_parts and any(value is not None for value in args[1:]):
         raise ValueError(f"block {index} gets further positional arguments: not supported")
     return encoder.blocks[index].adapter.tokens[0](x)
+
+
+def _located(error: FloatingPointError, images: Tensor) -> FloatingPointError:
+    """Returns an error that names the images that are not finite; looks at them on a CPU only."""
+    if images.device.type != "cpu":
+        return error
+    rows = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
+    return FloatingPointError(f"images{rows}: not finite; {error}") if rows else error
 
 
 def _graph() -> tuple[bool, Any]:

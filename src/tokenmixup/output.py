@@ -99,6 +99,11 @@ def training_loss(output: Output, score_loss_weight: float | None = None) -> Ten
     `score_loss_weight`: lambda, by default `HTM.score_loss_weight`, whose default is the published
     code's. The paper trains both jointly (Section 3.1) without giving lambda.
     """
+    if not isinstance(output, Output):
+        raise TypeError(
+            f"training_loss needs the Output of a training pass, got a {type(output).__name__}: "
+            "call module.train() first, or F.cross_entropy for logits"
+        )
     weight = output.score_loss_weight if score_loss_weight is None else score_loss_weight
     dtype = torch.promote_types(output.logits.dtype, torch.float32)
     loss = F.cross_entropy(output.logits.to(dtype), output.targets.to(dtype))

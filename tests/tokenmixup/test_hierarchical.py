@@ -292,6 +292,7 @@ def test_an_adapter_of_tokens_and_saliency_serves_maps_of_any_model():
     adapter = Adapter(
         blocks="stages.*.blocks",
         embed_dim="block.in_channels",
+        patch_embed="stem",
         tokens=(to_tokens, from_tokens),
         saliency=by_magnitude,
     )
