@@ -33,7 +33,7 @@ from reproduction.studies.plan import points_of, studies_of
 from reproduction.studies.study import Settings, scales
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
-from reproduction.system.terminal import Parser, one_line_errors, positive, say
+from reproduction.system.terminal import Parser, one_line_errors, say
 from reproduction.training.distributed import allow_tf32, resolve_device
 from reproduction.training.evaluate import autocast
 from scripts.benchmark.timing import spread_of, time_in_turns
@@ -50,13 +50,11 @@ CLASSES = 100  # of CIFAR-100
 REPEATS, FEW = 20, 5  # rounds; FEW at smoke scale
 
 
-def measure_latency(
-    settings: Settings, device: str, batch_size: int | None, repeats: int | None
-) -> Path:
-    """Writes medians and quartiles over `repeats` rounds beside the runs, and returns the file.
+def measure_latency(settings: Settings, device: str) -> Path:
+    """Writes medians and quartiles over some rounds beside the runs, and returns the file.
 
-    Every sample is mixed (tau = inf, rho = 0), in the precision of the experiments, or in float32
-    on a CPU. Raises UserError for a device that does not exist.
+    Every sample is mixed (tau = inf, rho = 0), in the batch size and precision of the experiments,
+    or in float32 on a CPU. Raises UserError for a device that does not exist.
     """
     path = settings.root / FILE
     check_writable(path, str(path))
@@ -64,14 +62,13 @@ def measure_latency(
     configs = detector_configs(settings)
     recipe, model = configs["attention"].recipe, configs["attention"].model
     precision = recipe.precision if device == "cuda" else "float32"
-    batch_size = batch_size or recipe.batch_size
-    repeats = repeats or (FEW if settings.scale == "smoke" else REPEATS)
-    works = detector_works(configs, batch_size, torch.device(device), precision)
+    repeats = FEW if settings.scale == "smoke" else REPEATS
+    works = detector_works(configs, recipe.batch_size, torch.device(device), precision)
     measurement = Measurement(
         hardware=hardware_name(device),
         device=device,
         precision=precision,
-        batch_size=batch_size,
+        batch_size=recipe.batch_size,
         model=model.name,
         repeats=repeats,
         torch=torch.__version__,
@@ -149,14 +146,12 @@ def mix(module: TokenMixup, images: Tensor, targets: Tensor, entry: BlockPass) -
 def main() -> None:
     """Writes latency.json next to the runs of the scale and prints it."""
     parser = Parser(prog="latency.py", description="Measures Table 3's latency.")
-    parser.add_argument("--batch-size", type=positive, help="images per step (default: 128)")
-    parser.add_argument("--repeats", type=positive, help="timed rounds (default: 20; smoke: 5)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--scale", choices=scales(), default="full", help="as for reproduce.py")
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
     args = parser.parse_args()
     settings = Settings(scale=args.scale, outputs=args.outputs)
-    path = measure_latency(settings, args.device, args.batch_size, args.repeats)
+    path = measure_latency(settings, args.device)
     latency = json.loads(path.read_text())
     conditions = f"{latency['model']}, batch of {latency['batch_size']}, {latency['precision']}"
     say(f"{conditions}, on {latency['hardware']}")

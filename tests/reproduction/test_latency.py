@@ -25,7 +25,9 @@ def narrow() -> dict[str, Config]:
     configs = latency.detector_configs(Settings(scale="smoke"))
     return {
         name: dataclasses.replace(
-            config, model=dataclasses.replace(config.model, embed_dim=16, depth=4, image_size=16)
+            config,
+            model=dataclasses.replace(config.model, embed_dim=16, depth=4, image_size=16),
+            recipe=dataclasses.replace(config.recipe, batch_size=4),
         )
         for name, config in configs.items()
     }
@@ -61,10 +63,10 @@ def test_timed_step_mixes_every_sample_and_computes_saliency_once(narrow, detect
 
 def test_measure_latency_writes_settings_and_results(narrow, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(latency, "detector_configs", lambda settings: narrow)
-    path = measure_latency(Settings(scale="smoke", outputs=str(tmp_path)), "cpu", 4, 2)
+    path = measure_latency(Settings(scale="smoke", outputs=str(tmp_path)), "cpu")
     assert path == tmp_path / "smoke" / "latency.json"
     content = json.loads(path.read_text())
-    assert (content["batch_size"], content["repeats"], content["model"]) == (4, 2, "cct_7_3x1")
+    assert (content["batch_size"], content["repeats"], content["model"]) == (4, 5, "cct_7_3x1")
     assert (content["device"], content["precision"]) == ("cpu", "float32")
     assert content["torch"] == torch.__version__ and "core" in content["hardware"]
     assert list(content["detectors"]) == ["attention", "gradient", "random"]
@@ -80,18 +82,7 @@ def test_detector_configs_are_those_of_table_3_with_every_sample_mixed():
         assert (config.model.name, config.recipe.batch_size) == ("cct_7_3x1", 128)
 
 
-@pytest.mark.parametrize("args", [["--repeats", "0"], ["--batch-size", "-1"]])
-def test_numbers_below_1_are_refused_in_one_line(monkeypatch, capsys, tmp_path, args):
-    monkeypatch.setattr(sys, "argv", ["latency", *args, "--outputs", str(tmp_path)])
-    with pytest.raises(SystemExit) as end:
-        latency.main()
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is not 1 or more" in line
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_measure_latency_refuses_a_missing_gpu(tmp_path: Path):
     with pytest.raises(UserError, match="device=cuda"):
-        measure_latency(Settings(outputs=str(tmp_path)), "cuda", None, None)
+        measure_latency(Settings(outputs=str(tmp_path)), "cuda")
