@@ -25,6 +25,7 @@ from tests.reproduction.conftest import SMALL, Command, config_of, load_source, 
 from tests.reproduction.test_training import assert_same_result, interrupt_at
 
 BROKEN = ("train/cat/2.png", "train/dog/5.png", "train/dog/6.png", "val/dog/1.png")
+SLOW_LOADER = pytest.param(3, 64, marks=pytest.mark.slow)
 REPLACED = {2: 3, 13: 15, 14: 15}  # indices among 2 x 8 training images
 
 
@@ -61,7 +62,7 @@ def expected_batches(config: Config, epoch: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
-@pytest.mark.parametrize(("workers", "memory"), [(0, 0), (0, 64), (1, 0), (3, 0), (3, 64)])
+@pytest.mark.parametrize(("workers", "memory"), [(0, 0), (0, 64), (1, 0), SLOW_LOADER])
 def test_the_next_image_replaces_a_broken_one_for_any_loader(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], workers: int, memory: int
 ):
@@ -98,8 +99,8 @@ def train(command: Command, root: Path, name: str, *overrides: str) -> Any:
     "settings",
     [
         ["recipe.batch_size=4", "recipe.grad_accum_steps=4"],
-        ["recipe.batch_size=1"],
-        ["devices=2", "recipe.batch_size=2"],
+        pytest.param(["recipe.batch_size=1"], marks=pytest.mark.slow),
+        pytest.param(["devices=2", "recipe.batch_size=2"], marks=pytest.mark.slow),
     ],
 )
 def test_one_broken_image_of_twelve_ends_no_run(

@@ -16,7 +16,7 @@ EXAMPLES = settings.default.max_examples  # 100, or more by the chosen profile
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=EXAMPLES // 2, suppress_health_check=FIXTURES)
+@settings(max_examples=EXAMPLES // 5, suppress_health_check=FIXTURES)
 @given(script=st.sampled_from(list(SCRIPTS)), arguments=command_lines())
 def test_command_lines_build_or_are_refused_in_one_line(
     script: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -32,7 +32,7 @@ def test_damaged_run_resumes_correctly_or_is_refused_unchanged(command: Command,
     expected = run.read_summary()["top1_last"]
     run.write_summary(status="interrupted")
     shutil.move(run.path, tmp_path / "intact")
-    for seed in range(EXAMPLES // 6):
+    for seed in range(EXAMPLES // 12):
         shutil.copytree(tmp_path / "intact", run.path)
         damage = seed, *mutate(run.path, seed)
         before = snapshot(run.path)

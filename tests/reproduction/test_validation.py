@@ -110,7 +110,7 @@ def test_selected_epoch_may_be_the_last(command: Command, tmp_path: Path, evalua
     assert summary["top1_last"] == summary["top1_selected"]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_that_ends_before_its_last_evaluation_resumes_alike(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int
 ):

@@ -38,6 +38,17 @@ SWITCHES = [  # of Tables 3 and 4, and the published rules; another option belon
     *(f"{key}={name}" for key, table in CHOICES.items() for name in [*table][1:]),
 ]
 VARIANTS = [(stack, "") for stack in STACKS] + [(["htm", "vtm"], switch) for switch in SWITCHES]
+KINDS = [  # model, precision
+    ("cct_2_3x2", "float32"),
+    *(
+        pytest.param(*kind, marks=pytest.mark.slow)
+        for kind in (
+            ("cct_2_3x2", "bf16"),
+            ("vit_tiny_patch16_224", "float32"),
+            ("vit_tiny_patch16_224", "bf16"),
+        )
+    ),
+]
 
 
 def overrides(model: str, stack: list[str], switch: str) -> list[str]:
@@ -81,8 +92,7 @@ def losses_without_switch(model: str, precision: str) -> list[float]:
     return [step.loss.item() for step in three_steps(line)[2]]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "precision"), KINDS)
 @pytest.mark.parametrize(("stack", "switch"), VARIANTS, ids=str)
 def test_every_variant_trains(tmp_path, model: str, stack: list[str], switch: str, precision: str):
     line = [*overrides(model, stack, switch), f"recipe.precision={precision}"]
