@@ -240,8 +240,9 @@ STILL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("has_dropout", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_dropout", [True, False])
 def test_compiled_steps_draw_new_random_numbers(has_dropout: bool, device: torch.device):
     """Weights and images stay the same, so that only dropout can change the loss."""
     compiling = "compile=reduce-overhead" if device.type == "cuda" else "compile=true"
@@ -253,7 +254,8 @@ def test_compiled_steps_draw_new_random_numbers(has_dropout: bool, device: torch
 
 def test_the_same_seed_gives_the_same_losses(device: torch.device, record_property: Record):
     """With dropout."""
-    one, other = (steps_of(small_trainer(device, ALL, "bf16", LAYERS), 32, 5) for _ in range(2))
+    batch = 32 if device.type == "cuda" else 6
+    one, other = (steps_of(small_trainer(device, ALL, "bf16", LAYERS), batch, 5) for _ in range(2))
     error = max(abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True))
     record_property("losses differ by", f"{error:.1e}")
     assert error < 1e-2

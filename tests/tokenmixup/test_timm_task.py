@@ -88,7 +88,7 @@ def test_evaluation_is_the_plain_model():
     assert task.get_checkpoint_state()["state_dict"].keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_task_trains_in_timms_loop(compiled: bool, tmp_path: Path, one_rank: None):
     images, classes = a_batch()
     task = a_task(smoothing=0.1)
