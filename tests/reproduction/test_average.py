@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from reproduction.data.inputs import Mixed, TrainingInputs
+from reproduction.data.inputs import TrainingInputs
 from reproduction.models.names import State
 from reproduction.runs.folder import RunFolder
 from reproduction.training.distributed import World
@@ -41,7 +41,7 @@ def trainer_of(*overrides: str) -> Trainer:
         ALONE,
         module=TokenMixup(nn.Sequential(*layers), 10, htm=None, vtm=None),
         classes=[*"0123456789"],
-        inputs=TrainingInputs(lambda x: x, lambda x, classes: Mixed(x, classes, classes)),
+        inputs=TrainingInputs(lambda x: x),
         steps_per_epoch=1,
     )
 

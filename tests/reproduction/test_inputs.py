@@ -11,10 +11,10 @@ from reproduction.config import Augmentation, CutMix, InputMix
 from reproduction.data.build import build_training_images, build_training_inputs
 from reproduction.data.inputs import (
     Erasing,
-    InputMixer,
+    InputMixing,
     Mixed,
     TrainingInputs,
-    build_input_mixer,
+    build_input_mixing,
     build_normalize,
 )
 from reproduction.data.seeding import Purpose, seed_device, seeded
@@ -24,8 +24,12 @@ CPU = torch.device("cpu")
 MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), CutMix(alpha=1.0, prob=1.0)
 
 
-def mixed_by(mixer: InputMixer, images: Tensor, targets: Tensor, *key: int) -> Mixed:
+def mixed_by(mixer: InputMixing | None, images: Tensor, targets: Tensor, *key: int) -> Mixed:
     return TrainingInputs(lambda x: x, mixer)(images, targets, *key)
+
+
+def erased_by(erase: Erasing, images: Tensor, *key: int) -> Tensor:
+    return erase.fill(images, erase.draw(images.shape, *key))
 
 
 def inputs_of(*overrides: str) -> TrainingInputs:
@@ -64,7 +68,7 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
 @pytest.mark.parametrize("count", [1, 3])
 def test_erased_boxes_equal_timms_image_by_image(count: int):
     images = torch.randn(64, 3, 32, 32)
-    erased = Erasing(0.5, "const", count, CPU)(images, 0, 3, 0)
+    erased = erased_by(Erasing(0.5, "const", count, CPU), images, 0, 3, 0)
     timms = RandomErasing(0.5, mode="const", max_count=count, device="cpu")
     with seeded(Purpose.ERASE_BOXES, 0, 3, 0):
         expected = torch.stack([timms(image.clone()) for image in images])
@@ -75,7 +79,7 @@ def test_erased_boxes_equal_timms_image_by_image(count: int):
 @pytest.mark.parametrize(("mode", "colours"), [("pixel", None), ("rand", 1)])
 def test_erased_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
     images = torch.full((400, 3, 32, 32), 100.0)
-    erased = Erasing(1.0, mode, 1, CPU)(images, 0, 0, 0)
+    erased = erased_by(Erasing(1.0, mode, 1, CPU), images, 0, 0, 0)
     is_box = (erased != 100).any(dim=1)  # b h w
     filled = erased.movedim(1, -1)[is_box]  # pixels 3
     assert abs(filled.mean()) < 0.1 and abs(filled.std() - 1) < 0.1
@@ -92,7 +96,7 @@ def test_a_quarter_of_the_images_is_erased():
     touched = 0
     for step in range(20):
         flat = torch.zeros(100, 3, 32, 32)
-        touched += int((inputs.erase(flat, 0, step, 0) != 0).flatten(1).any(dim=1).sum())
+        touched += int((erased_by(inputs.erase, flat, 0, step, 0) != 0).flatten(1).any(dim=1).sum())
     assert 440 <= touched <= 560
 
 
@@ -107,7 +111,7 @@ def test_erased_boxes_are_not_mixed(stack: str):
     for step in range(20):
         images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
         erased, mixed = (of(images, torch.arange(8), 0, step, 0) for of in (inputs, plain))
-        noise = inputs.erase(torch.full_like(mixed.images, torch.inf), 0, step, 0)
+        noise = erased_by(inputs.erase, torch.full_like(mixed.images, torch.inf), 0, step, 0)
         assert (noise != torch.inf).flatten(1).any(dim=1).all()
         assert torch.equal(erased.images, torch.where(noise == torch.inf, mixed.images, noise))
         assert torch.equal(erased.targets(10, 0.1), mixed.targets(10, 0.1))
@@ -131,14 +135,14 @@ def test_inputs_are_a_function_of_seed_step_and_rank():
     assert len({tuple(targets.flatten().tolist()) for _, targets in results}) == len(keys)
     assert inputs.erase is not None
     flat = torch.zeros_like(results[0][0])
-    erased = [inputs.erase(flat, *key) for key in keys]
+    erased = [erased_by(inputs.erase, flat, *key) for key in keys]
     boxes = {tuple((x != 0).flatten().tolist()) for x in erased}
     assert len(boxes) == len(keys)
 
 
 def test_erasing_noise_differs_from_dropout_draws_of_the_same_step():
     blank = torch.full((4, 3, 32, 32), torch.inf)
-    noise = Erasing(1.0, "pixel", 1, CPU)(blank, 0, 1, 0)
+    noise = erased_by(Erasing(1.0, "pixel", 1, CPU), blank, 0, 1, 0)
     with seeded(Purpose.AUGMENT):  # restores the generator
         seed_device(CPU, Purpose.DROPOUT, 0, 1, 0)
         assert not torch.isclose(noise, torch.randn(blank.shape)).any()
@@ -160,7 +164,7 @@ def test_inputs_leave_images_and_global_generators_unchanged():
     [{"mixup": MIXUP}, {"cutmix": CUTMIX}, {"mixup": MIXUP, "cutmix": CUTMIX}],
 )
 def test_input_mixing_equals_timm_and_accepts_odd_batches(n, stack, mode):
-    ours = build_input_mixer(Augmentation(mode=mode, **stack))
+    ours = build_input_mixing(Augmentation(mode=mode, **stack))
     theirs = Mixup(
         mixup_alpha=0.8 if "mixup" in stack else 0.0,
         cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
@@ -182,7 +186,7 @@ def test_input_mixing_equals_timm_and_accepts_odd_batches(n, stack, mode):
 
 def test_input_mixing_has_the_configured_probabilities():
     mixup, cutmix = InputMix(alpha=1.0, prob=0.2), CutMix(alpha=1.0, prob=0.6)
-    mixer = build_input_mixer(Augmentation(mixup=mixup, cutmix=cutmix))
+    mixer = build_input_mixing(Augmentation(mixup=mixup, cutmix=cutmix))
     kinds = {"none": 0, "mixup": 0, "cutmix": 0}
     for step in range(2000):
         images = torch.stack([torch.zeros(1, 8, 8), torch.ones(1, 8, 8)])
@@ -194,15 +198,15 @@ def test_input_mixing_has_the_configured_probabilities():
 
 
 def test_targets_are_smoothed_like_timms_without_input_mixing():
-    mixer = build_input_mixer(Augmentation())
-    soft = mixer(torch.zeros(2, 3, 4, 4), torch.tensor([1, 3])).targets(4, 0.1)
+    mixer = build_input_mixing(Augmentation())
+    soft = mixed_by(mixer, torch.zeros(2, 3, 4, 4), torch.tensor([1, 3])).targets(4, 0.1)
     torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_mixup_of_odd_batches_mixes_labels_like_images(mode: str):
     mixup = InputMix(alpha=1.0, prob=1.0)
-    mixer = build_input_mixer(Augmentation(mixup=mixup, mode=mode))
+    mixer = build_input_mixing(Augmentation(mixup=mixup, mode=mode))
     for step in range(5):
         images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
         mixed = mixed_by(mixer, images, torch.arange(5), step)
@@ -223,7 +227,7 @@ def test_purposes_have_different_random_streams():
 
 
 def test_stop_mixing_keeps_label_smoothing():
-    mixer = build_input_mixer(Augmentation(mixup=MIXUP))
+    mixer = build_input_mixing(Augmentation(mixup=MIXUP))
     inputs = TrainingInputs(lambda x: x, mixer)
     images = torch.randn(4, 3, 8, 8)
     assert not torch.equal(inputs(images.clone(), torch.arange(4), 0, 0, 0).images, images)

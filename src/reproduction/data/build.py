@@ -13,7 +13,7 @@ from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory, to_
 from reproduction.data.inputs import (
     Erasing,
     TrainingInputs,
-    build_input_mixer,
+    build_input_mixing,
     build_normalize,
 )
 from reproduction.data.loaders import (
@@ -110,7 +110,7 @@ def build_training_inputs(config: Config, device: torch.device) -> TrainingInput
         erasing = Erasing(
             transforms.erasing_prob, transforms.erasing_mode, transforms.erasing_count, device
         )
-    return TrainingInputs(normalize, build_input_mixer(config.augmentation), erasing)
+    return TrainingInputs(normalize, build_input_mixing(config.augmentation), erasing)
 
 
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:

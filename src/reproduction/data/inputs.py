@@ -6,11 +6,13 @@ Letters: b batch, c classes, h w image.
 from collections.abc import Callable, Iterator, Sequence
 from math import exp, log, sqrt
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam, one_hot
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Augmentation
 from reproduction.data.seeding import Purpose, seed_of, seeded
@@ -21,57 +23,96 @@ Box = tuple[int, int, int, int]  # rows from, to; columns from, to
 AREAS, LOG_RATIOS, ATTEMPTS = (0.02, 1 / 3), (log(0.3), log(1 / 0.3)), 10
 
 
+class Draws(NamedTuple):
+    """What the host draws for a batch, or its copy on the device. Without mixing all are None."""
+
+    ratios: Tensor | None = None  # 4 n 1 (n is 1 or b): pixels own, partner's; classes own, its
+    swapped: Tensor | None = None  # n 1 h w bool, pixels taken from the partner, with CutMix
+    kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
+    box: Box | None = None  # of `swapped`, with CutMix of the whole batch
+
+    def to(self, device: torch.device) -> "Draws":
+        return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
+
+
 class Mixed(NamedTuple):
     """Images, each mixed with a partner or with none, and what labels are formed of."""
 
     images: Tensor  # b 3 h w
     classes: Tensor  # b, of the image itself
     partners: Tensor  # b, of the image that is mixed in
-    weight: Tensor | float = 1.0  # of the image itself, one for all or b 1
+    weight: Tensor | float = 1.0  # of the image itself, one for all or n 1 (n is 1 or b)
     box: Box | None = None  # of the partner's pixels, with CutMix of the whole batch
+    rest: Tensor | float | None = None  # of the partner, by default 1 - weight
 
     def split(self, count: int) -> Iterator["Mixed"]:
         """Yields `count` consecutive parts, whose sizes differ by at most one."""
-        weights: Sequence[Tensor | float] = [self.weight] * count
-        if isinstance(self.weight, Tensor):
-            weights = self.weight.tensor_split(count)
         parts = (x.tensor_split(count) for x in (self.images, self.classes, self.partners))
-        for images, classes, partners, weight in zip(*parts, weights, strict=True):
-            yield Mixed(images, classes, partners, weight, self.box)
+        shares = (
+            x.expand(len(self.images), 1).tensor_split(count)
+            if isinstance(x, Tensor)
+            else [x] * count
+            for x in (self.weight, self.rest)
+        )
+        for images, classes, partners, weight, rest in zip(*parts, *shares, strict=True):
+            yield Mixed(images, classes, partners, cast(Any, weight), self.box, rest)
 
     def targets(self, num_classes: int, smoothing: float) -> Tensor:
-        """Returns soft targets `b c`: both classes by the weight, with smoothed labels."""
+        """Returns soft targets `b c`: both classes by their weights, with smoothed labels."""
         off = smoothing / num_classes
         own, others = (
             one_hot(classes, num_classes, on_value=1 - smoothing + off, off_value=off)
             for classes in (self.classes, self.partners)
         )
-        return own * self.weight + others * (1.0 - self.weight)
-
-
-InputMixer = Callable[[Tensor, Tensor], Mixed]
+        rest = 1.0 - self.weight if self.rest is None else self.rest
+        return own * self.weight + others * rest
 
 
 class TrainingInputs:
     """`inputs(images, classes, seed, step, rank)` -> `Mixed`, with images float32.
 
     Takes batches of the loader, `b 3 h w` uint8 and `b`, on the device. All random numbers depend
-    on seed, step and rank alone.
+    on seed, step and rank alone: `draw` draws them on the host and seeds the noise, `apply` does
+    the rest on the device, always by the same operations.
     """
 
-    def __init__(self, normalize: Normalize, mix: InputMixer, erase: "Erasing | None" = None):
-        self.normalize, self.mix, self.erase = normalize, mix, erase
+    def __init__(
+        self,
+        normalize: Normalize,
+        mixing: "InputMixing | None" = None,
+        erase: "Erasing | None" = None,
+    ):
+        self.normalize, self.mixing, self.erase = normalize, mixing, erase
 
     def __call__(self, images: Tensor, classes: Tensor, *key: int) -> Mixed:
+        draws = self.draw(images.shape, *key)
+        return self.apply(images, classes, draws.to(images.device))
+
+    def draw(self, shape: torch.Size, *key: int) -> Draws:
+        """Returns the draws for images of a shape, `b 3 h w`. `key` is seed, step and rank."""
+        draws = Draws()
+        if self.mixing is not None:
+            with seeded(Purpose.MIX_INPUTS, *key):
+                draws = self.mixing.draw(shape)
+        return draws if self.erase is None else draws._replace(kept=self.erase.draw(shape, *key))
+
+    def apply(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
         images = self.normalize(images)
-        with seeded(Purpose.MIX_INPUTS, *key):
-            mixed = self.mix(images, classes)
-        return mixed if self.erase is None else mixed._replace(images=self.erase(images, *key))
+        mixed = Mixed(images, classes, classes)
+        if self.mixing is not None:
+            mixed = self.mixing.mix(images, classes, draws)
+        if self.erase is not None and draws.kept is not None:
+            mixed = mixed._replace(images=self.erase.fill(mixed.images, draws.kept))
+        return mixed
 
     def stop_mixing(self) -> None:
         """Stops mixing; labels are still smoothed."""
-        if isinstance(self.mix, Mixup):
-            self.mix.mixup_enabled = False
+        self.mixing = None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those on the device that `apply` draws from."""
+        return [] if self.erase is None else [self.erase.generator]
 
 
 def build_normalize(
@@ -82,60 +123,77 @@ def build_normalize(
     return lambda images: (images - shift).div_(scale)
 
 
-class AnyMixup(Mixup):
-    """timm's Mixup of a batch with its reverse, for any batch size.
+class InputMixing(Mixup):
+    """timm's Mixup of a batch with its reverse, for any batch size, on the device in one way.
 
-    timm asserts an even batch size; here the middle image of an odd batch is mixed with itself.
+    timm mixes each kind of draw by other operations, and asserts an even batch size; here the
+    middle image of an odd batch is mixed with itself.
     """
 
-    def __call__(self, x: Tensor, target: Tensor) -> Mixed:
-        self.box: Box | None = None
-        mix = {"batch": self._mix_batch, "pair": self._mix_pairs, "elem": self._mix_elem}
-        weight = mix[self.mode](x)
-        return Mixed(x, target, target.flip(0), weight, self.box)
-
-    def _mix_batch(self, x: Tensor) -> float:
-        """Mixes `b 3 h w` in place and returns the ratio that all images keep.
-
-        As timm's, which does not tell the box.
-        """
-        weight, is_cutmix = self._params_per_batch()
-        if weight == 1.0:
-            return weight
-        others = x.flip(0)
-        if not is_cutmix:
-            x.mul_(weight).add_(others.mul_(1.0 - weight))
-            return weight
-        (top, bottom, left, right), weight = cutmix_bbox_and_lam(
-            x.shape, weight, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
+    def draw(self, shape: torch.Size) -> Draws:
+        """Returns the draws for images `b 3 h w`, from numpy's global generator, as timm's."""
+        b, _, h, w = shape
+        boxes: dict[int, Box] = {}
+        if self.mode == "batch":
+            ratio, is_cutmix = self._params_per_batch()
+            share, uses_box = np.array([ratio]), [is_cutmix]
+        else:
+            share, uses_box = self._params_per_elem(b if self.mode == "elem" else b // 2)
+        weight = share.copy()
+        for i in range(len(share)):
+            if uses_box[i] and share[i] != 1:
+                place, weight[i] = cutmix_bbox_and_lam(
+                    shape, share[i], ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
+                )
+                top, bottom, left, right = place
+                boxes[i] = int(top), int(bottom), int(left), int(right)
+                share[i] = 1
+        ratios = np.stack([share, 1 - share, weight, 1 - weight]).astype(np.float32)  # 4 n
+        swapped = np.zeros((len(share), 1, h, w), dtype=bool)
+        for i, (top, bottom, left, right) in boxes.items():
+            swapped[i, :, top:bottom, left:right] = True
+        if self.mode == "pair":  # the partner's draws are the same
+            middle = np.array([[1], [0], [1], [0]], np.float32)[:, : b % 2]
+            ratios = np.concatenate([ratios, middle, ratios[:, ::-1]], axis=1)
+            whole = np.zeros((b % 2, 1, h, w), dtype=bool)
+            swapped = np.concatenate([swapped, whole, swapped[::-1]])
+        return Draws(
+            for_device(ratios[:, :, None]),
+            for_device(swapped) if self.cutmix_alpha > 0 else None,
+            box=boxes.get(0) if self.mode == "batch" else None,
         )
-        self.box = int(top), int(bottom), int(left), int(right)
-        x[:, :, top:bottom, left:right] = others[:, :, top:bottom, left:right]
-        return weight
 
-    def _mix_pairs(self, x: Tensor) -> Tensor:
-        """Mixes `b 3 h w` in place and returns the ratio that each image keeps, `b 1`."""
-        middle, is_odd = divmod(len(x), 2)
-        others = torch.cat([x[:middle], x[middle + is_odd :]])
-        lam = self._mix_pair(others)
-        x[:middle], x[middle + is_odd :] = others[:middle], others[middle:]
-        return torch.cat([lam[:middle], lam.new_ones(is_odd, 1), lam[middle:]])
+    def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
+        assert draws.ratios is not None
+        own, others, weight, rest = draws.ratios  # n 1 each
+        partners = images.flip(0)
+        if self.mixup_alpha > 0:
+            images = images * own[..., None, None] + partners * others[..., None, None]
+        if draws.swapped is not None:
+            images = torch.where(draws.swapped, partners, images)
+        return Mixed(images, classes, classes.flip(0), weight, draws.box, rest)
 
 
-def build_input_mixer(stack: Augmentation) -> InputMixer:
-    """Returns (images `b 3 h w`, classes `b`) -> `Mixed`, whose images are changed in place.
+def for_device(values: np.ndarray) -> Tensor:
+    """Returns values in memory that a GPU, if one is used, reads while the host goes on."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory() if torch.cuda.is_initialized() else tensor
 
-    With both mixup and CutMix a fair coin picks one of them, which is applied with its own `prob`.
-    This is drawn per batch, or in other `stack.mode`s per pair or per image.
+
+def build_input_mixing(stack: Augmentation) -> InputMixing | None:
+    """Returns what mixes a batch, if the stack has input mixup or CutMix.
+
+    With both, a fair coin picks one of them, which is applied with its own `prob`. This is drawn
+    per batch, or in other `stack.mode`s per pair or per image.
     """
     if stack.mixup is None and stack.cutmix is None:
-        return lambda x, target: Mixed(x, target, target)
+        return None
     (mixup_alpha, mixup_prob), (cutmix_alpha, cutmix_prob) = (
         (0.0, 0.0) if mix is None else (mix.alpha, mix.prob) for mix in (stack.mixup, stack.cutmix)
     )
     both = stack.mixup is not None and stack.cutmix is not None
     total = mixup_prob + cutmix_prob
-    return AnyMixup(
+    return InputMixing(
         mixup_alpha=mixup_alpha,
         cutmix_alpha=cutmix_alpha,
         prob=total / 2 if both else total,
@@ -157,18 +215,22 @@ class Erasing:
         self.device = torch.device(device)
         self.generator = torch.Generator(self.device)
 
-    def __call__(self, images: Tensor, *key: int) -> Tensor:
-        """Erases in images `b 3 h w` on the device. `key` is seed, step and rank."""
-        b, channels, h, w = images.shape
-        kept = torch.ones(b, 1, h, w, dtype=torch.bool, pin_memory=self.device.type == "cuda")
+    def draw(self, shape: torch.Size, *key: int) -> Tensor:
+        """Returns the pixels to keep, `b 1 h w` bool, and seeds the noise."""
+        b, _, h, w = shape
+        kept = np.ones((b, 1, h, w), dtype=bool)
         rng = Random(seed_of(Purpose.ERASE_BOXES, *key))
-        for pixels in kept.numpy()[:, 0]:
+        for pixels in kept[:, 0]:
             for rows, columns in self._boxes(rng, h, w):
                 pixels[rows, columns] = False
-        kept = kept.to(self.device, non_blocking=True)
+        self.generator.manual_seed(seed_of(Purpose.ERASE_NOISE, *key))
+        return for_device(kept)
+
+    def fill(self, images: Tensor, kept: Tensor) -> Tensor:
+        """Fills the other pixels of images `b 3 h w` on the device."""
         if self.mode == "const":
             return torch.where(kept, images, 0.0)
-        self.generator.manual_seed(seed_of(Purpose.ERASE_NOISE, *key))
+        b, channels, h, w = images.shape
         shape = (b, channels, h, w) if self.mode == "pixel" else (b, channels, 1, 1)
         noise = torch.randn(shape, device=self.device, generator=self.generator)
         return torch.where(kept, images, noise)

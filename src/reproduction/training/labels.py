@@ -70,4 +70,4 @@ class AttentionLabels:
         attn = block_map(self.encoder.blocks[-1], *entered, by_class_token)
         saliency = attention_saliency(attn, prefix, by_class_token)
         share = attended_share(saliency, mixed.box, mixed.images.shape[-2:])
-        return mixed._replace(weight=1 - share)
+        return mixed._replace(weight=1 - share, rest=None)
