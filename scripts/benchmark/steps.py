@@ -21,7 +21,7 @@ from scripts.benchmark.trainers import Step, precision_on, sharp_trainer, step_c
 PLAIN = "plain"
 VARIANTS = {PLAIN: [], "HTM": ["htm"], "HTM and VTM": ["htm", "vtm"], "VTM": ["vtm"]}  # stacks
 EAGER = "false"
-COMPILING = (EAGER, "true", "reduce-overhead")  # values of `compile`
+COMPILING = (EAGER, "true", "cuda-graph")  # values of `compile`
 AGAIN = ", again"  # the plain step a second time, which shows the noise of the ratios
 # precision -> tolerated relative difference of the losses of equal steps, computed otherwise
 TOLERANCES = {"float32": 1e-3, "bf16": 4e-2, "float16": 1e-2}

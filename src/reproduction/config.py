@@ -43,9 +43,9 @@ def number_as_text(value: Any) -> Any:
 
 
 def compile_mode(value: Any) -> Any:
-    if type(value) is bool or value == "reduce-overhead":
+    if type(value) is bool or value == "cuda-graph":
         return value
-    raise ValueError("must be false, true or reduce-overhead")
+    raise ValueError("must be false, true or cuda-graph")
 
 
 def auto_augment_policy(value: str) -> str:
@@ -71,7 +71,7 @@ Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
 Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
-Compile = Annotated[Flag | Literal["reduce-overhead"], BeforeValidator(compile_mode)]
+Compile = Annotated[Flag | Literal["cuda-graph"], BeforeValidator(compile_mode)]
 Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # for pixel values in 0..1
 Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
 Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]

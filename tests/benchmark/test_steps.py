@@ -47,8 +47,8 @@ def test_step_of_writes_no_files(tmp_path, monkeypatch):
 
 
 def test_eager_variants_share_a_model_and_compiled_ones_have_their_own():
-    trainers = dict(trainers_of(TINY, CPU, ("false", "reduce-overhead")))
-    assert [*trainers][:5] == [*VARIANTS, "plain, compile=reduce-overhead"]
+    trainers = dict(trainers_of(TINY, CPU, ("false", "cuda-graph")))
+    assert [*trainers][:5] == [*VARIANTS, "plain, compile=cuda-graph"]
     for name, trainer in trainers.items():
         variant, _, how = name.partition(", compile=")
         assert trainer.config.compile == (how or False)

@@ -145,6 +145,34 @@ def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
     return lines.fetch()
 
 
+GRAPH = (  # of a graph and of eager steps: all that may be in a step
+    *("recipe.transforms.erasing_prob=0.5", "recipe.transforms.erasing_mode=pixel"),
+    *("model.attn_drop=0.1", "model.drop_path=0.1", AVERAGE, CLIP),
+    *("recipe.epochs=40", "recipe.warmup_epochs=5", "recipe.schedule_step=epoch"),
+)
+# Of the batches, each size with a graph; a CPU takes seconds for a step.
+SIZES = {"cuda": [8] * 9 + [7] * 4 + [8] * 7, "cpu": [4, 4, 3, 4, 3]}
+
+
+def scheduled_steps(trainer: Trainer) -> list[Line]:
+    """Trains on batches of SIZES with a learning rate that changes with each, in float32."""
+    generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
+    lines = BatchMetrics(trainer.world)
+    for epoch, batch in enumerate(SIZES[trainer.world.device.type]):
+        shape = (batch, 3, size, size)
+        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
+        lr = trainer.schedule(epoch, 0)
+        for group in trainer.optimizer.param_groups:
+            if isinstance(group["lr"], float):
+                group["lr"] = float(torch.tensor(lr))
+        parts = trainer.train_step(images, classes, batch)
+        trainer.step += 1
+        metrics = [metrics_of(part, trainer.not_finite) for part in parts]
+        lines.add({"step": trainer.step}, batch, metrics)
+    return lines.fetch()
+
+
 def distance(there: Trained, here: Trained) -> Distance:
     norms = [float(y.norm()) for y in here.gradients]
     least = MIN_NORM * max(norms)

@@ -58,7 +58,7 @@ def test_help_of_training_says_what_is_allowed_for_every_key(command: Command, m
     assert ranges["recipe.ema_decay"] == "number >= 0 and < 1 or null"
     assert ranges["recipe.transforms.scale"] == "2 values: number > 0"
     assert ranges["augmentation.htm.order"] == "in_place, published"
-    assert ranges["compile"] == "true, false or reduce-overhead"
+    assert ranges["compile"] == "true, false or cuda-graph"
     assert ("model.patch_size" in ranges) == (model != "resnet18")
 
 

@@ -27,10 +27,8 @@ from tokenmixup.contexts import evaluating
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 WITH_WEIGHTS = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
-# Dropout draws as in eager mode (but for CUDA graphs with HTM), and no kernel depends on earlier
-# batches.
+# Dropout draws as in eager mode, and no kernel depends on earlier batches.
 OPTIONS: dict[str, Any] = {"fallback_random": True}
-CUDA_GRAPHS = {**OPTIONS, "triton.cudagraphs": True}  # around the parts between host operators
 COMPILER: dict[str, Any] = {"fullgraph": True, "dynamic": False, "options": OPTIONS}
 BATCH_SIZES = 4  # maximum per run: full and last batch, and their micro-batches
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
@@ -172,7 +170,7 @@ def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] |
     return (list(cfg["mean"]), list(cfg["std"])) if "mean" in cfg else None
 
 
-def compile_module(module: TokenMixup, cuda_graphs: bool = False) -> None:
+def compile_module(module: TokenMixup) -> None:
     """Compiles the module's passes as one graph for each batch size, at the first of each.
 
     Parameters and their names are unaffected, as is the plain model, which is what is evaluated.
@@ -184,8 +182,7 @@ def compile_module(module: TokenMixup, cuda_graphs: bool = False) -> None:
     layers = 1 if module.manifold_mixup is None else len(module.manifold_mixup.layers)
     config.recompile_limit += BATCH_SIZES * (layers + 1)  # and without mixing
     config.optimize_ddp = config.optimize_ddp and not module.checkpoint_blocks
-    settings = COMPILER if not cuda_graphs else {**COMPILER, "options": CUDA_GRAPHS}
-    module.compile(**settings)
+    module.compile(**COMPILER)
 
 
 @cache

@@ -150,6 +150,8 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
                 f"{config.recipe.epochs}, or null to mix in all epochs"
             )
         yield from _recipe_problems(config.recipe, config.devices)
+    if config.compile == "cuda-graph":
+        yield from _graph_problems(config)
     yield from _model_problems(config.model)
     yield from _transform_problems(config.recipe.transforms)
     yield from _dataset_problems(config.dataset, needs_data)
@@ -187,6 +189,26 @@ def _label_problems(config: Config) -> Iterator[str]:
     if config.compile:
         value = str(config.compile).lower()
         yield f"{key}: not with compile={value}, which hides the last block; allowed is area"
+
+
+def _graph_problems(config: Config) -> Iterator[str]:
+    """What differs between the steps of one CUDA graph, or is more than one device's."""
+    htm = config.augmentation.htm
+    parts = {
+        f"devices={config.devices}": config.devices > 1,
+        "augmentation=[manifold_mixup], which draws a block for each batch": (
+            config.augmentation.manifold_mixup is not None
+        ),
+        "augmentation.htm.detector=gradient, which trains a second pass": (
+            htm is not None and htm.detector == "gradient"
+        ),
+        "model.checkpoint_blocks=true, which reads random states": (
+            getattr(config.model, "checkpoint_blocks", False)
+        ),
+    }
+    for part, is_used in parts.items():
+        if is_used:
+            yield f"compile=cuda-graph: not with {part}; allowed are false and true"
 
 
 def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:

@@ -5,38 +5,42 @@ Its epochs, with evaluations, logs, checkpoints and signals, are in epochs.py.
 Letters: b batch, c classes, h w image.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config
-from reproduction.data.inputs import TrainingInputs
+from reproduction.data.inputs import Draws, TrainingInputs
 from reproduction.data.seeding import Purpose, seed_device
 from reproduction.models.build import compile_module
 from reproduction.models.weights import module_state
 from reproduction.training.distributed import World, data_parallel
 from reproduction.training.evaluate import autocast
+from reproduction.training.graph import StepGraph, keep
 from reproduction.training.labels import AttentionLabels
-from reproduction.training.optim import build_optimizer, build_schedule
+from reproduction.training.optim import build_optimizer, build_schedule, set_capturable
 from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.output import Stat
 
 
 class MicroBatch(NamedTuple):
-    """The mean loss of a micro-batch and the model's output for it."""
+    """The mean loss of a micro-batch, the model's output for it, and its metrics from a graph."""
 
     loss: Tensor
     output: Output
+    metrics: dict[str, Stat] | None = None
 
 
 def metrics_of(part: MicroBatch, not_finite: Tensor) -> dict[str, Stat]:
     """Names the scalars of the log, on the device; HTM's names are those of `Output.sums`."""
-    loss, output = part
+    loss, output, metrics = part
+    if metrics is not None:
+        return metrics
     n = len(output.logits)
     metrics = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
     if output.score_loss is not None:
@@ -64,9 +68,9 @@ class Trainer:
         recipe, cutmix = config.recipe, config.augmentation.cutmix
         self.config, self.recipe, self.world = config, recipe, world
         self.module, self.classes, self.inputs = module, classes, inputs
-        if config.compile:
-            compile_module(module, cuda_graphs=config.compile == "reduce-overhead")
-        self.clones = config.compile == "reduce-overhead"  # outputs: CUDA graphs reuse their memory
+        if config.compile is True:
+            compile_module(module)
+        is_graph = config.compile == "cuda-graph"
         self.parameters = [*module.parameters()]
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
@@ -76,26 +80,41 @@ class Trainer:
             self.attention_labels = AttentionLabels(module.model)
         self.parallel = data_parallel(module, world)
         self.optimizer = build_optimizer(module, recipe)
-        self.schedule = build_schedule(self.optimizer, recipe, steps_per_epoch)
+        set_capturable(self.optimizer, is_graph)
+        self.schedule = build_schedule(
+            self.optimizer, recipe, steps_per_epoch, world.device if is_graph else None
+        )
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
         self.not_finite = torch.zeros((), device=world.device)
+        self.graph: StepGraph | None = None
+        if is_graph:
+            self.graph = StepGraph(self._in_graph, self._keep, inputs.generators, world.device)
         self.step = 0  # completed
         self.mixes = True
 
-    def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
+    def train_step(
+        self, images: Tensor, classes: Tensor, global_size: int, draws: Draws | None = None
+    ) -> list[MicroBatch]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
 
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
-        draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
-        consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
-        Raises FloatingPointError if a gain is not finite.
+        draws are a function of seed, step and rank; those of the inputs may be given. The share is
+        cut into `grad_accum_steps` consecutive micro-batches, whose sizes differ by at most one;
+        HTM matches pairs within each. Raises FloatingPointError if a gain is not finite.
         """
-        # Data and the mixing of images
         device, key = self.world.device, (self.config.seed, self.step, self.world.rank)
+        if draws is None:
+            draws = self.inputs.draw(images.shape, *key)
+            seed_device(device, Purpose.DROPOUT, *key)
+            if self.graph is not None:  # which has captured this function, given the draws
+                inputs = images, classes, global_size, draws._replace(box=None)
+                return cast(list[MicroBatch], self.graph(*inputs))
+
+        # From here on all is on the device, by the same operations for all batches of a size:
+        # first the mixing of images
         images, classes = (x.to(device, non_blocking=True) for x in (images, classes))
-        mixed = self.inputs(images, classes, *key)
-        seed_device(device, Purpose.DROPOUT, *key)
+        mixed = self.inputs.apply(images, classes, draws.to(device))
 
         # A step that the scaler skips also restores the buffers and the averaged weights.
         restorable = self._buffers_and_average() if self.uses_scaler else []
@@ -116,8 +135,6 @@ class Trainer:
                     if self.attention_labels is not None:
                         targets = self.attention_labels(part).targets(*labels)
                         output = output._replace(targets=targets)
-                if self.clones:
-                    output = tree_map_only(Tensor, Tensor.clone, output)
                 loss = training_loss(output)
                 # DDP averages over the ranks: the world size turns that mean into a sum.
                 weight = len(part.images) * self.world.size / global_size
@@ -138,6 +155,14 @@ class Trainer:
         for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
         return micro_batches
+
+    def _in_graph(self, *inputs: Any) -> list[MicroBatch]:
+        parts = self.train_step(*inputs)
+        return [part._replace(metrics=metrics_of(part, self.not_finite)) for part in parts]
+
+    def _keep(self) -> Callable[[], None]:
+        changed = [*self.parameters, *self._buffers_and_average(), self.not_finite]
+        return keep(changed, self.optimizer, self.scaler)
 
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients and returns their norm before clipping.
@@ -166,6 +191,8 @@ class Trainer:
             self.module.stop_mixing()
             # The old wrapper would wait for ScoreNet's gradients.
             self.parallel = data_parallel(self.module, self.world)
+            if self.graph is not None:
+                self.graph.forget()
         self.module.train()
 
     @property
@@ -187,6 +214,7 @@ class Trainer:
         """Restores a `state`; UserError, which names the `place`, if its weights do not fit."""
         self.module.load_state_dict(module_state(place, state, self.module))
         self.optimizer.load_state_dict(state["optimizer"])
+        set_capturable(self.optimizer, self.graph is not None)  # the one saved may differ
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])

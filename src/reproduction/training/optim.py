@@ -30,12 +30,23 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     return optimizer
 
 
+def set_capturable(optimizer: Optimizer, is_captured: bool) -> None:
+    """Lets a CUDA graph capture the steps of AdamW; SGD's can be always."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = is_captured
+
+
 def build_schedule(
-    optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int
+    optimizer: Optimizer,
+    recipe: Recipe,
+    batches_per_epoch: int,
+    device: torch.device | None = None,
 ) -> Callable[[int, int], float]:
     """Returns `schedule(epoch, batch)`, which sets and returns the learning rate of a batch.
 
     Both count from 0. Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
+    With a device the optimiser reads it there, from the same float32 tensors in all steps.
     """
     every_batch = recipe.schedule_step == "batch"
     unit = batches_per_epoch if every_batch else 1
@@ -49,9 +60,18 @@ def build_schedule(
         t_in_epochs=not every_batch,
     )
 
+    held = [torch.zeros((), device=device) for _ in optimizer.param_groups] if device else []
+
+    def hold() -> None:
+        for group, tensor in zip(optimizer.param_groups, held, strict=False):
+            group["lr"] = tensor.fill_(group["lr"])
+
     def schedule(epoch: int, batch: int) -> float:
         scheduler.step(epoch)
         scheduler.step_update(epoch * batches_per_epoch + batch)
-        return optimizer.param_groups[0]["lr"]
+        lr: float = optimizer.param_groups[0]["lr"]
+        hold()
+        return lr
 
+    hold()
     return schedule
