@@ -71,10 +71,13 @@ def test_values_times_and_kernels_of_steps_are_written(sheet: Sheet):
     steps.measure_times(sheet)
     steps.measure_kernels(sheet)
     values, times, kernels = read_sheet(sheet.path)["tables"].values()
-    (row,) = values.values()
-    assert row["losses"] < 1e-5 and len(row["errors"]) == row["mixed alike"] == 3
-    assert row["mixed"] != "0 to 0"
-    assert [*times] == ["plain", "plain, again", "HTM", "HTM and VTM", "VTM", "complete"]
+    assert [name.rpartition("=")[2] for name in values] == ["false", "cuda-graph"]
+    for row in values.values():
+        assert row["losses"] < 1e-5 and len(row["errors"]) == row["mixed alike"] == 3
+        assert row["mixed"] != "0 to 0" and row["weights"] < 1e-4
+    eager, (graph, *_) = [*times][:5], [*times][5:]
+    assert eager == ["plain", "plain, again", "HTM", "HTM and VTM", "VTM"]
+    assert graph == "plain, compile=cuda-graph" and len(times) == 2 * len(eager) + 1
     assert times["complete"] == {"rounds": steps.FEW} and times["HTM"]["tokens"] > 1
     assert len(kernels) == 1 + steps.LARGEST and kernels["all"]["share"] == pytest.approx(1)
     text = markdown(sheet.path, 3)
