@@ -36,6 +36,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
     check_compiler.cache_clear()
 
 
+@pytest.mark.slow
 def test_graphs_of_every_batch_size_are_kept(counter: CompileCounterWithBackend):
     """Beyond torch's limit, which all modules share, compiling would fail."""
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -47,6 +48,7 @@ def test_graphs_of_every_batch_size_are_kept(counter: CompileCounterWithBackend)
     assert counter.frame_count == 2 * 3
 
 
+@pytest.mark.slow
 def test_compiled_run_resumes_exactly_and_is_evaluated_uncompiled(
     command: Command,
     tmp_path: Path,
@@ -87,6 +89,7 @@ def test_every_run_of_a_sweep_is_compiled(command: Command, counter: CompileCoun
     assert compiled == [2, 1, 1]  # the first run also checks the compiler
 
 
+@pytest.mark.slow
 def test_a_convolutional_network_is_compiled_too(
     command: Command, counter: CompileCounterWithBackend
 ):

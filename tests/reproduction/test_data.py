@@ -194,6 +194,7 @@ hold_workers()
 """
 
 
+@pytest.mark.slow
 def test_process_exits_while_a_traceback_holds_its_workers():
     command = [sys.executable, "-c", HOLDING]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -148,6 +148,7 @@ def test_a_hundred_steps_in_a_row_skipped_by_the_scaler_end_the_run():
         NonFinite(scales=False).check([skipped])
 
 
+@pytest.mark.slow
 def test_run_with_skipped_steps_resumes_exactly_and_counts_them(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -67,8 +67,10 @@ def predicted(
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("memory", [0, 64])
+@pytest.mark.parametrize(
+    ("ranks", "memory"),
+    [(1, 0), (2, 64), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 64), (2, 0)))],
+)
 def test_predictions_equal_a_loop_over_the_files(
     command: Command, tmp_path: Path, ranks: int, memory: int
 ):
@@ -211,6 +213,7 @@ def test_loading_refuses_what_is_missing(command: Command, tmp_path: Path):
             load_run(folder, weights)
 
 
+@pytest.mark.slow
 def test_loading_imports_no_hydra_and_the_package_no_torch(command: Command, tmp_path: Path):
     train(command)
     code = (
@@ -288,7 +291,14 @@ def test_the_documented_code_reads_exported_weights(quickstart: Path, command: C
 
 
 @pytest.mark.parametrize(
-    "model", [[], ["model=vit_tiny_patch16_224", "model.architecture=test_vit", "model.depth=6"]]
+    "model",
+    [
+        [],
+        pytest.param(
+            ["model=vit_tiny_patch16_224", "model.architecture=test_vit", "model.depth=6"],
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_the_documented_code_traces_the_model(command: Command, tmp_path: Path, model: list[str]):
     train(command, "name=quickstart", "model.image_size=32", *model)
