@@ -138,7 +138,7 @@ def mix_horizontal(
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. Samples stay at their places (line 8). Raises ValueError if `t > n` or the targets are
     not `b c`, FloatingPointError if a gain is not finite; but on a GPU, which would have to be
-    waited for, the targets and `gain` then are nan, and with them the loss.
+    waited for, the targets and `gain` then are nan, and so is the loss.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
         raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")
@@ -154,8 +154,8 @@ def mix_horizontal(
     mixed_saliency = torch.where(mask, offered, saliency)
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
     gained = (mixed_saliency - saliency).nan_to_num(0)  # saliency may be nan where rho is inf
-    if donor.is_cuda:
-        failed = donor[:, None] < 0  # a gain is not finite
+    if donor.is_cuda:  # where a gain that is not finite gives no donor, instead of an exception
+        failed = donor[:, None] < 0
         keep_ratio, gained = (x.masked_fill(failed, torch.nan) for x in (keep_ratio, gained))
     rows = None if has_kernels(tokens) else rows_of(donor, mask, tokens.shape[1])
     mix = HorizontalMix(tokens, targets, donor, mask, gained, keep_ratio, is_easy, rows)
