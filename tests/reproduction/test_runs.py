@@ -155,12 +155,40 @@ def test_runs_table_lists_keys_that_follow_from_its_columns(tmp_path: Path):
     assert [*table.heads] == ["epochs"] and "differs as well: recipe.lr" in text(table)
 
 
-def test_keys_that_do_not_come_with_a_data_set_are_listed(tmp_path: Path):
+def test_settings_that_change_the_training_are_columns(tmp_path: Path):
     cifar = ["dataset=cifar10", "dataset.validation=0.1", "model.depth=3"]
     runs_of(tmp_path, [*PLAIN, "dataset.limit=60"], [*PLAIN, *cifar], seeds=1)
     table = runs_table(read_runs(tmp_path))
-    assert [*table.heads] == ["dataset.name"]
-    assert "differs as well: dataset.limit, dataset.validation, model.depth\n" in text(table) + "\n"
+    assert [*table.heads] == ["dataset.name", "limit", "dataset.validation", "depth"]
+    assert "differs as well" not in text(table)
+
+
+def test_runs_of_two_and_of_28_epochs_are_told_apart_by_more_than_tau(tmp_path: Path):
+    tau = "augmentation.htm.tau"
+    runs_of(tmp_path, [f"{tau}=1", "recipe.epochs=2"], [f"{tau}=2", "recipe.epochs=28"], seeds=1)
+    shown = runs_table(read_runs(tmp_path)).shown()
+    assert shown.tau.tolist() == ["1", "2"] and shown.epochs.tolist() == ["2", "28"]
+
+
+def test_auto_stands_with_its_number(tmp_path: Path):
+    for seed in range(3):
+        htm = {"tau": [1.0], "rho": [0.02]}
+        write_run(tmp_path, config_of(), seed, htm=htm)
+        other = config_of("augmentation.htm.tau=2")
+        write_run(tmp_path, other, seed, htm=htm | {"tau": [2.0]}, top1=85.0 + seed**2)
+    table = runs_table(read_runs(tmp_path), "tau=auto")
+    assert table.shown().tau.tolist() == ["2", "auto (1)"]
+    assert table.numbers.test_p.notna().tolist() == [True, False]
+
+
+def test_a_row_that_mixed_nothing_says_so(tmp_path: Path):
+    for seed in range(3):
+        write_run(tmp_path, config_of(), seed, mixed_tokens=9.0)
+        idle = {"mixed_share": 1.0, "mixed_tokens": 0.0}
+        write_run(tmp_path, config_of("augmentation.htm.rho=1"), seed, top1=80 + seed**2, **idle)
+    shown = runs_table(read_runs(tmp_path), "rho=auto").shown().set_index("rho")
+    assert shown.loc["1", "difference"] == "+0.67 (mixed nothing)"
+    assert (shown.loc["1", "mixed"], shown.loc["1", "tokens"]) == ("100.0", "0.0")
 
 
 def test_runs_may_differ_in_what_is_also_measured(tmp_path: Path):
@@ -231,6 +259,17 @@ def test_values_are_shown_as_on_the_command_line():
     values = [True, [0, 0.5], None, float("inf"), 1e-5, "x" * 90]
     texts = ["true", "[0,0.5]", "-", "inf", "1e-05", "x" * 77 + "..."]
     assert [value_text(value) for value in values] == texts
+
+
+def test_plot_shows_the_validation_split(tmp_path: Path, drawn_texts: dict[str, list[str]]):
+    split = {"selected_epoch": 3, "top1_selected": 50.0, "top5_selected": 90.0}
+    for lr in (0.1, 0.2):
+        config = config_of(*PLAIN, f"recipe.lr={lr}", "dataset.validation=0.1")
+        own = {"val_top1_last": 70 + 100 * lr, "val_top1_selected": 90.0}
+        write_run(tmp_path / "outputs", config, **split, **own)
+    runs = read_runs(tmp_path / "outputs")
+    assert draw_runs(runs_table(runs), runs, tmp_path / "plot.png")
+    assert "validation top-1 after the last epoch [%]" in drawn_texts["plot"]
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:

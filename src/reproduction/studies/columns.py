@@ -55,8 +55,15 @@ def spread(row: Row, name: str, spec: str = ".2f") -> str:
     return form(mean, spec) + ("" if pd.isna(std) else f" +/- {std:{spec}}")
 
 
+def has_htm(row: Row) -> bool:
+    return "htm" in str(row.stack).split("+")
+
+
 def difference(row: Row, name: str) -> str:
-    return form(getattr(row, f"{name}_difference"), COMPARED[name])
+    """Formats as `-0.12`, and says so if HTM mixed no sample, or replaced no token in the end."""
+    text = form(getattr(row, f"{name}_difference"), COMPARED[name])
+    is_idle = has_htm(row) and 0 in (row.mixed_share_mean, row.mixed_tokens_mean)
+    return f"{text} (mixed nothing)" if is_idle and text != NOTHING else text
 
 
 def interval(row: Row, name: str) -> str:
@@ -84,7 +91,8 @@ def value_text(value: Any) -> str:
 
 def _best_of_ten(summary: Summary) -> float | None:
     first, log = summary["epochs"] - LAST_EPOCHS, summary.get("log") or ()
-    return max((line["top1"] for line in log if line["epoch"] > first), default=None)
+    last = [line for line in log if line["epoch"] > first and "top1" in line]  # of the test set
+    return max((line["top1"] for line in last), default=None)
 
 
 def _loss(summary: Summary) -> float | None:
@@ -112,6 +120,10 @@ def _mean(title: str, tables: str, name: str, read: Any = None, spec: str = ".2f
     return Column(title, tables, lambda row: spread(row, name, spec), name, read)
 
 
+def _mixed(title: str, tables: str, text: Callable[[Row], str], name: str | None = None) -> Column:
+    return Column(title, tables, lambda row: text(row) if has_htm(row) else NOTHING, name)
+
+
 def _number(title: str, tables: str, name: str, spec: str = ".2f") -> Column:
     return Column(title, tables, lambda row: form(getattr(row, name, None), spec))
 
@@ -129,7 +141,8 @@ COLUMNS = (
     Column("top-5 last", "5", lambda row: spread(row, "top5_last")),
     _mean("top-5 best", "5", "top5_best"),
     _number("top-5 paper", "5", "paper_top5"),
-    Column("mixed", "OR", lambda row: form(100 * row.mixed_share_mean, ".1f"), "mixed_share"),
+    _mixed("mixed", "OR", lambda row: form(100 * row.mixed_share_mean, ".1f"), "mixed_share"),
+    _mixed("tokens", "OR", lambda row: form(row.mixed_tokens_mean, ".1f")),
     Column("hours", "O", lambda row: form(row.seconds_mean * row.n / 3600, ".1f"), "seconds"),
     _number("quoted", "O", "paper_top1"),
     _number("paper", "PS", "paper_top1"),
@@ -150,8 +163,8 @@ COLUMNS = (
     Column("95 % interval of top-5", "L", lambda row: interval(row, "top5_last")),
     Column("top-1, difference", "L", lambda row: _accuracy_untested(row, difference)),
     Column("95 % interval of top-1", "L", lambda row: _accuracy_untested(row, interval)),
-    _mean("mixed samples", "S", "mixed_samples"),
-    _mean("mixed tokens", "S", "mixed_tokens"),
+    _mixed("mixed samples", "S", lambda row: spread(row, "mixed_samples"), "mixed_samples"),
+    _mixed("mixed tokens", "S", lambda row: spread(row, "mixed_tokens"), "mixed_tokens"),
     Column("latency (ms)", "P", _latency),
     _number("ratio", "P", "latency_ratio", ".1f"),
     _number("paper (ms)", "P", "paper_latency_ms", ".0f"),

@@ -22,20 +22,27 @@ from reproduction.studies.study import FULL, Settings, papers_figures
 from reproduction.studies.table import Table, by_seed
 from reproduction.system.errors import first_line
 
+CHOSEN_BY = "val_top1_last"
+ACCURACY = {TESTED: "top-1", CHOSEN_BY: "validation top-1"}
 STAND_INS = " Its images are generated stand-ins, as no DATA is set."
 
 
 def draw_runs(table: Table, runs: pd.DataFrame, path: Path) -> bool:
-    """Draws the accuracy over one or two settings; returns whether there are as many."""
-    done = table.numbers[table.numbers.n > 0]
+    """Draws the accuracy over one or two settings; returns whether there are as many.
+
+    It is that of the validation split if runs have one, and without the runs that have none.
+    """
+    has_split = table.numbers[f"{CHOSEN_BY}_mean"].notna().any()
+    name = CHOSEN_BY if has_split else TESTED
+    done = table.numbers[table.numbers[f"{name}_mean"].notna()]
     if done.empty or not 1 <= len(table.heads) <= 2:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(table.heads) == 1:
         (title,) = table.heads
-        draw_line(path, done[title].map(value_text), done, by_seed(runs), title)
+        draw_line(path, done[title].map(value_text), done, by_seed(runs, name), title, name=name)
     else:
-        draw_map(path, done, [*table.heads])
+        draw_map(path, done, [*table.heads], name)
     return True
 
 
@@ -47,6 +54,7 @@ def draw_line(
     title: str,
     baseline: pd.DataFrame | None = None,
     mark: str | None = None,
+    name: str = TESTED,
 ) -> None:
     """Draws means with deviations over `values`, evenly spaced, and each seed as a dash.
 
@@ -58,7 +66,7 @@ def draw_line(
             mean, std = row.top1_last_mean, 0 if row.n == 1 else row.top1_last_std
             axes.axhline(mean, color=ORANGE, label=f"baseline (n = {row.n})")
             axes.axhspan(mean - std, mean + std, color=ORANGE, alpha=0.15)
-        mean, std = rows[f"{TESTED}_mean"], rows[f"{TESTED}_std"].fillna(0)
+        mean, std = rows[f"{name}_mean"], rows[f"{name}_std"].fillna(0)
         axes.errorbar(places, mean, yerr=std, fmt="o-", color=BLUE, capsize=3, linewidth=1.5)
         for place, key in zip(places, rows.key, strict=True):
             own = seeds[key].dropna()
@@ -69,15 +77,15 @@ def draw_line(
                 axes.plot(place, top1, "D", color=VERMILION, fillstyle="none", label=label)
         axes.set_xticks(places, values)
         axes.set_xlabel(title)
-        axes.set_ylabel("top-1 after the last epoch [%]")
+        axes.set_ylabel(f"{ACCURACY[name]} after the last epoch [%]")
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=9)
 
 
-def draw_map(path: Path, rows: pd.DataFrame, titles: Sequence[str]) -> None:
+def draw_map(path: Path, rows: pd.DataFrame, titles: Sequence[str], name: str) -> None:
     """Draws the means as a heat map with their values."""
     down, across = titles
-    means = rows.pivot(index=down, columns=across, values=f"{TESTED}_mean")
+    means = rows.pivot(index=down, columns=across, values=f"{name}_mean")
     means = means.reindex(index=sorted(means.index, key=rank), columns=sorted(means, key=rank))
     values = means.to_numpy(dtype=float)
     height, width = values.shape
@@ -92,7 +100,7 @@ def draw_map(path: Path, rows: pd.DataFrame, titles: Sequence[str]) -> None:
         axes.set_ylabel(down)
         axes.set_xlabel(across)
         axes.spines[:].set_visible(False)
-        axes.figure.colorbar(image, label="last top-1 [%]")
+        axes.figure.colorbar(image, label=f"last {ACCURACY[name]} [%]")
 
 
 def rank(value: Any) -> tuple[int, float, str]:

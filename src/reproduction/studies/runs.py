@@ -15,6 +15,7 @@ from reproduction.studies.columns import MEASURES, METRICS, SELECTED, is_number,
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.reading import parse_json
+from tokenmixup.settings import AUTO
 
 REPORT = "report"
 # folders under outputs/ that are no runs, unless they hold one
@@ -31,9 +32,9 @@ LONGEST = 300  # characters of a text from a run folder
 def read_runs(*places: Path) -> pd.DataFrame:
     """Returns a row for each run folder among `places` or directly below them.
 
-    `key` is the identity without the seed, `settings` holds the values by dotted key, `planned` the
-    epochs of the recipe. Only finished runs have MEASURES. A folder that holds no run, or a damaged
-    one, has the status `unusable` and the reason as its `error`.
+    `key` is the identity without the seed, `settings` holds the values by dotted key, `auto` with
+    its number, `planned` the epochs of the recipe. Only finished runs have MEASURES. A folder that
+    holds no run, or a damaged one, has the status `unusable` and the reason as its `error`.
     """
     return _frame([_row(folder) for place in places for folder in _folders(place)])
 
@@ -68,6 +69,9 @@ def _row(path: Path) -> dict[str, Any]:
         for key in (SELECTED if "selected_epoch" in summary else METRICS) if is_finished else ():
             if not is_number(value := summary.get(key)):
                 raise UserError(f"summary.json: finished, but {key} is {value}, no number")
+        for name, numbers in summary.get("htm", {}).items():
+            if settings.get(key := f"augmentation.htm.{name}") == AUTO:
+                settings[key] = f"{AUTO} ({', '.join(dict.fromkeys(f'{x:g}' for x in numbers))})"
         return row | {
             **{key: summary.get(key) for key in ("log", "epochs", *FACTS)},
             **(measured(summary) if is_finished else {}),

@@ -56,6 +56,7 @@ def _bases(texts: pd.DataFrame, choice: str, titles: Mapping[str, str]) -> list[
     if title not in texts:
         allowed = ", ".join(f"{name}=..." for name in texts) or "none, nothing differs"
         raise UserError(f"against={choice}: must be one of {allowed}")
+    texts[title] = texts[title].str.replace(r"^auto \(.*", "auto", regex=True)
     if value not in (values := list(dict.fromkeys(texts[title]))):
         raise UserError(f"against={choice}: {title} must be one of {', '.join(values)}")
     bases, found = texts[texts[title] == value].drop(columns=title), []
@@ -65,41 +66,55 @@ def _bases(texts: pd.DataFrame, choice: str, titles: Mapping[str, str]) -> list[
     return found
 
 
-def _varying(settings: Values) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Returns the fewest settings that tell the configurations apart, and the names of others.
+def _varying(settings: Values) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
+    """Returns the settings in which the configurations differ, and the names of others.
 
-    The augmentations and names of models and data sets come first; a setting whose values follow
-    from those before it is left out, as one model's depth is beside its name.
+    Left out are those that come with a named model, data set or augmentation; a key of the recipe
+    that changes together with another one is among the others, unless it is the epochs.
     """
-    by_name = {MIXING: {key: stack_of(values) for key, values in settings.items()}}
+    by_name: dict[str, dict[str, Any]] = {
+        MIXING: {key: stack_of(values) for key, values in settings.items()}
+    }
     names = dict.fromkeys(name for values in settings.values() for name in values)
     for name in sorted(names, key=_preference):
         by_name[name] = {key: _plain(values.get(name)) for key, values in settings.items()}
     differing = {name: x for name, x in by_name.items() if len(set(map(repr, x.values()))) > 1}
-    chosen: dict[str, dict[str, Any]] = {}
-    groups: dict[str, tuple[str, ...]] = dict.fromkeys(settings, ())
+    chosen: dict[str, Mapping[str, Any]] = {}
+    others, seen = [], set[tuple[int, ...]]()
     for name, values in differing.items():
-        finer = {key: (*groups[key], repr(values[key])) for key in settings}
-        if len(set(finer.values())) > len(set(groups.values())):
-            groups, chosen[name] = finer, values
-    others = [name for name in differing if name not in chosen]
-    return chosen, [name for name in others if not _is_part(name, by_name, chosen)]
+        if _is_part(name, by_name, differing):
+            continue
+        texts = [*map(repr, values.values())]
+        classes = tuple(texts.index(text) for text in texts)
+        if name.startswith("recipe.") and classes in seen:
+            others.append(name)
+            continue
+        seen |= {classes} if name.startswith("recipe.") else set()
+        chosen[name] = values
+    return chosen, others
 
 
 def _preference(key: str) -> int:
-    order = ("model.name", "dataset.name", "augmentation.", "recipe.", "dataset.", "model.")
+    order = (
+        *("model.name", "dataset.name", "augmentation.", "recipe.epochs", "recipe."),
+        *("dataset.", "model."),
+    )
     return next((i for i, start in enumerate(order) if key.startswith(start)), len(order))
 
 
-def _is_part(name: str, values: Values, chosen: Mapping[str, Any]) -> bool:
+def _is_part(name: str, values: Values, differing: Mapping[str, Any]) -> bool:
     """Whether a setting comes with a column: with an augmentation, or a model or data set."""
     group, _, rest = name.partition(".")
-    if group == "augmentation" and MIXING in chosen:
+    if group == "augmentation" and MIXING in differing:
         return len({repr(x) for x in values[name].values() if x is not None}) == 1
-    options = values.get(f"{group}.name", {}) if f"{group}.name" in chosen else {}
-    return bool(options) and all(
-        values[name][key] == _plain(_of_option(group, option).get(rest))
-        for key, option in options.items()
+    options = values.get(f"{group}.name", {}) if f"{group}.name" in differing else {}
+    return (
+        rest != "name"
+        and bool(options)
+        and all(
+            values[name][key] == _plain(_of_option(group, option).get(rest))
+            for key, option in options.items()
+        )
     )
 
 
@@ -113,10 +128,8 @@ def _of_option(group: str, option: str) -> dict[str, Any]:
 def _titles(keys: Sequence[str]) -> dict[str, str]:
     """Returns the last part of each key, or the last two where it would be used twice."""
     last = [key.rpartition(".")[2] for key in keys]
-    taken = (
-        "name",
-        *(column.title for column in COLUMNS),
-    )  # what such a title says on its own, as dataset.validation's
+    # what such a title says on its own, as dataset.validation's
+    taken = ("name", *(column.title for column in COLUMNS))
 
     def title(key: str) -> str:
         short = key.rpartition(".")[2]
@@ -141,7 +154,7 @@ def _notes(runs: pd.DataFrame, numbers: pd.DataFrame, differing: set[str]) -> It
     number = f"{len(usable)} run{'s' * (len(usable) != 1)}, {len(newest(usable))} finished"
     yield (
         f"{common}{': ' * bool(common)}{number}; top-1 in percent, mean +/- standard deviation "
-        "over n seeds; mixed: samples, in percent"
+        "over n seeds; mixed: samples in percent, and tokens replaced in each in the last epoch"
     )
     splits = numbers.val_top1_last_mean.notna()
     if not splits.all():

@@ -13,7 +13,7 @@ import pandas as pd
 from scipy.stats import ttest_rel
 
 from reproduction.studies.columns import COLUMNS, COMPARED, MEASURES, NOTHING, TESTED, value_text
-from reproduction.studies.runs import REPORT, left, newest, state_text
+from reproduction.studies.runs import REPORT, left, newest, stack_of, state_text
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 
@@ -26,7 +26,6 @@ TEST = (
 )
 GAP = {"difference": "difference", "low": "test_low", "high": "test_high", "below": "below"}
 ALWAYS = ("n", "last")  # are shown even if they are empty
-EMPTY = {NOTHING, "0.0", "0.00", "0.00 +/- 0.00"}  # a column of these is left out
 LEFT = ("status", "row", "data", "command", "rows", "folder")  # columns of texts
 
 
@@ -70,6 +69,7 @@ def statistics(runs: pd.DataFrame) -> pd.DataFrame:
     """
     groups = newest(runs).groupby("key")
     columns: dict[str, Any] = {"n": groups.size(), "seeds": groups.seed.agg(list)}
+    columns["stack"] = groups.settings.agg(lambda settings: stack_of(settings.iloc[0]))
     for name in MEASURES:
         columns |= {f"{name}_mean": groups[name].mean(), f"{name}_std": groups[name].std()}
     for name in ("devices", "hardware", "git_revision"):
@@ -133,7 +133,7 @@ def shown(numbers: pd.DataFrame, heads: Mapping[str, str], kind: str) -> pd.Data
     for column in COLUMNS:
         if {*kind} & {*column.tables}:
             values = pd.Series([column.text(row) for row in rows], numbers.index)
-            if column.title in ALWAYS or not {*values} <= EMPTY:
+            if column.title in ALWAYS or not {*values} <= {NOTHING}:
                 texts[column.title] = values
     return pd.DataFrame(texts)
 
