@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,29 @@ def test_images_per_second_cover_all_batches_since_the_last_fetch(
             metrics.add({"step": step}, 6, [metrics_of(x, trainer.not_finite) for x in parts])
         now[0] += seconds
         assert [line["images_per_second"] for line in metrics.fetch()] == [speed] * batches
+
+
+@pytest.mark.parametrize("modes", [("cuda-graph", "false"), ("false", "cuda-graph")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_goes_on_in_a_graph_or_without(modes: tuple[str, str], optimizer: str):
+    """A learning rate that float32 holds, since a graph reads it from a tensor."""
+    same = [*PLAIN, f"recipe.optimizer={optimizer}", "recipe.lr=0.0625", "recipe.min_lr=0.0625"]
+    begun, resumed = (trainer_of([], 1, *same, f"compile={mode}") for mode in modes)
+    for trainer in (begun, resumed):
+        for step in range(2):
+            trainer.schedule(step, 0)
+            trainer.train_step(*images_of(6), 6)
+            trainer.step += 1
+        if trainer is begun:
+            state = deepcopy(begun.state())
+            resumed.restore("checkpoint", state)
+    for step in range(2, 4):
+        begun.schedule(step, 0)
+        begun.train_step(*images_of(6), 6)
+        begun.step += 1
+    assert begun.step == resumed.step == 4
+    for ours, theirs in zip(resumed.module.parameters(), begun.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.fixture
