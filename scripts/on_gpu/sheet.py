@@ -53,7 +53,7 @@ class Sheet:
             yield
         except Exception as error:
             figures = self.tables.get(title, {}).get(name, {})
-            self.put(title, name, {**figures, "failed": first_line(error)[:300]})
+            self.put(title, name, {**figures, "failed": first_line(error)[:150]})
 
     def finish(self) -> None:
         self.is_complete = True
