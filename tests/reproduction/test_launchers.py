@@ -4,20 +4,21 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from submitit.core.job_environment import JobEnvironment
 
 from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.start import command as starting
+from reproduction.start.command import run
 from reproduction.start.processes import Processes, Share, shares
 from reproduction.system.errors import RunInterrupted
 from reproduction.training import distributed
-from tests.reproduction.conftest import SMALL, Command
+from tests.reproduction.conftest import ROOT, SCRIPTS, SMALL, Command, trained_run
 from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
@@ -37,58 +38,73 @@ def test_launcher_settings_are_shown(command: Command):
     assert "partition: null" in result.out and "array_parallelism: 256" in result.out
 
 
-def test_parallel_sweep_trains_all_points_and_reports_failures_last(command: Command):
-    result = command("train", "-m", "hydra/launcher=parallel", "recipe.lr=0.001,1e30", *SMALL)
-    assert result.status == 1
-    runs = [
-        folder.read_summary() | folder.read_config() for folder in find_runs("outputs").values()
-    ]
-    statuses = {run["recipe"]["lr"]: run["status"] for run in runs}
-    assert statuses == {0.001: "finished", 1e30: "failed"}
-    (line,) = result.lines
-    assert line.startswith("train.py: step ") and "is kept as failed" in line
-    first, *_, table, last = result.out.splitlines()
-    assert first == "2 runs at a time, logs in outputs/.logs" and "outputs/report" in table
-    assert last == "1 of 2 runs are finished" and "seed 0 failed" in result.out
-    logs = {path.stem: path.read_text() for path in Path("outputs/.logs").iterdir()}
-    assert logs.keys() == {run["name"] for run in runs}
-    assert all("epoch 1/2" in text for text in logs.values())
+PRINTS = """
+print(sys.argv[1:])
+if any(word.startswith("recipe.lr=1e") for word in sys.argv):
+    sys.exit("train.py: step 1: loss is nan")
+"""
 
 
-def interrupt_once(root: Path, after: int) -> threading.Thread:
-    """Sends SIGUSR1 to the first process under `root` that has trained `after` steps."""
-
-    def watch() -> None:
-        while True:
-            for path in root.glob("*/metrics.jsonl"):
-                if len(path.read_text().splitlines()) >= after:
-                    process = (path.parent / ".lock").read_text().split()[1]
-                    os.kill(int(process), signal.SIGUSR1)
-                    return
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+def test_parallel_sweep_starts_a_process_for_each_point_and_lists_failures_last(
+    tmp_path: Path, monkeypatch, capfd
+):
+    args = ["hydra/launcher=parallel", "hydra.launcher.n_jobs=3", "recipe.lr=0.001,1e30"]
+    script = script_of(tmp_path, PRINTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script), "-m", *args, "seed=0,1", "dataset.workers=0"])
+    with pytest.raises(SystemExit, match="1"):
+        run("train", *SCRIPTS["train"][:3])
+    result = capfd.readouterr()
+    assert result.err.splitlines() == ["train.py: step 1: loss is nan"] * 2
+    first, *lines, last = result.out.splitlines()
+    assert first == "3 runs at a time, logs in outputs/.logs"
+    assert last == "2 of 4 runs are finished"
+    words = [line.partition(" of 4: ")[2].split() for line in lines]
+    assert sorted(words)[0] == ["recipe.lr=0.001", "seed=0", "dataset.workers=0"]
+    logs = [path.read_text().splitlines()[0] for path in Path("outputs/.logs").iterdir()]
+    assert sorted(logs) == sorted(map(str, words))
 
 
 @pytest.mark.slow
-def test_a_sweep_by_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(
-    command: Command, tmp_path: Path, monkeypatch
-):
+def test_parallel_sweep_trains_all_points(tmp_path: Path):
+    command = [sys.executable, str(ROOT / "train.py"), "-m", "hydra/launcher=parallel"]
+    result = subprocess.run(
+        [*command, "recipe.lr=0.001,1e30", *SMALL],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("train.py: step ") and "is kept as failed" in line
+    runs = [x.read_summary() | x.read_config() for x in find_runs(tmp_path / "outputs").values()]
+    statuses = {run["recipe"]["lr"]: run["status"] for run in runs}
+    assert statuses == {0.001: "finished", 1e30: "failed"}
+    assert "1 of 2 runs are finished" in result.stdout and "seed 0 failed" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_job_of_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(tmp_path: Path):
     args = [*SMALL, "recipe.epochs=4", "recipe.log_every=1", "augmentation.htm.tau=3"]
-    monkeypatch.setattr(JobEnvironment, "USR_SIG", "USR1")  # in jobs the variable sets it
-    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
-    watcher = interrupt_once(tmp_path / "outputs", after=2)
-    local = ["hydra/launcher=slurm", "hydra.launcher.cluster=local", "resume=auto"]
-    result = command("train", "-m", *local, *args)
-    watcher.join()
-    assert (result.status, result.err) == (0, "")
+    local = ["-m", "hydra/launcher=slurm", "hydra.launcher.cluster=local", "resume=auto"]
+    sweep = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *local, *args],
+        cwd=tmp_path,
+        env=os.environ | {"SUBMITIT_PREEMPT_SIGNAL": "USR1"},
+    )
+    metrics: list[Path] = []
+    while sum(len(path.read_text().splitlines()) for path in metrics) < 2:
+        assert sweep.poll() is None
+        time.sleep(0.02)
+        metrics = [*tmp_path.glob("outputs/*/metrics.jsonl")]
+    process = (metrics[0].parent / ".lock").read_text().split()[1]
+    os.kill(int(process), signal.SIGUSR1)
+    assert sweep.wait() == 0
     printed = [path.read_text() for path in tmp_path.glob("outputs/.slurm/*/*.out")]
     assert [text.count("Requeued job") for text in printed] == [1]
-    assert command("train", "output_root=undisturbed", *args).status == 0
-    (undisturbed,) = find_runs("undisturbed").values()
-    assert_same_result(RunFolder(Path("outputs", undisturbed.path.name)), undisturbed)
+    undisturbed = trained_run(tmp_path / "whole", *args)
+    assert_same_result(RunFolder(metrics[0].parent), undisturbed)
 
 
 COMMANDS = {  # instead of SLURM's, and of the run's Python
