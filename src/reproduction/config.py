@@ -183,7 +183,7 @@ class Dataset:
     """A data set, its normalisation statistics and loading options.
 
     The names are those of `data.folders.DATASETS`. `source`, `options` and `content` belong to
-    `custom`; jobs.py sets `content`, which identifies the images that the function returned.
+    `custom`; a command sets `content`, which identifies the images that the function returned.
     """
 
     name: FolderName

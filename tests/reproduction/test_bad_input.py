@@ -52,7 +52,7 @@ BROKEN = {  # contents of a run folder's config.yaml
     "alias": "a: &a 1\nb: *a\n",
     "tag": "!!python/object/apply:os.mknod [executed]",
     "twice": "seed: 0\nseed: 1\n",
-    "deep": "[" * 3000,
+    "deep": "[" * 1000,
 }
 
 
@@ -62,6 +62,8 @@ def write_files(folder: Path) -> None:
     (folder / "outputs").mkdir()
     (folder / "file.txt").write_text("text")
     (folder / "table.csv").touch()
+    rows = "{a: {overrides: [dataset=image_folder]}}"
+    (folder / "study.yaml").write_text(f"title: x\nrows: {rows}\n")
     (folder / "empty.pt").touch()
     (folder / "zip.pt").write_bytes(b"PK")
     (folder / "noise.pt").write_bytes(bytes(range(256)) * 8)

@@ -16,10 +16,10 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from reproduction.config import CONF_DIR, STACK, Config
-from reproduction.runs.parse import parse, unknown_key
+from reproduction.config import CONF_DIR, Config
+from reproduction.runs.parse import parse
 from reproduction.runs.ranges import ranges
 from reproduction.system.errors import UserError, first_line, in_one_line
 from reproduction.system.hardware import usable_cores
@@ -28,7 +28,7 @@ from reproduction.system.ranks import launched_ranks, local_ranks
 SHOWN = 200  # characters of an unparsable argument in an error line
 MOST_WORKERS = 16
 LISTS = ("augmentation", "logger")  # groups that accept a list of options
-Files = tuple[DictConfig, dict[str, str], list[str]]  # a config of files, its choices, its stack
+Files = tuple[DictConfig, dict[str, str], dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     with isolated_hydra():
         parsed = read_overrides(config_name, overrides)
         _check_options(parsed)
-        config, choices, stack = _compose_files(
+        config, options, chosen = _compose_files(
             CONF_DIR, config_name, tuple(str(o.input_line) for o in parsed if _is_choice(o))
         )
     config = deepcopy(config)
     for override in parsed:
         if not _is_choice(override):
             _apply(override, config)
-    values = _resolve_values(config, stack, overrides)
+    values = _resolve_values(config, chosen["augmentation"], overrides)
     launcher = values.pop("hydra")["launcher"]
     values["devices"] = _resolve_devices(values.get("devices"))
     _resolve_workers(values)
-    values["augmentation"] = _check_stack(values.get("augmentation"), stack)
+    _check_lists(values, chosen)
     typed = {o.key_or_group: str(o.input_line) for o in parsed}
-    return Composed(values, typed, choices["experiment"], choices["hydra/launcher"], launcher)
+    return Composed(values, typed, options["experiment"], options["hydra/launcher"], launcher)
 
 
 def config_of(overrides: Sequence[str]) -> Config:
@@ -139,65 +139,49 @@ def _is_choice(override: Override) -> bool:
 def _compose_files(conf_dir: Path, config_name: str, choices: tuple[str, ...]) -> Files:
     """Composes the config files of these options; cached, as points of a sweep share them.
 
-    The stack is that of the files: an experiment may have settings of what the user has left out.
+    Returns the config, the options by group, and those of the groups that take a list.
     """
     try:
         config = hydra.compose(config_name, [*choices], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except HydraException as error:
         raise UserError(error) from error
-    chosen = dict(config.hydra.runtime.choices)
+    except Exception as error:  # Hydra validates little, so any error is possible
+        raise UserError(f"{' '.join(choices)}: cannot be applied: {first_line(error)}") from error
+    options = dict(config.hydra.runtime.choices)
     with open_dict(config):
         config.hydra = {"launcher": config.hydra.launcher}
     loader = GlobalHydra.instance().config_loader()
     files = loader.compute_defaults_list(config_name, [*choices], RunMode.RUN).defaults
     groups = [(file.config_path or "").partition("/") for file in files]
-    return config, chosen, [name for group, _, name in groups if group == "augmentation"]
+    chosen = {key: [name for group, _, name in groups if group == key] for key in LISTS}
+    return config, options, chosen
 
 
 def _apply(override: Override, config: DictConfig) -> None:
-    """Applies the override of a value, as Hydra does. Raises UserError if there is no such key."""
+    """Applies the override of a value; new keys are left to the schema, but those of a launcher."""
     key, value, typed = override.key_or_group, override.value(), override.input_line
-    adds = override.is_add() or override.is_force_add()
+    parent, _, last = key.rpartition(".")
+    if override.package is not None:
+        raise UserError(f"{typed}: {key} is no group of options")
     try:
-        if override.package is not None:
-            raise UserError(f"{typed}: {key} is no group of options")
-        current = None
         if override.is_delete() or override.is_add():
             current = OmegaConf.select(config, key, throw_on_missing=False)
-        if override.is_delete():
-            if current is None or value not in (None, current):
+            if override.is_add() and current is not None and not isinstance(value, dict | list):
+                raise UserError(f"{typed}: exists already, leave the + out")
+            if override.is_delete() and (current is None or value not in (None, current)):
                 raise UserError(f"{typed}: there is no such setting")
-            parent, _, last = key.rpartition(".")
+        place = OmegaConf.select(config, parent) if parent else config
+        if override.is_delete():
             with open_dict(config):
-                del (OmegaConf.select(config, parent) if parent else config)[last]
-        elif override.is_add() and current is not None and not isinstance(value, dict | list):
-            raise UserError(f"{typed}: exists already, leave the + out")
+                del place[last]
+        elif override.is_hydra_override() and not override.is_add() and last not in place:
+            raise UserError(f"{typed}: unknown key; keys of {parent}: {', '.join(place)}")
         else:
-            OmegaConf.update(config, key, value, force_add=adds)
-    except (ConfigKeyError, ConfigAttributeError) as error:
-        raise UserError(_describe_missing(key, error, config)) from error
-    except OmegaConfBaseException as error:
+            OmegaConf.update(config, key, value, force_add=True)
+    except UserError:
+        raise
+    except Exception as error:  # as above
         raise UserError(f"{typed}: cannot be applied: {first_line(error)}") from error
-
-
-def _describe_missing(
-    key: str, error: ConfigKeyError | ConfigAttributeError, config: DictConfig
-) -> str:
-    missing = str(error.full_key or key)
-    parent, _, last = missing.rpartition(".")
-    if parent == "augmentation" and last in STACK:
-        return f"{missing}: the stack does not name {last}, add it to augmentation=[...]"
-    if parent == "logger" and last in options_of("logger"):
-        return f"{missing}: logger does not name {last}, add it to logger=[...]"
-    if parent in ("model.options", "dataset.options"):
-        return f"{missing}: is not set yet, must be added by +{missing}=..."
-    tree: Any = OmegaConf.to_container(config)
-    if not key.startswith("hydra"):
-        del tree["hydra"]
-    if "run" not in tree:  # of eval.py and export.py
-        tree["experiment"] = None  # a group that leaves no key
-    # the error names a part of the key, or more if the value is a mapping
-    return unknown_key(max(missing, key, key=len), tree)
 
 
 def _resolve_values(config: DictConfig, stack: list[str], overrides: list[str]) -> dict[str, Any]:
@@ -225,15 +209,11 @@ def error_context(place: str) -> Iterator[None]:
 
 
 @contextmanager
-def isolated_hydra(job_name: str = "app") -> Iterator[None]:
-    """Initialises Hydra for composing, and restores the global instance that a job may use."""
-    previous = GlobalHydra.instance().hydra
+def isolated_hydra() -> Iterator[None]:
+    """Initialises Hydra for composing."""
     GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(CONF_DIR), job_name, version_base="1.3"):
-            yield
-    finally:
-        GlobalHydra.instance().hydra = previous
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        yield
 
 
 def _check_model_supports_stack(config: DictConfig, stack: list[str]) -> None:
@@ -248,22 +228,21 @@ def _check_model_supports_stack(config: DictConfig, stack: list[str]) -> None:
         )
 
 
-def _check_stack(settings: Any, stack: list[str]) -> dict[str, Any]:
-    """Returns the augmentation settings. Raises UserError if they do not match the stack."""
-    settings = settings or {}
-    for name in set(stack) - set(settings):
-        raise UserError(f"augmentation.{name}: is in the stack, its settings cannot be removed")
-    for name in STACK:
-        if settings.get(name, {}) is None:
-            raise UserError(
-                f"augmentation.{name}=None: must not be null, leave it out of augmentation=[...]"
-            )
-        if name in settings and name not in stack:
-            raise UserError(
-                f"augmentation.{name}={settings[name]}: the stack augmentation=[{','.join(stack)}] "
-                f"does not name {name}"
-            )
-    return settings
+def _check_lists(values: dict[str, Any], chosen: dict[str, list[str]]) -> None:
+    """Raises UserError unless a group that takes a list has the settings of exactly its options.
+
+    An experiment may have settings of what the user has left out.
+    """
+    for group, names in chosen.items():
+        settings = values.get(group) or {}
+        for name in options_of(group):
+            key, line = f"{group}.{name}", f"{group}=[{','.join(names)}]"
+            if name in names and name in settings and settings[name] is None:
+                raise UserError(f"{key}=null: must not be null, leave it out of {line}")
+            if name in names and name not in settings and name != "none":
+                raise UserError(f"{key}: is in {line}, its settings cannot be removed")
+            if name not in names and name in settings:
+                raise UserError(f"{key}={settings[name]}: {line} does not name {name}")
 
 
 def _resolve_devices(devices: Any) -> Any:

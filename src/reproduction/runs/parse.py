@@ -11,21 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from reproduction.config import (
-    CCT,
-    AnyModel,
-    Augmentation,
-    Config,
-    Dataset,
-    Library,
-    Recipe,
-    Transforms,
-    ViT,
-)
+from reproduction.config import CCT, AnyModel, Augmentation, Config, Dataset, Library, Recipe, ViT
 from reproduction.data.folders import DATASETS, IMAGE_FOLDERS, missing_data
 from reproduction.runs.identity import without_removed
 from reproduction.system.errors import UserError, in_one_line
-from tokenmixup import HTM, VTM
 
 LONGEST = 200  # characters of a value in an error line
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # types of pydantic errors
@@ -84,7 +73,7 @@ def _describe(error: Any, raw: dict[str, Any], unknown: Sequence[str]) -> str:
     """Formats a pydantic error as `key=value: what is allowed`."""
     key, value = _key(error), in_one_line(str(error["input"]), LONGEST)
     if error["type"] in UNKNOWN:
-        return unknown_key(key, raw, f"={value}", unknown)
+        return _unknown_key(key, value, raw, unknown)
     if error["type"] == "missing":
         return f"{key}: no value is set"
     if error["type"] == "union_tag_invalid":
@@ -99,18 +88,13 @@ def _describe(error: Any, raw: dict[str, Any], unknown: Sequence[str]) -> str:
     return f"{key}={value}: must {bounds[0] if bounds else message}"
 
 
-def unknown_key(
-    key: str, tree: dict[str, Any], value: str = "", unknown: Sequence[str] = ()
-) -> str:
+def _unknown_key(key: str, value: str, tree: dict[str, Any], unknown: Sequence[str]) -> str:
     """Describes an unknown key: the known keys that are most similar, and those beside it.
 
-    `tree` holds the known keys, and may hold those in `unknown`.
+    `tree` holds the known keys and those in `unknown`.
     """
-    unknown = [key, *unknown]
     names = [x for x in _keys(tree) if not any(f"{x}.".startswith(f"{y}.") for y in unknown)]
     parent, _, last = key.rpartition(".")
-    while parent and parent not in names:
-        parent = parent.rpartition(".")[0]
     ends = {name: name.rpartition(".")[2] for name in names}
     closest = get_close_matches(last, ends.values(), n=1)
     alike = [name for name, end in ends.items() if end in closest]
@@ -121,7 +105,7 @@ def unknown_key(
         problem = f"{tree['model'].get('name')} has no such key"  # another family may have it
     beside = [end for name, end in ends.items() if name.rpartition(".")[0] == parent]
     keys = f"keys of {parent or 'the configuration'}: {', '.join(beside)}"
-    return f"{key}{value}: {problem}{hint}; {keys if beside else f'{parent} has no keys'}"
+    return f"{key}={value}: {problem}{hint}; {keys if beside else f'{parent} has no keys'}"
 
 
 def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -134,193 +118,137 @@ def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:
     """Yields inconsistencies between fields, one line each: key, value and what is allowed."""
-    stack = config.augmentation
-    if isinstance(config.model, CCT | ViT):
-        yield from _layer_problems(config.model, stack)
-        if stack.htm is not None:
-            yield from _htm_problems(config.model, stack.htm)
-        if stack.vtm is not None:
-            yield from _vtm_problems(config.model, stack.vtm)
+    model, stack, recipe = config.model, config.augmentation, config.recipe
+    if isinstance(model, CCT | ViT):
+        yield from _stack_problems(model, stack)
     if stack.cutmix is not None and stack.cutmix.labels == "attention":
         yield from _label_problems(config)
     if trains:
-        if stack.off_epoch is not None and stack.off_epoch >= config.recipe.epochs:
-            yield (
-                f"augmentation.off_epoch={stack.off_epoch}: must be below recipe.epochs="
-                f"{config.recipe.epochs}, or null to mix in all epochs"
-            )
-        yield from _recipe_problems(config.recipe, config.devices)
+        if stack.off_epoch is not None and stack.off_epoch >= recipe.epochs:
+            allowed = f"must be below recipe.epochs={recipe.epochs}, or null to mix in all epochs"
+            yield f"augmentation.off_epoch={stack.off_epoch}: {allowed}"
+        yield from _recipe_problems(recipe, config.devices)
     if config.compile == "cuda-graph":
         yield from _graph_problems(config)
-    yield from _model_problems(config.model)
-    yield from _transform_problems(config.recipe.transforms)
+    yield from _model_problems(model)
+    scale, ratio = recipe.transforms.scale, recipe.transforms.ratio
+    if not scale[0] <= scale[1] <= 1:
+        yield f"recipe.transforms.scale={scale}: shares of the area, must rise to 1 at most"
+    if ratio[0] > ratio[1]:
+        yield f"recipe.transforms.ratio={ratio}: width over height, must rise"
     yield from _dataset_problems(config.dataset, needs_data)
 
 
-def _layer_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
-    for key, settings in (("htm", stack.htm), ("vtm", stack.vtm)):
-        if settings is not None and settings.layers[-1] >= model.depth:
-            first = 1 if key == "vtm" else 0
-            yield (
-                f"augmentation.{key}.layer={settings.layer}: {model.name} has blocks "
-                f"0..{model.depth - 1}, allowed is {first}..{model.depth - 1}"
-            )
-    if stack.manifold_mixup is not None:
+def _stack_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
+    """What of HTM, VTM and manifold mixup the model has no blocks or tokens for."""
+    name, last, htm, vtm = model.name, model.depth - 1, stack.htm, stack.vtm
+    blocks = f"{name} has blocks 0..{last}"
+    no_class = f"{name} pools no class token"
+    if htm is not None and htm.layers[-1] > last:
+        yield f"augmentation.htm.layer={htm.layer}: {blocks}, allowed is 0..{last}"
+    if vtm is not None and vtm.layers[-1] > last:
+        yield f"augmentation.vtm.layer={vtm.layer}: {blocks}, allowed is 1..{last}"
+    if stack.manifold_mixup is not None and max(stack.manifold_mixup.layers) > last:
         layers = stack.manifold_mixup.layers
-        if max(layers) >= model.depth:
-            yield (
-                f"augmentation.manifold_mixup.layers={layers}: must be blocks of {model.name}, "
-                f"which has 0..{model.depth - 1}"
-            )
+        yield f"augmentation.manifold_mixup.layers={layers}: {blocks}, allowed are only these"
+    if htm is not None and htm.pooling == "class_token" and not model.has_class_token:
+        allowed = "allowed is auto, attention or average"
+        yield f"augmentation.htm.pooling=class_token: {no_class}, {allowed}"
+    if htm is not None and (left := last - htm.layers[-1]) >= 0 and htm.rollout_steps > left:
+        after = f"{name} has {left} blocks after htm.layer={htm.layers[-1]}"
+        yield f"augmentation.htm.rollout_steps={htm.rollout_steps}: {after}, allowed are no more"
+    if vtm is not None and max(each.kappa for each in vtm.each.values()) > model.tokens:
+        tokens = f"{name} has {model.tokens} tokens, allowed is 1..{model.tokens}"
+        yield f"augmentation.vtm.kappa={vtm.kappa}: {tokens}"
+    if vtm is not None and vtm.class_token_offset == "published" and not model.has_class_token:
+        yield f"augmentation.vtm.class_token_offset=published: {no_class}, allowed is paper"
 
 
 def _label_problems(config: Config) -> Iterator[str]:
     """Why labels cannot follow the attention in the last block."""
-    key, stack = "augmentation.cutmix.labels=attention", config.augmentation
-    for name in ("manifold_mixup", "htm"):
-        if name in stack.stack:
-            reason = "which mixes labels before the last block has run"
-            yield f"{key}: not with {name} in the stack, {reason}; allowed is area"
+    stack = config.augmentation
+    early = [name for name in ("manifold_mixup", "htm") if name in stack.stack]
+    reasons = [f"{name} mixes labels before the last block has run" for name in early]
     if stack.mode != "batch":
-        reason = f"augmentation.mode={stack.mode} draws more than one box for a batch"
-        yield f"{key}: {reason}; allowed is area"
+        reasons.append(f"augmentation.mode={stack.mode} draws more than one box for a batch")
     if isinstance(config.model, Library):
-        yield f"{key}: {config.model.name} has no blocks with attention; allowed is area"
+        reasons.append(f"{config.model.name} has no blocks with attention")
     if config.compile:
-        value = str(config.compile).lower()
-        yield f"{key}: not with compile={value}, which hides the last block; allowed is area"
+        reasons.append(f"compile={str(config.compile).lower()} hides the last block")
+    for reason in reasons:
+        yield f"augmentation.cutmix.labels=attention: {reason}; allowed is area"
 
 
 def _graph_problems(config: Config) -> Iterator[str]:
     """What differs between the steps of one CUDA graph, or is more than one device's."""
-    htm = config.augmentation.htm
-    parts = {
-        f"devices={config.devices}": config.devices > 1,
-        "augmentation=[manifold_mixup], which draws a block for each batch": (
-            config.augmentation.manifold_mixup is not None
-        ),
-        "augmentation.htm.detector=gradient, which trains a second pass": (
-            htm is not None and htm.detector == "gradient"
-        ),
-        "model.checkpoint_blocks=true, which reads random states": (
-            getattr(config.model, "checkpoint_blocks", False)
-        ),
-    }
-    for part, is_used in parts.items():
-        if is_used:
-            yield f"compile=cuda-graph: not with {part}; allowed are false and true"
-
-
-def _htm_problems(model: CCT | ViT, htm: HTM) -> Iterator[str]:
-    if htm.pooling == "class_token" and not model.has_class_token:
-        yield (
-            f"augmentation.htm.pooling=class_token: {model.name} pools no class token, "
-            "allowed is auto, attention or average"
-        )
-    last = htm.layers[-1]
-    if last < model.depth <= last + htm.rollout_steps:
-        yield (
-            f"augmentation.htm.rollout_steps={htm.rollout_steps}: {model.name} has "
-            f"{model.depth - 1 - last} blocks after htm.layer={last}, allowed are no more"
-        )
-
-
-def _vtm_problems(model: CCT | ViT, vtm: VTM) -> Iterator[str]:
-    if max(each.kappa for each in vtm.each.values()) > model.tokens:
-        yield (
-            f"augmentation.vtm.kappa={vtm.kappa}: {model.name} has {model.tokens} tokens, "
-            f"allowed is 1..{model.tokens}"
-        )
-    if vtm.class_token_offset == "published" and not model.has_class_token:
-        yield (
-            f"augmentation.vtm.class_token_offset=published: {model.name} pools no class token, "
-            "allowed is paper"
-        )
+    model, stack = config.model, config.augmentation
+    parts = []
+    if config.devices > 1:
+        parts.append(f"devices={config.devices}")
+    if stack.manifold_mixup is not None:
+        parts.append("augmentation=[manifold_mixup], which draws a block for each batch")
+    if stack.htm is not None and stack.htm.detector == "gradient":
+        parts.append("augmentation.htm.detector=gradient, which trains a second pass")
+    if isinstance(model, CCT | ViT) and model.checkpoint_blocks:
+        parts.append("model.checkpoint_blocks=true, which reads random states")
+    for part in parts:
+        yield f"compile=cuda-graph: not with {part}; allowed are false and true"
 
 
 def _recipe_problems(recipe: Recipe, devices: int) -> Iterator[str]:
     if recipe.batch_size % devices:
-        yield (
-            f"recipe.batch_size={recipe.batch_size}: the global batch must be divisible "
-            f"by devices={devices}"
-        )
+        allowed = f"the global batch must be divisible by devices={devices}"
+        yield f"recipe.batch_size={recipe.batch_size}: {allowed}"
     if recipe.warmup_epochs + recipe.cooldown_epochs > recipe.epochs:
-        yield (
-            f"recipe.warmup_epochs={recipe.warmup_epochs}: warm-up and cooldown "
-            f"({recipe.cooldown_epochs}) must fit into recipe.epochs={recipe.epochs}"
-        )
+        both = f"warm-up and cooldown ({recipe.cooldown_epochs}) must fit into recipe.epochs"
+        yield f"recipe.warmup_epochs={recipe.warmup_epochs}: {both}={recipe.epochs}"
     warmup_lr = recipe.warmup_lr if recipe.warmup_epochs else 0.0
     for key, lr in (("min_lr", recipe.min_lr), ("warmup_lr", warmup_lr)):
         if lr > recipe.lr:
             yield f"recipe.{key}={lr}: must not exceed the peak recipe.lr={recipe.lr}"
 
 
-def _transform_problems(transforms: Transforms) -> Iterator[str]:
-    key = "recipe.transforms"
-    if not transforms.scale[0] <= transforms.scale[1] <= 1:
-        yield f"{key}.scale={transforms.scale}: shares of the area, must rise to 1 at most"
-    if transforms.ratio[0] > transforms.ratio[1]:
-        yield f"{key}.ratio={transforms.ratio}: width over height, must rise"
-
-
-def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
-    if dataset.name not in DATASETS:
-        yield f"dataset.name={dataset.name}: must be one of {', '.join(DATASETS)}"
-        return
-    if dataset.name == "custom" and dataset.source is None:
-        yield "dataset.source=null: custom needs package.module:function, which returns its images"
-    for key in ("source", "options", "content") if dataset.name != "custom" else ():
-        if value := getattr(dataset, key):
-            yield f"dataset.{key}={value}: {dataset.name} does not use it; it is for dataset=custom"
-    if dataset.validation_seed and not dataset.validation:
-        yield (
-            f"dataset.validation_seed={dataset.validation_seed}: with dataset.validation=0 there "
-            "is no split, allowed is 0"
-        )
-    if dataset.memory_mib is not None and dataset.name not in IMAGE_FOLDERS:
-        yield (
-            f"dataset.memory_mib={dataset.memory_mib}: {dataset.name} is always held in memory, "
-            "allowed is null"
-        )
-    if dataset.skips and dataset.name not in IMAGE_FOLDERS:
-        yield (
-            f"dataset.broken_images=skip: {dataset.name} is not a folder of image files, allowed "
-            "is refuse"
-        )
-    if needs_data and (problem := missing_data(dataset.name, dataset.root)):
-        yield problem
-
-
 def _model_problems(model: AnyModel) -> Iterator[str]:
     if model.weights is not None and not Path(model.weights).is_file():
         yield f"model.weights={model.weights}: there is no such file"
     if isinstance(model, Library):
-        for key, value in model.options.items():
-            if value is None:  # timm would silently drop it
-                yield f"model.options.{key}=null: no value; ~model.options.{key} leaves it out"
+        nulls = [key for key, value in model.options.items() if value is None]
+        for key in nulls:  # timm would silently drop it
+            yield f"model.options.{key}=null: no value; ~model.options.{key} leaves it out"
         return
     if model.patch_size is not None and model.image_size % model.patch_size:
         yield f"model.image_size={model.image_size}: must be a multiple of {model.patch_size}"
     if model.tokens > MOST_TOKENS:
-        yield (
-            f"model.image_size={model.image_size}: gives {model.name} {model.tokens} tokens, "
-            f"allowed are {MOST_TOKENS}"
-        )
-    if isinstance(model, CCT):
-        yield from _cct_problems(model)
+        tokens = f"gives {model.name} {model.tokens} tokens, allowed are {MOST_TOKENS}"
+        yield f"model.image_size={model.image_size}: {tokens}"
+    if isinstance(model, ViT):
+        if model.weights is not None and model.pretrained is not None:
+            yield f"model.weights={model.weights}: choose a file or model.pretrained, not both"
         return
-    if model.weights is not None and model.pretrained is not None:
-        yield f"model.weights={model.weights}: choose either a file or model.pretrained, not both"
-
-
-def _cct_problems(model: CCT) -> Iterator[str]:
     if (model.conv_layers is None) == (model.patch_size is None):
-        yield (
-            f"model.conv_layers={model.conv_layers} model.patch_size={model.patch_size}: must set "
-            "exactly one, the other must be null"
-        )
+        both = f"model.conv_layers={model.conv_layers} model.patch_size={model.patch_size}"
+        yield f"{both}: must set exactly one, the other must be null"
     if model.embed_dim % (2 * model.num_heads):
-        yield (
-            f"model.embed_dim={model.embed_dim}: must be an even multiple of "
-            f"model.num_heads={model.num_heads}"
-        )
+        allowed = f"must be an even multiple of model.num_heads={model.num_heads}"
+        yield f"model.embed_dim={model.embed_dim}: {allowed}"
+
+
+def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
+    name = dataset.name
+    if name not in DATASETS:
+        yield f"dataset.name={name}: must be one of {', '.join(DATASETS)}"
+        return
+    if name == "custom" and dataset.source is None:
+        yield "dataset.source=null: custom needs package.module:function, which returns its images"
+    for key in ("source", "options", "content") if name != "custom" else ():
+        if value := getattr(dataset, key):
+            yield f"dataset.{key}={value}: {name} does not use it; it is for dataset=custom"
+    if (seed := dataset.validation_seed) and not dataset.validation:
+        yield f"dataset.validation_seed={seed}: dataset.validation=0 splits nothing, allowed is 0"
+    if dataset.memory_mib is not None and name not in IMAGE_FOLDERS:
+        held = f"{name} is always held in memory, allowed is null"
+        yield f"dataset.memory_mib={dataset.memory_mib}: {held}"
+    if dataset.skips and name not in IMAGE_FOLDERS:
+        yield f"dataset.broken_images=skip: {name} has no image files, allowed is refuse"
+    if needs_data and (problem := missing_data(name, dataset.root)):
+        yield problem

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import hydra
+from hydra.errors import HydraException
 
 from reproduction.config import CONF_DIR, Config
 from reproduction.runs.compose import Composed, compose, isolated_hydra, read_overrides
 from reproduction.start import slurm
 from reproduction.start.processes import Processes, shares
 from reproduction.system.errors import PlainError, RunInterrupted, UserError, first_line
-from reproduction.system.ranks import launched_ranks
+from reproduction.system.ranks import is_first_rank, launched_ranks
 from reproduction.system.terminal import Parser, one_line_errors, say, warn
 
 Settings = TypeVar("Settings")
@@ -74,7 +75,7 @@ def run(
         if len(points) > 1:
             conclude(settings)
             say(f"{len(points) - len(failures)} of {len(points)} runs are finished")
-        for failure in failures:
+        for failure in failures if is_first_rank() else ():
             warn(f"{program}: {failure}")
         sys.exit(max((2 if isinstance(x, UserError) else 1 for x in failures), default=0))
 
@@ -125,6 +126,8 @@ def _leave_to_hydra(config_name: str, overrides: list[str]) -> None:
     try:
         with redirect_stderr(StringIO()):  # hides a message on --package
             start(lambda _: None)()
+    except HydraException as error:
+        raise UserError(error) from error
     except SystemExit as end:
         if end.code:
             raise UserError("--package: must be a key that --cfg shows") from end

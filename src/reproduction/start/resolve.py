@@ -40,7 +40,9 @@ def resolve(composed: Composed) -> Config:
     try:
         config = parse(composed.raw)
     except UserError as error:
-        if composed.experiment is None or str(error).partition("=")[0] in composed.overrides:
+        wrong = str(error).partition("=")[0]
+        typed = [key for key in composed.overrides if _overlap(key, wrong)]
+        if composed.experiment is None or typed:
             raise
         raise UserError(f"experiment={composed.experiment}: {error}") from None
     config = _with_content(config, composed)
@@ -51,6 +53,11 @@ def resolve(composed: Composed) -> Config:
         name = _names_by_hash(root, changed).get(run_hash(config))
     name = name or default_name(config, composed.experiment, _changes(composed))
     return dataclasses.replace(config, name=name)
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether one of two dotted keys is, or holds, the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 @lru_cache(maxsize=1)
@@ -196,6 +203,7 @@ def _select_weights(
         if isinstance(value, dict | list | bool):
             raise UserError(f"{key}={value}: must be a path")
     if (run is None) == (checkpoint is None):
+        _check_allowed(composed, tuple(dict.fromkeys(run_keys + file_keys)))
         both = "run, checkpoint" if run is None else f"run={run}, checkpoint={checkpoint}"
         raise UserError(f"{both}: set exactly one of them, a run folder or a file")
     if run is not None:

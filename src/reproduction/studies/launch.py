@@ -139,7 +139,8 @@ def _refuse_held(run: PlannedRun) -> None:
 def train_task(runs: Sequence[PlannedRun], number: int, device: str) -> NoReturn:
     """Becomes train.py for run `number` of the plan, as a task of a job array does."""
     if not 0 <= number < len(runs):
-        raise UserError(f"task={number}: the plan has {len(runs)} runs, 0 to {len(runs) - 1}")
+        last = len(runs) - 1
+        raise UserError(f"task={number}: must be 0..{last}, as the plan has {len(runs)} runs")
     if runs[number].is_done():
         print(f"{runs[number].name} is finished", flush=True)
         sys.exit(0)
