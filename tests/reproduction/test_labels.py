@@ -110,12 +110,12 @@ def test_batches_without_a_box_keep_their_weight():
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("augmentation=[cutmix,htm]", "not with htm in the stack"),
-        ("augmentation=[cutmix,manifold_mixup]", "not with manifold_mixup in the stack"),
+        ("augmentation=[cutmix,htm]", "htm mixes labels before the last block"),
+        ("augmentation=[cutmix,manifold_mixup]", "manifold_mixup mixes labels before"),
         ("augmentation.mode=elem", "augmentation.mode=elem draws more than one box"),
         ("model=resnet18", "resnet18 has no blocks with attention"),
         ("model=swin_tiny_patch4_window7_224", "blocks of SwinTransformer do not attend to all"),
-        ("compile=true", "not with compile=true"),
+        ("compile=true", "compile=true hides the last block"),
     ],
 )
 def test_attention_labels_are_refused_where_they_cannot_be(
