@@ -79,6 +79,7 @@ def test_folder_without_runs_of_the_paper_is_reported(tmp_path: Path):
     assert page.count("Accuracies are top-1 in percent") == 1
 
 
+@pytest.mark.slow
 def test_report_writes_its_formats_and_prints_the_page_last(
     outputs: Path, page: str, monkeypatch: pytest.MonkeyPatch, capsys
 ):

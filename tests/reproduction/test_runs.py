@@ -304,7 +304,9 @@ def test_sweep_ends_with_its_table_and_plot(command: Command, tmp_path: Path):
     result = command("train", "-m", *args)
     assert result.status == 0
     table = result.out.partition("\n\n")[2]
-    assert re.search(r"^\| inf +\| +2 \| 10\.00 \+/- 0\.00 \|.*\| +100\.0 \| finished", table, re.M)
+    assert re.search(
+        r"^\| inf +\| +2 \| 10\.00 \+/- 0\.00 \|.*\| +100\.0 \| +\d+\.\d \| finished", table, re.M
+    )
     assert result.out.rstrip().endswith("4 of 4 runs are finished")
     report = tmp_path / "outputs/report"
     assert {path.name for path in report.iterdir()} == {"tau.csv", "tau.png", "tau.pdf"}

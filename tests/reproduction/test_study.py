@@ -37,7 +37,10 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("scale", ["full", "short", "smoke", "digits"])
+SLOW = [pytest.param(scale, marks=pytest.mark.slow) for scale in ("short", "digits")]
+
+
+@pytest.mark.parametrize("scale", ["full", "smoke", *SLOW])
 def test_plans_have_the_recorded_numbers_of_runs(scale: str):
     for name, (full, digits) in COUNTS.items():
         expected = digits if scale == "digits" else full
@@ -56,7 +59,7 @@ def test_plans_have_the_recorded_numbers_of_runs(scale: str):
         assert {run.config.output_root for run in runs} == {str(settings.root)}
 
 
-@pytest.mark.parametrize("scale", ["full", "smoke", "digits"])
+@pytest.mark.parametrize("scale", ["full", "smoke", SLOW[-1]])
 def test_command_line_of_a_run_composes_its_configuration(scale: str):
     for run in plan("sweep-kappa", Settings(scale=scale, data=None), 1)[:3]:
         config = config_of(*run.overrides, needs_data=False)
