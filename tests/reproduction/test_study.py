@@ -160,9 +160,10 @@ def test_own_studies_are_planned_seed_by_seed(path: Path, tmp_path: Path):
     assert len({run.name for run in runs}) == len(runs) == (study.seeds or 0) * len(study.rows)
     for run in runs:
         (label,) = run.labels
-        stack = label.partition("/")[2]
-        assert "+".join(run.config.augmentation.stack) in (stack, "" if stack == "none" else stack)
-        assert run.name.startswith(f"{path.stem}-{stack}-s{run.config.seed}-")
+        row = label.partition("/")[2]
+        stack = row.partition("-")[0].replace("none", "")
+        assert "+".join(run.config.augmentation.stack) == stack
+        assert run.name.startswith(f"{path.stem}-{row}-s{run.config.seed}-")
 
 
 def changed(tmp_path: Path, **values: object) -> Path:

@@ -28,9 +28,9 @@ class Column:
     """A column with the `text` of a row.
 
     `tables` has a letter for each kind that shows it: P the paper's tables, 5 those that print
-    top-5, S its sweeps, O studies of your own, L their second table, R the runs of a folder. With a
-    `measure`, a number by this name is read from each run, by `read` or from summary.json; all
-    tables have its `_mean` and `_std`.
+    top-5, M the sizes of their models, S its sweeps, O studies of your own, L their second table, R
+    the runs of a folder. With a `measure`, a number by this name is read from each run, by `read`
+    or from summary.json; all tables have its `_mean` and `_std`.
     """
 
     title: str
@@ -169,6 +169,11 @@ COLUMNS = (
     _number("ratio", "P", "latency_ratio", ".1f"),
     _number("paper (ms)", "P", "paper_latency_ms", ".0f"),
     _number("paper's ratio", "P", "paper_latency_ratio", ".1f"),
+    Column("parameters (M)", "M", lambda row: form(row.parameters / 1e6, ".2f")),
+    _number("paper (M)", "M", "paper_parameters_m", ""),
+    Column("MACs (G)", "M", lambda row: form(row.macs / 1e9, ".2f")),
+    Column("without attention", "M", lambda row: form(row.macs_without_attention / 1e9, ".2f")),
+    _number("paper (G)", "M", "paper_macs_g", ""),
     Column("status", "R", lambda row: row.status),
 )
 MEASURES = {column.measure: column for column in COLUMNS if column.measure is not None}

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from reproduction.studies import latency
-from reproduction.studies.columns import METRICS, difference, form, p_text
+from reproduction.studies.columns import METRICS, difference, p_text
 from reproduction.studies.plan import Point, keys_of, points_of
 from reproduction.studies.runs import left, newest, read_runs, state_text
 from reproduction.studies.study import FULL, SWEEPS, TABLES, Settings, Study, papers_row
@@ -83,7 +83,10 @@ def _table(
         kind, title = "S", f"Sensitivity to {sweep.word}: {title}"
         heads = {sweep.word: "row"}
         notes[:0] = [x.format(word=sweep.word, table=sweep.own[len("table")]) for x in SWEPT]
-    more = {"Parameters and MACs": sizes_shown(numbers)} if study.sizes else {}
+    more = {}
+    if study.sizes:
+        sized = numbers.dropna(subset=["parameters"]).drop_duplicates("row")
+        more["Parameters and MACs"] = shown(sized, heads, "M")
     if kind == "O" and (is_run := numbers.n > 0).any():
         more["Held-out loss and top-5"] = shown(numbers[is_run], heads, "L")
     return Table(
@@ -163,20 +166,6 @@ def _printed(study: Study, name: str, column: str, values: Mapping[Any, float]) 
     return row
 
 
-def sizes_shown(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns our counts beside the printed sizes, a line for each model."""
-    rows = table.dropna(subset=["parameters"]).drop_duplicates("row")
-    columns = {
-        "parameters (M)": (rows.parameters / 1e6, ".2f"),
-        "paper (M)": (rows.paper_parameters_m, ""),
-        "MACs (G)": (rows.macs / 1e9, ".2f"),
-        "without attention": (rows.macs_without_attention / 1e9, ".2f"),
-        "paper (G)": (rows.paper_macs_g, ""),
-    }
-    texts = {title: [form(x, spec) for x in values] for title, (values, spec) in columns.items()}
-    return pd.DataFrame({"row": rows.row} | texts)
-
-
 def notes_of(
     study: Study, table: pd.DataFrame, keys: Mapping[str, str], runs: pd.DataFrame
 ) -> list[str]:
@@ -234,8 +223,6 @@ def provenance(table: pd.DataFrame, runs: pd.DataFrame) -> str:
         text += "; the runs are of more than one revision"
     if any(revision.endswith("-dirty") for revision in revisions):
         text += "; -dirty: the code differs from the revision"
-    if counted.log.isna().any():
-        text += "; some were trained by an earlier revision, which did not write what was mixed"
     return f"{text}."
 
 

@@ -172,8 +172,6 @@ def _notes(runs: pd.DataFrame, numbers: pd.DataFrame, differing: set[str]) -> It
         yield f"and {len(failed) - MOST_ERRORS} more that are not finished"
     if len(unusable := runs[runs.status == "unusable"]):
         yield f"no runs: {len(unusable)} folders ({', '.join(unusable.folder[:MOST_ERRORS])})"
-    if usable[usable.status == "finished"].log.isna().any():
-        yield "without mixed samples: runs of an earlier revision, which did not write them"
 
 
 def _left_out(names: Sequence[str]) -> Iterator[str]:
