@@ -18,10 +18,10 @@ class Saver:
 
     def is_late(self) -> bool:
         """Whether `every_minutes` have passed since the last checkpoint, or the last yes."""
-        minutes, now = self.settings.every_minutes, time.monotonic()
-        if minutes is None or now - self.asked < 60 * minutes:
+        minutes = self.settings.every_minutes
+        if minutes is None or time.monotonic() - self.asked < 60 * minutes:
             return False
-        self.asked = now
+        self.asked = time.monotonic()
         return True
 
     def is_due(self, epoch: int) -> bool:
