@@ -68,9 +68,9 @@ class Trainer:
         recipe, cutmix = config.recipe, config.augmentation.cutmix
         self.config, self.recipe, self.world = config, recipe, world
         self.module, self.classes, self.inputs = module, classes, inputs
-        if config.compile is True:
-            compile_module(module)
         is_graph = config.compile == "cuda-graph"
+        if config.compile is True or (is_graph and world.device.type == "cuda"):
+            compile_module(module)  # a CPU only rehearses graphs, in tests
         self.parameters = [*module.parameters()]
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:

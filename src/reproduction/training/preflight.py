@@ -34,10 +34,10 @@ def preflight(config: Config, here: bool = True) -> None:
         return
     if here:
         device = resolve_device(config.device, config.devices, config.recipe.precision)
-        if config.compile is True:
-            check_compiler(device)
         if config.compile == "cuda-graph" and device == "cpu":
             raise UserError("compile=cuda-graph: needs a GPU, allowed are false and true")
+        if config.compile:
+            check_compiler(device)
     source = build_source(config.dataset)
     images = build_training_images(config, source.train)
     try:
