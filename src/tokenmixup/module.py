@@ -161,7 +161,7 @@ class TokenMixup(nn.Module):
     ) -> Output:
         state = self._state = self._pass_of(targets, pixels, manifold)
         try:
-            logits = self._logits(images)
+            logits = self.adapter.logits(self.model(images))
         finally:
             self._state = None
         state.check_complete()

@@ -178,10 +178,10 @@ def test_tf32_follows_the_recipe(allowed: bool):
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
 
 
-def test_ten_calls_lead_from_the_command_to_algorithm_1(
+def test_eleven_calls_lead_from_the_command_to_algorithm_1(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ):
-    """The tenth is `mix_horizontal`; train.py itself and the plain model are not counted."""
+    """The eleventh is `mix_horizontal`; train.py itself and the plain model are not counted."""
     stacks: list[list[str]] = []
 
     def mix(*args: Any) -> Any:
@@ -198,5 +198,5 @@ def test_ten_calls_lead_from_the_command_to_algorithm_1(
     args = ["dataset.limit=10", "recipe.epochs=1", "recipe.batch_size=10", "dataset.workers=0"]
     result = command("train", "model.embed_dim=16", *args)
     assert result.status == 0, result.err
-    training = ["run", "main", "run_training", "train", "fit", "train_step"]
-    assert stacks[0] == [*training, "__call__", "forward", "_run_block"]
+    training = ["run", "_in_turn", "main", "run_training", "train", "fit", "train_step"]
+    assert stacks[0] == [*training, "forward", "_run", "_run_block"]
