@@ -20,6 +20,7 @@ from tests.reproduction.test_training import assert_same_result
 from tokenmixup.rules import CHOICES as RULES
 
 STEPS = 6  # of the runs of SMALL
+EXAMPLES = settings.default.max_examples // 14  # 7, or more by the chosen profile
 CHOICES: dict[str, list[Any]] = {
     "model.depth": [2, 3],
     "model.pooling": ["sequence", "class_token"],
@@ -79,7 +80,7 @@ def float16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "resolve_device", lambda *args: "cpu")
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(command_lines(), st.integers(0, STEPS - 1))
 def test_runs_with_any_settings_resume_exactly(line: list[str], step: int):
     with TemporaryDirectory() as root:

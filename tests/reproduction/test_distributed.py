@@ -207,6 +207,7 @@ def test_options_that_contradict_torchrun_are_refused(tmp_path, monkeypatch, cap
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ranks_stop_after_the_same_step_and_resume_also_after_a_kill(
     tmp_path: Path, mixing_runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
@@ -238,6 +239,7 @@ def kill_once(rank: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_rank_that_waits_for_a_dead_one_is_ended(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):
@@ -277,6 +279,7 @@ def test_killed_ranks_are_described_by_their_signal():
     assert _failure_line(killed) == "killed by SIGKILL"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sign", "more"),
     [

@@ -586,6 +586,7 @@ def test_resume_refuses_changed_images(
     assert result.status == 2 and "was trained on the classes dark, light" in result.lines[-1]
 
 
+@pytest.mark.slow
 def test_a_tilde_is_the_home_folder_in_every_path(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -638,6 +639,7 @@ def test_vit_trains_and_evaluates(command: Command, tmp_path: Path):
     assert all(math.isfinite(line["loss"]) for line in steps)
 
 
+@pytest.mark.slow
 def test_sweep_writes_a_run_and_a_wandb_run_per_point_and_trains_each_once(
     command: Command, tmp_path: Path
 ):
@@ -698,6 +700,7 @@ def test_sweep_over_stacks_names_runs_after_them(command: Command, tmp_path: Pat
         assert command("eval", f"run=outputs/{path.name}").status == 0  # its name has an "="
 
 
+@pytest.mark.slow
 def test_several_htm_layers_have_their_own_metrics_and_can_be_swept(
     command: Command, tmp_path: Path
 ):

@@ -63,6 +63,7 @@ def test_wandb_gets_every_line_and_nothing_else(
     assert "otel" not in sent and "system." not in sent and "output.log" not in sent
 
 
+@pytest.mark.slow
 def test_unreachable_wandb_causes_a_warning_and_a_complete_offline_record(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
 ):
@@ -104,6 +105,7 @@ def test_run_refused_by_wandb_is_refused(
 TYPED = [f"logger.wandb.{x}" for x in ("mode=online", "project=typed", "entity=me")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [[], TYPED], ids=["", "typed"])
 def test_keys_that_are_null_follow_wandbs_variables(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str]
@@ -121,6 +123,7 @@ def test_keys_that_are_null_follow_wandbs_variables(
     assert ("wandb: recorded offline" in result.out) == (not typed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [(None, "online"), ("dryrun", "offline"), ("disabled", "disabled")],
@@ -138,6 +141,7 @@ def test_the_project_is_ours_where_nothing_is_said(
         loggers.from_environment(silent)
 
 
+@pytest.mark.slow
 def test_killed_wandb_process_only_causes_one_warning(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
 ):
@@ -155,6 +159,7 @@ def test_killed_wandb_process_only_causes_one_warning(
     assert_same_result(folder(tmp_path), plain)
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_its_wandb_run_and_writes_no_secrets(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -187,6 +192,7 @@ def scalars(run: RunFolder) -> dict[str, dict[int, float]]:
     return {name: {x.step: x.value for x in events.Scalars(name)} for name in names}
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_every_line_beside_wandb_also_after_resuming(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: RunFolder
 ):

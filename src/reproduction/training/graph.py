@@ -99,11 +99,12 @@ class StepGraph:
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 outputs = self.step(*inputs)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            first = _first(error)
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
             raise PlainError(
-                f"compile=cuda-graph: the step cannot be captured ({first_line(_first(error))}); "
+                f"compile=cuda-graph: the step cannot be captured ({first_line(first)}); "
                 "allowed are false and true"
             ) from error
         outputs = tree_map_only(Tensor, Tensor.detach, outputs)
