@@ -4,11 +4,15 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.runs.identity import default_name, run_hash
@@ -17,6 +21,7 @@ from reproduction.studies import study as module
 from reproduction.studies.plan import keys_of, names, plan, points_of, studies_of
 from reproduction.studies.study import Settings, papers_studies, read_study, rows_of, scales
 from reproduction.system.errors import UserError
+from scripts import write_digits
 from tests.reproduction.conftest import config_of
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -188,7 +193,7 @@ def changed(tmp_path: Path, **values: object) -> Path:
         ({"rows": {"a/b": []}}, "rows.a/b"),
         ({"seeds": 0}, "seeds: "),
         ({"row": {}}, "row: "),
-        ({"overrides": ["recipe.lrr=1"]}, "mine.yaml: htm: recipe.lrr: unknown key"),
+        ({"overrides": ["recipe.lrr=1"]}, "mine.yaml: htm: recipe.lrr=1: unknown key"),
         ({"overrides": ["seed=3"]}, "seed=3: a study must not set seed"),
         ({"rows": {"none": ["seed=7"]}}, "seed=7: a study must not set seed"),
         ({"overrides": ["+devices=2"]}, "a study must not set devices"),
@@ -214,6 +219,21 @@ def test_study_files_fix_scale_and_data_set(tmp_path: Path):
         plan(str(FIRST), Settings(scale="smoke", outputs=str(tmp_path)))
     with pytest.raises(UserError, match="fixes its data set"):
         plan(str(FIRST), Settings(dataset="digits", outputs=str(tmp_path)))
+
+
+def test_digits_are_written_as_two_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["write_digits.py", str(tmp_path)])
+    write_digits.main()
+    numbers = {
+        half: Counter(path.parent.name for path in tmp_path.glob(f"{half}/*/*.png"))
+        for half in ("train", "test")
+    }
+    digits = load_digits()
+    assert numbers["train"] == dict.fromkeys(map(str, range(10)), 10)
+    assert numbers["test"].total() == len(digits.target) - 100 == 1697
+    path = tmp_path / f"train/{digits.target[7]}/0007.png"  # of the first ten of its digit
+    with Image.open(path) as image:
+        assert np.array_equal(np.asarray(image), np.round(digits.images[7] * 255 / 16))
 
 
 def test_openmixup_study_at_smoke_scale_uses_stand_ins():

@@ -18,7 +18,7 @@ from reproduction.system.reading import parse_yaml
 from reproduction.system.storage import write_text
 
 MIXING = "mixing"  # the title of the column with the augmentations
-MOST_FOLLOWING, MOST_ERRORS = 8, 5  # that a note names
+MOST_ERRORS = 5  # that are shown
 Values = Mapping[str, Mapping[str, Any]]  # of a setting, by the key of each configuration
 
 
@@ -45,7 +45,7 @@ def runs_table(runs: pd.DataFrame, against: str | None = None) -> Table:
         kind="R",
         heads={title: title for title in titles.values()},
         numbers=numbers,
-        notes=[*_notes(runs, numbers, {*chosen, *following}), *_left_out(following)],
+        notes=[*_notes(runs, numbers, chosen, following)],
     )
 
 
@@ -145,11 +145,13 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str) or value is None else value_text(value)
 
 
-def _notes(runs: pd.DataFrame, numbers: pd.DataFrame, differing: set[str]) -> Iterator[str]:
+def _notes(
+    runs: pd.DataFrame, numbers: pd.DataFrame, chosen: Values, following: Sequence[str]
+) -> Iterator[str]:
     """Yields what is common to all runs, what was measured, errors and folders without a run."""
     usable = runs[runs.status != "unusable"]
     first, stacks = usable.settings.iloc[0], {*map(stack_of, usable.settings)}
-    parts = [first.get(x) for x in ("model.name", "dataset.name") if x not in differing]
+    parts = [first.get(x) for x in ("model.name", "dataset.name") if x not in chosen]
     common = ", ".join(map(str, [*parts, *(stacks if len(stacks) == 1 else ())]))
     number = f"{len(usable)} run{'s' * (len(usable) != 1)}, {len(newest(usable))} finished"
     yield (
@@ -172,13 +174,8 @@ def _notes(runs: pd.DataFrame, numbers: pd.DataFrame, differing: set[str]) -> It
         yield f"and {len(failed) - MOST_ERRORS} more that are not finished"
     if len(unusable := runs[runs.status == "unusable"]):
         yield f"no runs: {len(unusable)} folders ({', '.join(unusable.folder[:MOST_ERRORS])})"
-
-
-def _left_out(names: Sequence[str]) -> Iterator[str]:
-    if names:
-        more = len(names) - MOST_FOLLOWING
-        shown = ", ".join(names[:MOST_FOLLOWING])
-        yield f"differs as well: {shown}" + (f" and {more} more" if more > 0 else "")
+    if following:
+        yield f"differs as well: {', '.join(following)}"
 
 
 def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[str, list[Path]]:
