@@ -68,21 +68,21 @@ def _received(
     M: tl.constexpr,
     E: tl.constexpr,
 ):
-    sample = tl.program_id(0).to(tl.int64)
+    sample, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     e, m = tl.arange(0, E), tl.arange(0, M)
+    k_tile = k_ptr + sample * k_b + head * k_h + m[None, :] * k_n + e[:, None]
+    k = tl.load(k_tile, (m < keys)[None, :] & (e < width)[:, None], 0.0)  # e m
     total = tl.zeros([M], tl.float32)
-    for head in range(0, heads):
-        k_tile = k_ptr + sample * k_b + head * k_h + m[None, :] * k_n + e[:, None]
-        k = tl.load(k_tile, (m < keys)[None, :] & (e < width)[:, None], 0.0)  # e m
-        for first in range(0, rows, R):
-            row = first + tl.arange(0, R)
-            q_tile = q_ptr + sample * q_b + head * q_h + row[:, None] * q_n + e[None, :]
-            q = tl.load(q_tile, (row < rows)[:, None] & (e < width)[None, :], 0.0)  # r e
-            score = tl.where((m < keys)[None, :], tl.dot(q, k) * scale, -float("inf"))
-            share = tl.exp(score - tl.max(score, 1)[:, None])
-            share = share / tl.sum(share, 1)[:, None]
-            total += tl.sum(tl.where((row < rows)[:, None], share, 0.0), 0)
-    tl.store(out_ptr + sample * keys + m, total / (rows * heads), m < keys)
+    for first in range(0, rows, R):
+        row = first + tl.arange(0, R)
+        q_tile = q_ptr + sample * q_b + head * q_h + row[:, None] * q_n + e[None, :]
+        q = tl.load(q_tile, (row < rows)[:, None] & (e < width)[None, :], 0.0)  # r e
+        score = tl.where((m < keys)[None, :], tl.dot(q, k) * scale, -float("inf"))
+        share = tl.exp(score - tl.max(score, 1)[:, None])
+        share = share / tl.sum(share, 1)[:, None]
+        total += tl.sum(tl.where((row < rows)[:, None], share, 0.0), 0)
+    out = out_ptr + (sample * heads + head) * keys + m
+    tl.store(out, total / (rows * heads), m < keys)
 
 
 def received(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -93,12 +93,12 @@ def received(q: Tensor, k: Tensor, scale: float) -> Tensor:
     b, h, rows, width = q.shape
     keys = k.shape[2]
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    out = q.new_empty(b, keys, dtype=torch.float32)
+    out = q.new_empty(b, h, keys, dtype=torch.float32)
     m, e = (max(16, triton.next_power_of_2(x)) for x in (keys, width))
     r = max(16, min(triton.next_power_of_2(rows), 64, SCORES // m))
     strides = (*q.stride()[:3], *k.stride()[:3])
-    _received[(b,)](q, k, out, h, rows, keys, width, scale, *strides, r, m, e, num_warps=8)
-    return out
+    _received[b, h](q, k, out, h, rows, keys, width, scale, *strides, r, m, e, num_warps=8)
+    return out.sum(dim=1)
 
 
 @triton.jit

@@ -605,7 +605,7 @@ class ForwardPass:
         encoder = self.encoder
         assert encoder is not None, "without one nothing has a stand-in"
         tokens = _tokens_of(encoder, index, args)
-        if index <= max(self.blocks, default=-1):
+        if any(index <= entered for entered in self.blocks):
             raise ValueError(f"block {index} runs again: must run once in a forward pass, in order")
         self._check_graph(index)
         n, prefix = tokens.shape[1], encoder.num_prefix_tokens
