@@ -16,7 +16,7 @@ from reproduction.start.command import run
 from tests.reproduction.conftest import SCRIPTS
 from tests.reproduction.mutations import snapshot
 
-GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment", "hydra/launcher")
+GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 OPTIONS = {
     group: sorted(
         str(path.relative_to(CONF_DIR / group).with_suffix(""))
