@@ -89,7 +89,7 @@ def draw_map(path: Path, rows: pd.DataFrame, titles: Sequence[str], name: str) -
     means = means.reindex(index=sorted(means.index, key=rank), columns=sorted(means, key=rank))
     values = means.to_numpy(dtype=float)
     height, width = values.shape
-    with figure(path, figsize=(1.8 + 0.9 * width, 1.2 + 0.5 * height)) as axes:
+    with figure(path, figsize=(1.8 + 0.9 * width, max(2.4, 1.2 + 0.5 * height))) as axes:
         image = axes.imshow(values, cmap="viridis", aspect="auto")
         middle = float(np.nanmean([np.nanmin(values), np.nanmax(values)]))
         for (i, j), mean in np.ndenumerate(values):
@@ -100,7 +100,7 @@ def draw_map(path: Path, rows: pd.DataFrame, titles: Sequence[str], name: str) -
         axes.set_ylabel(down)
         axes.set_xlabel(across)
         axes.spines[:].set_visible(False)
-        axes.figure.colorbar(image, label=f"last {ACCURACY[name]} [%]")
+        axes.figure.colorbar(image, label=f"{ACCURACY[name]} [%]")
 
 
 def rank(value: Any) -> tuple[int, float, str]:
