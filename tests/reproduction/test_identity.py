@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic.dataclasses import dataclass
 
@@ -14,11 +15,18 @@ from reproduction.config import FORBID, Config, Recipe
 from reproduction.runs import folder, parse
 from reproduction.runs import identity as rule
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import hash_of, identity, omitted_values, options_of, short_digest
+from reproduction.runs.identity import (
+    hash_of,
+    identity,
+    omitted_values,
+    options_of,
+    run_hash,
+    short_digest,
+)
 from reproduction.studies.publish import RESULTS
 from reproduction.studies.runs import read_store
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import SMALL, Command, config_of
+from tests.reproduction.conftest import SMALL, Command, config_of, small_trainer
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -121,6 +129,36 @@ def test_run_saved_without_keys_of_later_options_is_found(command: Command, tmp_
     again = command("train", "name=mine", "resume=auto", *SMALL)
     assert again.status == 0 and "after 2 epochs" in again.out and not again.err
     assert command("eval", "run=outputs/mine").status == 0
+
+
+STACK = ["mixup", "htm", "vtm"]
+CHANGES = [
+    *("seed=1", "model.depth=3", "model.attn_drop=0.3", "augmentation.mode=elem"),
+    *("augmentation.htm.rho=0", "augmentation.htm.detector=random", "augmentation.vtm.kappa=5"),
+    *("recipe.label_smoothing=0.3", "recipe.optimizer=sgd"),
+    *("recipe.grad_accum_steps=2", "recipe.precision=bf16", "recipe.transforms.erasing_prob=1"),
+]
+NO_CHANGES = ["model.checkpoint_blocks=true", "dataset.workers=3", "checkpoint.keep=3"]
+
+
+def losses(*overrides: str) -> list[float]:
+    """Returns the losses of two steps with the same weights and images."""
+    trainer, generator = small_trainer(STACK, *overrides), torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(2):
+        images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        found += [float(part.loss) for part in trainer.train_step(images, torch.arange(6), 6)]
+        trainer.step += 1
+    return found
+
+
+def test_a_key_that_changes_a_loss_changes_the_hash():
+    small = ["model.embed_dim=16"]
+    before, hashed = losses(*small), run_hash(config_of(*small))
+    for change in [*CHANGES, *NO_CHANGES]:
+        is_other = losses(*small, change) != before
+        assert is_other == (change in CHANGES), change
+        assert is_other == (run_hash(config_of(*small, change)) != hashed), change
 
 
 def test_identity_holds_the_word_auto():
