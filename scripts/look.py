@@ -9,7 +9,7 @@ from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
 
 
-def shares(folder: RunFolder, config: Config, batches: int) -> None:
+def print_shares(folder: RunFolder, config: Config, batches: int) -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
     from reproduction.reporting.suggestions import as_text, suggestions
 
@@ -67,7 +67,7 @@ def main() -> None:
 
     with explaining_data():
         if path is None:
-            shares(folder, config, args.batches)
+            print_shares(folder, config, args.batches)
         else:
             draw(folder, config, path, args.images)
 

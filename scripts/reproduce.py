@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from reproduction.studies.options import settings_of, study_parser
+from reproduction.studies.options import study_parser, study_settings
 from reproduction.studies.plan import PlannedRun, plan, studies_of
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
@@ -15,7 +15,7 @@ def reproduce(words: list[str]) -> int:
     args = study_parser(__doc__).parse_args(words)
     if args.no_gpu and args.task is None:
         raise UserError("no-gpu: goes with --task only")
-    settings = settings_of(args)
+    settings = study_settings(args)
     runs = plan(args.study, settings, args.seeds)
     if args.task is not None:
         from reproduction.studies.launch import train_task

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ MAY_IMPORT = {
 }
 LIBRARY_DEPENDENCIES = {"torch", "numpy", "scipy", "einops", "tokenmixup"}
 TIMM_USERS = {"tokenmixup/timm_task.py"}
+TRITON_USERS = {"tokenmixup/device_assignment.py", "tokenmixup/kernels.py"}  # torch's, on a GPU
 HYDRA_USERS = {
     "reproduction/start/command.py",
     "reproduction/runs/compose.py",
@@ -66,8 +68,9 @@ def test_imports_point_one_way(file: Path):
         top = module.partition(".")[0]
         assert top not in ("scripts", "tests"), module
         if file.parts[0] == "tokenmixup":
-            timm = {"timm"} if str(file) in TIMM_USERS else set()
-            assert top in LIBRARY_DEPENDENCIES | STANDARD_LIBRARY | timm, module
+            more = {"timm"} if str(file) in TIMM_USERS else set()
+            more |= {"triton"} if str(file) in TRITON_USERS else set()
+            assert top in LIBRARY_DEPENDENCIES | STANDARD_LIBRARY | more, module
         if top in ("hydra", "omegaconf"):
             assert str(file) in HYDRA_USERS and "._" not in module, module
         if top in ("reproduction", "tokenmixup"):
@@ -108,6 +111,38 @@ def test_command_checks_import_no_torch(modules: str):
     names = ", ".join(f"reproduction.{name}" for name in modules.split())
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Public names with several homes, and why.
+TWICE = {
+    "main": "of each program",
+    "check_all": "of each program: what it checks before the first run",
+    "CCT": "the configuration of a model, and the model",
+    "load_run": "of the package, which imports torch when it is called",
+    "received": "a kernel, and what it stands for",
+}
+
+
+def definitions(path: Path) -> Iterator[str]:
+    """Yields the public names that a module defines, but for type variables."""
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar"))):
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+
+
+def test_a_public_name_has_one_home():
+    homes: dict[str, list[str]] = defaultdict(list)
+    programs = [*ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    for path in [*(SOURCE / file for file in FILES), *programs]:
+        for name in {*definitions(path)}:
+            homes[name].append(str(path.relative_to(ROOT)))
+    twice = {name: files for name, files in homes.items() if len(files) > 1 and name[0] != "_"}
+    assert twice.keys() == TWICE.keys(), {x: twice.get(x) for x in twice.keys() ^ TWICE.keys()}
 
 
 ENTRY_POINTS = ["train.py", "eval.py", *(f"scripts/{p.name}" for p in ROOT.glob("scripts/*.py"))]

@@ -21,9 +21,9 @@ from reproduction.training.train import git_revision
 from scripts.benchmark.steps import COMPILING, EAGER, Group, measure_steps
 from scripts.benchmark.trainers import CCT, TRAINED_AS, VIT
 
-FILE = "benchmark.json"
-LIBRARIES = ("torch", "timm", "numpy", "scipy")
-SIZES = {  # model and batch
+BENCHMARK_FILE = "benchmark.json"
+TIMED_LIBRARIES = ("torch", "timm", "numpy", "scipy")
+BATCH_OF_MODEL = {  # model and batch
     "cpu": (f"cct_2_3x2:128 {CCT}:16 {VIT}:4").split(),
     "cuda": (f"cct_2_3x2:128 {CCT}:128 {VIT}:128").split(),
 }
@@ -42,8 +42,8 @@ def main() -> None:
     parser.add_argument("--outputs", default="outputs", help="folder of all runs")
     args = parser.parse_args()
     device = resolve_device(args.device, 1)
-    sizes = [parse_size(text) for text in args.sizes or SIZES[device]]
-    path = Path(args.outputs, "benchmark", FILE)
+    sizes = [parse_size(text) for text in args.sizes or BATCH_OF_MODEL[device]]
+    path = Path(args.outputs, "benchmark", BENCHMARK_FILE)
     check_writable(path, f"outputs={args.outputs}")
     before = os.getloadavg()[0]
     report: Report = {
@@ -80,7 +80,9 @@ def parse_size(text: str) -> tuple[str, int]:
 
 
 def machine_of(device: str) -> dict[str, Any]:
-    versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    versions = {"python": platform.python_version()} | {
+        name: version(name) for name in TIMED_LIBRARIES
+    }
     return {
         "hardware": hardware_name(device),
         "device": device,
@@ -98,7 +100,7 @@ def read_report(path: Path, new: Report) -> Report:
         report = json.loads(path.read_text())
         machine, _ = {**report["machine"]}, [*spreads(report)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"compare={path}: is no {FILE}: {first_line(error)}") from error
+        raise UserError(f"compare={path}: is no {BENCHMARK_FILE}: {first_line(error)}") from error
     for key, value in new["machine"].items():
         if key != "versions" and machine.get(key) != value:
             raise UserError(
@@ -144,7 +146,7 @@ def _number(value: float) -> str:
 
 
 # column of a row -> heading, formatter
-COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+PRINTED_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "ms": ("ms", _spread),
     "ratio": ("to plain", _spread),
     "images_per_second": ("images/s", _number),
@@ -170,12 +172,14 @@ def markdown(report: Report) -> str:
 def table(group: Group) -> str:
     """A group as a Markdown table, and what is left out of it."""
     rows = group["rows"]
-    shown = [name for name in COLUMNS if any(name in row for row in rows.values())]
+    shown = [name for name in PRINTED_COLUMNS if any(name in row for row in rows.values())]
     lines = [f"**{group['title']}** ({group['about']})", ""]
-    lines.append(_line(["", *(COLUMNS[name][0] for name in shown)]))
+    lines.append(_line(["", *(PRINTED_COLUMNS[name][0] for name in shown)]))
     lines.append("|---|" + "---:|" * len(shown))
     for name, row in rows.items():
-        cells = (COLUMNS[column][1](row[column]) if column in row else "" for column in shown)
+        cells = (
+            PRINTED_COLUMNS[column][1](row[column]) if column in row else "" for column in shown
+        )
         lines.append(_line([name, *cells]))
     lines += [f"\nNot timed: {name}: {why}" for name, why in group["left_out"].items()]
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from reproduction.data.folders import (
     split_folders,
 )
 from reproduction.runs.identity import run_hash
-from reproduction.studies.options import add_settings, settings_of
+from reproduction.studies.options import add_settings, study_settings
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.study import SWEEPS, TABLES, Settings
 from reproduction.system.errors import PlainError, UserError
@@ -249,7 +249,7 @@ def main() -> None:
         help="images per step (default: the runs' own; on a CPU, as many as take two seconds)",
     )
     args = parser.parse_args()
-    settings = replace(settings_of(args), devices=1)  # hours_table divides by args.devices
+    settings = replace(study_settings(args), devices=1)  # hours_table divides by args.devices
     if settings.uses_stand_ins:
         raise UserError(f"scale={args.scale}: runs of seconds on synthetic images are not measured")
     names = args.studies or studies_at(settings)

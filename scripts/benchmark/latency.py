@@ -28,7 +28,7 @@ from reproduction.config import Config
 from reproduction.models.build import build_module, place
 from reproduction.reporting.trained import block_inputs
 from reproduction.runs.folder import check_writable
-from reproduction.studies.latency import FILE, Measurement, Timing
+from reproduction.studies.latency import LATENCY_FILE, Measurement, Timing
 from reproduction.studies.plan import points_of, studies_of
 from reproduction.studies.study import Settings, scales
 from reproduction.system.hardware import hardware_name
@@ -45,7 +45,7 @@ from tokenmixup.module import BlockPass
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import input_gradient
 
-DETECTORS = ("attention", "gradient", "random")  # the first is the reference of ratios
+TIMED_DETECTORS = ("attention", "gradient", "random")  # the first is the reference of ratios
 CLASSES = 100  # of CIFAR-100
 REPEATS, FEW = 20, 5  # rounds; FEW at smoke scale
 
@@ -56,7 +56,7 @@ def measure_latency(settings: Settings, device: str) -> Path:
     Every sample is mixed (tau = inf, rho = 0), in the batch size and precision of the experiments,
     or in float32 on a CPU. Raises UserError for a device that does not exist.
     """
-    path = settings.root / FILE
+    path = settings.root / LATENCY_FILE
     check_writable(path, str(path))
     device = resolve_device(device, 1)
     configs = detector_configs(settings)
@@ -85,7 +85,7 @@ def detector_configs(settings: Settings) -> dict[str, Config]:
     """Returns the configuration of each detector, mixing every sample."""
     points = points_of(studies_of("table3"), settings)
     configs = {point.name: point.config for point in points}
-    return {name: as_measured(configs[name]) for name in DETECTORS}
+    return {name: as_measured(configs[name]) for name in TIMED_DETECTORS}
 
 
 def detector_works(

@@ -15,7 +15,7 @@ import torch
 
 from reproduction.system.errors import PlainError, first_line
 from reproduction.training.loop import Trainer
-from scripts.benchmark.timing import Row, calls_on, peak_mib, summarize, turns
+from scripts.benchmark.timing import Measured, calls_on, peak_mib, summarize, turns
 from scripts.benchmark.trainers import Step, precision_on, sharp_trainer, step_config, step_of
 
 PLAIN = "plain"
@@ -25,7 +25,7 @@ COMPILING = (EAGER, "true", "cuda-graph")  # values of `compile`
 AGAIN = ", again"  # the plain step a second time, which shows the noise of the ratios
 # precision -> tolerated relative difference of the losses of equal steps, computed otherwise
 TOLERANCES = {"float32": 1e-3, "bf16": 4e-2, "float16": 1e-2}
-COMPARED = 4  # steps: a CUDA graph is replayed from the third on
+COMPARED_STEPS = 4  # steps: a CUDA graph is replayed from the third on
 
 Group = dict[str, Any]  # title, about, rows, left_out
 
@@ -42,7 +42,7 @@ def measure_steps(
     Compiled steps must first give the losses of eager ones. `left_out` says why a variant is not
     timed: it fails, or the time `until` which variants are made ready is over.
     """
-    steps, rows, left_out, about = dict[str, Step](), dict[str, Row](), dict[str, str](), ""
+    steps, rows, left_out, about = dict[str, Step](), dict[str, Measured](), dict[str, str](), ""
     for label, trainer in trainers_of(model, device, compiling):
         about = about or conditions(trainer)
         step = step_of(trainer, batch_size)
@@ -62,7 +62,7 @@ def measure_steps(
     for each in turns(steps, calls_on(device)):
         for name, ms in each.items():
             times[name].append(ms)
-        timed = compare(times)
+        timed = ratios(times)
         for figures in timed.values():
             figures["images_per_second"] = 1000 * batch_size / figures["ms"]["median"]
         title = f"training step: {model}, batch of {batch_size}"
@@ -84,7 +84,7 @@ def trainers_of(
             yield variant + ("" if how == EAGER else f", compile={how}"), trainer
 
 
-def compare(times: Mapping[str, list[float]]) -> dict[str, Row]:
+def ratios(times: Mapping[str, list[float]]) -> dict[str, Measured]:
     """Returns name -> `ms` and `ratio`, each a summary over the rounds in `times`.
 
     Ratios are taken within each round: to the mean of both plain steps that are compiled alike,
@@ -111,7 +111,7 @@ def check_against_eager(trainer: Trainer, step: Step, batch_size: int) -> float:
         return 0.0
     eager = sharp_trainer(replace(trainer.config, compile=False), trainer.world.device)
     expected = step_of(eager, batch_size)
-    losses = [[float(each()[0].loss) for each in (step, expected)] for _ in range(COMPARED)]
+    losses = [[float(each()[0].loss) for each in (step, expected)] for _ in range(COMPARED_STEPS)]
     errors = [abs(ours / theirs - 1) for ours, theirs in losses]
     if not all(error <= TOLERANCES[trainer.recipe.precision] for error in errors):
         name, compiling = trainer.config.model.name, trainer.config.compile

@@ -10,9 +10,9 @@ import torch
 from scipy.stats import quantile_test
 
 Work = Callable[[], object]
-Row = dict[str, Any]
+Measured = dict[str, Any]
 
-WARM_UP = 2  # rounds
+WARM_UP_ROUNDS = 2  # rounds
 CALLS_ON_GPU = 10  # between two synchronisations, as in training, where the host runs ahead
 
 
@@ -30,7 +30,7 @@ def spread_of(values: list[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def summarize(values: list[float]) -> Row:
+def summarize(values: list[float]) -> Measured:
     """Median, quartiles, and the 95 % confidence interval of the median.
 
     The interval is by order statistics; for fewer than 6 values it is their range.
@@ -49,7 +49,7 @@ def turns(works: Mapping[str, Work], calls: int = 1) -> Iterator[dict[str, float
     """
     names = list(works)
     rng = np.random.default_rng(0)
-    for round_ in range(-WARM_UP, 2**31):
+    for round_ in range(-WARM_UP_ROUNDS, 2**31):
         order = [names[i] for i in rng.permutation(len(names))]
         times = {name: 1000 * time_calls(works[name], calls) / calls for name in order}
         if round_ >= 0:

@@ -16,7 +16,7 @@ from typing import IO
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
-from scripts.on_gpu.sheet import markdown
+from scripts.on_gpu.sheet import sheet_as_markdown
 
 # letter -> name, share of the time; what a part leaves goes to the later ones
 PARTS = {
@@ -118,8 +118,8 @@ def report(path: Path, error: str | None) -> str:
     """Writes the tables of a part beside its file, and returns their beginnings."""
     lines = [] if error is None else [f"the part ended with {error}"]
     if path.exists():
-        write_text(path.with_suffix(".md"), markdown(path))
-        text = markdown(path, ROWS)
+        write_text(path.with_suffix(".md"), sheet_as_markdown(path))
+        text = sheet_as_markdown(path, ROWS)
         is_long = len(text) > CHARACTERS
         lines.append(
             f"{text[:CHARACTERS]}\n... more in {path.with_suffix('.md')}" if is_long else text

@@ -15,7 +15,7 @@ from tokenmixup.assignment import optimal_donors
 
 VALUES, TIMES = "assignment: matrices", "assignment: times"
 SIZES = (64, 128, 252, 504)  # samples
-SHARES = (0.05, 0.5, 1.0)  # of easy samples; 19 kinds of matrices for each: 228
+EASY_SHARES = (0.05, 0.5, 1.0)  # of easy samples; 19 kinds of matrices for each: 228
 TIMED = ("trained, class token, late", "trained, pooled, late")
 EXACT = 2**-28  # the bound of the kernel: a deficit relative to easy samples x the largest gain
 CALLS, ROUNDS = 30, 9  # in a graph; of it
@@ -30,7 +30,7 @@ def measure_assignment(sheet: Sheet) -> None:
 
     sizes = SIZES if sheet.device.type == "cuda" else (8,)
     for b in sizes:
-        for share in SHARES[1:]:
+        for share in EASY_SHARES[1:]:
             chosen = [each for each in matrices(b, share) if each.kind in TIMED]
             for matrix in chosen:
                 name = f"{round(share * b)} of {b} easy, {matrix.kind}"
@@ -41,7 +41,7 @@ def measure_assignment(sheet: Sheet) -> None:
     for b in sizes:
         if not sheet.has(VALUES, f"{b} samples"):
             with sheet.trying(VALUES, f"{b} samples"):
-                compare(sheet, b, device_donors)
+                compare_donors(sheet, b, device_donors)
 
 
 def times(matrix: Matrix, donors: Donors, device: torch.device) -> dict[str, Any]:
@@ -66,13 +66,13 @@ def times(matrix: Matrix, donors: Donors, device: torch.device) -> dict[str, Any
     }
 
 
-def compare(sheet: Sheet, b: int, donors: Donors) -> None:
+def compare_donors(sheet: Sheet, b: int, donors: Donors) -> None:
     """A row for all kinds and shares of a size, and for gains that are not finite.
 
     It names the matrix that is tried, so that one whose search does not end is known.
     """
     count, worst, wrong, title, name = 0, 0.0, list[str](), VALUES, f"{b} samples"
-    for share in SHARES:
+    for share in EASY_SHARES:
         for matrix in matrices(b, share, seed=1):
             what = f"{matrix.kind}, {round(share * b)} easy"
             figures = {

@@ -8,7 +8,7 @@ import torch
 
 from scripts.on_gpu.sheet import Sheet
 
-PARTS = {  # where each part is; their imports differ
+MODULES = {  # where each part is; their imports differ
     "assignment": "assignment.measure_assignment",
     "values": "steps.compare_values",
     "times": "steps.measure_times",
@@ -20,7 +20,7 @@ PARTS = {  # where each part is; their imports differ
 def main() -> None:
     name, device, path, ends, *jobs = sys.argv[1:]
     sheet = Sheet(Path(path), torch.device(device), float(ends))
-    module, _, function = PARTS[name].partition(".")
+    module, _, function = MODULES[name].partition(".")
     getattr(import_module(f"scripts.on_gpu.{module}"), function)(sheet, *map(int, jobs))
     sheet.finish()
 

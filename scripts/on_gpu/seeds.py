@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from reproduction.config import ROOT
 from reproduction.runs.identity import run_hash
 from reproduction.start.processes import shares
 from reproduction.studies.launch import prepare, train_all_apart
 from reproduction.studies.plan import PlannedRun, plan
+from reproduction.studies.publish import RESULTS
 from reproduction.studies.runs import read_store
 from reproduction.studies.study import Settings
 from reproduction.system.errors import RunInterrupted
 from scripts.on_gpu.sheet import Sheet
 
-RESULTS = ROOT / "results"
 SAVING = 30.0  # seconds for runs to stop after a step and save
 TITLE = "seeds"
 

@@ -85,7 +85,7 @@ def read_sheet(path: Path) -> dict[str, Any]:
     return content
 
 
-def markdown(path: Path, rows: int | None = None) -> str:
+def sheet_as_markdown(path: Path, rows: int | None = None) -> str:
     """The tables of a sheet, each with at most so many rows. Lists are only in the JSON file."""
     content = read_sheet(path)
     head = ", ".join(f"{key} {value}" for key, value in content["head"].items() if value)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from reproduction.config import Config
 from reproduction.training.loop import Trainer
 from scripts.benchmark.steps import COMPILING, EAGER, VARIANTS, measure_steps
-from scripts.benchmark.timing import Row, calls_on, time_calls
+from scripts.benchmark.timing import Measured, calls_on, time_calls
 from scripts.benchmark.trainers import (
     CCT,
     VIT,
@@ -36,7 +36,7 @@ GRAPH = COMPILING[-1]
 STEPS, ROUNDS, FEW = 20, 40, 3
 READY = 0.7  # of the time of a model, in which its variants are made ready
 COMPLETE = "complete"  # row with the number of rounds
-LARGEST = 30  # kernels of a profile
+LARGEST_KERNELS = 30  # kernels of a profile
 
 
 class Case(NamedTuple):
@@ -62,13 +62,13 @@ class Case(NamedTuple):
         return step_config(self.model, [*self.stack], self.precision, *overrides)
 
 
-ALL = ("cutmix", "htm", "vtm")
+METHODS = ("cutmix", "htm", "vtm")
 # tau: about the difficulty of guessing, ln(classes), so that the number of easy samples varies
 CASES = (
-    Case(TINY, 32, ALL, "float32", 2.31, ("model.attn_drop=0.1", "recipe.clip_grad_norm=1")),
-    Case(CCT, 128, ALL, "bf16", 4.62),
-    Case(CCT, 32, ALL, "float16", 4.62),
-    Case(VIT, 16, ALL, "bf16", 6.92),
+    Case(TINY, 32, METHODS, "float32", 2.31, ("model.attn_drop=0.1", "recipe.clip_grad_norm=1")),
+    Case(CCT, 128, METHODS, "bf16", 4.62),
+    Case(CCT, 32, METHODS, "float16", 4.62),
+    Case(VIT, 16, METHODS, "bf16", 6.92),
 )
 
 
@@ -79,7 +79,7 @@ def compare_values(sheet: Sheet) -> None:
     """
     on_gpu = sheet.device.type == "cuda"
     steps = STEPS if on_gpu else 3
-    title, eager = f"values: {steps} steps beside eager ones", dict[Case, Trained]()
+    title, eager = f"values: {steps} steps beside eager ones", dict[Case, TrainedSteps]()
     ways = [EAGER, *COMPILING[:0:-1]] if on_gpu else [EAGER, GRAPH]
     for how, case in product(ways, CASES if on_gpu else [CASES[0]._replace(batch=4)]):
         name = f"{case.name}, compile={how}"
@@ -93,7 +93,7 @@ def compare_values(sheet: Sheet) -> None:
         free()
 
 
-class Trained(NamedTuple):
+class TrainedSteps(NamedTuple):
     """Losses and mixed samples of steps, weights before and after them, seconds of the first."""
 
     losses: list[float]
@@ -103,7 +103,7 @@ class Trained(NamedTuple):
     seconds: float
 
 
-def trained(case: Case, how: str, steps: int, device: torch.device) -> Trained:
+def trained(case: Case, how: str, steps: int, device: torch.device) -> TrainedSteps:
     """Trains a new model on images that are others in each step, by the rates of whole epochs."""
     trainer = sharp_trainer(case.config(how), device)
     before, start, seconds = weights_of(trainer), time.perf_counter(), 0.0
@@ -116,14 +116,14 @@ def trained(case: Case, how: str, steps: int, device: torch.device) -> Trained:
         losses.append(float(part.loss))
         mixed.append(float(part.output.stats["mixed_samples"]))
         seconds = seconds or time.perf_counter() - start
-    return Trained(losses, mixed, before, weights_of(trainer), seconds)
+    return TrainedSteps(losses, mixed, before, weights_of(trainer), seconds)
 
 
 def weights_of(trainer: Trainer) -> Tensor:
     return torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()])
 
 
-def differences(eager: Trained, other: Trained) -> Row:
+def differences(eager: TrainedSteps, other: TrainedSteps) -> Measured:
     """The largest relative difference of losses to eager ones; and of weights at the end.
 
     That of weights is a norm, relative to how far eager steps move them.
@@ -153,11 +153,11 @@ def measure_times(sheet: Sheet) -> None:
         for compiling in ways if not sheet.has(title, COMPLETE) else ():
             rounds = ROUNDS if on_gpu and GRAPH in compiling else FEW
             with sheet.trying(title, COMPLETE):
-                time_in_turns(sheet, title, model, batch, compiling, rounds, ends)
+                time_steps(sheet, title, model, batch, compiling, rounds, ends)
             free()
 
 
-def time_in_turns(
+def time_steps(
     sheet: Sheet,
     title: str,
     model: str,
@@ -180,9 +180,9 @@ def time_in_turns(
                 return
 
 
-def flat(row: Row) -> Row:
+def flat(row: Measured) -> Measured:
     """The figures of a row of the benchmark, each with its quartiles in the file."""
-    figures: Row = {"ms": row["ms"]["median"]}
+    figures: Measured = {"ms": row["ms"]["median"]}
     if "ratio" in row:
         low, high = row["ratio"]["interval"]
         figures |= {"to plain": row["ratio"]["median"], "95 %": f"{low:.3f} to {high:.3f}"}
@@ -209,7 +209,9 @@ def measure_kernels(sheet: Sheet) -> None:
         free()
 
 
-def kernels_of(config: Config, device: torch.device, batch: int, steps: int = 5) -> dict[str, Row]:
+def kernels_of(
+    config: Config, device: torch.device, batch: int, steps: int = 5
+) -> dict[str, Measured]:
     """Launches and microseconds a step of all kernels and of the largest ones.
 
     On a CPU of operators, in which those that they call are counted again.
@@ -229,10 +231,10 @@ def kernels_of(config: Config, device: torch.device, batch: int, steps: int = 5)
     for event in events:
         spent.setdefault(event.name, []).append(event.time_range.elapsed_us())
     total = sum(map(sum, spent.values()))
-    rows: dict[str, Row] = {
+    rows: dict[str, Measured] = {
         "all": figures_of(spent.values(), total, steps) | {"step [ms]": step_ms}
     }
-    for name in sorted(spent, key=lambda name: -sum(spent[name]))[:LARGEST]:
+    for name in sorted(spent, key=lambda name: -sum(spent[name]))[:LARGEST_KERNELS]:
         rows[short(name, rows)] = figures_of([spent[name]], total, steps)
     return rows
 

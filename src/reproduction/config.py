@@ -61,7 +61,7 @@ Pixels = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Blocks = Annotated[int, Field(strict=True, ge=1, le=512)]
 Width = Annotated[int, Field(strict=True, ge=1, le=2**16)]
 Images = Annotated[int, Field(strict=True, ge=1, le=10**6)]  # per batch
-Processes = Annotated[int, Field(strict=True, ge=0, le=1024)]
+ProcessCount = Annotated[int, Field(strict=True, ge=0, le=1024)]
 Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Few = Annotated[int, Field(strict=True, ge=1, le=16)]
 Amount = Annotated[float, Field(strict=True, ge=0, le=LARGEST, allow_inf_nan=False)]
@@ -192,7 +192,7 @@ class Dataset:
     std: Scales
     limit: Count | None
     eval_limit: Count | None = None
-    workers: Processes
+    workers: ProcessCount
     memory_mib: Whole | None
     broken_images: Literal["refuse", "skip"]
     validation: Rate = 0.0

@@ -61,7 +61,7 @@ from tokenmixup.settings import HTM, VTM, ManifoldMixup, built
 from tokenmixup.vertical import INDICES, Memory, vertical_attention
 
 Forward = Callable[..., Any]
-ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
+SUM_ROUNDING = 0.01  # of the sum of 1,000 smoothed probabilities in bfloat16
 OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
     "without TokenMixup: use attach(..., checkpoint_blocks=True)"
@@ -448,7 +448,7 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> Tensor:
         )
     if targets.device.type != "cpu":  # looking would wait for it
         return targets
-    close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < ROUNDING  # false for nan
+    close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < SUM_ROUNDING  # false for nan
     if not (good := close & (targets >= 0).all(dim=1)).all():
         row = int(good.int().argmin())
         raise ValueError(

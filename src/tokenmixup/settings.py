@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 AUTO = "auto"
 
-Pooling = Literal["auto", "attention", "average", "class_token"]
+PoolingName = Literal["auto", "attention", "average", "class_token"]
 Difficulty = Literal["paper", "excess"]
-Detector = Literal["attention", "mean_attention", "gradient", "random"]
+DetectorName = Literal["attention", "mean_attention", "gradient", "random"]
 Matching = Literal["optimal", "random"]
 MaskRule = Literal["paper", "published"]
 Labels = Literal["saliency", "count"]
@@ -202,9 +202,9 @@ class HTM(_Layered):
         float,
         default=0.001,
     )
-    pooling: Pooling = "auto"
+    pooling: PoolingName = "auto"
     stop_gradient: bool = False
-    detector: Detector = "attention"
+    detector: DetectorName = "attention"
     rollout_steps: int = _option("an integer >= 0", _at_least(0), default=0)
     matching: Matching = "optimal"
     mask_rule: MaskRule = "paper"

@@ -17,7 +17,7 @@ from reproduction.studies.study import Settings
 from reproduction.system.errors import RunInterrupted
 from scripts.on_gpu import __main__ as on_gpu
 from scripts.on_gpu import assignment, part, seeds, steps
-from scripts.on_gpu.sheet import Sheet, markdown, read_sheet
+from scripts.on_gpu.sheet import Sheet, read_sheet, sheet_as_markdown
 from tokenmixup.assignment import optimal_donors
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_assignments_are_timed_and_compared_with_scipy(sheet: Sheet, monkeypatch
     ids=["not allowed", "transposed", "nan"],
 )
 def test_donors_that_are_wrong_are_named(sheet: Sheet, kernel: Any, found: str):
-    assignment.compare(sheet, 8, kernel)
+    assignment.compare_donors(sheet, 8, kernel)
     row = sheet.tables[assignment.VALUES]["8 samples"]
     assert row["not exact"] > 0 and found in row["which"]
 
@@ -79,8 +79,8 @@ def test_values_times_and_kernels_of_steps_are_written(sheet: Sheet):
     assert eager == ["plain", "plain, again", "HTM", "HTM and VTM", "VTM"]
     assert graph == "plain, compile=cuda-graph" and len(times) == 2 * len(eager) + 1
     assert times["complete"] == {"rounds": steps.FEW} and times["HTM"]["tokens"] > 1
-    assert len(kernels) == 1 + steps.LARGEST and kernels["all"]["share"] == pytest.approx(1)
-    text = markdown(sheet.path, 3)
+    assert len(kernels) == 1 + steps.LARGEST_KERNELS and kernels["all"]["share"] == pytest.approx(1)
+    text = sheet_as_markdown(sheet.path, 3)
     assert "| plain, again |" in text and "... 28 more rows" in text and "errors" not in text
 
 
@@ -111,9 +111,9 @@ def test_a_sheet_goes_on_with_what_failed_or_was_cut_off(sheet: Sheet, monkeypat
         False,
     ]
     assert again.tables["table"]["failed"] == {"failed": "RuntimeError: no memory"}
-    assert " Cut off: " in markdown(sheet.path)
+    assert " Cut off: " in sheet_as_markdown(sheet.path)
     again.finish()
-    assert " Cut off: " not in markdown(sheet.path)
+    assert " Cut off: " not in sheet_as_markdown(sheet.path)
 
     content = read_sheet(sheet.path)
     content["head"]["hardware"] = "another card"
@@ -179,7 +179,7 @@ def test_bad_arguments_are_refused_in_one_line(monkeypatch, capsys, words, messa
 
 
 def test_each_part_is_one_that_its_process_knows():
-    assert {name for name, _ in on_gpu.PARTS.values()} == {*part.PARTS}
+    assert {name for name, _ in on_gpu.PARTS.values()} == {*part.MODULES}
 
 
 def test_seeds_that_are_not_published_are_next(tmp_path: Path):

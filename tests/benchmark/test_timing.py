@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from scripts.benchmark import timing
-from scripts.benchmark.steps import compare
-from scripts.benchmark.timing import WARM_UP, spread_of, summarize, time_in_turns
+from scripts.benchmark.steps import ratios
+from scripts.benchmark.timing import WARM_UP_ROUNDS, spread_of, summarize, time_in_turns
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_time_in_turns_lets_each_work_follow_every_other():
     works = {name: lambda name=name: order.append(name) for name in "abc"}
     times = time_in_turns(works, 20)
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert len(rounds) == WARM_UP + 20
+    assert len(rounds) == WARM_UP_ROUNDS + 20
     assert {"".join(sorted(each)) for each in rounds} == {"abc"}
     assert {each[:2] for each in rounds} == {"ab", "ac", "ba", "bc", "ca", "cb"}
     assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("abc", 20)
@@ -37,7 +37,7 @@ def test_time_in_turns_drops_warm_up_rounds(clock):
 
     def work() -> None:
         calls.append(1)
-        clock(9.0 if len(calls) <= WARM_UP else 0.002)
+        clock(9.0 if len(calls) <= WARM_UP_ROUNDS else 0.002)
 
     assert time_in_turns({"a": work}, 2) == {"a": pytest.approx([2.0, 2.0])}
 
@@ -45,7 +45,7 @@ def test_time_in_turns_drops_warm_up_rounds(clock):
 def test_ratios_are_taken_within_each_round():
     """The machine becomes slower in every round, but ratios stay constant."""
     speed = [1.0, 2.0, 4.0]
-    rows = compare({"plain": speed, "plain, again": speed, "HTM": [3 * x for x in speed]})
+    rows = ratios({"plain": speed, "plain, again": speed, "HTM": [3 * x for x in speed]})
     assert rows["plain"]["ratio"] == {"median": 1, "low": 1, "high": 1, "interval": [1, 1]}
     assert rows["HTM"]["ratio"] == {"median": 3, "low": 3, "high": 3, "interval": [3, 3]}
     assert rows["plain"]["ms"]["interval"] == [1, 4]
@@ -55,7 +55,7 @@ def test_ratios_are_to_the_mean_of_both_plain_steps_that_are_compiled_alike():
     times = {"plain": [1.0], "plain, again": [3.0], "HTM": [4.0]}
     how = ", compile=true"
     compiled = {f"plain{how}": [1.0], f"plain{how}, again": [1.0], f"HTM{how}": [5.0]}
-    rows = compare({**times, **compiled, "HTM, compile=x": [1.0]})
+    rows = ratios({**times, **compiled, "HTM, compile=x": [1.0]})
     assert [row["ratio"]["median"] for row in [*rows.values()][:6]] == [1, 3, 2, 1, 1, 5]
     assert "ratio" not in rows["HTM, compile=x"]
 

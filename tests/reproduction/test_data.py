@@ -52,7 +52,7 @@ def test_workers_send_batches_from_a_long_temporary_folder(tmp_path: Path, monke
     loader = a_loader(workers=1)
     loader.timeout = 20  # seconds: else a fault would hang the test
     assert [len(targets) for _, targets in loader] == [20, 20, 20]
-    monkeypatch.setattr(loaders, "SHORT", str(tmp_path / "missing"))
+    monkeypatch.setattr(loaders, "SHORT_FOLDER", str(tmp_path / "missing"))
     with pytest.raises(UserError, match=rf"TMPDIR={folder}: 75 bytes at most.*workers=0"):
         a_loader(workers=1)
     a_loader(workers=0)

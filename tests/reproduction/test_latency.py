@@ -46,7 +46,7 @@ def test_mix_equals_the_mixing_of_a_training_pass(narrow: dict[str, Config], det
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("detector", latency.DETECTORS)
+@pytest.mark.parametrize("detector", latency.TIMED_DETECTORS)
 def test_timed_step_mixes_every_sample_and_computes_saliency_once(narrow, detector, monkeypatch):
     calls = []
     of_gradient, of_attention = latency.input_gradient, "tokenmixup.module.received"

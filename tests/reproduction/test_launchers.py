@@ -15,7 +15,7 @@ import pytest
 from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.start import command as starting
 from reproduction.start.command import run
-from reproduction.start.processes import Processes, Share, shares
+from reproduction.start.processes import MachineShare, Processes, shares
 from reproduction.system.errors import RunInterrupted
 from reproduction.training import distributed
 from tests.reproduction.conftest import ROOT, SCRIPTS, SMALL, Command, trained_run
@@ -208,7 +208,7 @@ while True:
 """
     before = signal.getsignal(signal.SIGTERM)
     watcher = signal_when(tmp_path / "ready", times)
-    with pytest.raises(RunInterrupted), Processes([Share({})]) as processes:
+    with pytest.raises(RunInterrupted), Processes([MachineShare({})]) as processes:
         processes.run("run", script_of(tmp_path, code), [])
     watcher.join()
     assert (tmp_path / "left").exists() == (times == 1)
@@ -224,7 +224,7 @@ def test_a_signal_reaches_a_process_that_is_being_started(tmp_path: Path, monkey
         return started[0]
 
     script = script_of(tmp_path, "time.sleep(60)")
-    with pytest.raises(RunInterrupted), Processes([Share({})]) as processes:
+    with pytest.raises(RunInterrupted), Processes([MachineShare({})]) as processes:
         monkeypatch.setattr(subprocess, "Popen", slow)
         processes.run("run", script, [])
     assert started[0].returncode == -signal.SIGTERM
@@ -239,7 +239,7 @@ def test_a_signal_reaches_a_process_that_is_being_started(tmp_path: Path, monkey
     ],
 )
 def test_a_process_returns_its_status_and_error(tmp_path: Path, code: str, status: int, error: str):
-    with Processes([Share({})]) as processes:
+    with Processes([MachineShare({})]) as processes:
         assert processes.run("run", script_of(tmp_path, code), []) == (status, error)
 
 
@@ -250,7 +250,7 @@ pathlib.Path(here, "in-" + share).touch()
 while len(list(pathlib.Path(here).glob("in-*"))) < 2:
     time.sleep(0.01)
 """
-TWO = [Share({"SHARE": "a"}, 3), Share({"SHARE": "b"}, 3)]
+TWO = [MachineShare({"SHARE": "a"}, 3), MachineShare({"SHARE": "b"}, 3)]
 
 
 def test_processes_have_their_own_shares_and_logs(tmp_path: Path):
@@ -268,7 +268,7 @@ def test_processes_have_their_own_shares_and_logs(tmp_path: Path):
 
 def test_workers_that_are_set_stay(tmp_path: Path):
     script = script_of(tmp_path, "sys.exit(' '.join(sys.argv[1:]))")
-    with Processes([Share({}, 3)]) as processes:
+    with Processes([MachineShare({}, 3)]) as processes:
         assert processes.run("", script, ["dataset.workers=0"])[1] == "dataset.workers=0"
         assert processes.run("", script, ["seed=1"])[1] == "seed=1 dataset.workers=3"
         other = script.rename(tmp_path / "eval.py")
@@ -321,7 +321,7 @@ def test_shares_divide_cores_and_workers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("reproduction.start.processes.usable_cores", lambda: 16)
     monkeypatch.setattr(distributed, "visible_gpus", lambda: [])
-    assert shares(2, 2) == [Share({"OMP_NUM_THREADS": "4"}, 4)] * 2
-    assert shares(1, 1) == [Share({"OMP_NUM_THREADS": "16"})]  # its own workers
+    assert shares(2, 2) == [MachineShare({"OMP_NUM_THREADS": "4"}, 4)] * 2
+    assert shares(1, 1) == [MachineShare({"OMP_NUM_THREADS": "16"})]  # its own workers
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert shares(3, 1) == [Share({"OMP_NUM_THREADS": "1"}, 5)] * 3
+    assert shares(3, 1) == [MachineShare({"OMP_NUM_THREADS": "1"}, 5)] * 3

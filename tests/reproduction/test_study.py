@@ -19,7 +19,7 @@ from reproduction.runs.identity import default_name, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies import study as module
 from reproduction.studies.plan import keys_of, names, plan, points_of, studies_of
-from reproduction.studies.study import Settings, papers_studies, read_study, rows_of, scales
+from reproduction.studies.study import Settings, papers_studies, read_study, rows_at_scale, scales
 from reproduction.system.errors import UserError
 from scripts import write_digits
 from tests.reproduction.conftest import config_of
@@ -150,7 +150,7 @@ def test_unknown_study_is_refused_with_the_known_ones():
 
 def test_sweeps_and_sizes_fit_the_tables():
     for name, study in papers_studies().items():
-        rows = rows_of(study)
+        rows = rows_at_scale(study)
         assert all(row.row for row in rows.values()), name
         assert set(study.sizes) >= {row.row for row in rows.values()} or not study.sizes
         assert {figure.of for figure in study.figures.values()} <= set(rows)

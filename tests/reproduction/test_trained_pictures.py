@@ -23,7 +23,7 @@ from reproduction.reporting.gallery import (
     draw_pairs,
 )
 from reproduction.reporting.trained import (
-    Trained,
+    TrainedRun,
     affordable,
     batch_size,
     block_inputs,
@@ -36,14 +36,14 @@ from tests.reproduction.conftest import SMALL, Command, config_of, load_source
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
 
 
-def trained(*overrides: str) -> Trained:
+def trained(*overrides: str) -> TrainedRun:
     """Returns an untrained run on digits."""
     config = config_of(*SMALL, *overrides)
     source = load_source("digits", None, config.dataset.limit)
     torch.manual_seed(0)
     module = build_module(config.model, config.augmentation, len(source.classes))
     module.model.eval()
-    return Trained(config, module, source, torch.device("cpu"))
+    return TrainedRun(config, module, source, torch.device("cpu"))
 
 
 def test_some_images_are_a_fixed_order_with_smoothed_labels():

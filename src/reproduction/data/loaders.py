@@ -22,7 +22,7 @@ from reproduction.data.seeding import Purpose, preserved_generators, seed_genera
 from reproduction.system.errors import STOP_SIGNALS, UserError
 
 LONGEST_FOLDER = 75  # bytes: a socket's path has 107, multiprocessing appends 32
-SHORT = "/tmp"  # noqa: S108 - the workers create a private folder in it
+SHORT_FOLDER = "/tmp"  # noqa: S108 - the workers create a private folder in it
 SHARED = Path("/dev/shm")  # noqa: S108 - workers send batches through it
 SEMAPHORES = 2**15  # bytes for each worker of both loaders: 3 semaphores, which are pages
 ENLARGE = (
@@ -30,10 +30,10 @@ ENLARGE = (
 )
 START = "fork"  # shares images in memory; spawned ranks would default to another method
 Transform = Callable[[Image.Image], Tensor]
-Item = tuple[Tensor, int]
+Example = tuple[Tensor, int]
 
 
-class TrainingImages(Dataset[Item]):
+class TrainingImages(Dataset[Example]):
     """Augmented images. The augmentation depends on (seed, epoch, index) only.
 
     The next readable image replaces one that is left out, so that batches keep their size.
@@ -42,15 +42,15 @@ class TrainingImages(Dataset[Item]):
     def __init__(self, source: ImageSource, transform: Transform, seed: int):
         self.source, self.transform, self.seed = source, transform, seed
 
-    def __getitem__(self, key: tuple[int, int]) -> Item:
+    def __getitem__(self, key: tuple[int, int]) -> Example:
         return self.__getitems__([key])[0]
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Item]:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Example]:
         """Loads a batch, so that generators are saved once per batch instead of per image."""
         with preserved_generators():
             return [self._augmented(*key) for key in keys]
 
-    def _augmented(self, epoch: int, index: int) -> Item:
+    def _augmented(self, epoch: int, index: int) -> Example:
         image, target = self._readable(index)
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
         return self.transform(image), target
@@ -64,13 +64,13 @@ class TrainingImages(Dataset[Item]):
         raise RuntimeError(f"{NO_IMAGE} among the {number} training images")
 
 
-class EvaluationImages(Dataset[Item]):
+class EvaluationImages(Dataset[Example]):
     """Images in evaluation; one that is left out keeps its class LEFT_OUT."""
 
     def __init__(self, source: ImageSource, transform: Transform):
         self.source, self.transform = source, transform
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, index: int) -> Example:
         image, target = self.source[index]
         return self.transform(image), target
 
@@ -127,7 +127,7 @@ def data_loader(
     batches: Iterable[list[Any]],
     workers: int,
     pin_memory: bool,
-) -> DataLoader[Item]:
+) -> DataLoader[Example]:
     """Returns a loader of `batches`, which are lists of keys."""
     if workers:
         _check_places(workers)
@@ -156,13 +156,13 @@ def _socket_folder() -> str:
     Workers send batches through sockets: the loader would wait forever.
     """
     folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else SHORT
+    return folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else SHORT_FOLDER
 
 
 def _check_places(workers: int) -> None:
     """Raises UserError if the sockets or semaphores of workers have no place."""
     if not os.access(_socket_folder(), os.W_OK | os.X_OK):
-        longest = f"{LONGEST_FOLDER} bytes at most, as {SHORT} is not writable"
+        longest = f"{LONGEST_FOLDER} bytes at most, as {SHORT_FOLDER} is not writable"
         raise UserError(f"TMPDIR={tempfile.gettempdir()}: {longest}; or choose dataset.workers=0")
     if SHARED.is_dir() and (free := disk_usage(SHARED).free) < SEMAPHORES * (workers + 2):
         raise UserError(f"{SHARED}: has only {free} bytes of shared memory left; {ENLARGE}")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
-Table = tuple[tuple[str, str | None], ...]
+NameTable = tuple[tuple[str, str | None], ...]
 
-ATTACHED: Table = ((r"model\.(.+)", r"\1"), (r"scorenets\..+", None))  # tokenmixup.TokenMixup
+ATTACHED: NameTable = ((r"model\.(.+)", r"\1"), (r"scorenets\..+", None))  # tokenmixup.TokenMixup
 
 # The published CCT files, and Compact-Transformers' (Hassani et al., 2021).
-PUBLISHED_CCT: Table = (
+PUBLISHED_CCT: NameTable = (
     (r"classifier\.positional_emb", r"pos_embed"),
     (r"classifier\.class_emb", r"cls_token"),
     (r"classifier\.(attention_pool|norm)\.(\w+)", r"\1.\2"),
@@ -27,7 +27,7 @@ PUBLISHED_CCT: Table = (
     (r"classifier\.blocks\.\d+\.small_h_(attention_pool|fc)\.(weight|bias)", None),
 )
 
-PUBLISHED_VIT: Table = (
+PUBLISHED_VIT: NameTable = (
     (r"transformer\.embeddings\.position_embeddings", r"pos_embed"),
     (r"transformer\.embeddings\.cls_token", r"cls_token"),
     (r"transformer\.embeddings\.patch_embeddings\.(\w+)", r"patch_embed.proj.\1"),
@@ -60,7 +60,7 @@ def convert_names(state: State) -> State:
     return state
 
 
-def _rename(state: State, table: Table) -> State:
+def _rename(state: State, table: NameTable) -> State:
     renamed: State = {}
     for name, value in state.items():
         ours = _our_name(name, table)
@@ -72,7 +72,7 @@ def _rename(state: State, table: Table) -> State:
     return renamed
 
 
-def _our_name(name: str, table: Table) -> str | None:
+def _our_name(name: str, table: NameTable) -> str | None:
     for pattern, ours in table:
         if match := re.fullmatch(pattern, name):
             return None if ours is None else match.expand(ours)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from reproduction.models.names import State, convert_names
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
-from reproduction.system.storage import KEY, WRITER, verify
+from reproduction.system.storage import DIGEST_KEY, WRITER, verify
 from reproduction.system.terminal import warn
 
 # Keys that may hold the state dict, in our checkpoints and those of timm and other projects.
@@ -173,7 +173,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() or {}
-    if not has_digest and (KEY in metadata or metadata.items() >= WRITER.items()):
+    if not has_digest and (DIGEST_KEY in metadata or metadata.items() >= WRITER.items()):
         raise ValueError("damaged, its digest is missing")
     return {"module": state, "classes": json.loads(metadata.get("classes", "null"))}
 

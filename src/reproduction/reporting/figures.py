@@ -29,10 +29,10 @@ STYLE: Any = {
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
-Line = dict[str, Any]  # of metrics.jsonl
+MetricsLine = dict[str, Any]  # of metrics.jsonl
 MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
 MOST_COUNTS = 15  # classes whose cells hold their counts
-LONGEST = 16  # characters of a class name
+LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
 NO_ROLLOUT = "no full rollout, since no later block attends to all tokens"
 CAPTIONS = {  # of the pictures of a run
@@ -82,7 +82,7 @@ def _save(fig: Figure, path: Path, **settings: Any) -> None:
         fig.savefig(temporary, format=path.suffix[1:], dpi=DPI, **settings)
 
 
-def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
+def draw_mixed_samples(path: Path, steps: list[MetricsLine], batch_size: int) -> None:
     """Draws mixed samples per batch over training, as in the paper's Figure 4."""
     x = [line["step"] for line in steps]
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (samples, tokens):
@@ -96,7 +96,7 @@ def draw_mixed_samples(path: Path, steps: list[Line], batch_size: int) -> None:
         tokens.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def draw_accuracy(path: Path, steps: list[Line], epochs: list[Line]) -> None:
+def draw_accuracy(path: Path, steps: list[MetricsLine], epochs: list[MetricsLine]) -> None:
     """Draws held-out accuracy, training loss and held-out loss; of the validation split if any."""
     images, key, loss_key = "held-out", "top1", "eval_loss"
     if "val_top1" in epochs[0]:
@@ -184,7 +184,7 @@ def draw_confusion(result: Path) -> Path:
 def _write_names(axes: Axes, classes: list[str]) -> None:
     if len(classes) > MOST_NAMES:
         return
-    names = [x if len(x) <= LONGEST else f"{x[: LONGEST - 3]}..." for x in classes]
+    names = [x if len(x) <= LONGEST_CLASS else f"{x[: LONGEST_CLASS - 3]}..." for x in classes]
     axes.set_xticks(range(len(names)), names, rotation=90)
     axes.set_yticks(range(len(names)), names)
 

@@ -15,20 +15,20 @@ from matplotlib.colors import to_rgb
 from torch import Tensor
 
 from reproduction.reporting.figures import NO_ROLLOUT, ORANGE, figure
-from reproduction.reporting.trained import Sample, Trained, block_inputs, displayable, observe
+from reproduction.reporting.trained import Sample, TrainedRun, block_inputs, displayable, observe
 from tokenmixup import HorizontalMix, find_encoder
 from tokenmixup.detectors import Detector, by_gradient, by_rollout
 from tokenmixup.module import BlockPass
 from tokenmixup.saliency import input_gradient
 
 PAIRS = 3
-LONGEST = 13  # characters of a class name
+LONGEST_LABEL = 13  # characters of a class name
 TINT = 0.35  # share of the colour of replaced tokens
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
 
 
-def draw_pairs(path: Path, trained: Trained, sample: Sample) -> None:
+def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
     """Draws pairs of `sample`, with the saliency that decides; ValueError if none are mixed.
 
     Pairs of different classes come first, then those with the most even shares. The images are
@@ -93,7 +93,7 @@ def _telling(mix: HorizontalMix, classes: Tensor) -> list[int]:
 
 
 def _quote(name: str) -> str:
-    return f'"{name}"' if len(name) <= LONGEST else f'"{name[: LONGEST - 3]}..."'
+    return f'"{name}"' if len(name) <= LONGEST_LABEL else f'"{name[: LONGEST_LABEL - 3]}..."'
 
 
 def _grid(tokens: Tensor) -> np.ndarray:
@@ -122,7 +122,7 @@ def _frames(grid: np.ndarray, size: int) -> LineCollection:
     )
 
 
-def draw_saliency_maps(path: Path, trained: Trained, sample: Sample) -> dict[str, float]:
+def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> dict[str, float]:
     """Draws the maps of the first images, each scaled from its minimum to its maximum.
 
     Returns the mean entropy of each saliency over the sample and that of a uniform one, in nats.

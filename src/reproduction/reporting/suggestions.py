@@ -17,10 +17,10 @@ from reproduction.runs.folder import RunFolder
 from tokenmixup import HTM, difficulty, mix_horizontal
 from tokenmixup.rules import rules_of
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+SHOWN_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
-LABELS = "label given to the donor's classes"
+LABEL_GIVEN = "label given to the donor's classes"
 Observed = tuple[Tensor, Tensor]  # of a batch: difficulty `b` in nats, saliency `b t`
 
 
@@ -74,8 +74,8 @@ def _layer(layer: int, htm: HTM, observed: list[Observed]) -> Layer:
         layer,
         tau,
         rho,
-        pd.Series(np.quantile(nats, QUANTILES), QUANTILES),
-        pd.Series(np.quantile(pairs[rho].difference, QUANTILES), QUANTILES),
+        pd.Series(np.quantile(nats, SHOWN_QUANTILES), SHOWN_QUANTILES),
+        pd.Series(np.quantile(pairs[rho].difference, SHOWN_QUANTILES), SHOWN_QUANTILES),
         pd.Series({value: float(np.mean(nats < value)) for value in sorted({*TAUS, tau})}),
         pd.Series({value: each.tokens for value, each in pairs.items()}),
         pd.Series({value: float(each.labels.mean()) for value, each in pairs.items()}),
@@ -111,12 +111,16 @@ def as_text(layer: Layer) -> str:
         ["saliency of donor - own", *map("{:+.5f}".format, layer.difference)],
     ]
     tables = [
-        pd.DataFrame(quantiles, columns=["", *map("{:.0%}".format, QUANTILES)]),
+        pd.DataFrame(quantiles, columns=["", *map("{:.0%}".format, SHOWN_QUANTILES)]),
         _shares("tau", layer.tau, {"easy samples": layer.samples}),
-        _shares("rho", layer.rho, {"tokens replaced in each": layer.tokens, LABELS: layer.labels}),
+        _shares(
+            "rho", layer.rho, {"tokens replaced in each": layer.tokens, LABEL_GIVEN: layer.labels}
+        ),
     ]
     if len(layer.quarters):  # empty if all are equally difficult
-        tables.append(_shares("difficulty of the easy, in nats", None, {LABELS: layer.quarters}))
+        tables.append(
+            _shares("difficulty of the easy, in nats", None, {LABEL_GIVEN: layer.quarters})
+        )
     title = f"\nlayer {layer.layer}: tau = {layer.tau:g}, rho = {layer.rho:g}"
     return "\n\n".join(
         [title, *(x.to_markdown(index=False, disable_numparse=True) for x in tables)]

@@ -32,7 +32,7 @@ BATCH = 64  # images per batch, if the batches of the run are not smaller
 LARGEST_FOR_A_CPU = 5e9  # MACs of one image; on a CPU, larger models get fewer images
 
 
-class Trained(NamedTuple):
+class TrainedRun(NamedTuple):
     """The module of a run after training, in evaluation mode on its device."""
 
     config: Config
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
     targets: Tensor  # b c, smoothed as in the recipe
 
 
-def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trained:
+def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> TrainedRun:
     """Loads the newest checkpoint of a run with HTM, without manifold mixup.
 
     `device` is as in the configuration: `auto` is a GPU if there is one. Raises UserError without
@@ -64,10 +64,10 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
     module.load_state_dict(module_state(f"checkpoint={path}", state, module))
     module.model.eval()
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    return Trained(config, module.to(place), source, place)
+    return TrainedRun(config, module.to(place), source, place)
 
 
-def training_batches(trained: Trained, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields augmented images and classes in an order that depends on the seed of the run."""
     images = build_training_images(trained.config, trained.source.train)
     number = len(trained.source.train)
@@ -78,7 +78,7 @@ def training_batches(trained: Trained, size: int, count: int) -> Iterator[tuple[
         yield pixels.to(trained.device), classes.to(trained.device)
 
 
-def affordable(trained: Trained, most: int) -> int:
+def affordable(trained: TrainedRun, most: int) -> int:
     """Returns the number of images to use: `most`, or fewer for a large model on a CPU.
 
     On a CPU, ViT-B/16 at 224 px gets 18 of 64 images: about a minute for all pictures.
@@ -89,12 +89,12 @@ def affordable(trained: Trained, most: int) -> int:
     return max(1, int(most * min(1.0, LARGEST_FOR_A_CPU / macs)))
 
 
-def batch_size(trained: Trained) -> int:
+def batch_size(trained: TrainedRun) -> int:
     """Returns the number of images per batch for pictures."""
     return affordable(trained, min(BATCH, trained.config.recipe.batch_size))
 
 
-def some_images(trained: Trained, count: int) -> Sample:
+def some_images(trained: TrainedRun, count: int) -> Sample:
     """Draws up to `count` training images by the seed of the run; fewer are a prefix of more."""
     config, source = trained.config, trained.source
     images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)

@@ -100,7 +100,7 @@ def _parse_problem(error: Exception) -> str:
     return "cannot be read as key=value, quote special characters: key='...'"
 
 
-def options_of(group: str) -> list[str]:
+def group_options(group: str) -> list[str]:
     """Lists the options of a config group."""
     folder = CONF_DIR / group
     return sorted(str(x.relative_to(folder).with_suffix("")) for x in folder.rglob("*.yaml"))
@@ -118,7 +118,7 @@ def _check_options(parsed: list[Override]) -> None:
                 "brackets: key=[a,b]"
             )
         group, value = override.key_or_group, override.value()
-        known = [] if override.is_delete() else options_of(group)
+        known = [] if override.is_delete() else group_options(group)
         if not known or isinstance(value, dict) or (value is None and group == "experiment"):
             continue
         options = value if isinstance(value, list) and group in LISTS else [value]
@@ -132,7 +132,7 @@ def _check_options(parsed: list[Override]) -> None:
 
 def _is_choice(override: Override) -> bool:
     """Whether the override selects config files, an option of a group."""
-    return bool(options_of(override.key_or_group)) and not isinstance(override.value(), dict)
+    return bool(group_options(override.key_or_group)) and not isinstance(override.value(), dict)
 
 
 @lru_cache(maxsize=256)
@@ -235,7 +235,7 @@ def _check_lists(values: dict[str, Any], chosen: dict[str, list[str]]) -> None:
     """
     for group, names in chosen.items():
         settings = values.get(group) or {}
-        for name in options_of(group):
+        for name in group_options(group):
             key, line = f"{group}.{name}", f"{group}=[{','.join(names)}]"
             if name in names and name in settings and settings[name] is None:
                 raise UserError(f"{key}=null: must not be null, leave it out of {line}")

@@ -11,8 +11,8 @@ from typing import Any, get_args, get_type_hints
 from reproduction.config import Config
 from reproduction.data.folders import DATASETS
 
-PLAIN = re.compile(r"[^\w.+=-]+", re.ASCII)  # what a default name leaves out
-LONGEST_NAME = 120  # bytes of a default name
+NOT_IN_NAMES = re.compile(r"[^\w.+=-]+", re.ASCII)  # what a default name leaves out
+LONGEST_DEFAULT_NAME = 120  # bytes of a default name
 # Keys that do not change a result, and so not the identity of a run.
 NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
@@ -153,5 +153,5 @@ def default_name(config: Config, experiment: str | None, changes: Sequence[str] 
     for text in changes:
         key, _, value = text.lstrip("+~").partition("=")
         value = value.replace(",", "+")  # in run=NAME a comma would mean several values
-        head += "-" + PLAIN.sub("", f"{key.rpartition('.')[2]}={value}")
-    return head.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
+        head += "-" + NOT_IN_NAMES.sub("", f"{key.rpartition('.')[2]}={value}")
+    return head.encode()[: LONGEST_DEFAULT_NAME - len(tail)].decode(errors="ignore") + tail

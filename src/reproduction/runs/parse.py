@@ -16,7 +16,7 @@ from reproduction.data.folders import DATASETS, IMAGE_FOLDERS, missing_data
 from reproduction.runs.identity import without_removed
 from reproduction.system.errors import UserError, in_one_line
 
-LONGEST = 200  # characters of a value in an error line
+LONGEST_VALUE = 200  # characters of a value in an error line
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # types of pydantic errors
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 MOST_TOKENS = 2**14  # one attention map of this size takes 1 GiB
@@ -71,7 +71,7 @@ def _key(error: Any) -> str:
 
 def _describe(error: Any, raw: dict[str, Any], unknown: Sequence[str]) -> str:
     """Formats a pydantic error as `key=value: what is allowed`."""
-    key, value = _key(error), in_one_line(str(error["input"]), LONGEST)
+    key, value = _key(error), in_one_line(str(error["input"]), LONGEST_VALUE)
     if error["type"] in UNKNOWN:
         return _unknown_key(key, value, raw, unknown)
     if error["type"] == "missing":

@@ -9,10 +9,10 @@ from reproduction.config import HUGE, Config
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, allowed_of
 
-LIBRARY = {kind.__name__: kind for kind in (HTM, VTM, ManifoldMixup)}
+LIBRARY_SETTINGS = {kind.__name__: kind for kind in (HTM, VTM, ManifoldMixup)}
 FAMILIES = {"CCT": "cct", "ViT": "vit", "Library": "library"}
-BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-OTHERS = {"boolean": "true, false", "string": "text", "object": "mapping", "null": "null"}
+SCHEMA_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+TYPE_NAMES = {"boolean": "true, false", "string": "text", "object": "mapping", "null": "null"}
 
 
 def ranges(family: str) -> str:
@@ -27,7 +27,7 @@ def _ranges(
     group: dict[str, Any], groups: dict[str, Any], family: str, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
     """Yields the dotted keys of a group, and what is allowed."""
-    if (settings := LIBRARY.get(group["title"])) is not None:
+    if (settings := LIBRARY_SETTINGS.get(group["title"])) is not None:
         for key, option in allowed_of(settings).items():
             yield prefix + key, option.allowed.removeprefix("one of ")
         return
@@ -48,7 +48,7 @@ def _range(value: dict[str, Any]) -> str:
     if value["type"] == "array":
         return f"{value['minItems']} values: {_range(value['items'])}"
     if value["type"] not in ("integer", "number"):
-        return OTHERS[value["type"]]
-    limits = {word: value.get(key) for key, word in BOUNDS.items()}
+        return TYPE_NAMES[value["type"]]
+    limits = {word: value.get(key) for key, word in SCHEMA_BOUNDS.items()}
     texts = [f"{x} {y:.10g}" for x, y in limits.items() if y not in (None, HUGE, LARGEST)]
     return f"{value['type']} {' and '.join(texts)}"

@@ -15,25 +15,24 @@ from types import FrameType
 from typing import IO, Self, TypeVar
 
 from reproduction.config import TRAIN
+from reproduction.runs.compose import MOST_WORKERS
 from reproduction.system.errors import STOP_SIGNALS, RunInterrupted
 from reproduction.system.hardware import usable_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
-MOST_WORKERS = 16  # of a loader, as in training
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShare:
     """A part of this machine: environment variables, and workers of a loader (None: its own)."""
 
     environment: dict[str, str]
     workers: int | None = None
 
 
-def shares(jobs: int, devices: int) -> list[Share]:
+def shares(jobs: int, devices: int) -> list[MachineShare]:
     """Divides this machine among `jobs` runs at a time, each with `devices` processes.
 
     GPUs are assigned in turn, so several runs may share one; cores and the loaders' workers are
@@ -46,11 +45,11 @@ def shares(jobs: int, devices: int) -> list[Share]:
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
     workers = min(MOST_WORKERS, cores) if jobs > 1 else None
     if not gpus:
-        return [Share(environment, workers)] * jobs
+        return [MachineShare(environment, workers)] * jobs
     groups = max(1, len(gpus) // devices)
     firsts = [number % groups * devices for number in range(jobs)]
     visible = [",".join(gpus[first : first + devices]) for first in firsts]
-    return [Share(environment | {"CUDA_VISIBLE_DEVICES": gpu}, workers) for gpu in visible]
+    return [MachineShare(environment | {"CUDA_VISIBLE_DEVICES": gpu}, workers) for gpu in visible]
 
 
 class Processes:
@@ -61,10 +60,10 @@ class Processes:
     SIGKILL it resumes from its last checkpoint. `logs` is a folder for the scripts' output.
     """
 
-    def __init__(self, shares: Sequence[Share], logs: Path | None = None):
+    def __init__(self, shares: Sequence[MachineShare], logs: Path | None = None):
         self.signals, self.logs, self.count = 0, logs, len(shares)
         self.running = set[subprocess.Popen[str]]()
-        self.free = SimpleQueue[Share]()
+        self.free = SimpleQueue[MachineShare]()
         for share in shares:
             self.free.put(share)
 
@@ -133,7 +132,7 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _workers(script: Path, words: Sequence[str], share: Share) -> list[str]:
+def _workers(script: Path, words: Sequence[str], share: MachineShare) -> list[str]:
     is_set = any(word.startswith("dataset.workers=") for word in words)
     if share.workers is None or is_set or script.name != TRAIN.name:
         return []

@@ -13,7 +13,7 @@ from typing import Any
 
 from reproduction.config import Config
 from reproduction.data.custom import load as load_own
-from reproduction.runs.compose import Composed, options_of
+from reproduction.runs.compose import Composed, group_options
 from reproduction.runs.folder import PUBLISHED, RunFolder, check_writable, find_runs
 from reproduction.runs.identity import changes_result, default_name, run_hash, short_digest
 from reproduction.runs.parse import check_named, parse, parse_saved
@@ -71,7 +71,7 @@ def _changes(composed: Composed) -> list[str]:
     return [
         text
         for key, text in composed.overrides.items()
-        if changes_result(key) and (key == "recipe" or not options_of(key))
+        if changes_result(key) and (key == "recipe" or not group_options(key))
         if key != "seed" and not key.startswith("hydra")
     ]
 

@@ -18,9 +18,9 @@ METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 SELECTED = ("val_top1_last", "val_top1_selected", "top1_selected", "top5_selected")
 LAST_EPOCHS = 10  # that were trained last, for `best of 10`
 NOTHING = "-"
-LONGEST = 80  # characters of a value
+LONGEST_CELL = 80  # characters of a value
 Summary = Mapping[str, Any]  # of a run: summary.json, or a line of results/
-Row = Any  # of a table, as a named tuple
+TableRow = Any  # of a table, as a named tuple
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Column:
 
     title: str
     tables: str
-    text: Callable[[Row], str]
+    text: Callable[[TableRow], str]
     measure: str | None = None
     read: Callable[[Summary], Any] | None = None
 
@@ -49,24 +49,24 @@ def form(value: Any, spec: str) -> str:
     return NOTHING if pd.isna(value) else format(value, spec)
 
 
-def spread(row: Row, name: str, spec: str = ".2f") -> str:
+def spread(row: TableRow, name: str, spec: str = ".2f") -> str:
     """Formats as `82.87 +/- 0.12`, as the mean alone of one seed, and `-` without runs."""
     mean, std = getattr(row, f"{name}_mean"), getattr(row, f"{name}_std")
     return form(mean, spec) + ("" if pd.isna(std) else f" +/- {std:{spec}}")
 
 
-def has_htm(row: Row) -> bool:
+def has_htm(row: TableRow) -> bool:
     return "htm" in str(row.stack).split("+")
 
 
-def difference(row: Row, name: str) -> str:
+def difference(row: TableRow, name: str) -> str:
     """Formats as `-0.12`, and says so if HTM mixed no sample, or replaced no token in the end."""
     text = form(getattr(row, f"{name}_difference"), COMPARED[name])
     is_idle = has_htm(row) and 0 in (row.mixed_share_mean, row.mixed_tokens_mean)
     return f"{text} (mixed nothing)" if is_idle and text != NOTHING else text
 
 
-def interval(row: Row, name: str) -> str:
+def interval(row: TableRow, name: str) -> str:
     """Formats as `-0.31 to +1.20`."""
     low, high, spec = getattr(row, f"{name}_low"), getattr(row, f"{name}_high"), COMPARED[name]
     return NOTHING if pd.isna(low) else f"{low:{spec}} to {high:{spec}}"
@@ -86,7 +86,7 @@ def value_text(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NOTHING
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 3]}..."
 
 
 def _best_of_ten(summary: Summary) -> float | None:
@@ -100,16 +100,16 @@ def _loss(summary: Summary) -> float | None:
     return log[-1].get("eval_loss")  # None with a validation split, whose log has its own losses
 
 
-def _below(row: Row) -> str:
+def _below(row: TableRow) -> str:
     """Formats as `7 of 7` in how many pairs the loss is below that of the base."""
     return NOTHING if pd.isna(row.loss_last_below) else f"{row.loss_last_below:.0f} of {row.pairs}"
 
 
-def _accuracy_untested(row: Row, text: Callable[[Row, str], str]) -> str:
+def _accuracy_untested(row: TableRow, text: Callable[[TableRow, str], str]) -> str:
     return NOTHING if row.tested == TESTED else text(row, TESTED)
 
 
-def _latency(row: Row) -> str:
+def _latency(row: TableRow) -> str:
     """Formats as `60.0 (58.0 to 66.0)`: median and quartiles."""
     if pd.isna(median := getattr(row, "latency_ms", None)):
         return NOTHING
@@ -120,7 +120,9 @@ def _mean(title: str, tables: str, name: str, read: Any = None, spec: str = ".2f
     return Column(title, tables, lambda row: spread(row, name, spec), name, read)
 
 
-def _mixed(title: str, tables: str, text: Callable[[Row], str], name: str | None = None) -> Column:
+def _mixed(
+    title: str, tables: str, text: Callable[[TableRow], str], name: str | None = None
+) -> Column:
     return Column(title, tables, lambda row: text(row) if has_htm(row) else NOTHING, name)
 
 

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked
 from reproduction.studies.study import FULL, Study
 from reproduction.system.errors import UserError
 
-FILE = "latency.json"  # in the folder of all runs
+LATENCY_FILE = "latency.json"  # in the folder of all runs
 PAPERS = "an RTX A6000"
 REFERENCE = "attention"  # of the ratios
 
@@ -47,7 +47,7 @@ class Measurement:
 
 def read_latency(outputs: Path) -> Measurement | None:
     """Reads the file beside the runs, if it exists; UserError if it is damaged."""
-    path = outputs / FILE
+    path = outputs / LATENCY_FILE
     if not path.exists():
         return None
     try:
@@ -68,7 +68,7 @@ def printed_latencies(study: Study) -> dict[str, float]:
     return {row.row: row.printed["latency_ms"] for row in rows if "latency_ms" in row.printed}
 
 
-def flat(measured: Measurement | None, name: str, study: Study) -> dict[str, Any]:
+def latency_row(measured: Measurement | None, name: str, study: Study) -> dict[str, Any]:
     """Returns the columns of a detector: median, quartiles and ratio, measured and printed."""
     printed = printed_latencies(study)
     own = None if measured is None else measured.detectors.get(name)

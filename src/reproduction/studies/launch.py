@@ -16,7 +16,7 @@ from reproduction.config import TRAIN
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.runs.locking import is_held
-from reproduction.start.processes import Processes, Share
+from reproduction.start.processes import MachineShare, Processes
 from reproduction.start.resolve import check_all
 from reproduction.studies.plan import PlannedRun
 from reproduction.studies.study import Settings
@@ -81,7 +81,9 @@ def train_all(
 
 
 def train_all_apart(
-    runs: Sequence[PlannedRun], shares: Sequence[Share] = (Share({}),), logs: Path | None = None
+    runs: Sequence[PlannedRun],
+    shares: Sequence[MachineShare] = (MachineShare({}),),
+    logs: Path | None = None,
 ) -> dict[str, str]:
     """Like train_all, with a process for each run; each share of the machine has one at a time.
 

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import fields
 
-from reproduction.runs.compose import options_of
+from reproduction.runs.compose import group_options
 from reproduction.studies.plan import names
 from reproduction.studies.study import FULL, Settings, scales
 from reproduction.system.terminal import Parser, positive
@@ -32,12 +32,12 @@ def add_settings(options: argparse.ArgumentParser) -> None:
     about = "; ".join(f"{name}: {scale.about}" for name, scale in scales().items())
     options.add_argument("--scale", choices=scales(), default=FULL, help=about)
     options.add_argument(
-        "--dataset", choices=options_of("dataset"), help="instead of the tables' own"
+        "--dataset", choices=group_options("dataset"), help="instead of the tables' own"
     )
     options.add_argument("--data", help="folder of --dataset, else of CIFAR, with imagenet/ in it")
     options.add_argument("--devices", type=positive, default=1, help="processes, one GPU each")
     options.add_argument("--outputs", default="outputs", help="folder of all runs")
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def study_settings(args: argparse.Namespace) -> Settings:
     return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})

@@ -27,7 +27,7 @@ from reproduction.studies.study import (
     papers_row,
     papers_studies,
     read_study,
-    rows_of,
+    rows_at_scale,
 )
 from reproduction.system.errors import UserError
 
@@ -128,7 +128,7 @@ def _points(name: str, study: Study, settings: Settings) -> Iterator[Point]:
     if own is not None:
         _check_own(name, own, settings)
     only = settings.chosen.only if own is None else None
-    for key, row in rows_of(study, settings.scale).items():
+    for key, row in rows_at_scale(study, settings.scale).items():
         if only is None or row.column in only:
             with error_context(f"{name}.yaml: {key}") if own is not None else nullcontext():
                 overrides = tuple(_overrides(row, own, settings))

@@ -14,7 +14,7 @@ from reproduction.studies.table import Table, known, shown, with_results
 
 LEVEL = 0.05  # of significance
 COUNTED = ("parameters", "macs", "macs_without_attention")
-SHORT = 10  # digits of a git revision
+REVISION_DIGITS = 10  # digits of a git revision
 HOW_TO_READ = (
     "Accuracies are top-1 in percent on the held-out images (the test set of CIFAR, the validation "
     "set of ImageNet): mean +/- sample standard deviation over n seeds, the mean alone for n = 1. "
@@ -151,7 +151,7 @@ def _row(
         if None not in both and study.sweep is None:
             row["paper_difference"] = both[0] - both[1]  # type: ignore[operator]
     if "latency_ms" in printed:
-        row |= latency.flat(measured, point.row.row, study)
+        row |= latency.latency_row(measured, point.row.row, study)
     return row
 
 
@@ -229,4 +229,4 @@ def provenance(table: pd.DataFrame, runs: pd.DataFrame) -> str:
 def short_revision(revision: str) -> str:
     """Shortens the hash of a git revision, and keeps the suffix `-dirty`."""
     head, mark, dirty = revision.partition("-")
-    return head[:SHORT] + mark + dirty
+    return head[:REVISION_DIGITS] + mark + dirty

@@ -22,11 +22,11 @@ REPORT = "report"
 NO_RUNS = (REPORT, "data", "benchmark", "check-gpu", "on-gpu", "evaluations", "published")
 FACTS = ("devices", "hardware", "threads", "git_revision")
 WHOLE = ("seed", "devices", "threads", "planned")
-COLUMNS = (
+RUN_COLUMNS = (
     *("folder", "path", "key", "seed", "status", "error", "written"),
     *("settings", "planned", "log", "epochs", *MEASURES, *FACTS),
 )
-LONGEST = 300  # characters of a text from a run folder
+LONGEST_TEXT = 300  # characters of a text from a run folder
 
 
 def read_runs(*places: Path) -> pd.DataFrame:
@@ -42,7 +42,7 @@ def read_runs(*places: Path) -> pd.DataFrame:
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Makes numbers of columns that may be empty; whole numbers stay whole."""
     types = dict.fromkeys((*MEASURES, "epochs"), "float") | dict.fromkeys(WHOLE, "Int64")
-    return pd.DataFrame(rows, columns=[*COLUMNS]).astype(types)
+    return pd.DataFrame(rows, columns=[*RUN_COLUMNS]).astype(types)
 
 
 def _folders(place: Path) -> Iterator[Path]:
@@ -58,7 +58,7 @@ def _folders(place: Path) -> Iterator[Path]:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    row = {"folder": in_one_line(path.name, LONGEST), "path": path}
+    row = {"folder": in_one_line(path.name, LONGEST_TEXT), "path": path}
     folder = RunFolder(path)
     try:
         saved, summary = folder.read_config(), folder.read_summary()
@@ -91,7 +91,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _short(text: Any) -> str | None:
-    return None if text is None else in_one_line(str(text), LONGEST)
+    return None if text is None else in_one_line(str(text), LONGEST_TEXT)
 
 
 def newest(runs: pd.DataFrame) -> pd.DataFrame:

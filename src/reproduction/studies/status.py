@@ -13,7 +13,7 @@ from reproduction.studies.runs import read_runs
 from reproduction.studies.table import as_markdown
 
 NOT_STARTED = "not started"
-SHORT = ("rows", "seed", "status", "epochs", "top-1", "hours")  # columns for a terminal
+TERMINAL_COLUMNS = ("rows", "seed", "status", "epochs", "top-1", "hours")  # columns for a terminal
 
 
 def states(planned: Sequence[PlannedRun]) -> pd.DataFrame:
@@ -41,7 +41,7 @@ def states(planned: Sequence[PlannedRun]) -> pd.DataFrame:
 def state_table(planned: Sequence[PlannedRun], with_folders: bool) -> str:
     """Returns a line for each run, and how many have which status."""
     table = states(planned)
-    texts = listing(table)[[*SHORT, *(["folder"] if with_folders else [])]]
+    texts = listing(table)[[*TERMINAL_COLUMNS, *(["folder"] if with_folders else [])]]
     counts = ", ".join(f"{n} {status}" for status, n in Counter(table.status).most_common())
     number = f"{len(table)} run{'s' * (len(table) != 1)}"
     return f"{as_markdown(texts)}\n\n{number}: {counts}"

@@ -17,7 +17,7 @@ from reproduction.config import FORBID, Count, FolderName
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_yaml
 
-PAPER = Path(__file__).parent / "paper"
+PAPER_FOLDER = Path(__file__).parent / "paper"
 TABLES = tuple(f"table{number}" for number in range(1, 6))
 SWEEPS = ("sweep-tau", "sweep-rho", "sweep-kappa")
 OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # set for each run of a plan
@@ -149,7 +149,7 @@ class Scale:
 
 @cache
 def scales() -> Mapping[str, Scale]:
-    return _read(PAPER / "scales.yaml", dict[str, Scale])
+    return _read(PAPER_FOLDER / "scales.yaml", dict[str, Scale])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class Settings:
 @cache
 def papers_studies() -> Mapping[str, Study]:
     """Returns the five tables and three sweeps by name."""
-    return {name: _read(PAPER / f"{name}.yaml", Study) for name in (*TABLES, *SWEEPS)}
+    return {name: _read(PAPER_FOLDER / f"{name}.yaml", Study) for name in (*TABLES, *SWEEPS)}
 
 
 def papers_row(label: str) -> Row:
@@ -251,7 +251,7 @@ def _read(path: Path, kind: type[T]) -> T:
         raise UserError(f"{path}: not readable: {first_line(error)}") from error
 
 
-def rows_of(study: Study, scale: str = FULL) -> dict[str, Row]:
+def rows_at_scale(study: Study, scale: str = FULL) -> dict[str, Row]:
     """Returns the rows with the overrides of the study; a sweep begins with its baseline."""
     if study.sweep is None:
         return {

@@ -17,7 +17,7 @@ from reproduction.system.errors import UserError
 from reproduction.system.reading import parse_yaml
 from reproduction.system.storage import write_text
 
-MIXING = "mixing"  # the title of the column with the augmentations
+MIXING_COLUMN = "mixing"  # the title of the column with the augmentations
 MOST_ERRORS = 5  # that are shown
 Values = Mapping[str, Mapping[str, Any]]  # of a setting, by the key of each configuration
 
@@ -73,7 +73,7 @@ def _varying(settings: Values) -> tuple[dict[str, Mapping[str, Any]], list[str]]
     that changes together with another one is among the others, unless it is the epochs.
     """
     by_name: dict[str, dict[str, Any]] = {
-        MIXING: {key: stack_of(values) for key, values in settings.items()}
+        MIXING_COLUMN: {key: stack_of(values) for key, values in settings.items()}
     }
     names = dict.fromkeys(name for values in settings.values() for name in values)
     for name in sorted(names, key=_preference):
@@ -105,7 +105,7 @@ def _preference(key: str) -> int:
 def _is_part(name: str, values: Values, differing: Mapping[str, Any]) -> bool:
     """Whether a setting comes with a column: with an augmentation, or a model or data set."""
     group, _, rest = name.partition(".")
-    if group == "augmentation" and MIXING in differing:
+    if group == "augmentation" and MIXING_COLUMN in differing:
         return len({repr(x) for x in values[name].values() if x is not None}) == 1
     options = values.get(f"{group}.name", {}) if f"{group}.name" in differing else {}
     return (

@@ -4,10 +4,10 @@ import signal
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-LONGEST = 2000  # characters per line
+LONGEST_LINE = 2000  # characters per line
 
 
-def in_one_line(text: str, longest: int = LONGEST) -> str:
+def in_one_line(text: str, longest: int = LONGEST_LINE) -> str:
     """Joins `text` into one line of bounded length, with `?` for unprintable characters."""
     line = " ".join("".join(x if x.isprintable() or x.isspace() else "?" for x in text).split())
     return line if len(line) <= longest else f"{line[: longest - 3]}..."

@@ -90,10 +90,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-KEY = "tokenmixup.sha256"
+DIGEST_KEY = "tokenmixup.sha256"
 WRITER = {"written_by": "tokenmixup"}  # marks a file with a digest even if KEY itself is damaged
 BLANK = "0" * 64  # placeholder for the hexadecimal digest
-BEFORE = f'"{KEY}":"'.encode()  # as in JSON
+BEFORE = f'"{DIGEST_KEY}":"'.encode()  # as in JSON
 
 
 def write_digest(path: Path) -> None:

@@ -17,7 +17,7 @@ from reproduction.models.weights import Newest, extract_weights, matching_state,
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
-from reproduction.system.storage import BLANK, KEY, WRITER, replacing, write_digest
+from reproduction.system.storage import BLANK, DIGEST_KEY, WRITER, replacing, write_digest
 
 STATE_KEYS = {
     *("module", "optimizer", "scaler", "non_finite", "best", "run"),
@@ -61,7 +61,13 @@ def save_plain(path: Path, state: State, classes: list[str] | None, **about: str
 
     `about` is further metadata.
     """
-    metadata = {"format": "pt", "classes": json.dumps(classes), **about, KEY: BLANK, **WRITER}
+    metadata = {
+        "format": "pt",
+        "classes": json.dumps(classes),
+        **about,
+        DIGEST_KEY: BLANK,
+        **WRITER,
+    }
     # save_file would ignore the umask and turn errors of the disk into text
     content = save({k: v.contiguous() for k, v in state.items()}, metadata)
     end = 8 + int.from_bytes(content[:8], "little")

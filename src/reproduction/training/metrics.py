@@ -16,7 +16,7 @@ from reproduction.system.errors import PlainError
 from reproduction.training.distributed import World
 from tokenmixup.output import Stat
 
-PARTS = ("total", "divisor")  # of a Stat
+STAT_PARTS = ("total", "divisor")  # of a Stat
 MOST_IN_A_ROW = 100  # skipped updates that end the run
 ADVICE = "try a lower recipe.lr, a recipe.clip_grad_norm or recipe.precision=float32"
 
@@ -50,7 +50,7 @@ class BatchMetrics:
         device, host = list[list[Tensor]](), list[list[float]]()
         for stats in micro_batches:
             scalars = {
-                (name, part): getattr(x, part) for name, x in stats.items() for part in PARTS
+                (name, part): getattr(x, part) for name, x in stats.items() for part in STAT_PARTS
             }
             on_device = {key: x for key, x in scalars.items() if isinstance(x, Tensor)}
             on_host = {key: x for key, x in scalars.items() if isinstance(x, int | float)}
