@@ -89,8 +89,8 @@ def test_positions_that_blocks_get_count():
     attn.qkv.weight.data *= 20  # else the map is about uniform
     attn.fused_attn = False
     maps: list[torch.Tensor] = []
-    attn.attn_drop.register_forward_pre_hook(lambda _, args: maps.append(args[0].detach()))
     labels, images = AttentionLabels(model), torch.randn(2, 3, 56, 56)
+    attn.attn_drop.register_forward_pre_hook(lambda _, args: maps.append(args[0].detach()))
     model(images)
     mixed = Mixed(images, torch.arange(2), torch.arange(2), 0.5, (0, 28, 0, 28))
     share = attended_share(maps[0].mean(dim=(1, 2))[:, 1:], (0, 28, 0, 28), images.shape[-2:])
