@@ -102,7 +102,7 @@ def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 def donors_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
     """`optimal_donors` by scipy's solver."""
     is_easy, gain_of_easy = easy_rows(gain, is_easy)
-    donor = torch.arange(len(gain))
+    donor = torch.arange(len(gain), device="cpu")
     donor[is_easy] = optimal_assignment(gain_of_easy)
     return donor.to(gain.device, non_blocking=True)
 

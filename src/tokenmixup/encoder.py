@@ -92,6 +92,8 @@ class Block:
 
     def why_not(self) -> str | None:
         """Returns in one line why TokenMixup does not support the block as it is now."""
+        if hasattr(self.module, "_orig_mod"):
+            return "which is compiled by itself: compile the attached module as a whole"
         if self.adapter.parts is None:
             return None
         if getattr(self.module, "norm_first", True) is False:

@@ -147,7 +147,9 @@ class TokenMixup(nn.Module):
         try:
             return self._run(images, targets, *drawn)
         except FloatingPointError as error:
-            raise _located(error, images) from error
+            if rows := _not_finite(images):
+                raise FloatingPointError(f"images{rows}: not finite; {error}") from error
+            raise
         except Exception as error:
             if type(error).__module__.startswith("torch._dynamo"):  # it may hide an error of ours
                 with torch.compiler.set_stance("force_eager"):
@@ -195,6 +197,8 @@ class TokenMixup(nn.Module):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ValueError("TokenMixup trains by backward(), not by a transform of torch.func")
+        if not isinstance(self.scorenets, nn.ModuleDict):
+            raise ValueError("TokenMixup is compiled as a whole, by module.compile(), not in parts")
         targets = check_batch(images, targets, self.num_classes)
         self._look_up_adapter()
         stand_ins = self._stand_ins()
@@ -696,12 +700,11 @@ def _tokens_of(encoder: Encoder, index: int, args: tuple[Any, ...]) -> Tensor:
     return encoder.blocks[index].adapter.tokens[0](x)
 
 
-def _located(error: FloatingPointError, images: Tensor) -> FloatingPointError:
-    """Returns an error that names the images that are not finite; looks at them on a CPU only."""
+def _not_finite(images: Tensor) -> list[int]:
+    """Returns the samples that are not finite; looks at them on a CPU only."""
     if images.device.type != "cpu":
-        return error
-    rows = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
-    return FloatingPointError(f"images{rows}: not finite; {error}") if rows else error
+        return []
+    return (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
 
 
 def _graph() -> tuple[bool, Any]:

@@ -515,6 +515,12 @@ def blocks_compiled_one_by_one(model: Any, patch: Patch) -> Any:
     return model
 
 
+@row("which is compiled by itself", build=huggingface)
+def layers_compiled_one_by_one(model: Any, patch: Patch) -> None:
+    for index, layer in enumerate(model.vit.layers):
+        model.vit.layers[index] = torch.compile(layer, backend="eager")
+
+
 # Refused: tokens that are no patches, and heads that read what nobody told.
 
 
@@ -671,6 +677,34 @@ def test_what_a_hook_of_the_module_returns_is_the_batch(detector: str):
     torch.testing.assert_close(outputs(module, images, targets), expected)
 
 
+def test_a_module_that_is_compiled_in_parts_is_refused():
+    """As accelerate's compile_regions does it: a shallow copy with compiled children."""
+    module = module_of(ROWS["nothing"], vit(), **BOTH)
+    module(*batch())
+    regions = copy.copy(module)
+    regions._modules = {
+        name: torch.compile(child, backend="eager") for name, child in module.named_children()
+    }
+    with pytest.raises(ValueError, match="compiled as a whole"):
+        regions(*batch())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"manifold_mixup": {"layers": [1]}}, r"block 1 \(Block\) did not run"),
+        ({"vtm": {"layer": 2}}, r"block 1 \(Block\) did not run"),
+        ({"checkpoint_blocks": True}, r"checkpoint_blocks=True: block 1 \(Block\) did not run"),
+    ],
+)
+def test_a_block_that_must_run_and_does_not_is_an_error(settings: Any, message: str):
+    model = vit()
+    model.blocks = Skipping(*model.blocks)
+    module = attach(model, CLASSES, **settings).train()
+    with pytest.raises(ValueError, match=message):
+        module(*batch())
+
+
 def test_what_a_model_loses_is_freed():
     module = module_of(ROWS["nothing"], vit(), **BOTH)
     gone = []
@@ -752,10 +786,10 @@ def test_mistakes_are_named_in_one_line():
 
 def test_manifold_mixup_draws_whatever_the_default_dtype_and_device():
     images, targets = batch()
-    module = module_of(ROWS["nothing"], vit(), manifold_mixup={"layers": [1]})
+    module = module_of(ROWS["nothing"], vit(), **MANIFOLD)
     expected = outputs(module, images, targets)
     try:
-        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
         found = outputs(module, images, targets)
     finally:
