@@ -110,7 +110,11 @@ MODELS: dict[str, Callable[[], Built]] = {
 }
 
 
-@pytest.fixture(params=MODELS)
+LIKE_OTHERS = ("deit", "dinov2", "by a function")
+PARAMS = [pytest.param(x, marks=pytest.mark.slow) if x in LIKE_OTHERS else x for x in MODELS]
+
+
+@pytest.fixture(params=PARAMS)
 def built(request: pytest.FixtureRequest) -> Built:
     torch.manual_seed(0)
     model, adapter, reads = MODELS[request.param]()

@@ -37,6 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, tuple[int, ...]]] = {
 }
 
 
+LIKE_OTHERS = ("swin", "swin, any size", "pvt v2, pooled")
+KINDS = [pytest.param(x, marks=pytest.mark.slow) if x in LIKE_OTHERS else x for x in MODELS]
+
+
 def built(kind: str) -> nn.Module:
     torch.manual_seed(0)
     name, sizes, _, _ = MODELS[kind]
@@ -123,7 +127,7 @@ def _of_fewer_keys(received: Tensor, rows: int, columns: int) -> Tensor:
     return received[:, keys] / received[:, keys].sum(dim=1, keepdim=True)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_saliency_is_that_of_the_models_own_attention(kind: str):
     images, _ = batch(kind)
     uneven = 0.0
@@ -143,7 +147,7 @@ def test_without_padding_a_windows_share_is_its_mean_over_the_number_of_windows(
     torch.testing.assert_close(windows.reshape(3, 16, 16), received, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_mixes_and_evaluation_is_the_plain_model(kind: str):
     model = built(kind)
     plain, data = copy.deepcopy(model).eval(), batch(kind)
@@ -157,7 +161,7 @@ def test_a_step_mixes_and_evaluation_is_the_plain_model(kind: str):
             assert torch.equal(module.eval()(data[0]), plain(data[0]))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_block_gets_the_tokens_that_are_mixed_by_hand(kind: str):
     model, (images, targets) = built(kind), batch(kind)
     for layer in MODELS[kind][3][-2:]:

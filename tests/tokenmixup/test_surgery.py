@@ -309,6 +309,11 @@ def forward_of_a_block_wrapped(model: Any, patch: Patch) -> None:
 
 
 @row()
+def projection_adapted_where_nothing_touches_it(model: Any, patch: Patch) -> None:
+    model.blocks[3].attn.qkv = Adapted(24, 72)
+
+
+@row()
 def stem_replaced(model: Any, patch: Patch) -> None:
     model.patch_embed = randomized(copy.deepcopy(model.patch_embed))
     model.norm_pre = randomized(nn.LayerNorm(24))
@@ -789,7 +794,7 @@ def test_manifold_mixup_draws_whatever_the_default_dtype_and_device():
     module = module_of(ROWS["nothing"], vit(), **MANIFOLD)
     expected = outputs(module, images, targets)
     try:
-        torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype(torch.bfloat16)
         torch.set_default_device("meta")
         found = outputs(module, images, targets)
     finally:
