@@ -31,12 +31,7 @@ def encoder_for(
 
     Raises ValueError if blocks are missing, not supported or cannot serve a setting.
     """
-    used = [("htm.layer", layer) for layer in (htm.layers if htm else ())]
-    used += [("vtm.layer", layer) for layer in (vtm.layers if vtm else ())]
-    mixed = manifold_mixup.layers if manifold_mixup else ()
-    used += [("manifold_mixup.layers", layer) for layer in mixed]
-    if htm is not None and htm.rollout_steps:
-        used.append(("htm.layer + htm.rollout_steps", htm.layers[-1] + htm.rollout_steps))
+    used = _used_layers(htm, vtm, manifold_mixup)
     if not used and not checkpoint_blocks:
         return None
     last = None if checkpoint_blocks else max(layer for _, layer in used)
@@ -44,8 +39,34 @@ def encoder_for(
         encoder = find_encoder(model, told, last)
     except ValueError as error:
         raise ValueError(f"TokenMixup does not support this model: {error}") from error
-    adapter, kind, count = told or adapter_of(model), type(model).__name__, len(encoder.blocks)
-    for key, layer in used:
+    check_settings(model, encoder, told or adapter_of(model), htm, vtm, manifold_mixup)
+    return encoder
+
+
+def _used_layers(
+    htm: HTM | None, vtm: VTM | None, manifold_mixup: ManifoldMixup | None
+) -> list[tuple[str, int]]:
+    """Returns the blocks that settings use, each with the key that says so."""
+    used = [("htm.layer", layer) for layer in (htm.layers if htm else ())]
+    used += [("vtm.layer", layer) for layer in (vtm.layers if vtm else ())]
+    mixed = manifold_mixup.layers if manifold_mixup else ()
+    used += [("manifold_mixup.layers", layer) for layer in mixed]
+    if htm is not None and htm.rollout_steps:
+        used.append(("htm.layer + htm.rollout_steps", htm.layers[-1] + htm.rollout_steps))
+    return used
+
+
+def check_settings(
+    model: nn.Module,
+    encoder: Encoder,
+    adapter: Adapter,
+    htm: HTM | None,
+    vtm: VTM | None,
+    manifold_mixup: ManifoldMixup | None,
+) -> None:
+    """Raises ValueError if blocks are missing or cannot serve a setting."""
+    kind, count = type(model).__name__, len(encoder.blocks)
+    for key, layer in _used_layers(htm, vtm, manifold_mixup):
         if layer >= count:
             raise ValueError(f"{key}={layer}: {kind} has blocks 0..{count - 1}")
     for need in _unserved(encoder, adapter, htm, vtm):
@@ -54,7 +75,6 @@ def encoder_for(
     for method, layers in joined.items():
         if len({encoder.blocks[layer].width for layer in layers}) > 1:
             raise ValueError(f"{method}.layer: blocks {layers} of {kind} must lie in one stage")
-    return encoder
 
 
 def _unserved(

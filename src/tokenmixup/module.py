@@ -50,7 +50,7 @@ from tokenmixup.attention import (
 from tokenmixup.contexts import evaluating
 from tokenmixup.detectors import by_attention, detector_of
 from tokenmixup.encoder import Block, Encoder, encoder_now, head_size, is_sharded, layer_group
-from tokenmixup.fitting import encoder_for
+from tokenmixup.fitting import check_settings, encoder_for
 from tokenmixup.horizontal import HorizontalMix, mix_horizontal
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
@@ -123,7 +123,7 @@ class TokenMixup(nn.Module):
         if htm is not None:
             self.rules, self.detect = rules_of(htm), detector_of(htm)
         self._state: ForwardPass | None = None  # of the training pass that runs
-        self._required = Required(set(), set(), set())
+        self._required = Required()
         self._kept: dict[nn.Module, tuple[Any, Forward]] = {}  # stand-ins of the last pass
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
@@ -241,12 +241,14 @@ class TokenMixup(nn.Module):
             encoder = encoder_now(self.model, self._told, checked)
         except ValueError as error:
             raise ValueError(f"TokenMixup no longer supports this model: {error}") from error
+        check_settings(self.model, encoder, self.adapter, *self._active())
         if encoder != self.encoder:
             self.encoder = encoder
         mixed = () if self._manifold is None else self._manifold.layers
         entered = {*answered, *self._htm_at, *mixed}
         rerun = {*range(len(encoder.blocks))} - entered if self.checkpoint_blocks else set()
-        self._required = Required({*answered, *self._htm_at}, answered, rerun)
+        must = ({*answered, *self._htm_at}, answered, rerun)
+        self._required = Required(*(tuple(sorted(blocks)) for blocks in must))
         found: list[tuple[Any, ...]] = []
         if entered and encoder.patch_embed is not None:
             found.append((encoder.patch_embed, _embed, encoder.patch_embed))
@@ -259,6 +261,13 @@ class TokenMixup(nn.Module):
                 found.append((block.attn, _attend, index))
         self._kept = {module: self._stand_in(module, *told) for module, *told in found}
         return [(module, stand_in) for module, (_, stand_in) in self._kept.items()]
+
+    def _active(self) -> tuple[HTM | None, VTM | None, ManifoldMixup | None]:
+        return (
+            self.htm if self._htm_at else None,
+            self.vtm if self._vtm_at else None,
+            self._manifold,
+        )
 
     def answered_blocks(self) -> set[int]:
         """Returns the blocks whose attention has a stand-in: VTM's, its sources, most of HTM's."""
@@ -413,7 +422,7 @@ def _attend(method: TokenMixup, index: int, plain: Forward, *args: Any, **given:
 
 def _rerun(method: TokenMixup, index: int, plain: Forward, *args: Any, **given: Any) -> Any:
     if method._state is not None:
-        method._state.rerun.add(index)
+        method._state.rerun.append(index)
     return checkpoint(plain, *args, use_reentrant=False, **given)
 
 
@@ -566,9 +575,9 @@ class BlockPass:
 class Required(NamedTuple):
     """The blocks, by index, that a pass must enter, whose attention it must answer, and rerun."""
 
-    entered: set[int]
-    answered: set[int]
-    rerun: set[int]
+    entered: tuple[int, ...] = ()
+    answered: tuple[int, ...] = ()
+    rerun: tuple[int, ...] = ()
 
 
 @dataclass
@@ -587,7 +596,7 @@ class ForwardPass:
     mixes: dict[int, HorizontalMix] = field(default_factory=dict)  # by layer of HTM
     blocks: dict[int, BlockPass] = field(default_factory=dict)  # that have run, by index
     answered: list[int] = field(default_factory=list)  # blocks whose attention has run
-    rerun: set[int] = field(default_factory=set)  # blocks that the backward pass runs again
+    rerun: list[int] = field(default_factory=list)  # blocks that the backward pass runs again
 
     def __post_init__(self) -> None:
         self.graph = _graph()
@@ -661,12 +670,15 @@ class ForwardPass:
         """Raises ValueError unless all has run that must."""
         entered, answered, rerun = self.required
         drawn = () if self.manifold is None else (self.manifold.layer,)
-        for index in sorted({*entered, *drawn} - {*self.blocks}):
-            raise ValueError(f"{self._name(index)} did not run, but must: TokenMixup touches it")
-        for index in sorted(answered - {*self.answered}):
-            raise ValueError(f"{self._name(index)} ran without its attention, which must run once")
-        for index in sorted(rerun - self.rerun):
-            raise ValueError(f"checkpoint_blocks=True: {self._name(index)} did not run")
+        for index in (*entered, *drawn):
+            if index not in self.blocks:
+                raise ValueError(f"{self._name(index)} did not run: TokenMixup touches it")
+        for index in answered:
+            if index not in self.answered:
+                raise ValueError(f"{self._name(index)} ran without its attention")
+        for index in rerun:
+            if index not in self.rerun:
+                raise ValueError(f"checkpoint_blocks=True: {self._name(index)} did not run")
 
     def output(self, logits: Any, score_loss_weight: float = 0.0) -> Output:
         """Returns the output of the pass. Raises ValueError if the logits are not `b c`."""

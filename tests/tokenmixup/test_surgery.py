@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import CLASSES
 from tests.tokenmixup.test_adapters import Encoded
+from tests.tokenmixup.test_hierarchical import built as built_stages
 from tokenmixup import Adapter, TokenMixup, attach, torch_encoder, training_loss
 from tokenmixup.adapters import timm_parts
 from tokenmixup.vertical import Memory
@@ -468,6 +469,11 @@ def block_skipped(model: Any, patch: Patch) -> None:
 @row("block 2|blocks 0..1")
 def too_few_blocks(model: Any, patch: Patch) -> None:
     model.blocks = model.blocks[:2]
+
+
+@row("attention over all tokens|no block")
+def model_with_stages_instead(model: Any, patch: Patch) -> Any:
+    return built_stages("swin")
 
 
 @row("holds one block more than once")
