@@ -60,9 +60,9 @@ def check_settings(
     model: nn.Module,
     encoder: Encoder,
     adapter: Adapter,
-    htm: HTM | None,
-    vtm: VTM | None,
-    manifold_mixup: ManifoldMixup | None,
+    htm: HTM | None = None,
+    vtm: VTM | None = None,
+    manifold_mixup: ManifoldMixup | None = None,
 ) -> None:
     """Raises ValueError if blocks are missing or cannot serve a setting."""
     kind, count = type(model).__name__, len(encoder.blocks)

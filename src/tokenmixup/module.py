@@ -117,6 +117,7 @@ class TokenMixup(nn.Module):
         self._htm_at = {} if htm is None else htm.each
         self._vtm_at = {} if vtm is None else vtm.each
         self._manifold = manifold_mixup
+        self._settings: tuple[Any, ...] = (htm, vtm, manifold_mixup)
         self.scorenets = nn.ModuleDict(
             {str(layer): self._new_scorenet(layer) for layer in self._htm_at}
         )
@@ -241,7 +242,7 @@ class TokenMixup(nn.Module):
             encoder = encoder_now(self.model, self._told, checked)
         except ValueError as error:
             raise ValueError(f"TokenMixup no longer supports this model: {error}") from error
-        check_settings(self.model, encoder, self.adapter, *self._active())
+        check_settings(self.model, encoder, self.adapter, *self._settings)
         if encoder != self.encoder:
             self.encoder = encoder
         mixed = () if self._manifold is None else self._manifold.layers
@@ -261,13 +262,6 @@ class TokenMixup(nn.Module):
                 found.append((block.attn, _attend, index))
         self._kept = {module: self._stand_in(module, *told) for module, *told in found}
         return [(module, stand_in) for module, (_, stand_in) in self._kept.items()]
-
-    def _active(self) -> tuple[HTM | None, VTM | None, ManifoldMixup | None]:
-        return (
-            self.htm if self._htm_at else None,
-            self.vtm if self._vtm_at else None,
-            self._manifold,
-        )
 
     def answered_blocks(self) -> set[int]:
         """Returns the blocks whose attention has a stand-in: VTM's, its sources, most of HTM's."""
@@ -348,7 +342,7 @@ class TokenMixup(nn.Module):
         Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
         waits for the gradients of the ScoreNets: wrap the module again.
         """
-        self._htm_at, self._vtm_at, self._manifold = {}, {}, None
+        self._htm_at, self._vtm_at, self._manifold, self._settings = {}, {}, None, ()
         self.scorenets.requires_grad_(False)
 
     @property
