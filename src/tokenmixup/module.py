@@ -706,6 +706,7 @@ def _tokens_of(encoder: Encoder, index: int, args: tuple[Any, ...]) -> Tensor:
     return encoder.blocks[index].adapter.tokens[0](x)
 
 
+@torch.compiler.disable
 def _not_finite(images: Tensor) -> list[int]:
     """Returns the samples that are not finite; looks at them on a CPU only."""
     if images.device.type != "cpu":
