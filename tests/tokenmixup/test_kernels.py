@@ -45,9 +45,7 @@ def test_donors_gain_as_much_as_scipys(b: int, share: float):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("b", "share"), [(16, 0.9), (33, 0.5), (33, 1.0), (64, 0.05), (64, 0.9), (64, 1.0)]
-)
+@pytest.mark.parametrize(("b", "share"), [(16, 0.9), (33, 0.5), (64, 0.05), (64, 1.0)])
 def test_donors_of_larger_batches_gain_as_much_as_scipys(b: int, share: float):
     worst = max((loss_of(matrix), matrix.kind) for matrix in matrices(b, share))
     assert worst[0] <= b * 2**-28, worst
@@ -75,11 +73,14 @@ def test_a_gain_that_is_not_finite_gives_easy_samples_no_donor(bad: float):
 
 
 MISTAKES = {
-    "prices are not updated": (
-        "price = tl.where(is_open | (cols >= b), price, reached - label)",
-        "",
+    "a price is forgotten": (
+        "tl.where(is_open, label + price, FAR)",
+        "tl.where(is_open, label, FAR)",
     ),
-    "bids take donors for nothing": ("(raised > 0) | ((raised == 0) & (owner < 0))", "raised >= 0"),
+    "bids have an epsilon": (
+        "tl.minimum(lead, ONE)[:, None]",
+        "tl.minimum(lead + ONE // 8, ONE)[:, None]",
+    ),
     "searches stop early": ("while row >= 0:", "while (row >= 0) & (reached <= 0):"),
     "cheap donors stay free": ("if easy_rows < b:", "if easy_rows < 0:"),
 }
@@ -97,9 +98,9 @@ def test_mistakes_in_the_assignment_are_noticed(mistake: str, tmp_path: Path):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); import mistaken\n"
         "from tests.tokenmixup.test_kernels import loss_of, matrices\n"
-        "for share in (0.5, 1.0):\n"
-        "    for matrix in matrices(9, share):\n"
-        "        if loss_of(matrix, mistaken) > 9 * 2**-28: sys.exit(3)\n"
+        "for b, share in ((9, 1.0), (9, 0.5), (24, 1.0)):\n"
+        "    for matrix in matrices(b, share):\n"
+        "        if loss_of(matrix, mistaken) > b * 2**-28: sys.exit(3)\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
     try:
