@@ -228,7 +228,7 @@ def _check_allowed(composed: Composed, allowed: Keys) -> None:
     for key, text in composed.overrides.items():
         if key in TRAINING_ONLY:
             raise UserError(f"{text}: not allowed here, it only limits the images for training")
-        if not {key, key.partition(".")[0]} & {*allowed, "hydra"}:
+        if not ({key, key.partition(".")[0]} & {*allowed} or key.startswith("hydra")):
             raise UserError(f"{text}: not allowed here, allowed are {', '.join(allowed)}")
 
 
