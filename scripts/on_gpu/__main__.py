@@ -51,7 +51,6 @@ def main() -> None:
         raise UserError(f"outputs={args.outputs}: {error.strerror}") from error
     if args.device == "cuda":
         check_gpu()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part as well
     over, failed = time.time() + 60 * args.minutes, False
     for place, letter in enumerate(letters):
         name, share = PARTS[letter]
@@ -89,12 +88,14 @@ def run_part(name: str, device: str, path: Path, limit: float, *more: str) -> st
             stderr=log,
             start_new_session=True,  # so that a compiler's workers end with it
         )
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part as well
         try:
             status = process.wait(max(limit, 0))
         except subprocess.TimeoutExpired:
             return None
         finally:
             end(process)
+            signal.signal(signal.SIGTERM, before)
         return None if status == 0 else f"status {status}: {last_line(log)}"
 
 

@@ -174,5 +174,5 @@ def test_skipping_needs_a_folder_and_changes_the_identity(tmp_path: Path):
     root = write_broken(tmp_path / "images")
     skips, refuses = folder_config(root), folder_config(root, "dataset.broken_images=refuse")
     assert run_hash(skips) != run_hash(refuses)
-    with pytest.raises(UserError, match=r"dataset\.broken_images=skip: digits is not a folder"):
+    with pytest.raises(UserError, match=r"dataset\.broken_images=skip: digits has no image files"):
         config_of("dataset.broken_images=skip")

@@ -98,7 +98,7 @@ def test_every_variant_trains(tmp_path, model: str, stack: list[str], switch: st
     line = [*overrides(model, stack, switch), f"recipe.precision={precision}"]
     module, before, steps = three_steps([*line, f"output_root={tmp_path}"])
     mixes = "htm" in stack
-    for loss, output in steps:
+    for loss, output, _ in steps:
         assert math.isfinite(loss.item())
         sums = output.targets.sum(dim=1)
         torch.testing.assert_close(sums, torch.ones_like(sums))
