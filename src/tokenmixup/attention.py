@@ -4,6 +4,7 @@
 Letters: b batch, h heads, n tokens with prefix, m memory, d width, e head width.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from tokenmixup.device import has_kernels, operator
 # compiler, 64 MiB, and as much again before softmax.
 CACHED_SCORES, HELD_SCORES = 2**17, 2**24
 HALF = (torch.float16, torch.bfloat16)
-HELD_KEYS = 2**15  # numbers of a head's keys that the kernel holds, 64 KiB
+HELD_KEYS = 2**15  # numbers of a head's keys, in powers of two, that the kernel holds: 64 KiB
 POSITIONAL = ("rope", "attn_mask", "shared_rel_pos", "shared_rel_pos_bias")
 
 
@@ -216,9 +217,9 @@ def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     `q`, `k`: `b h n e`, `b h m e`. On a GPU one kernel holds the map of float16 and bf16. Else it
     is computed in chunks of samples, which on a CPU fit into the cache.
     """
-    is_plain = bias is None and parts.mix_scores is None and q.dtype in HALF
-    if is_plain and has_kernels(q) and k.shape[2] * k.shape[3] <= HELD_KEYS:
-        return received_on_device(q, k, parts.scale)
+    if has_kernels(q) and bias is None and parts.mix_scores is None and q.dtype in HALF:
+        if math.prod(2 ** math.ceil(math.log2(size)) for size in k.shape[2:]) <= HELD_KEYS:
+            return received_on_device(q, k, parts.scale)
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     scores = CACHED_SCORES * torch.get_num_threads() if in_cache else HELD_SCORES
     size = max(1, scores // (q.shape[1] * q.shape[2] * k.shape[2]))
@@ -228,6 +229,7 @@ def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """`received` of a plain attention at once, by scores in float32: `b m`."""
     return _scaled_product(q.float(), k.float(), scale).softmax(dim=-1).mean(dim=(1, 2))
 
 

@@ -65,10 +65,12 @@ def rows_of(donor: Tensor, mask: Tensor, n: int) -> Tensor:
 
 
 def exchange_by_rows(x: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+    """What `Exchange` computes, `b n d`, by functions of torch."""
     return exchanged(x, rows_of(donor, mask, x.shape[1]))
 
 
 def exchange_gradient_by_rows(grad: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+    """The gradient of `exchange_by_rows` by the tokens, `b n d`, as torch's own."""
     out, rows = torch.zeros_like(grad), rows_of(donor, mask, grad.shape[1])
     out.flatten(0, 1).index_add_(0, rows, grad.flatten(0, 1))
     return out

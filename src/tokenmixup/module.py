@@ -622,8 +622,9 @@ class ForwardPass:
                 f"{self._name(index)} gets {n} tokens for {patches} patches, but must get "
                 f"{prefix} more, which come first (num_prefix_tokens={prefix})"
             )
-        spatial = args[0].shape[1:-1]
-        is_map = len(spatial) == 2 and spatial.numel() == n  # with its channels last
+        spatial, grid = args[0].shape[1:-1], self.grid if patches == n - prefix else None
+        if len(spatial) == 2 and spatial.numel() == n:  # a map with its channels last
+            grid = (spatial[0], spatial[1])
         self.blocks[index] = BlockPass(
             encoder,
             index,
@@ -632,11 +633,7 @@ class ForwardPass:
             prefix,
             class_token=prefix > 0 and encoder.reads_class_token,
             pixels=self.pixels,
-            grid=(spatial[0], spatial[1])
-            if is_map
-            else self.grid
-            if patches == n - prefix
-            else None,
+            grid=grid,
             memory=self.memories.get(index),
             later=[memory for layer, memory in self.memories.items() if layer > index],
             called=args,

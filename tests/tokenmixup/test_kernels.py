@@ -5,22 +5,24 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from scripts.on_gpu.matrices import Matrix, deficit, matrices
 from tokenmixup.assignment import gain_by_distance
-from tokenmixup.attention import received_exactly
-from tokenmixup.horizontal import exchange_by_rows, exchange_gradient_by_rows
+from tokenmixup.attention import Parts, received_exactly
+from tokenmixup.horizontal import Exchange, exchange_by_rows, exchange_gradient_by_rows
 
 pytest.importorskip("triton")
 
-from tokenmixup import device_assignment, kernels
+from tokenmixup import attention, device_assignment, kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PTXAS = Path(str(device_assignment.triton.__file__)).parent / "backends/nvidia/bin/ptxas"
@@ -157,6 +159,44 @@ def test_the_gradient_adds_up_over_several_receivers_of_a_donor():
         f(grad, donor, mask) for f in (kernels.exchange_backward, exchange_gradient_by_rows)
     )
     torch.testing.assert_close(found, expected)
+
+
+OPERATORS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "gain": lambda: (torch.rand(4, 5), 0.1),
+    "donors": lambda: (torch.rand(4, 4, dtype=torch.float64), torch.tensor([True] * 3 + [False])),
+    "received": lambda: (*torch.rand(2, 2, 3, 4, 8).half(), 0.5),
+    **dict.fromkeys(
+        ("exchange", "exchange_backward"),
+        lambda: (torch.rand(4, 5, 2), torch.tensor([2, 0, 1, 3]), torch.rand(4, 5) < 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_say_what_they_return(name: str):
+    arguments = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in OPERATORS[name]()]
+    operator = getattr(torch.ops.tokenmixup, name).default
+    torch.library.opcheck(operator, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_exchange_passes_gradients_to_the_tokens_that_were_read():
+    donor, mask = torch.tensor([2, 0, 1, 3]), torch.rand(4, 5) < 0.5
+    mask[3] = False
+    tokens = torch.randn(4, 5, 2, dtype=torch.float64, requires_grad=True)
+    arguments = [x.to(DEVICE) for x in (tokens, donor, mask)]
+    assert torch.autograd.gradcheck(Exchange.apply, arguments)
+
+
+@pytest.mark.parametrize(("keys", "width", "is_held"), [(512, 64, True), (257, 65, False)])
+def test_keys_that_the_kernel_cannot_hold_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, keys: int, width: int, is_held: bool
+):
+    monkeypatch.setattr(attention, "has_kernels", lambda x: True)
+    monkeypatch.setattr(attention, "received_on_device", lambda q, k, scale: None)
+    layer = nn.Linear(width, width)
+    parts = Parts(num_heads=1, proj=layer, training=True, q_proj=layer, k_proj=layer, v_proj=layer)
+    q = k = torch.randn(1, 1, keys, width).half()
+    assert (attention.received(parts, q, k, None) is None) is is_held
 
 
 COMPILE = """
