@@ -7,7 +7,7 @@ from reproduction.studies.options import study_parser, study_settings
 from reproduction.studies.plan import PlannedRun, plan, studies_of
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
-from reproduction.system.terminal import one_line_errors, say
+from reproduction.system.terminal import one_line_errors, say, warn
 
 
 def reproduce(words: list[str]) -> int:
@@ -51,7 +51,7 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
         (one,), *_ = results_of(studies_of(args.study), settings)
         say(f"report: {one.write(report_folder(settings.root))[0]}")
     for name, error in failed.items():
-        print(f"reproduce.py: {name} failed: {error}", file=sys.stderr)
+        warn(f"reproduce.py: {name} failed: {error}")
     return int(bool(failed))
 
 

@@ -25,7 +25,7 @@ COMPILING = (EAGER, "true", "cuda-graph")  # values of `compile`
 AGAIN = ", again"  # the plain step a second time, which shows the noise of the ratios
 # precision -> tolerated relative difference of the losses of equal steps, computed otherwise
 TOLERANCES = {"float32": 1e-3, "bf16": 4e-2, "float16": 1e-2}
-COMPARED_STEPS = 4  # steps: a CUDA graph is replayed from the third on
+COMPARED_STEPS = 4
 
 Group = dict[str, Any]  # title, about, rows, left_out
 

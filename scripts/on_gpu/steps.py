@@ -75,7 +75,7 @@ CASES = (
 def compare_values(sheet: Sheet) -> None:
     """Part b: the first steps of equal trainers, with new images and a new rate in each.
 
-    Another eager trainer shows the noise. Graphs come first, what inductor compiles last.
+    Another eager trainer shows the noise. Graphs come before what is compiled alone.
     """
     on_gpu = sheet.device.type == "cuda"
     steps = STEPS if on_gpu else 3

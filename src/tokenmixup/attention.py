@@ -217,15 +217,20 @@ def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     `q`, `k`: `b h n e`, `b h m e`. On a GPU one kernel holds the map of float16 and bf16. Else it
     is computed in chunks of samples, which on a CPU fit into the cache.
     """
-    if has_kernels(q) and bias is None and parts.mix_scores is None and q.dtype in HALF:
-        if math.prod(2 ** math.ceil(math.log2(size)) for size in k.shape[2:]) <= HELD_KEYS:
-            return received_on_device(q, k, parts.scale)
+    is_plain = bias is None and parts.mix_scores is None and q.dtype in HALF
+    if is_plain and has_kernels(q) and math.prod(map(_power_of_two, k.shape[2:])) <= HELD_KEYS:
+        return received_on_device(q, k, parts.scale)
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     scores = CACHED_SCORES * torch.get_num_threads() if in_cache else HELD_SCORES
     size = max(1, scores // (q.shape[1] * q.shape[2] * k.shape[2]))
     inputs = [q, k] if bias is None else [q, k, bias.expand(len(q), -1, -1, -1)]
     chunks = zip(*(x.split(size) for x in inputs), strict=True)
     return torch.cat([_softmax(parts, *chunk).mean(dim=(1, 2)) for chunk in chunks])
+
+
+def _power_of_two(size: int) -> int:
+    """The first that is not less."""
+    return 2 ** math.ceil(math.log2(size))
 
 
 def received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from reproduction.training.loop import Trainer, metrics_of
+from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics, Line
 from scripts.benchmark.steps import TOLERANCES
 from scripts.benchmark.trainers import CCT, VIT, sharp_trainer, step_config
@@ -140,7 +140,7 @@ def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
         micro_batches = trainer.train_step(images, classes, batch)
         trainer.step += 1
-        metrics = [metrics_of(part, trainer.not_finite) for part in micro_batches]
+        metrics = [part.metrics for part in micro_batches]
         lines.add({"step": trainer.step}, batch, metrics)
     return lines.fetch()
 
@@ -168,7 +168,7 @@ def scheduled_steps(trainer: Trainer) -> list[Line]:
                 group["lr"] = float(torch.tensor(lr))
         parts = trainer.train_step(images, classes, batch)
         trainer.step += 1
-        metrics = [metrics_of(part, trainer.not_finite) for part in parts]
+        metrics = [part.metrics for part in parts]
         lines.add({"step": trainer.step}, batch, metrics)
     return lines.fetch()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from reproduction.system.errors import PlainError
 from reproduction.training import preflight, train
 from reproduction.training.endings import explaining_step
-from reproduction.training.loop import Trainer, metrics_of
+from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics, Line, NonFinite
 from tests.reproduction.conftest import SMALL, Command, small_trainer
 from tests.reproduction.test_average import trainer_of as average_trainer
@@ -40,7 +40,7 @@ def line_of(trainer: Trainer, images: Tensor | None = None) -> Line:
         parts = trainer.train_step(images, torch.arange(6), 6)
     metrics = BatchMetrics(trainer.world)
     trainer.step += 1
-    metrics.add({"step": trainer.step}, 6, [metrics_of(x, trainer.not_finite) for x in parts])
+    metrics.add({"step": trainer.step}, 6, [x.metrics for x in parts])
     return metrics.fetch()[0]
 
 

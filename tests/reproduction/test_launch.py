@@ -15,7 +15,6 @@ import pytest
 
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.locking import hold, is_held
-from reproduction.start.processes import MachineShare
 from reproduction.studies import launch, study
 from reproduction.studies import plan as planning
 from reproduction.studies.plan import PlannedRun, plan
@@ -270,7 +269,7 @@ def test_train_all_apart_runs_train_py(small, capfd):
 def test_processes_train_the_runs_and_say_why_they_failed(small, monkeypatch, tmp_path):
     stand_in_for_train(monkeypatch, tmp_path, "sys.exit(sys.argv[-1])")
     runs, logs = three(), tmp_path / "logs"
-    failed = launch.train_all_apart(runs, [MachineShare({})] * 2, logs)
+    failed = launch.train_all_apart(runs, [{}] * 2, logs)
     assert failed == dict.fromkeys((run.name for run in runs), "resume=auto")
     assert {path.stem for path in logs.iterdir()} == {*failed}
     stand_in_for_train(monkeypatch, tmp_path, "pass")

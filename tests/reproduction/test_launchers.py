@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder, find_runs
 from reproduction.start import command as starting
 from reproduction.start.command import run
-from reproduction.start.processes import MachineShare, Processes, shares
+from reproduction.start.processes import Processes, shares
 from reproduction.system.errors import RunInterrupted
+from reproduction.system.hardware import CORES
 from reproduction.training import distributed
 from tests.reproduction.conftest import ROOT, SCRIPTS, SMALL, Command, trained_run
 from tests.reproduction.test_training import assert_same_result
@@ -208,7 +210,7 @@ while True:
 """
     before = signal.getsignal(signal.SIGTERM)
     watcher = signal_when(tmp_path / "ready", times)
-    with pytest.raises(RunInterrupted), Processes([MachineShare({})]) as processes:
+    with pytest.raises(RunInterrupted), Processes([{}]) as processes:
         processes.run("run", script_of(tmp_path, code), [])
     watcher.join()
     assert (tmp_path / "left").exists() == (times == 1)
@@ -224,7 +226,7 @@ def test_a_signal_reaches_a_process_that_is_being_started(tmp_path: Path, monkey
         return started[0]
 
     script = script_of(tmp_path, "time.sleep(60)")
-    with pytest.raises(RunInterrupted), Processes([MachineShare({})]) as processes:
+    with pytest.raises(RunInterrupted), Processes([{}]) as processes:
         monkeypatch.setattr(subprocess, "Popen", slow)
         processes.run("run", script, [])
     assert started[0].returncode == -signal.SIGTERM
@@ -239,18 +241,18 @@ def test_a_signal_reaches_a_process_that_is_being_started(tmp_path: Path, monkey
     ],
 )
 def test_a_process_returns_its_status_and_error(tmp_path: Path, code: str, status: int, error: str):
-    with Processes([MachineShare({})]) as processes:
+    with Processes([{}]) as processes:
         assert processes.run("run", script_of(tmp_path, code), []) == (status, error)
 
 
 MEET = """
 share = os.environ["SHARE"]
-print("with share", share, sys.argv[-1])
+print("with share", share)
 pathlib.Path(here, "in-" + share).touch()
 while len(list(pathlib.Path(here).glob("in-*"))) < 2:
     time.sleep(0.01)
 """
-TWO = [MachineShare({"SHARE": "a"}, 3), MachineShare({"SHARE": "b"}, 3)]
+TWO = [{"SHARE": "a"}, {"SHARE": "b"}]
 
 
 def test_processes_have_their_own_shares_and_logs(tmp_path: Path):
@@ -262,17 +264,16 @@ def test_processes_have_their_own_shares_and_logs(tmp_path: Path):
     for name, (status, error) in zip("xyz", results, strict=True):
         out, err = (logs / f"{name}.log").read_text().splitlines()
         assert status == 1 and error == err == f"failed with {out.split()[2]}"
-        assert out.split()[3] == "dataset.workers=3"
     assert {error[-1] for _, error in results} == {"a", "b"}
 
 
-def test_workers_that_are_set_stay(tmp_path: Path):
-    script = script_of(tmp_path, "sys.exit(' '.join(sys.argv[1:]))")
-    with Processes([MachineShare({}, 3)]) as processes:
-        assert processes.run("", script, ["dataset.workers=0"])[1] == "dataset.workers=0"
-        assert processes.run("", script, ["seed=1"])[1] == "seed=1 dataset.workers=3"
-        other = script.rename(tmp_path / "eval.py")
-        assert processes.run("", other, ["seed=1"])[1] == "seed=1"
+def test_a_share_of_the_cores_is_that_of_automatic_workers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CORES, "6")
+    folder = ["dataset=image_folder", "dataset.root=x"]
+    assert compose("train", folder).raw["dataset"]["workers"] == 6
+    assert compose("train", [*folder, "devices=2"]).raw["dataset"]["workers"] == 3
+    assert compose("train", [*folder, "dataset.workers=1"]).raw["dataset"]["workers"] == 1
+    assert compose("train", ["dataset=digits"]).raw["dataset"]["workers"] == 0  # as its file says
 
 
 def test_a_signal_reaches_all_processes_and_prevents_new_ones(tmp_path: Path):
@@ -314,14 +315,14 @@ def test_visible_gpus_follow_the_environment(monkeypatch):
 def test_shares_take_gpus_in_turn(monkeypatch, gpus: str, devices: int, expected: str):
     monkeypatch.setattr(distributed, "visible_gpus", gpus.split)
     found = shares(len(expected.split()), devices)
-    assert [share.environment["CUDA_VISIBLE_DEVICES"] for share in found] == expected.split()
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in found] == expected.split()
 
 
-def test_shares_divide_cores_and_workers(monkeypatch):
+def test_shares_divide_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("reproduction.start.processes.usable_cores", lambda: 16)
     monkeypatch.setattr(distributed, "visible_gpus", lambda: [])
-    assert shares(2, 2) == [MachineShare({"OMP_NUM_THREADS": "4"}, 4)] * 2
-    assert shares(1, 1) == [MachineShare({"OMP_NUM_THREADS": "16"})]  # its own workers
+    assert shares(2, 2) == [{"OMP_NUM_THREADS": "4", CORES: "8"}] * 2
+    assert shares(1, 1) == [{"OMP_NUM_THREADS": "16", CORES: "16"}]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert shares(3, 1) == [MachineShare({"OMP_NUM_THREADS": "1"}, 5)] * 3
+    assert shares(3, 1) == [{"OMP_NUM_THREADS": "1", CORES: "5"}] * 3

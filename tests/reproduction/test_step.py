@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reproduction.training.distributed import World, data_parallel
-from reproduction.training.loop import MicroBatch, Trainer, metrics_of
+from reproduction.training.loop import MicroBatch, Trainer
 from reproduction.training.metrics import BatchMetrics
 from tests.reproduction.conftest import Command, small_trainer
 from tokenmixup.horizontal import mix_horizontal
@@ -44,7 +44,7 @@ class Twice(World):
 
 def line_of(parts: list[MicroBatch], world: World = ALONE) -> dict[str, float]:
     metrics = BatchMetrics(world)
-    metrics.add({}, 1, [metrics_of(part, torch.zeros(())) for part in parts])
+    metrics.add({}, 1, [part.metrics for part in parts])
     (line,) = metrics.fetch()
     return line
 
@@ -118,7 +118,7 @@ def test_images_per_second_cover_all_batches_since_the_last_fetch(
     for seconds, batches, speed in ((2.0, 3, 9.0), (4.0, 2, 3.0)):
         for step in range(batches):
             parts = trainer.train_step(*images_of(6), 6)
-            metrics.add({"step": step}, 6, [metrics_of(x, trainer.not_finite) for x in parts])
+            metrics.add({"step": step}, 6, [x.metrics for x in parts])
         now[0] += seconds
         assert [line["images_per_second"] for line in metrics.fetch()] == [speed] * batches
 
@@ -178,10 +178,10 @@ def test_tf32_follows_the_recipe(allowed: bool):
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
 
 
-def test_eleven_calls_lead_from_the_command_to_algorithm_1(
+def test_twelve_calls_lead_from_the_command_to_algorithm_1(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ):
-    """The eleventh is `mix_horizontal`; train.py itself and the plain model are not counted."""
+    """The twelfth is `mix_horizontal`; train.py itself and the plain model are not counted."""
     stacks: list[list[str]] = []
 
     def mix(*args: Any) -> Any:
@@ -199,4 +199,4 @@ def test_eleven_calls_lead_from_the_command_to_algorithm_1(
     result = command("train", "model.embed_dim=16", *args)
     assert result.status == 0, result.err
     training = ["run", "_in_turn", "main", "run_training", "train", "fit", "train_step"]
-    assert stacks[0] == [*training, "forward", "_run", "_run_block"]
+    assert stacks[0] == [*training, "_update", "forward", "_run", "_run_block"]

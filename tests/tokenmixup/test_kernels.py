@@ -174,9 +174,13 @@ OPERATORS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_say_what_they_return(name: str):
-    arguments = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in OPERATORS[name]()]
-    operator = getattr(torch.ops.tokenmixup, name).default
-    torch.library.opcheck(operator, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
+    operator, arguments = getattr(torch.ops.tokenmixup, name), OPERATORS[name]()
+    here, nowhere = (
+        operator(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments))
+        for device in (DEVICE, "meta")  # as a compiler asks
+    )
+    assert here.shape == nowhere.shape and here.stride() == nowhere.stride()
+    assert here.dtype == nowhere.dtype
 
 
 def test_the_exchange_passes_gradients_to_the_tokens_that_were_read():

@@ -194,6 +194,6 @@ def check_compiler(device: str) -> None:
         reason = first_line(getattr(error, "inner_exception", error))
         needs = "Triton and a C compiler" if device == "cuda" else "a C++ compiler"
         raise UserError(
-            f"compile=true: does not work on this machine, torch needs {needs} for {device} "
+            f"compile: does not work on this machine, torch needs {needs} for {device} "
             f"({reason}); allowed is false"
         ) from error

@@ -22,7 +22,7 @@ from reproduction.config import CONF_DIR, Config
 from reproduction.runs.parse import parse
 from reproduction.runs.ranges import ranges
 from reproduction.system.errors import UserError, first_line, in_one_line
-from reproduction.system.hardware import usable_cores
+from reproduction.system.hardware import CORES, usable_cores
 from reproduction.system.ranks import launched_ranks, local_ranks
 
 SHOWN = 200  # characters of an unparsable argument in an error line
@@ -262,4 +262,5 @@ def _resolve_workers(values: dict[str, Any]) -> None:
     dataset, devices = values.get("dataset"), values["devices"]
     if isinstance(dataset, dict) and dataset.get("workers") == "auto":
         ranks = local_ranks() or (devices if isinstance(devices, int) else 1)
-        dataset["workers"] = max(1, min(MOST_WORKERS, usable_cores() // max(1, ranks)))
+        cores = int(os.environ.get(CORES, usable_cores()))
+        dataset["workers"] = max(1, min(MOST_WORKERS, cores // max(1, ranks)))

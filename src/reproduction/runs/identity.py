@@ -143,7 +143,7 @@ def default_name(config: Config, experiment: str | None, changes: Sequence[str] 
     """Returns `<experiment or model-dataset-stack>[-key=value...]-s<seed>-<hash>`.
 
     `changes` are typed overrides; the last part of each key is named, in plain characters, as far
-    as LONGEST_NAME allows.
+    as LONGEST_DEFAULT_NAME allows.
     """
     stack = "+".join(config.augmentation.stack) or "plain"
     head = f"{config.model.name}-{config.dataset.name}-{stack}"

@@ -143,6 +143,8 @@ def _points(config_name: str, args: Namespace) -> list[list[str]]:
                 raise UserError(f"{key}: not available here; of Hydra only hydra.launcher is")
             if override.is_hydra_override() and override.is_sweep_override():
                 raise UserError(f"{override.input_line}: must be one for all points")
+            if override.is_hydra_override() and override.is_delete():
+                raise UserError(f"{override.input_line}: a launcher's settings cannot be removed")
             if key == "hydra/launcher" and not args.multirun:
                 raise UserError(f"{override.input_line}: needs a sweep, add -m")
         if not args.multirun:

@@ -8,48 +8,40 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import IO, Self, TypeVar
 
-from reproduction.config import TRAIN
-from reproduction.runs.compose import MOST_WORKERS
 from reproduction.system.errors import STOP_SIGNALS, RunInterrupted
-from reproduction.system.hardware import usable_cores
+from reproduction.system.hardware import CORES, usable_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class MachineShare:
-    """A part of this machine: environment variables, and workers of a loader (None: its own)."""
-
-    environment: dict[str, str]
-    workers: int | None = None
+Share = dict[str, str]  # of this machine: environment variables
 
 
-def shares(jobs: int, devices: int) -> list[MachineShare]:
+def shares(jobs: int, devices: int) -> list[Share]:
     """Divides this machine among `jobs` runs at a time, each with `devices` processes.
 
-    GPUs are assigned in turn, so several runs may share one; cores and the loaders' workers are
-    divided.
+    GPUs are assigned in turn, so several runs may share one; cores are divided, and so are the
+    loaders' workers of `dataset.workers=auto`.
     """
     from reproduction.training.distributed import visible_gpus
 
     gpus = visible_gpus()
-    cores = max(1, usable_cores() // (jobs * devices))
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
-    workers = min(MOST_WORKERS, cores) if jobs > 1 else None
+    cores = max(1, usable_cores() // jobs)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // devices)))
+    environment = {"OMP_NUM_THREADS": threads, CORES: str(cores)}
     if not gpus:
-        return [MachineShare(environment, workers)] * jobs
+        return [environment] * jobs
     groups = max(1, len(gpus) // devices)
     firsts = [number % groups * devices for number in range(jobs)]
     visible = [",".join(gpus[first : first + devices]) for first in firsts]
-    return [MachineShare(environment | {"CUDA_VISIBLE_DEVICES": gpu}, workers) for gpu in visible]
+    return [environment | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible]
 
 
 class Processes:
@@ -60,10 +52,10 @@ class Processes:
     SIGKILL it resumes from its last checkpoint. `logs` is a folder for the scripts' output.
     """
 
-    def __init__(self, shares: Sequence[MachineShare], logs: Path | None = None):
+    def __init__(self, shares: Sequence[Share], logs: Path | None = None):
         self.signals, self.logs, self.count = 0, logs, len(shares)
         self.running = set[subprocess.Popen[str]]()
-        self.free = SimpleQueue[MachineShare]()
+        self.free = SimpleQueue[Share]()
         for share in shares:
             self.free.put(share)
 
@@ -97,12 +89,12 @@ class Processes:
                 log = (self.logs / f"{name}.log").open("a")
             with log as output, tempfile.TemporaryFile("w+") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, str(script), *words, *_workers(script, words, share)],
+                    [sys.executable, str(script), *words],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=errors,
                     text=True,
-                    env=os.environ | share.environment,
+                    env=os.environ | share,
                     process_group=0,  # so that Ctrl-C reaches it only once, through _forward
                 )
                 self.running.add(process)
@@ -130,10 +122,3 @@ class Processes:
                 process.terminate()
             elif process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def _workers(script: Path, words: Sequence[str], share: MachineShare) -> list[str]:
-    is_set = any(word.startswith("dataset.workers=") for word in words)
-    if share.workers is None or is_set or script.name != TRAIN.name:
-        return []
-    return [f"dataset.workers={share.workers}"]

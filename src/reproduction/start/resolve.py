@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
-from reproduction.data.custom import load as load_own
 from reproduction.runs.compose import Composed, group_options
 from reproduction.runs.folder import PUBLISHED, RunFolder, check_writable, find_runs
 from reproduction.runs.identity import changes_result, default_name, run_hash, short_digest
@@ -85,7 +84,9 @@ def _with_content(config: Config, composed: Composed) -> Config:
         check_named(data)
     if data.content is not None and "dataset.content" in composed.overrides:
         raise UserError(f"dataset.content={data.content}: is found by the program, leave it out")
-    content = load_own(data.source, data.options).content
+    from reproduction.data.custom import load  # imports numpy
+
+    content = load(data.source, data.options).content
     return dataclasses.replace(config, dataset=dataclasses.replace(data, content=content))
 
 

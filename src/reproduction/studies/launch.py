@@ -16,7 +16,7 @@ from reproduction.config import TRAIN
 from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.runs.locking import is_held
-from reproduction.start.processes import MachineShare, Processes
+from reproduction.start.processes import Processes, Share
 from reproduction.start.resolve import check_all
 from reproduction.studies.plan import PlannedRun
 from reproduction.studies.study import Settings
@@ -27,6 +27,7 @@ from reproduction.system.errors import (
     UserError,
     first_line,
 )
+from reproduction.system.terminal import say, warn
 
 # Trains a run, announced after a text such as `run 2 of 12: `; returns the error or None.
 # Raises RunLocked if another process trains it, and KeyboardInterrupt if this process is to stop.
@@ -71,7 +72,7 @@ def train_all(
             place = f"run {number} of {total}: " if total > 1 else ""
             return None if run.is_done() else start(run, place)
         except RunLocked as locked:
-            print(f"{locked}; left to it", flush=True)
+            say(f"{locked}; left to it")
             return None
         except UserError as error:
             return str(error)
@@ -82,7 +83,7 @@ def train_all(
 
 def train_all_apart(
     runs: Sequence[PlannedRun],
-    shares: Sequence[MachineShare] = (MachineShare({}),),
+    shares: Sequence[Share] = ({},),
     logs: Path | None = None,
 ) -> dict[str, str]:
     """Like train_all, with a process for each run; each share of the machine has one at a time.
@@ -90,7 +91,7 @@ def train_all_apart(
     `logs` is a folder for their output.
     """
     if logs is not None:
-        print(f"{len(shares)} runs at a time, logs in {logs}", flush=True)
+        say(f"{len(shares)} runs at a time, logs in {logs}")
     with Processes(shares, logs) as processes:
         return train_all(runs, partial(_train_apart, processes), processes.map)
 
@@ -118,7 +119,7 @@ def train_here(run: PlannedRun, place: str) -> str | None:
     except RunLocked:
         raise
     except (UserError, PlainError) as error:
-        print(error, file=sys.stderr)
+        warn(str(error))
         return str(error)
     except Exception as error:
         traceback.print_exc()
@@ -130,7 +131,7 @@ def _announce(run: PlannedRun, place: str) -> None:
     """Prints that a run starts; RunLocked if another process trains it."""
     _refuse_held(run)
     verb = "resuming" if run.folder.checkpoints() else "starting"
-    print(f"{place}{verb} {run.name}", flush=True)
+    say(f"{place}{verb} {run.name}")
 
 
 def _refuse_held(run: PlannedRun) -> None:
@@ -144,7 +145,7 @@ def train_task(runs: Sequence[PlannedRun], number: int, device: str) -> NoReturn
         last = len(runs) - 1
         raise UserError(f"task={number}: must be 0..{last}, as the plan has {len(runs)} runs")
     if runs[number].is_done():
-        print(f"{runs[number].name} is finished", flush=True)
+        say(f"{runs[number].name} is finished")
         sys.exit(0)
     command = [sys.executable, str(TRAIN), *runs[number].overrides, f"device={device}"]
     os.execv(sys.executable, command)  # noqa: S606 - without a shell

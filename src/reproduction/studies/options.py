@@ -28,7 +28,7 @@ def study_parser(description: str | None) -> Parser:
 
 
 def add_settings(options: argparse.ArgumentParser) -> None:
-    """Adds the options that `settings_of` reads."""
+    """Adds the options that `study_settings` reads."""
     about = "; ".join(f"{name}: {scale.about}" for name, scale in scales().items())
     options.add_argument("--scale", choices=scales(), default=FULL, help=about)
     options.add_argument(

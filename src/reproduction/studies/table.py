@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from scipy.stats import ttest_rel
 
 from reproduction.studies.columns import COLUMNS, COMPARED, MEASURES, NOTHING, TESTED, value_text
 from reproduction.studies.runs import REPORT, left, newest, stack_of, state_text
@@ -103,6 +102,8 @@ def compare(values: pd.DataFrame, ours: str, base: str) -> dict[str, Any]:
         return result | {
             "test_note": "values are identical" if is_zero else "all differences are equal"
         }
+    from scipy.stats import ttest_rel  # takes seconds to import
+
     test = ttest_rel(pairs[ours], pairs[base])
     low, high = map(float, test.confidence_interval(CONFIDENCE))
     result |= {"test_low": low, "test_high": high}

@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux only
+CORES = "REPRODUCTION_CORES"  # environment variable: cores for this run, if several run at a time
 
 
 def hardware_name(device: str) -> str:

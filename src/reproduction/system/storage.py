@@ -91,7 +91,9 @@ def sync(path: Path) -> None:
 
 
 DIGEST_KEY = "tokenmixup.sha256"
-WRITER = {"written_by": "tokenmixup"}  # marks a file with a digest even if KEY itself is damaged
+WRITER = {
+    "written_by": "tokenmixup"
+}  # marks a file with a digest even if DIGEST_KEY itself is damaged
 BLANK = "0" * 64  # placeholder for the hexadecimal digest
 BEFORE = f'"{DIGEST_KEY}":"'.encode()  # as in JSON
 

@@ -30,7 +30,7 @@ from reproduction.training import history
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
 from reproduction.training.endings import Agreement, explaining_memory, explaining_step, handling
 from reproduction.training.loggers import Logs
-from reproduction.training.loop import Trainer, metrics_of
+from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics, NonFinite
 from reproduction.training.mixing import MixedShare
 from reproduction.training.saving import Saver
@@ -110,8 +110,7 @@ class Epochs:
                     parts = trainer.train_step(images, classes, size)
                 trainer.step += 1
                 head = {"step": trainer.step, "epoch": self.epoch + 1, "lr": lr}
-                metrics = [metrics_of(part, trainer.not_finite) for part in parts]
-                self.metrics.add(head, size, metrics)
+                self.metrics.add(head, size, [part.metrics for part in parts])
                 self.mixed_share.add(self.epoch + 1, [part.output for part in parts])
                 to_save = self._agree_to_save()
                 if to_save or trainer.step % recipe.log_every == 0:

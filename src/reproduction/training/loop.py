@@ -29,18 +29,15 @@ from tokenmixup.output import Stat
 
 
 class MicroBatch(NamedTuple):
-    """The mean loss of a micro-batch, the model's output for it, and its metrics from a graph."""
+    """The mean loss of a micro-batch, the model's output for it, and the scalars of its log."""
 
     loss: Tensor
     output: Output
-    metrics: dict[str, Stat] | None = None
+    metrics: dict[str, Stat]
 
 
-def metrics_of(part: MicroBatch, not_finite: Tensor) -> dict[str, Stat]:
+def metrics_of(loss: Tensor, output: Output, not_finite: Tensor) -> dict[str, Stat]:
     """Names the scalars of the log, on the device; HTM's names are those of `Output.sums`."""
-    loss, output, metrics = part
-    if metrics is not None:
-        return metrics
     n = len(output.logits)
     metrics = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
     if output.score_loss is not None:
@@ -89,30 +86,33 @@ class Trainer:
         self.not_finite = torch.zeros((), device=world.device)
         self.graph: StepGraph | None = None
         if is_graph:
-            self.graph = StepGraph(self._in_graph, self._keep, inputs.generators, world.device)
+            self.graph = StepGraph(self._update, self._keep, inputs.generators, world.device)
         self.step = 0  # completed
         self.mixes = True
 
-    def train_step(
-        self, images: Tensor, classes: Tensor, global_size: int, draws: Draws | None = None
-    ) -> list[MicroBatch]:
+    def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
 
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
-        draws are a function of seed, step and rank; those of the inputs may be given. The share is
-        cut into `grad_accum_steps` consecutive micro-batches, whose sizes differ by at most one;
-        HTM matches pairs within each. Raises FloatingPointError if a gain is not finite.
+        draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
+        consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
+        On a CPU, raises FloatingPointError if a gain is not finite.
         """
-        device, key = self.world.device, (self.config.seed, self.step, self.world.rank)
-        if draws is None:
-            draws = self.inputs.draw(images.shape, *key)
-            seed_device(device, Purpose.DROPOUT, *key)
-            if self.graph is not None:  # which has captured this function, given the draws
-                inputs = images, classes, global_size, draws._replace(box=None)
-                return cast(list[MicroBatch], self.graph(*inputs))
+        key = self.config.seed, self.step, self.world.rank
+        draws = self.inputs.draw(images.shape, *key)
+        seed_device(self.world.device, Purpose.DROPOUT, *key)
+        if self.graph is None:
+            return self._update(images, classes, global_size, draws)
+        # A graph has captured `_update`; another box would be another graph.
+        return cast(
+            list[MicroBatch], self.graph(images, classes, global_size, draws._replace(box=None))
+        )
 
-        # From here on all is on the device, by the same operations for all batches of a size:
-        # first the mixing of images
+    def _update(
+        self, images: Tensor, classes: Tensor, global_size: int, draws: Draws
+    ) -> list[MicroBatch]:
+        """The step given its draws: on the device, by the same operations for a batch's size."""
+        device = self.world.device
         images, classes = (x.to(device, non_blocking=True) for x in (images, classes))
         mixed = self.inputs.apply(images, classes, draws.to(device))
 
@@ -121,15 +121,15 @@ class Trainer:
         backup = [value.clone() for value in restorable]
 
         # Forward, with the mixing of tokens, loss and backward
-        micro_batches: list[MicroBatch] = []
+        losses, outputs = list[Tensor](), list[Output]()
         labels = len(self.classes), self.recipe.label_smoothing
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
         for part in mixed.split(count := self.recipe.grad_accum_steps):
             # Only the last backward pass reduces the gradients over the ranks.
-            is_last = len(micro_batches) == count - 1
+            is_last = len(losses) == count - 1
             with nullcontext() if is_last else no_sync():
                 with autocast(device, self.recipe.precision):
-                    # This is TokenMixup.__call__, which runs the model with stand-ins for its
+                    # This is TokenMixup.forward, which runs the model with stand-ins for its
                     # blocks; the method is in TokenMixup._run_block (tokenmixup/module.py).
                     output: Output = self.parallel(part.images, part.targets(*labels))
                     if self.attention_labels is not None:
@@ -139,11 +139,11 @@ class Trainer:
                 # DDP averages over the ranks: the world size turns that mean into a sum.
                 weight = len(part.images) * self.world.size / global_size
                 self.scaler.scale(loss * weight).backward()
-            micro_batches.append(MicroBatch(loss.detach(), output))
+            losses.append(loss.detach())
+            outputs.append(output)
 
         # Clip and update
         norm = self._clip_gradients()
-        losses = [micro_batch.loss for micro_batch in micro_batches]
         self.not_finite.copy_((~torch.stack([norm, *losses]).isfinite()).any())
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -154,11 +154,10 @@ class Trainer:
             self.average.update(self.module.model)
         for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
-        return micro_batches
-
-    def _in_graph(self, *inputs: Any) -> list[MicroBatch]:
-        parts = self.train_step(*inputs)
-        return [part._replace(metrics=metrics_of(part, self.not_finite)) for part in parts]
+        return [
+            MicroBatch(*part, metrics_of(*part, self.not_finite))
+            for part in zip(losses, outputs, strict=True)
+        ]
 
     def _keep(self) -> Callable[[], None]:
         changed = [*self.parameters, *self._buffers_and_average(), self.not_finite]

@@ -105,7 +105,7 @@ def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     allow_tf32(config.recipe.tf32)
-    if config.compile is True:
+    if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # downloaded by the first rank in preflight
