@@ -32,8 +32,7 @@ $(if $(filter DRY_RUN,$(USED)),$(if $(filter-out 0 1,$(DRY_RUN)),$(error DRY_RUN
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit check-models report clean status runs \
-  reproduce-table1 reproduce-table2 reproduce-table3 reproduce-table4 reproduce-table5 \
-  reproduce-figure3 reproduce-figure4 reproduce-openmixup reproduce-all sweep-tau sweep-rho sweep-kappa study publish check-published cost bench on-gpu check-gpu chaos
+  $(STUDIES_OF_PAPER) study publish check-published cost bench on-gpu check-gpu chaos
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'

@@ -48,7 +48,7 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
         failed = launch.train_all(runs, launch.train_here)
     say(state_table(runs, with_folders=False))
     if args.study.endswith(".yaml"):
-        (one,), *_ = results_of(studies_of(args.study), settings)
+        (one,), _ = results_of(studies_of(args.study), settings)
         say(f"report: {one.write(report_folder(settings.root))[0]}")
     for name, error in failed.items():
         warn(f"reproduce.py: {name} failed: {error}")

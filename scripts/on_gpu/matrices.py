@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tokenmixup.assignment import gain_matrix
 
-SHARES = (0.0, 0.05, 0.5, 0.9, 1.0)  # of easy samples
 TOKENS = 64
 
 

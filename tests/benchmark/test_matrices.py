@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from scripts.on_gpu.matrices import SHARES, Matrix, deficit, matrices
+from scripts.on_gpu.matrices import Matrix, deficit, matrices
 from tokenmixup.assignment import optimal_donors
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("b", [1, 2, 33])
 def test_scipys_donors_are_optimal_in_all_kinds(b: int, share: float):
     found = [*matrices(b, share)]

@@ -55,7 +55,7 @@ def points_at(scale: str = "full") -> list[Point]:
 
 def result(outputs: Path, name: str, **settings: Any) -> Table:
     """Returns the table of a study from the runs in `outputs`, without the scale's own folder."""
-    (table,), *_ = results_of(studies_of(name), Settings(**settings), read_runs(outputs))
+    (table,), _ = results_of(studies_of(name), Settings(**settings), read_runs(outputs))
     return table
 
 

@@ -136,7 +136,7 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row(tmp_path: 
             loss = 1 + number * (seed - 0.5) / 10
             log = [{"epoch": 28, "top1": 80.0, "eval_loss": loss}]
             write_run(tmp_path / "outputs", point.config, seed, log=log)
-    (table,), *_ = results_of(studies_of(str(file)), settings)
+    (table,), _ = results_of(studies_of(str(file)), settings)
     rows = table.numbers.set_index("row")
     assert rows.difference["b"] == pytest.approx(2 * fmean([-0.5, 0.5, 1.5, 2.5]) / 10)
     p = rows.test_p

@@ -31,7 +31,7 @@ def write_page(settings: Settings) -> Path:
         raise UserError(f"outputs={settings.root}: there is no such folder of runs")
     runs = read_runs(settings.root)
     folder = report_folder(settings.root)
-    tables, keys, _ = results_of(studies_of(ALL), settings, runs)
+    tables, keys = results_of(studies_of(ALL), settings, runs)
     files = {table.name: [path.name for path in table.write(folder)] for table in tables}
     pictures = draw_pictures(tables, keys, runs, settings, folder)
     labels = {key: [x for x, other in keys.items() if other == key] for key in keys.values()}

@@ -175,13 +175,13 @@ The method: TokenMixup (Choi, Choi and Kim, NeurIPS 2022).
 def results_page(results: Path = RESULTS) -> str:
     """Returns docs/results.md: the paper's rows, then each study of your own."""
     runs, studies = read_store(results), _studies(results)
-    papers, *_ = results_of({name: papers_studies()[name] for name in TABLES}, Settings(), runs)
+    papers, _ = results_of({name: papers_studies()[name] for name in TABLES}, Settings(), runs)
     lines = [
         INTRODUCTION,
         "## The paper's tables\n",
         as_markdown(_papers_rows(papers)),
     ]
-    mine, *_ = results_of(studies, Settings(), runs)
+    mine, _ = results_of(studies, Settings(), runs)
     for table in mine:
         lines += _section(table, studies[table.name])
     return "\n".join(lines) + "\n"

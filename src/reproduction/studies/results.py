@@ -49,8 +49,8 @@ def mark_of(points: Sequence[Point], settings: Settings) -> str | None:
 
 def results_of(
     studies: Mapping[str, Study], settings: Settings, runs: pd.DataFrame | None = None
-) -> tuple[list[Table], dict[str, str], pd.DataFrame]:
-    """Returns the tables of studies, the keys of all rows by label, and the runs.
+) -> tuple[list[Table], dict[str, str]]:
+    """Returns the tables of studies, and the keys of all rows by label.
 
     `runs` defaults to those in the folder of the scale.
     """
@@ -59,7 +59,7 @@ def results_of(
     runs = read_runs(settings.root) if runs is None else runs
     own = {name: [point for point in points if point.study == name] for name in studies}
     tables = [_table(x, studies[x], own[x], keys, runs, settings) for x in studies if own[x]]
-    return tables, keys, runs
+    return tables, keys
 
 
 def _table(

@@ -171,7 +171,7 @@ class Epochs:
             start = time.perf_counter()
             result = self.evaluate(self.eval_loader)
             self.eval_seconds += time.perf_counter() - start
-            last |= history.renamed(result) if self.test_loader else result
+            last |= result if self.test_loader is None else history.renamed(result)
         self.epoch = number
         if self.world.is_main:
             if is_evaluated:

@@ -50,8 +50,7 @@ def mixing(epochs: list[Epoch], batch_size: float) -> dict[str, float | None]:
     if not epochs:
         return dict.fromkeys(MIXING)
     batches, _, mixed, tokens = (epochs[-1][name] for name in SUMS)
-    of_all = {name: sum(epoch[name] for epoch in epochs) for name in SUMS}
-    share = of_all["mixed"] / max(of_all["batches"], 1)
+    share = sum(x["mixed"] for x in epochs) / max(sum(x["batches"] for x in epochs), 1)
     return {
         "mixed_samples": mixed / max(batches, 1),
         "mixed_tokens": tokens / mixed if mixed else None,
