@@ -66,7 +66,7 @@ Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Few = Annotated[int, Field(strict=True, ge=1, le=16)]
 Amount = Annotated[float, Field(strict=True, ge=0, le=LARGEST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST, allow_inf_nan=False)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
 Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
@@ -211,7 +211,7 @@ class InputMix:
     """Input mixup or CutMix. With both, a fair coin picks one of them for each batch."""
 
     alpha: Positive
-    prob: Share
+    prob: Fraction
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -251,10 +251,10 @@ class Transforms:
     scale: Range
     ratio: Range
     interpolation: Literal["random", "bilinear", "bicubic"]
-    hflip: Share
+    hflip: Fraction
     color_jitter: Amount
     auto_augment: AutoAugment | None
-    erasing_prob: Share
+    erasing_prob: Fraction
     erasing_mode: Literal["const", "rand", "pixel"]
     erasing_count: Few
     eval_crop_pct: Crop

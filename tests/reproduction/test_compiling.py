@@ -120,7 +120,7 @@ def test_missing_compiler_is_refused_before_anything_is_written(
         result = command("train", "name=mine", "compile=true", *SMALL)
     assert result.status == 2
     (line,) = result.lines
-    assert "compile=true: " in line and "a C++ compiler" in line and "/no/compiler" in line
+    assert "compile: does not work" in line and "a C++ compiler" in line and "/no/compiler" in line
     assert line.endswith("allowed is false")
     assert not list(tmp_path.iterdir())
 

@@ -20,7 +20,7 @@ from reproduction.studies import plan as planning
 from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.status import states
 from reproduction.studies.study import Settings
-from reproduction.system.errors import RunLocked, UserError
+from reproduction.system.errors import RunInterrupted, RunLocked, UserError
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts.reproduce import reproduce
@@ -275,6 +275,14 @@ def test_processes_train_the_runs_and_say_why_they_failed(small, monkeypatch, tm
     stand_in_for_train(monkeypatch, tmp_path, "pass")
     errors = launch.train_all_apart(runs[:1])
     assert errors == {runs[0].name: "train.py ended with status 0"}
+
+
+def test_after_a_signal_no_further_run_is_announced(small, monkeypatch, tmp_path, capfd):
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    stand_in_for_train(monkeypatch, tmp_path, code)
+    with pytest.raises(RunInterrupted, match="the same command resumes"):
+        launch.train_all_apart(three())
+    assert capfd.readouterr().out.count("starting") == 1
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--status"])

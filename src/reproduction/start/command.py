@@ -144,7 +144,7 @@ def _points(config_name: str, args: Namespace) -> list[list[str]]:
             if override.is_hydra_override() and override.is_sweep_override():
                 raise UserError(f"{override.input_line}: must be one for all points")
             if override.is_hydra_override() and override.is_delete():
-                raise UserError(f"{override.input_line}: a launcher's settings cannot be removed")
+                raise UserError(f"{override.input_line}: settings of a launcher cannot be removed")
             if key == "hydra/launcher" and not args.multirun:
                 raise UserError(f"{override.input_line}: needs a sweep, add -m")
         if not args.multirun:
@@ -211,6 +211,7 @@ def _in_processes(
 
     def start(number: int) -> Outcome:
         words = [x for x in points[number] if not x.lstrip("+~").startswith("hydra")]
+        processes.check()
         say(f"run {number + 1} of {len(points)}: {' '.join(words)}")
         name = getattr(settings[number], "name", "")
         status, line = processes.run(name, Path(sys.argv[0]), words)

@@ -74,15 +74,19 @@ class Processes:
         with ThreadPoolExecutor(self.count) as pool:
             return [*pool.map(function, items)]
 
+    def check(self) -> None:
+        """Raises RunInterrupted if this process has received a signal."""
+        if self.signals:
+            raise RunInterrupted("interrupted")
+
     def run(self, name: str, script: Path, words: Sequence[str]) -> tuple[int, str]:
         """Runs a script; returns its status and the last line that it printed to stderr.
 
-        Raises RunInterrupted if this process has received a signal.
+        Raises the error of `check`, also after it.
         """
         share = self.free.get()
         try:
-            if self.signals:
-                raise RunInterrupted("interrupted")
+            self.check()
             log: AbstractContextManager[IO[str] | None] = nullcontext()
             if self.logs is not None:
                 self.logs.mkdir(parents=True, exist_ok=True)
@@ -107,8 +111,7 @@ class Processes:
                 (output or sys.stderr).write(stderr)
         finally:
             self.free.put(share)
-        if self.signals:
-            raise RunInterrupted("interrupted")
+        self.check()
         if stderr.strip():
             return status, stderr.strip().splitlines()[-1].removeprefix(f"{script.name}: ")
         if status < 0:

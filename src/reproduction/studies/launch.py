@@ -97,8 +97,9 @@ def train_all_apart(
 
 
 def _train_apart(processes: Processes, run: PlannedRun, place: str) -> str | None:
-    _announce(run, place)
     try:
+        processes.check()
+        _announce(run, place)
         status, error = processes.run(run.name, TRAIN, run.overrides)
     except RunInterrupted:
         raise RunInterrupted("interrupted; the same command resumes") from None
