@@ -1,6 +1,9 @@
 """Figure files: PNG and PDF, marks, failures and sizes."""
 
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +40,14 @@ def test_figure_shows_its_mark(tmp_path: Path, drawn_texts):
     assert "smoke scale" in drawn_texts["marked"] and "smoke scale" not in drawn_texts["plain"]
     plain, marked = (Image.open(tmp_path / f"{name}.png") for name in ("plain", "marked"))
     assert plain.size == marked.size and plain.tobytes() != marked.tobytes()
+
+
+def test_figures_need_no_backend(tmp_path: Path):
+    code = "from pathlib import Path; from reproduction.reporting.gallery import figure\n"
+    code += "with figure(Path('a.png')) as axes: axes.plot([0, 1], [0, 1])"
+    environment = os.environ | {"MPLBACKEND": "that-is-not-installed"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "a.pdf").exists()
 
 
 def test_failing_figure_leaves_no_file(tmp_path: Path):

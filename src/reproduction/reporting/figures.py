@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.ticker import MaxNLocator
 
 from reproduction.system.storage import replacing
@@ -58,7 +56,13 @@ CAPTIONS = {  # of the pictures of a run
 
 
 @contextmanager
-def figure(path: Path, *sizes: Any, mark: str | None = None, **settings: Any) -> Iterator[Any]:
+def figure(
+    path: Path,
+    *sizes: Any,
+    mark: str | None = None,
+    figsize: tuple[float, float] | None = None,
+    **settings: Any,
+) -> Iterator[Any]:
     """Yields axes, and saves them to `path`, a .png, and to a .pdf beside it.
 
     `mark` is written into figures that do not show the paper's experiments. Files are
@@ -66,15 +70,13 @@ def figure(path: Path, *sizes: Any, mark: str | None = None, **settings: Any) ->
     """
     assert path.suffix == ".png", path
     with matplotlib.rc_context(STYLE):
-        fig, axes = plt.subplots(*sizes, layout="constrained", **settings)
+        fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
+        axes = fig.subplots(*sizes, **settings)
         if mark is not None:
             fig.suptitle(mark, x=0.99, ha="right", color=VERMILION, weight="bold", fontsize=10)
-        try:
-            yield axes
-            _save(fig, path)
-            _save(fig, path.with_suffix(".pdf"), metadata={"CreationDate": None})
-        finally:
-            plt.close(fig)
+        yield axes
+        _save(fig, path)
+        _save(fig, path.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
 def _save(fig: Figure, path: Path, **settings: Any) -> None:
@@ -145,7 +147,7 @@ def copy_picture(source: Path, target: Path, mark: str | None) -> None:
             with replacing(target.with_suffix(suffix)) as temporary:
                 shutil.copyfile(source.with_suffix(suffix), temporary)
         return
-    image = plt.imread(source)
+    image = imread(source)
     size = (image.shape[1] / DPI, image.shape[0] / DPI + 0.3)
     with figure(target, figsize=size, mark=mark) as axes:
         axes.imshow(image, interpolation="lanczos")
