@@ -20,6 +20,7 @@ from PIL import Image
 
 from reproduction.config import Config
 from reproduction.data.build import build_evaluation_loader, build_training_loader
+from reproduction.data.custom import _rgb
 from reproduction.data.folders import missing_data
 from reproduction.data.images import cache_in_memory, load_image
 from reproduction.data.loaders import TrainingBatches
@@ -55,12 +56,35 @@ def encoded(image: Image.Image, kind: str, **settings: object) -> bytes:
 
 def png_header(width: int, height: int) -> bytes:
     """Returns a PNG that states its size but holds no pixels."""
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", size), (b"IDAT", zlib.compress(b"\0")), (b"IEND", b"")]
+    return png(struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"\0")
+
+
+def png(header: bytes, rows: bytes) -> bytes:
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         for name, data in chunks
     )
+
+
+def deep_png(colour: int) -> bytes:
+    """Returns a PNG of 16 bits a channel; the colour type 2 is RGB, 4 grey and alpha, 6 RGBA."""
+    row = bytes(1 + 32 * 2 * {2: 3, 4: 2, 6: 4}[colour])
+    return png(struct.pack(">IIBBBBB", 32, 40, 16, colour, 0, 0, 0), row * 40)
+
+
+def deep_tiff(planes: int) -> bytes:
+    """Returns an RGB TIFF of 16 bits a channel, by pixels (1) or planes (2)."""
+    tags = {256: 32, 257: 40, 258: 16, 259: 1, 262: 2, 273: 200, 277: 3, 278: 40, 284: planes}
+    entries = b"".join(struct.pack("<HHLL", tag, 4, 1, value) for tag, value in tags.items())
+    head = b"II*\0" + struct.pack("<LH", 8, len(tags)) + entries + bytes(4)
+    return head.ljust(200, b"\0") + bytes(32 * 40 * 6)
+
+
+def bmp_of_16_bits() -> bytes:
+    """Returns a BMP whose channels share 16 bits, 5 or 6 for each."""
+    head = struct.pack("<LLLLLLHHLLLLLL", 2614, 0, 54, 40, 32, 40, 1, 16, 0, 2560, 0, 0, 0, 0)
+    return b"BM" + head + bytes(2560)
 
 
 PAGES = [RGB.convert("P"), RGB.rotate(90).convert("P")]
@@ -97,6 +121,9 @@ CONTENTS: dict[str, tuple[bytes, str | None]] = {
     "palette with transparency": (encoded(PAGES[0], "PNG", transparency=3), None),
     "palette with many": (encoded(PAGES[0], "PNG", transparency=bytes(range(256))), None),
     "RGBA": (encoded(Image.fromarray(NOISE), "PNG"), None),
+    "EXIF that is none": (encoded(RGB, "PNG", exif=b"Exif\0\0 none"), None),
+    "EXIF that ends early": (encoded(RGB, "WEBP", exif=b"Exif\0\0II*\0"), None),
+    "BMP of 16 bits a pixel": (bmp_of_16_bits(), None),
     "CMYK": (encoded(RGB.convert("CMYK"), "JPEG"), None),
     "rotated by EXIF": (encoded(RGB, "JPEG", exif=rotated(6)), None),
     "animated": (encoded(PAGES[0], "GIF", save_all=True, append_images=PAGES[1:]), None),
@@ -105,6 +132,13 @@ CONTENTS: dict[str, tuple[bytes, str | None]] = {
     "16 bits": (encoded(Image.fromarray(NOISE[..., 0].astype(np.uint16)), "PNG"), "8 bits"),
     "32 bits": (encoded(Image.fromarray(NOISE[..., 0].astype(np.int32)), "TIFF"), "8 bits"),
     "floats": (encoded(Image.fromarray(NOISE[..., 0].astype(np.float32)), "TIFF"), "8 bits"),
+    "16 bits, RGB": (deep_png(2), "RGB of more than 8 bits a channel, convert it to 8"),
+    "16 bits, grey and alpha": (deep_png(4), "of more than 8 bits"),
+    "16 bits, RGBA": (deep_png(6), "of more than 8 bits"),
+    "16 bits, TIFF": (deep_tiff(1), "of more than 8 bits"),
+    "16 bits, planes of a TIFF": (deep_tiff(2), "of more than 8 bits"),
+    "16 bits, PPM": (b"P6 32 40 65535\n" + bytes(32 * 40 * 6), "of more than 8 bits"),
+    "12 bits, PPM as text": (b"P3 32 40 4095\n" + b"7 " * 3840, "of more than 8 bits"),
     "no bytes": (b"", "cannot identify"),
     "text": (b"this is no image\n", "cannot identify"),
     "a page": (b"<html><body>404</body></html>", "cannot identify"),
@@ -197,7 +231,15 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "a link to an image": (_x(_link("../dog/0.png")), None),
     "links to each other": (
         lambda r: (_link("b")(r / "train" / "a"), _link("a")(r / "train" / "b")),
-        None,
+        "train/a is a link that leads nowhere",
+    ),
+    "a class on a store that is gone": (
+        lambda r: [_link("/gone/elk")(r / split / "elk") for split in ("train", "val")],
+        "train/elk is a link that leads nowhere",
+    ),
+    "a part of a class on a store that is gone": (
+        lambda r: _link("/gone/more")(r / "train" / "cat" / "more"),
+        "cat/more is a link that leads nowhere",
     ),
     "a linked class": (
         lambda r: ((r / "train" / "cat").rename(r / "cat"), _link("../cat")(r / "train" / "cat")),
@@ -274,8 +316,10 @@ def test_load_image_reads_or_names_files_of_any_content(images: Path, kind: str)
     path = images / "train" / "cat" / "x.png"
     path.write_bytes(content)
     if message is None:
-        image = load_image(str(path))
-        assert image.mode == "RGB" and image.size == (32, 40)
+        for as_seen in (False, True):
+            image = load_image(str(path), as_seen)
+            turned = as_seen and kind == "rotated by EXIF"
+            assert image.mode == "RGB" and image.size == ((40, 32) if turned else (32, 40))
         return
     check(images, message)
     with pytest.raises(RuntimeError, match=f"{path}: no readable image: "):
@@ -287,6 +331,30 @@ def test_folders_of_any_shape_are_read_or_refused(images: Path, kind: str):
     change, message = FOLDERS[kind]
     change(images)
     check(images, message)
+
+
+def test_transparent_pixels_are_white_but_for_imagenet(images: Path):
+    """Where a picture is opaque, nothing changes; hidden colours do not show."""
+    path = images / "train" / "cat" / "x.png"
+    rgba = NOISE.copy()
+    rgba[..., 3] = np.where(NOISE[..., 3] < 128, 0, 255)
+    shown = np.where(rgba[..., 3:] == 0, 255, rgba[..., :3])
+    source = load_source("image_folder", str(images), None)
+    grey = Image.fromarray(rgba[..., [0, 3]])  # LA
+    for picture, pixels in ((Image.fromarray(rgba), shown), (grey, shown[..., [0, 0, 0]])):
+        path.write_bytes(encoded(picture, "PNG"))
+        assert np.array_equal(source.train[1][0], pixels)
+        assert np.array_equal(_rgb(picture), pixels)  # of own data
+        published = folders("imagenet1k", str(images)).train[1][0]
+        assert np.array_equal(published, picture.convert("RGB"))
+    for transparency in (PAGES[0].getpixel((9, 9)), bytes(range(256))):
+        path.write_bytes(encoded(PAGES[0], "PNG", transparency=transparency))
+        with Image.open(path) as picture:
+            stored, alpha = np.split(np.array(picture.convert("RGBA"), float), [3], axis=2)
+        expected = 255 + (stored - 255) * alpha / 255
+        assert np.abs(source.train[1][0] - expected).max() < 1 and alpha.min() == 0
+    path.write_bytes(encoded(Image.fromarray(rgba), "PNG", exif=rotated(6)))
+    assert np.array_equal(source.train[1][0], UPRIGHT[6](shown))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -307,11 +375,13 @@ def test_image_folder_shows_images_upright(images: Path, kind: str, orientation:
 def test_odd_exif_hides_no_orientation(images: Path):
     path = images / "train" / "cat" / "x.png"
     path.write_bytes(encoded(RGB, "JPEG", exif=ODD_EXIF))
-    assert load_image(str(path), upright=True).size == (40, 32)
+    assert load_image(str(path), as_seen=True).size == (40, 32)
 
 
-def test_hidden_files_and_folders_are_ignored(images: Path):
-    for name in ("train/.ipynb_checkpoints", "train/cat/.ipynb_checkpoints", "val/.git"):
+def test_hidden_files_and_folders_of_systems_are_ignored(images: Path):
+    hidden = ["train/.ipynb_checkpoints", "train/cat/.ipynb_checkpoints", "val/.git"]
+    hidden += [f"train/{name}" for name in ("@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN")]
+    for name in (*hidden, "train/cat/@eaDir", "val/dog/__MACOSX"):
         (images / name).mkdir()
         RGB.save(images / name / "0-checkpoint.png")
     (images / "train" / "dog" / "._0.png").write_bytes(b"Mac OS X")
@@ -373,7 +443,7 @@ def test_load_image_reads_or_names_mutated_files(tmp_path: Path):
         path = tmp_path / f"{number}.{suffix}"
         path.write_bytes(content[: rng.choice([len(content), len(content), len(content) // 2])])
         try:
-            assert load_image(str(path)).mode == "RGB"
+            assert load_image(str(path), as_seen=True).mode == "RGB"
             results[f"{suffix} read"] += 1
         except RuntimeError as error:
             assert str(error).startswith(f"{path}: no readable image: ")

@@ -69,7 +69,7 @@ def build_input_transform(config: Config) -> Transform:
     """Returns PIL image of any mode -> the model's input in evaluation, `3 s s` float32."""
     crop = build_evaluation_transform(config)
     normalize = build_normalize(config.dataset.mean, config.dataset.std, "cpu")
-    upright = config.dataset.name == "image_folder"  # as `folders` reads it
+    upright = config.dataset.name != "custom"  # whose function has turned them, or not
     return lambda image: normalize(crop(to_rgb(image, upright)))
 
 

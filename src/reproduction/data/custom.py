@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from PIL import Image
 
-from reproduction.data.images import CHANNELS, NO_IMAGE, OWN
+from reproduction.data.images import CHANNELS, NO_IMAGE, OWN, to_rgb
 from reproduction.system.errors import UserError, first_line
 
 # Files whose lines in a traceback tell nothing
@@ -54,10 +54,10 @@ def _rgb(image: Any) -> Image.Image:
         if image.ndim != 2 and image.shape[2:] != (CHANNELS,):
             raise TypeError(f"must be an array h w or h w 3, has the shape {image.shape}")
         image = Image.fromarray(image)
-    if not isinstance(image, Image.Image) or image.mode.startswith(("I", "F")):
-        kind = getattr(image, "mode", None) or getattr(image, "dtype", None) or type(image).__name__
+    if not isinstance(image, Image.Image):
+        kind = getattr(image, "dtype", None) or type(image).__name__
         raise TypeError(f"must be a PIL image or an array of 8 bits a channel, is {kind}")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return to_rgb(image, upright=False)
 
 
 class OwnData(NamedTuple):

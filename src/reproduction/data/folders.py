@@ -15,6 +15,7 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".avif"),
     *(".ppm", ".bmp", ".pgm", ".tif", ".tiff"),
 )
+OF_SYSTEMS = ("@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN")  # no classes, no images
 IMAGENET_CLASSES = 1000
 SYNSETS = "timm/data/_info/imagenet_synsets.txt"
 
@@ -105,23 +106,34 @@ def split_folders(root: str) -> tuple[Path, Path] | None:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Returns the sorted sub-folders; class i is name i. Raises OSError if unreadable."""
+    """Returns the sorted sub-folders; class i is name i.
+
+    Raises OSError if it is unreadable, or for a link that leads nowhere, which may be a class.
+    """
     if not folder.is_dir():
         return []
-    return sorted(_visible(entry.name for entry in os.scandir(folder) if os.path.isdir(entry)))
+    names = sorted(_visible(os.listdir(folder)))
+    return [name for name in names if os.path.isdir(_existing(os.path.join(folder, name)))]
 
 
 def _visible(names: Iterable[str]) -> list[str]:
     """Leaves out what other programs hide, such as .ipynb_checkpoints and the Mac's ._1.jpg."""
-    return [name for name in names if not name.startswith(".")]
+    return [name for name in names if not name.startswith(".") and name not in OF_SYSTEMS]
+
+
+def _existing(path: str) -> str:
+    if not os.path.exists(path):
+        raise OSError(f"{path} is a link that leads nowhere")
+    return path
 
 
 def image_files(folder: Path) -> tuple[list[str], Counter[str]]:
     """Returns all image files below a folder, by extension, in torchvision's order.
 
     Also returns the number of other files by their ending. Ignores hidden files and folders, and
-    follows links. Raises OSError if a folder is unreadable or reached twice, as through a link to a
-    parent, which would count its images repeatedly or without end.
+    follows links. Raises OSError if a folder is unreadable, if a link that is no image leads
+    nowhere, or if a folder is reached twice, as through a link to a parent, which would count its
+    images repeatedly or without end.
     """
     files, others, seen = [], Counter[str](), set()
     for here, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
@@ -135,6 +147,7 @@ def image_files(folder: Path) -> tuple[list[str], Counter[str]]:
             if ending in EXTENSIONS:
                 files.append((here, name))
             else:
+                _existing(os.path.join(here, name))
                 others[in_one_line(ending) or "without one"] += 1
     return [os.path.join(*parts) for parts in sorted(files)], others
 

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from mmap import mmap
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from PIL import Image
 from PIL.ExifTags import Base
 from PIL.Image import Transpose
+from PIL.TiffImagePlugin import BITSPERSAMPLE
 
 from reproduction.system.progress import Progress
 from reproduction.system.ranks import is_first_rank
@@ -34,7 +35,7 @@ UPRIGHT = {  # EXIF's orientation -> what undoes it; Pillow's exif_transpose fai
 LONGEST_SIDE = 1000  # times the other one; resizing the shorter side would take gigabytes
 LEFT_OUT = -1  # class of a broken image that is skipped
 MIB = 2**20
-CHANNELS = 3
+CHANNELS, BITS = 3, 8
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
 
@@ -75,31 +76,31 @@ class ArrayImages:
 
 
 class FileImages:
-    """Images that are read from their files on access, `upright` or as they are stored."""
+    """Images that are read from their files on access, `as_seen` or as they are stored."""
 
-    def __init__(self, samples: list[tuple[str, int]], upright: bool = False):
+    def __init__(self, samples: list[tuple[str, int]], as_seen: bool = False):
         self.samples, self.targets = samples, [target for _, target in samples]
-        self.upright = upright
+        self.as_seen = as_seen
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         path, target = self.samples[index]
-        return load_image(path, self.upright), target
+        return load_image(path, self.as_seen), target
 
     def name(self, index: int) -> str:
         return self.samples[index][0]
 
     def take(self, indices: list[int]) -> Self:
-        return type(self)([self.samples[i] for i in indices], self.upright)
+        return type(self)([self.samples[i] for i in indices], self.as_seen)
 
 
 class SkippedFiles(FileImages):
     """Files of which a broken one is reported once and is a black pixel of class LEFT_OUT."""
 
-    def __init__(self, samples: list[tuple[str, int]], upright: bool = False):
-        super().__init__(samples, upright)
+    def __init__(self, samples: list[tuple[str, int]], as_seen: bool = False):
+        super().__init__(samples, as_seen)
         self.reported = mmap(-1, len(samples))  # shared with forked workers
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
@@ -148,20 +149,46 @@ def _fits(images: FileImages, room: int) -> bool:
     return True
 
 
-def load_image(path: str, upright: bool = False) -> Image.Image:
+def load_image(path: str, as_seen: bool = False) -> Image.Image:
     """Loads as RGB. RuntimeError names a file that is broken or exceeds 8 bits per channel.
 
-    With `upright` an image is turned as its EXIF orientation says.
+    With `as_seen` as viewers show it: upright, and transparent pixels on white.
     """
     with _open_image(path) as image:
-        return to_rgb(image, upright)
+        return to_rgb(image, upright=True) if as_seen else image.convert("RGB")
 
 
 def to_rgb(image: Image.Image, upright: bool) -> Image.Image:
-    """Converts to RGB and, with `upright`, turns the image as its EXIF orientation says."""
-    rgb = image.convert("RGB")
-    turn = UPRIGHT.get(image.getexif().get(Base.Orientation, 1)) if upright else None
-    return rgb if turn is None else rgb.transpose(turn)
+    """Converts to RGB on white and, with `upright`, turns as the EXIF orientation says.
+
+    Raises ValueError for more than 8 bits a channel, as far as the image still tells.
+    """
+    _check_depth(image)
+    seen = image
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        seen = Image.alpha_composite(white, image.convert("RGBA"))
+    rgb = seen.convert("RGB")
+    with suppress(Exception):  # EXIF may be malformed; Pillow raises errors of any type
+        turn = UPRIGHT.get(image.getexif().get(Base.Orientation, 1)) if upright else None
+        rgb = rgb if turn is None else rgb.transpose(turn)
+    return rgb
+
+
+def _check_depth(image: Any) -> None:
+    """Raises ValueError for more than 8 bits a channel. Pillow would drop them in colour."""
+    decoding = [tile.args for tile in getattr(image, "tile", ())]  # empty once it is loaded
+    match getattr(image, "format", None):
+        case "TIFF":
+            is_deep = max(image.tag_v2.get(BITSPERSAMPLE, (1,))) > BITS
+        case "PNG":
+            is_deep = any(mode.endswith(";16B") for mode in decoding)
+        case "PPM":  # ends with the largest value if it is not 255
+            is_deep = any(type(args[-1]) is int and args[-1] >= 2**BITS for args in decoding)
+        case _:
+            is_deep = False
+    if is_deep or image.mode.startswith(("I", "F")):
+        raise ValueError(f"{image.mode} of more than 8 bits a channel, convert it to 8")
 
 
 @contextmanager
@@ -170,8 +197,7 @@ def _open_image(path: str) -> Iterator[Image.Image]:
         if not os.path.isfile(path):
             raise ValueError("there is no such file")  # a pipe would block
         with Image.open(path, formats=FORMATS) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"{image.mode} pixels, convert them to 8 bits a channel")
+            _check_depth(image)
             if max(image.size) > LONGEST_SIDE * min(image.size):
                 size = f"{image.width:,} x {image.height:,} pixels"
                 raise ValueError(

@@ -118,7 +118,7 @@ def _split(images: ImageSource, share: float, seed: int) -> tuple[ImageSource, I
 def _skipped(images: ImageSource) -> ImageSource:
     """Returns the same object again for the same images, so that each is reported once."""
     assert isinstance(images, FileImages), "checked by parse()"
-    return SkippedFiles(images.samples, images.upright)
+    return SkippedFiles(images.samples, images.as_seen)
 
 
 @lru_cache(maxsize=2)
@@ -210,8 +210,8 @@ def folders(name: str, root: str | None) -> Source:
         (train, others), (held_out, more) = (_samples(folder, classes) for folder in halves)
     except OSError as error:
         raise UserError(f"dataset.root={root}: {error}") from error
-    upright = name == "image_folder"  # ImageNet's published results show images as stored
-    return Source(FileImages(train, upright), FileImages(held_out, upright), classes, others + more)
+    as_seen = name == "image_folder"  # ImageNet's published results show images as stored
+    return Source(FileImages(train, as_seen), FileImages(held_out, as_seen), classes, others + more)
 
 
 def _samples(folder: Path, classes: list[str]) -> tuple[list[tuple[str, int]], Counter[str]]:
