@@ -1,6 +1,7 @@
-"""Small image folders are held in memory."""
+"""Small image folders are held in memory; of larger ones workers share the names."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from PIL import Image
 from reproduction.config import Config
 from reproduction.data import images
 from reproduction.data.build import build_evaluation_loader, build_training_loader
-from reproduction.data.images import ArrayImages, cache_in_memory
+from reproduction.data.images import ArrayImages, FileImages, cache_in_memory
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import Source
 from reproduction.runs.identity import run_hash
@@ -105,3 +106,28 @@ def test_memory_option_needs_a_folder_and_keeps_the_identity(tmp_path: Path):
     assert run_hash(folder_config(root, "dataset.memory_mib=0")) == run_hash(folder_config(root))
     with pytest.raises(UserError, match=r"dataset\.memory_mib=5: digits is always held in memory"):
         config_of("dataset.memory_mib=5")
+
+
+def test_workers_do_not_copy_the_names_of_files():
+    """Of a list a worker copied 180 bytes a file, as it counts references to what it reads."""
+    files = [
+        (f"images/train/class_{i // 50:03d}/a photo \udcff {i:06d}.jpg", 7) for i in range(10**5)
+    ]
+    images = FileImages(files)
+    assert [images.name(i) for i in (0, 99_999)] == [files[i][0] for i in (0, 99_999)]
+    assert [*images.take([5, 2]).samples()] == [files[5], files[2]]
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        before = _own_bytes()
+        for index in range(len(images)):
+            images.name(index), images.targets[index]
+        os.write(writer, str(_own_bytes() - before).encode())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert int(os.read(reader, 20)) < 60 * len(files)
+
+
+def _own_bytes() -> int:
+    """Returns what this process does not share."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith("Private_Dirty"))

@@ -78,30 +78,36 @@ class ArrayImages:
 class FileImages:
     """Images that are read from their files on access, `as_seen` or as they are stored."""
 
-    def __init__(self, samples: list[tuple[str, int]], as_seen: bool = False):
-        self.samples, self.targets = samples, [target for _, target in samples]
-        self.as_seen = as_seen
+    def __init__(self, samples: Iterable[tuple[str, int]], as_seen: bool = False):
+        samples = [*samples]
+        parts = [os.fsencode(path) for path, _ in samples]
+        # In one buffer, as forked workers would copy a list of names by counting references
+        self.paths, self.ends = b"".join(parts), np.cumsum([0, *map(len, parts)])
+        self.targets, self.as_seen = [target for _, target in samples], as_seen
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, target = self.samples[index]
-        return load_image(path, self.as_seen), target
+        return load_image(self.name(index), self.as_seen), self.targets[index]
 
     def name(self, index: int) -> str:
-        return self.samples[index][0]
+        start, end = self.ends[index : index + 2]
+        return os.fsdecode(self.paths[start:end])
+
+    def samples(self) -> Iterator[tuple[str, int]]:
+        return zip(map(self.name, range(len(self))), self.targets, strict=True)
 
     def take(self, indices: list[int]) -> Self:
-        return type(self)([self.samples[i] for i in indices], self.as_seen)
+        return type(self)([(self.name(i), self.targets[i]) for i in indices], self.as_seen)
 
 
 class SkippedFiles(FileImages):
     """Files of which a broken one is reported once and is a black pixel of class LEFT_OUT."""
 
-    def __init__(self, samples: list[tuple[str, int]], as_seen: bool = False):
+    def __init__(self, samples: Iterable[tuple[str, int]], as_seen: bool = False):
         super().__init__(samples, as_seen)
-        self.reported = mmap(-1, len(samples))  # shared with forked workers
+        self.reported = mmap(-1, len(self))  # shared with forked workers
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
@@ -141,7 +147,7 @@ def cache_in_memory(images: ImageSource, mib: int, threads: int) -> ImageSource:
 
 def _fits(images: FileImages, room: int) -> bool:
     """Whether the decoded images take at most `room` bytes. Stops once they do not."""
-    for path, _ in images.samples:
+    for path, _ in images.samples():
         with suppress(RuntimeError), _open_image(path) as image:  # a broken file takes none
             room -= image.width * image.height * CHANNELS
         if room < 0:

@@ -118,7 +118,7 @@ def _split(images: ImageSource, share: float, seed: int) -> tuple[ImageSource, I
 def _skipped(images: ImageSource) -> ImageSource:
     """Returns the same object again for the same images, so that each is reported once."""
     assert isinstance(images, FileImages), "checked by parse()"
-    return SkippedFiles(images.samples, images.as_seen)
+    return SkippedFiles(images.samples(), images.as_seen)
 
 
 @lru_cache(maxsize=2)
