@@ -78,12 +78,13 @@ def data_sizes(name: str, root: str | None) -> Sizes:
         raise UserError("dataset=custom: its images are not counted before it is trained on")
     if problem := missing_data(name, root):
         raise UserError(problem)
-    folders = split_folders(str(root))
-    assert folders is not None
-    classes = class_names(folders[0])
+    splits = split_folders(name, str(root))
+    assert splits is not None
+    classes, per_epoch = class_names(splits.train), splits.validation or splits.held_out
     try:
         train, held_out = (
-            sum(len(image_files(folder / name)[0]) for name in classes) for folder in folders
+            sum(len(image_files(folder / name)[0]) for name in classes)
+            for folder in (splits.train, per_epoch)
         )
     except OSError as error:
         raise UserError(f"dataset.root={root}: {error}") from error

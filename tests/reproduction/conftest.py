@@ -215,13 +215,15 @@ def small_trainer(stack: list[str], *overrides: str, device: str = "cpu") -> Tra
     return trainer
 
 
-def write_images(root: Path, classes: list[str], train: int, held_out: int, size: int = 32) -> Path:
-    """Writes images whose brightness encodes the class to root/train and root/val."""
+def write_images(
+    root: Path, classes: list[str], train: int, held_out: int, size: int = 32, test: int = 0
+) -> Path:
+    """Writes images whose brightness encodes the class to root/train, val and, if any, test."""
     _open.cache_clear()  # older versions of pytest use the path of a deleted folder again
     data_sizes.cache_clear()
     rng = np.random.default_rng(0)
-    for split, number in (("train", train), ("val", held_out)):
-        for label, name in enumerate(classes):
+    for split, number in (("train", train), ("val", held_out), ("test", test)):
+        for label, name in enumerate(classes if number else ()):
             folder = root / split / name
             folder.mkdir(parents=True)
             for i in range(number):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reproduction.data.sources import report_other_files
 from reproduction.runs.folder import RunFolder
 from reproduction.studies.publish import publish
 from reproduction.studies.runs import read_runs
@@ -16,7 +17,7 @@ from reproduction.studies.sweeps import runs_table
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate as evaluation
 from reproduction.training.epochs import Epochs
-from tests.reproduction.conftest import SMALL, Command, load_source
+from tests.reproduction.conftest import SMALL, Command, load_source, write_images
 
 SPLIT = [*SMALL, "dataset.validation=0.25", "recipe.epochs=4", "recipe.lr=0.02"]
 TEST_KEYS = {"top1_last", "top5_last", "top1_selected", "top5_selected"}
@@ -136,6 +137,42 @@ def test_run_that_ends_before_its_last_evaluation_resumes_alike(
     assert {x: whole.read_summary()[x] for x in keys} == {x: again.read_summary()[x] for x in keys}
     assert whole.read_metrics()[1] == again.read_metrics()[1]
     assert whole.best_path.read_bytes() == again.best_path.read_bytes()
+
+
+def test_folder_with_val_and_test_is_validated_on_val_and_tested_once(
+    command: Command, tmp_path: Path, evaluated: list[int]
+):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=6, held_out=2, test=4)
+    args = [
+        *("name=run", "dataset=image_folder", f"dataset.root={root}", "model.image_size=16"),
+        *("model.embed_dim=16", "recipe.batch_size=6", "recipe.epochs=1", "dataset.workers=0"),
+    ]
+    refused = command("train", *args, "dataset.validation=0.2")
+    assert refused.status == 2 and refused.lines == [
+        f"train.py: dataset.validation=0.2: {root}/val holds the images for validation, allowed is "
+        "0"
+    ]
+    result = command("train", *args)
+    assert "on 12 images of image_folder, 2 classes, 8 held out, 4 for validation" in result.out
+    assert result.status == 0 and not result.err and evaluated == [4, 8]
+    run = RunFolder(tmp_path / "outputs" / "run")
+    summary = run.read_summary()
+    assert set(summary) >= TEST_KEYS | VALIDATION_KEYS and summary["top1_best"] is None
+    assert "on 8 images of image_folder" in command("eval", "run=outputs/run").out
+    with pytest.raises(UserError, match="has a validation split"):
+        publish(run.path, tmp_path / "results", tmp_path / "published")
+
+
+def test_test_folder_of_other_classes_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    root = write_images(tmp_path / "images", ["cat", "dog"], train=2, held_out=1, test=3)
+    (root / "test" / "dog").rename(root / "test" / "unknown")
+    source = load_source("image_folder", str(root), None)
+    assert (len(source.held_out), source.validation) == (2, None)
+    report_other_files(source)
+    line = f"warning: {root}/test is not read, it has other classes than train/\n"
+    assert capsys.readouterr().err == line
 
 
 def test_evaluation_takes_no_split(command: Command):

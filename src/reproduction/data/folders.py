@@ -10,7 +10,6 @@ from typing import NamedTuple, NoReturn
 from reproduction.system.errors import in_one_line
 
 IMAGE_FOLDERS = ("imagenet1k", "image_folder")  # stored as folders of image files
-EVALUATION_FOLDERS = ("val", "test")
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".avif"),
     *(".ppm", ".bmp", ".pgm", ".tif", ".tiff"),
@@ -26,6 +25,15 @@ class Sizes(NamedTuple):
     train: int
     held_out: int
     classes: int
+
+
+class Splits(NamedTuple):
+    """Folders with the same classes. `unread` has others, so it is not the test set."""
+
+    train: Path
+    held_out: Path
+    validation: Path | None = None
+    unread: Path | None = None
 
 
 class Entry(NamedTuple):
@@ -66,18 +74,17 @@ def missing_data(name: str, root: str | None) -> str | None:
 
 
 def _folder_problem(name: str, root: str) -> str | None:
-    folders = split_folders(root)
+    folders = split_folders(name, root)
     if folders is None:
-        held_out = " or ".join(f"{folder}/<class>/" for folder in EVALUATION_FOLDERS)
-        return f"{name} needs this folder with train/<class>/ and {held_out} in it"
-    train, held_out_classes = (set(class_names(folder)) for folder in folders)
-    if odd := sorted(train ^ held_out_classes):
-        return (
-            f"{folders[0].name}/ and {folders[1].name}/ must hold the same classes, {odd[0]!r} "
-            "is only in one of them"
-        )
+        needed = "train/<class>/ and val/<class>/ or test/<class>/"
+        return f"{name} needs this folder with {needed} in it"
+    train = {*class_names(folders.train)}
+    other = folders.validation or folders.held_out
+    if odd := sorted(train ^ {*class_names(other)}):
+        same = f"train/ and {other.name}/ must hold the same classes"
+        return f"{same}, {odd[0]!r} is only in one of them"
     if odd := [label for label in sorted(train) if not is_text(label)]:
-        return f"{folders[0].name}/ must hold classes with names in UTF-8, {odd[0]!r} is not"
+        return f"train/ must hold classes with names in UTF-8, {odd[0]!r} is not"
     synsets = {*imagenet_synsets()} if name == "imagenet1k" else train
     if odd := [*sorted(train - synsets), *sorted(synsets - train)]:
         problem = "is missing" if odd[0] in synsets else "is none of them"
@@ -86,7 +93,7 @@ def _folder_problem(name: str, root: str) -> str | None:
             f"{problem}; for other folders use dataset=image_folder"
         )
     if len(train) == 1:
-        return f"{name} needs two classes or more, {folders[0].name}/ holds {min(train)!r} alone"
+        return f"{name} needs two classes or more, train/ holds {min(train)!r} alone"
     return None
 
 
@@ -95,14 +102,21 @@ def imagenet_synsets() -> list[str]:
     return Path(str(distribution("timm").locate_file(SYNSETS))).read_text().split()
 
 
-def split_folders(root: str) -> tuple[Path, Path] | None:
-    """Returns the training and held-out folders if both have classes, otherwise None."""
-    train = Path(root, "train")
-    for name in EVALUATION_FOLDERS:
-        held_out = Path(root, name)
-        if class_names(train) and class_names(held_out):
-            return train, held_out
-    return None
+def split_folders(name: str, root: str) -> Splits | None:
+    """Returns the folders of training and held-out images if both have classes, otherwise None.
+
+    Of an image folder whose test/ has the classes of train/, val/ is the validation split.
+    """
+    train, val, test = (Path(root, part) for part in ("train", "val", "test"))
+    if not class_names(train):
+        return None
+    if not class_names(val):
+        return Splits(train, test) if class_names(test) else None
+    if name != "image_folder" or not class_names(test):
+        return Splits(train, val)
+    if class_names(test) == class_names(train):
+        return Splits(train, test, val)
+    return Splits(train, val, unread=test)
 
 
 def class_names(folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ import tarfile
 import warnings
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -39,7 +39,8 @@ DOWNLOAD_TIMEOUT = 60  # seconds without data from the server
 class Source:
     """A data set: its images, class names and other files by ending.
 
-    `held_out` is the test set. `validation` is a part of the training images that `train` lacks.
+    `held_out` is the test set. `validation` is a part of the training images that `train` lacks, or
+    a folder of its own. `unread` is a folder of other classes.
     """
 
     train: ImageSource
@@ -47,6 +48,7 @@ class Source:
     classes: list[str]
     others: Counter[str] = field(default_factory=Counter)
     validation: ImageSource | None = None
+    unread: Path | None = None
 
     @property
     def per_epoch(self) -> ImageSource:
@@ -55,10 +57,12 @@ class Source:
 
 
 def report_other_files(source: Source) -> None:
-    """Warns of files beside the images that are left out because of their ending."""
+    """Warns of files that are left out by their ending, and of a folder of other classes."""
     if source.others:
         counts = ", ".join(f"{count:,} {ending}" for ending, count in source.others.most_common())
         warn(f"warning: files left out by their ending: {counts}")
+    if source.unread is not None:
+        warn(f"warning: {source.unread} is not read, it has other classes than train/")
 
 
 def build_source(dataset: Dataset) -> Source:
@@ -67,7 +71,7 @@ def build_source(dataset: Dataset) -> Source:
     Keeps `limit` training images and `eval_limit` held-out images, if given, and sets the share
     `validation` of the training images apart. Broken files are left out if they are to be skipped,
     see `SkippedFiles`. Raises UserError when the download fails, a limit is out of range, or there
-    are too few images for validation.
+    are too few images for validation, or a folder of them.
     """
     if dataset.source is None:
         source = _open(dataset.name, dataset.root)
@@ -77,13 +81,20 @@ def build_source(dataset: Dataset) -> Source:
         _limited(key, images, getattr(dataset, key), len(source.classes))
         for key, images in (("limit", source.train), ("eval_limit", source.held_out))
     ]
+    if dataset.validation and source.validation is not None:
+        place = Path(str(dataset.root), "val")
+        allowed = f"{place} holds the images for validation, allowed is 0"
+        raise UserError(f"dataset.validation={dataset.validation}: {allowed}")
     if dataset.validation:
         parts[0], held_back = _split(parts[0], dataset.validation, dataset.validation_seed)
         parts.append(held_back)
+    if source.validation is not None:
+        parts.append(source.validation)
     if dataset.skips:
         parts = [_skipped(part) for part in parts]
     train, held_out, *rest = parts
-    return Source(train, held_out, source.classes, source.others, *rest)
+    validation = rest[0] if rest else None
+    return replace(source, train=train, held_out=held_out, validation=validation)
 
 
 @lru_cache(maxsize=1)
@@ -203,15 +214,20 @@ def _download_cifar(kind: Any, place: Path) -> Source:
 
 def folders(name: str, root: str | None) -> Source:
     """Opens a folder of image files; UserError if a part of it is not readable."""
-    halves = split_folders(str(root))
-    assert halves is not None, "checked by parse()"
-    classes = class_names(halves[0])
+    splits = split_folders(name, str(root))
+    assert splits is not None, "checked by parse()"
+    classes = class_names(splits.train)
+    others, parts = Counter[str](), []
+    as_seen = name == "image_folder"  # ImageNet's published results show images as stored
     try:
-        (train, others), (held_out, more) = (_samples(folder, classes) for folder in halves)
+        for folder in filter(None, splits[:3]):
+            samples, more = _samples(folder, classes)
+            parts.append(FileImages(samples, as_seen))
+            others += more
     except OSError as error:
         raise UserError(f"dataset.root={root}: {error}") from error
-    as_seen = name == "image_folder"  # ImageNet's published results show images as stored
-    return Source(FileImages(train, as_seen), FileImages(held_out, as_seen), classes, others + more)
+    validation = parts[2] if splits.validation else None
+    return Source(parts[0], parts[1], classes, others, validation, splits.unread)
 
 
 def _samples(folder: Path, classes: list[str]) -> tuple[list[tuple[str, int]], Counter[str]]:

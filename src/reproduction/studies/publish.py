@@ -65,7 +65,7 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
     saved = source.read_config()
     if not source.is_finished():
         raise UserError(f"run={run.name}: is not finished, only finished runs can be published")
-    if saved["dataset"].get("validation"):
+    if "selected_epoch" in source.read_summary():
         raise UserError(
             f"run={run.name}: has a validation split, only runs without can be published"
         )
