@@ -2,11 +2,12 @@
 
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
 from pydantic.dataclasses import dataclass
 
 from tokenmixup import HTM, VTM, ManifoldMixup
@@ -42,6 +43,14 @@ def number_as_text(value: Any) -> Any:
     return str(value) if type(value) in (int, float) else value
 
 
+def auto_or(value: Any, check: Callable[[Any], Any]) -> Any:
+    if value == "auto":
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be auto or a list of 3 numbers")
+    return check(value)
+
+
 def compile_mode(value: Any) -> Any:
     if type(value) is bool or value == "cuda-graph":
         return value
@@ -74,8 +83,8 @@ Flag = Annotated[bool, Field(strict=True)]
 Compile = Annotated[Flag | Literal["cuda-graph"], BeforeValidator(compile_mode)]
 Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # for pixel values in 0..1
 Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
-Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
-Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3)]
+Channels = Annotated[list[Mean], Field(min_length=3, max_length=3), WrapValidator(auto_or)]
+Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3), WrapValidator(auto_or)]
 Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
@@ -183,7 +192,8 @@ class Dataset:
     """A data set, its normalisation statistics and loading options.
 
     The names are those of `data.folders.DATASETS`. `source`, `options` and `content` belong to
-    `custom`; a command sets `content`, which identifies the images that the function returned.
+    `custom`; a command sets `content`, which identifies the images that the function returned. A
+    run sets `statistics`, which it has measured if `mean` and `std` are `auto`.
     """
 
     name: FolderName
@@ -200,6 +210,16 @@ class Dataset:
     source: FunctionName | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     content: str | None = None
+    statistics: tuple[Channels, Scales] | None = None
+
+    @property
+    def measures(self) -> bool:
+        return self.mean == "auto"
+
+    @property
+    def normalization(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation per channel, for `auto` the measured ones."""
+        return (self.measures and self.statistics) or (self.mean, self.std)
 
     @property
     def skips(self) -> bool:
@@ -340,10 +360,11 @@ class Config:
     @property
     def preprocessing(self) -> dict[str, Any]:
         """How an image becomes the model's input in evaluation, for timm's `create_transform`."""
+        mean, std = self.dataset.normalization
         return {
             "image_size": self.model.image_size,
             "crop_pct": self.recipe.transforms.eval_crop_pct,
             "interpolation": "bicubic",
-            "mean": self.dataset.mean,
-            "std": self.dataset.std,
+            "mean": mean,
+            "std": std,
         }

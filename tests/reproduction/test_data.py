@@ -1,5 +1,6 @@
 """Data sets, batches and loaders."""
 
+import json
 import multiprocessing
 import os
 import random
@@ -16,10 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from reproduction import load_run
 from reproduction.data import loaders
 from reproduction.data.build import (
     build_evaluation_loader,
+    build_evaluation_transform,
     build_training_images,
+    measure_statistics,
     statistics_warning,
 )
 from reproduction.data.loaders import (
@@ -27,8 +31,9 @@ from reproduction.data.loaders import (
     data_loader,
 )
 from reproduction.data.seeding import Purpose, seeded
+from reproduction.data.sources import build_source
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash
+from reproduction.runs.identity import hash_of, run_hash
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate
 from reproduction.training.loop import Trainer
@@ -280,6 +285,56 @@ def test_configured_statistics_of_digits_equal_the_pixels():
     pixels = np.stack([np.asarray(source.train[i][0]) for i in range(len(source.train))]) / 255
     assert pixels.mean() == pytest.approx(config.dataset.mean[0], abs=0.005)
     assert pixels.std() == pytest.approx(config.dataset.std[0], abs=0.005)
+
+
+def test_run_measures_mean_and_deviation_once_and_keeps_them(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root = write_images(tmp_path / "images", ["dark", "light"], train=4, held_out=1, size=48)
+    folder = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
+    auto = [*folder, "dataset.mean=auto", "model.image_size=24", "recipe.batch_size=2"]
+    small = ["model.embed_dim=16", "dataset.validation=0.25", "recipe.epochs=2", "device=cpu"]
+    result = command("train", "name=mine", *auto, *small)
+    assert result.status == 0, result.err
+    run = RunFolder(tmp_path / "outputs" / "mine")
+    kept = run.read_config()["dataset"]
+    assert (kept["mean"], kept["std"]) == ("auto", "auto")
+    mean, std = kept["statistics"]
+    assert f"dataset: mean = {mean}, std = {std}, of the training images" in result.out
+    config = config_of(*auto, *small)
+    images, crop = build_source(config.dataset).train, build_evaluation_transform(config)
+    seen = np.stack([np.asarray(crop(images[i][0])) for i in range(len(images))]) / 255
+    assert len(seen) == 6  # not those for validation
+    for found, expected in ((mean, seen.mean((0, 2, 3))), (std, seen.std((0, 2, 3)))):
+        assert found == [round(x, 4) for x in expected.tolist()]
+
+    def again(*args: Any) -> None:
+        raise AssertionError("is measured again")
+
+    monkeypatch.setattr("reproduction.training.train.measure_statistics", again)
+    run.summary_path.unlink()
+    assert command("train", "name=mine", *auto, *small, "resume=auto").status == 0
+    assert run_hash(config) == hash_of(run.read_config())
+    assert command("eval", "run=outputs/mine", *folder).status == 0
+    assert (
+        json.loads((run.path / "evaluation-last.json").read_text())["top1"]
+        == (run.read_summary()["top1_last"])
+    )
+    pixels = torch.tensor(seen[0]).float()
+    normal = (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    assert torch.allclose(load_run(run.path).transform(images[0][0]), normal, atol=1e-5)
+
+
+def test_measured_statistics_are_those_of_all_ranks():
+    config, images = config_of(), load_source("digits", None, 100).train
+    each: list[torch.Tensor] = []
+    for rank in range(3):
+        loader = build_evaluation_loader(config, images, rank, 3, False)
+        measure_statistics(loader, lambda sums: each.append(sums) or sums)
+    whole = measure_statistics(build_evaluation_loader(config, images, 0, 1, False), torch.clone)
+    assert measure_statistics([], lambda sums: sum(each, sums)) == whole
+    with pytest.raises(UserError, match=r"^dataset\.mean=auto: a channel has no deviation"):
+        measure_statistics([[torch.ones(2, 3, 8, 8), torch.zeros(2)]], torch.clone)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7])

@@ -132,7 +132,10 @@ CONTENTS: dict[str, tuple[bytes, str | None]] = {
     "16 bits": (encoded(Image.fromarray(NOISE[..., 0].astype(np.uint16)), "PNG"), "8 bits"),
     "32 bits": (encoded(Image.fromarray(NOISE[..., 0].astype(np.int32)), "TIFF"), "8 bits"),
     "floats": (encoded(Image.fromarray(NOISE[..., 0].astype(np.float32)), "TIFF"), "8 bits"),
-    "16 bits, RGB": (deep_png(2), "RGB of more than 8 bits a channel, convert it to 8"),
+    "16 bits, RGB": (
+        deep_png(2),
+        "RGB pixels of more than 8 bits, convert them to 8 bits a channel",
+    ),
     "16 bits, grey and alpha": (deep_png(4), "of more than 8 bits"),
     "16 bits, RGBA": (deep_png(6), "of more than 8 bits"),
     "16 bits, TIFF": (deep_tiff(1), "of more than 8 bits"),

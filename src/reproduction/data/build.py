@@ -1,6 +1,6 @@
 """Builds transforms, loaders and inputs from the configuration."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import yaml
@@ -9,7 +9,14 @@ from torch import Tensor
 
 from reproduction.config import CONF_DIR, Config, Dataset
 from reproduction.data.folders import DATASETS
-from reproduction.data.images import SKIPPING, ImageSource, cache_in_memory, to_rgb
+from reproduction.data.images import (
+    CHANNELS,
+    LEFT_OUT,
+    SKIPPING,
+    ImageSource,
+    cache_in_memory,
+    to_rgb,
+)
 from reproduction.data.inputs import (
     Erasing,
     TrainingInputs,
@@ -44,7 +51,7 @@ def build_training_images(config: Config, source: ImageSource) -> TrainingImages
             hflip=settings.hflip,
             color_jitter=settings.color_jitter,  # ignored by timm if auto-augment is set
             auto_augment=settings.auto_augment,
-            mean=tuple(config.dataset.mean),  # fill colour of auto-augment
+            mean=tuple(config.dataset.normalization[0]),  # fill colour of auto-augment
             normalize=False,
         )
     except (ValueError, AssertionError, NotImplementedError) as error:  # invalid policy
@@ -68,7 +75,7 @@ def build_evaluation_transform(config: Config) -> Transform:
 def build_input_transform(config: Config) -> Transform:
     """Returns PIL image of any mode -> the model's input in evaluation, `3 s s` float32."""
     crop = build_evaluation_transform(config)
-    normalize = build_normalize(config.dataset.mean, config.dataset.std, "cpu")
+    normalize = build_normalize(*config.dataset.normalization, "cpu")
     upright = config.dataset.name != "custom"  # whose function has turned them, or not
     return lambda image: normalize(crop(to_rgb(image, upright)))
 
@@ -91,6 +98,25 @@ def build_evaluation_loader(
     return data_loader(images, batches, config.dataset.workers, pin)
 
 
+def measure_statistics(loader: Loader, over_ranks: Callable[[Tensor], Tensor]) -> Statistics:
+    """Returns mean and deviation per channel over all pixels of this and other ranks' images.
+
+    Pixels are in 0..1, the numbers have four digits. Raises UserError for a constant channel.
+    """
+    sums = torch.zeros(3, CHANNELS, dtype=torch.float64)  # holds integers exactly
+    for images, targets in loader:
+        pixels = images[targets != LEFT_OUT].transpose(0, 1).flatten(1).double()  # c n
+        number = pixels.new_full((CHANNELS,), pixels.shape[1])
+        sums += torch.stack([number, pixels.sum(dim=1), pixels.square().sum(dim=1)])
+    number, total, squares = over_ranks(sums)
+    mean, std = total / number / 255, (squares / number - (total / number).square()).sqrt() / 255
+    found = [[round(x, 4) for x in values.tolist()] for values in (mean, std)]
+    if 0.0 in found[1]:
+        reason = "has no deviation over the training images, set dataset.mean and dataset.std"
+        raise UserError(f"dataset.mean=auto: a channel {reason}")
+    return found[0], found[1]
+
+
 def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
     """Decodes images that fit into `memory_mib`. Raises UserError for a broken file."""
     if not dataset.memory_mib:
@@ -104,7 +130,7 @@ def _cached(dataset: Dataset, images: ImageSource) -> ImageSource:
 def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:
     """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
     transforms = config.recipe.transforms
-    normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
+    normalize = build_normalize(*config.dataset.normalization, device)
     erasing = None
     if transforms.erasing_prob > 0:
         erasing = Erasing(
@@ -115,6 +141,8 @@ def build_training_inputs(config: Config, device: torch.device) -> TrainingInput
 
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:
     """Returns a warning if mean and std match neither the data set nor the pretrained weights."""
+    if dataset.measures:
+        return None
     known = [] if pretrained is None else [pretrained]
     if DATASETS[dataset.name].sizes is not None:  # others have no statistics of their own
         own = yaml.safe_load((CONF_DIR / "dataset" / f"{dataset.name}.yaml").read_text())

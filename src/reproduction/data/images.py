@@ -194,7 +194,9 @@ def _check_depth(image: Any) -> None:
         case _:
             is_deep = False
     if is_deep or image.mode.startswith(("I", "F")):
-        raise ValueError(f"{image.mode} of more than 8 bits a channel, convert it to 8")
+        raise ValueError(
+            f"{image.mode} pixels of more than 8 bits, convert them to 8 bits a channel"
+        )
 
 
 @contextmanager

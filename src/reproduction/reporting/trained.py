@@ -100,14 +100,14 @@ def some_images(trained: TrainedRun, count: int) -> Sample:
     images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
     pixels, classes = default_collate([images[(0, index)] for index in order[:count]])
-    normalized = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
+    normalized = build_normalize(*config.dataset.normalization, "cpu")(pixels)
     targets = mixup_target(classes, len(source.classes), 1.0, config.recipe.label_smoothing)
     return Sample(*(part.to(trained.device) for part in (normalized, classes, targets)))
 
 
 def displayable(images: Tensor, config: Config) -> np.ndarray:
     """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
-    mean, std = (torch.tensor(x)[:, None, None] for x in (config.dataset.mean, config.dataset.std))
+    mean, std = (torch.tensor(x)[:, None, None] for x in config.dataset.normalization)
     return (images.cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
 
 

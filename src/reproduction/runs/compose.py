@@ -65,6 +65,9 @@ def compose(config_name: str, overrides: list[str]) -> Composed:
     _resolve_workers(values)
     _check_lists(values, chosen)
     typed = {o.key_or_group: str(o.input_line) for o in parsed}
+    dataset = values.get("dataset")
+    if isinstance(dataset, dict) and dataset.get("mean") == "auto" and "dataset.std" not in typed:
+        dataset["std"] = "auto"  # both are measured
     return Composed(values, typed, options["experiment"], options["hydra/launcher"], launcher)
 
 

@@ -16,7 +16,7 @@ LONGEST_DEFAULT_NAME = 120  # bytes of a default name
 # Keys that do not change a result, and so not the identity of a run.
 NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
+    *("dataset.workers", "dataset.memory_mib", "dataset.statistics", "model.checkpoint_blocks"),
 )
 # Key -> its first default, if the schema now has another one: what configurations without it mean.
 FIRST_DEFAULTS: dict[str, Any] = {"augmentation.htm.tau": 2.0, "augmentation.htm.rho": 0.005}

@@ -137,6 +137,7 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
     if ratio[0] > ratio[1]:
         yield f"recipe.transforms.ratio={ratio}: width over height, must rise"
     yield from _dataset_problems(config.dataset, needs_data)
+    yield from _statistics_problems(config.dataset, trains)
 
 
 def _stack_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
@@ -231,6 +232,14 @@ def _model_problems(model: AnyModel) -> Iterator[str]:
     if model.embed_dim % (2 * model.num_heads):
         allowed = f"must be an even multiple of model.num_heads={model.num_heads}"
         yield f"model.embed_dim={model.embed_dim}: {allowed}"
+
+
+def _statistics_problems(dataset: Dataset, trains: bool) -> Iterator[str]:
+    statistics = f"dataset.mean={dataset.mean} dataset.std={dataset.std}"
+    if dataset.measures != (dataset.std == "auto"):
+        yield f"{statistics}: auto measures both, allowed is auto for both or for none"
+    elif dataset.measures and dataset.statistics is None and not trains:
+        yield f"{statistics}: only a run that trains measures them, allowed are numbers"
 
 
 def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:

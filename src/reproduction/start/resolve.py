@@ -78,12 +78,13 @@ def _changes(composed: Composed) -> list[str]:
 def _with_content(config: Config, composed: Composed) -> Config:
     """Opens own data, if their function is named on the command line, to identify them."""
     data = config.dataset
+    for key in ("dataset.content", "dataset.statistics"):
+        if key in composed.overrides:
+            raise UserError(f"{composed.overrides[key]}: is found by the program, leave it out")
     if data.source is None:
         return config
     if "dataset.source" not in composed.overrides:
         check_named(data)
-    if data.content is not None and "dataset.content" in composed.overrides:
-        raise UserError(f"dataset.content={data.content}: is found by the program, leave it out")
     from reproduction.data.custom import load  # imports numpy
 
     content = load(data.source, data.options).content
@@ -256,7 +257,7 @@ def _apply_overrides(
         elif head == "dataset":
             statistics = {
                 key: saved[head].get(key)
-                for key in ("mean", "std")
+                for key in ("mean", "std", "statistics")
                 if f"{head}.{key}" not in composed.overrides
             }
             saved[head] = raw[head] | statistics

@@ -138,7 +138,7 @@ def _evaluate_on_rank(
         model = build_model(without_weights(config.model), len(source.classes))
         loaded = load_plain(checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
-        normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
+        normalize = build_normalize(*config.dataset.normalization, world.device)
         loader = build_evaluation_loader(config, source.held_out, world.rank, world.size, pin)
         progress = Progress(world.is_main)
         with closing(progress), explaining_memory("evaluation", config.recipe), explaining_data():

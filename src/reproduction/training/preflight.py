@@ -1,5 +1,7 @@
 """Checks of a run before anything is written."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -39,7 +41,8 @@ def preflight(config: Config, here: bool = True) -> None:
         if config.compile:
             check_compiler(device)
     source = build_source(config.dataset)
-    images = build_training_images(config, source.train)
+    grey = replace(config.dataset, statistics=([0.5] * 3, [0.5] * 3))  # are not measured yet
+    images = build_training_images(replace(config, dataset=grey), source.train)
     try:
         images[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:

@@ -4,8 +4,10 @@ import math
 import platform
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from importlib.metadata import version
+from operator import length_hint
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ from reproduction.data.build import (
     build_evaluation_loader,
     build_training_inputs,
     build_training_loader,
+    measure_statistics,
     statistics_warning,
 )
 from reproduction.data.images import ImageSource
@@ -36,6 +39,7 @@ from reproduction.runs.identity import run_hash
 from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, join_hardware
+from reproduction.system.progress import Progress
 from reproduction.system.ranks import restarts
 from reproduction.system.terminal import say, warn
 from reproduction.training.checkpoint import load_last
@@ -109,6 +113,7 @@ def train(config: Config) -> dict[str, Any]:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
         source = build_source(config.dataset)  # downloaded by the first rank in preflight
+        config = _with_statistics(config, source, world)
         epochs, initial_weights = build_epochs(config, world, source)
         trainer, folder = epochs.trainer, epochs.folder
         facts: dict[str, Any] = {}
@@ -129,6 +134,21 @@ def train(config: Config) -> dict[str, Any]:
             logger.close(status)
         world.barrier()
         return folder.write_summary(**result, status=status) if world.is_main else result
+
+
+def _with_statistics(config: Config, source: Source, world: World) -> Config:
+    """Adds what `dataset.mean=auto` stands for; a run that is resumed has measured it before."""
+    if not config.dataset.measures:
+        return config
+    folder = RunFolder.of(config)
+    saved = folder.read_config() if folder.config_path.exists() else None
+    found = world.share(None if saved is None else saved["dataset"]["statistics"])
+    if found is None:
+        loader = build_evaluation_loader(config, source.train, world.rank, world.size, False)
+        with closing(Progress(world.is_main)) as progress:
+            batches = progress.over(loader, "mean and deviation", length_hint(loader))
+            found = measure_statistics(batches, lambda x: world.sum(x.to(world.device)).cpu())
+    return replace(config, dataset=replace(config.dataset, statistics=found))
 
 
 def build_epochs(config: Config, world: World, source: Source) -> tuple[Epochs, str | None]:
@@ -206,6 +226,9 @@ def _report_start(trainer: Trainer, source: Source, initial_weights: str | None)
     report_other_files(source)
     if initial_weights is not None:
         say(f"initial weights: {initial_weights}")
+    if config.dataset.measures:
+        mean, std = config.dataset.normalization
+        say(f"dataset: mean = {mean}, std = {std}, of the training images")
     for name, numbers in _htm_numbers(config, trainer).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in numbers)}")
 
