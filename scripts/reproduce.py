@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 
 from reproduction.studies.options import study_parser, study_settings
 from reproduction.studies.plan import PlannedRun, plan, studies_of
@@ -48,7 +49,9 @@ def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun])
         failed = launch.train_all(runs, launch.train_here)
     say(state_table(runs, with_folders=False))
     if args.study.endswith(".yaml"):
-        (one,), _ = results_of(studies_of(args.study), settings)
+        ((name, study),) = studies_of(args.study).items()
+        trained = replace(study, seeds=args.seeds or study.seeds)
+        (one,), _ = results_of({name: trained}, settings)
         say(f"report: {one.write(report_folder(settings.root))[0]}")
     for name, error in failed.items():
         warn(f"reproduce.py: {name} failed: {error}")

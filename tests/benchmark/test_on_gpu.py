@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from reproduction.studies.runs import read_store
 from reproduction.studies.study import Settings
 from reproduction.system.errors import RunInterrupted
 from scripts.on_gpu import __main__ as on_gpu
@@ -182,12 +184,16 @@ def test_each_part_is_one_that_its_process_knows():
     assert {name for name, _ in on_gpu.PARTS.values()} == {*part.MODULES}
 
 
-def test_seeds_that_are_not_published_are_next(tmp_path: Path):
+def test_seeds_that_are_not_published_are_next(sheet: Sheet, tmp_path: Path):
     settings = Settings(outputs=str(tmp_path))
-    found = dict(seeds.unfinished(seeds.RESULTS, settings))
-    own = {name: len(runs) for name, runs in found.items() if name.startswith("cifar10_1k, ")}
+    found = {str(seed): seed for seed in seeds.unfinished(sheet, settings)}
+    own = {name: len(x.runs) for name, x in found.items() if name.startswith("cifar10_1k, ")}
     assert own == {f"cifar10_1k, seed {seed}": 3 if seed == 6 else 7 for seed in (6, 7, 8, 9)}
-    assert not any(name.startswith("digits100") for name in found)
+    assert "NVIDIA H200" in found["cifar10_1k, seed 6"].hardware
+    assert {"cifar10_1k_long, seed 11", "cifar10_cct7, seed 0"} < set(found)
+    assert not any(name.startswith("digits") for name in found)
+    (waiting,) = sheet.tables[seeds.TITLE].items()
+    assert waiting[0] == "cifar10_1k_labels" and "has a value ???" in waiting[1]["failed"]
 
 
 STUDY = """
@@ -204,11 +210,26 @@ seeds: 1
 def test_seeds_are_trained_whole_until_the_time_is_over(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(seeds, "RESULTS", tmp_path)
     (tmp_path / "tiny.yaml").write_text(STUDY)
-    sheet = Sheet(tmp_path / "outputs" / "on-gpu" / "seeds.json", CPU, time.time() + 500)
+    outputs = tmp_path / "outputs"
+    settings = Settings(outputs=str(outputs))
+    sheet = Sheet(outputs / "on-gpu" / "seeds.json", CPU, time.time() + 500)
     seeds.train_seeds(sheet, 2)
-    rows = read_sheet(sheet.path)["tables"][seeds.TITLE]
-    assert rows == {"tiny, seed 0": {"runs": "2 of 2 here"}}
-    assert not [*seeds.unfinished(tmp_path, Settings(outputs=str(tmp_path / "outputs")))]
+    (row,) = read_sheet(sheet.path)["tables"][seeds.TITLE].values()
+    lines = outputs / "on-gpu" / "results" / "tiny.jsonl"
+    assert row == {"runs": "2 of 2 here", "published in": str(lines)}
+    assert not [*seeds.unfinished(sheet, settings)]
+    store = read_store(lines.parent)
+    assert [*store.seed] == [0, 0] and [*store.hardware] == [sheet.head["hardware"]] * 2
+    folders = [path.name for path in (outputs / "published").iterdir()]
+    assert sorted(folders) == sorted(store.folder)
+    kept = lines.read_text().splitlines()[0]  # as if the seed had been cut off while published
+    lines.write_text(kept.replace(sheet.head["hardware"], "Another card") + "\n")
+    (seed,) = seeds.unfinished(sheet, settings)
+    assert len(seed.runs) == 1 and seed.hardware == {"Another card", sheet.head["hardware"]}
+    shutil.rmtree(seed.runs[0].folder.path)
+    seeds.train_seeds(sheet, 2)
+    row = sheet.tables[seeds.TITLE]["tiny, seed 0"]
+    assert row["waits for"] == "Another card" and row["runs"] == "0 of 1 here"
 
 
 def test_seeds_that_the_time_ends_are_to_be_resumed(tmp_path: Path, monkeypatch):
@@ -219,8 +240,9 @@ def test_seeds_that_the_time_ends_are_to_be_resumed(tmp_path: Path, monkeypatch)
     def stopped(*_: object) -> None:
         raise RunInterrupted("interrupted")
 
-    run = SimpleNamespace(is_done=lambda: False)
-    monkeypatch.setattr(seeds, "unfinished", lambda *_: iter([("tiny, seed 0", [run, run])] * 2))
+    run: Any = SimpleNamespace(is_done=lambda: False)
+    seed = seeds.Seed(Path("tiny.yaml"), 0, [run, run], set())
+    monkeypatch.setattr(seeds, "unfinished", lambda *_: iter([seed, seed]))
     monkeypatch.setattr(seeds, "SAVING", 0.5)
     monkeypatch.setattr(seeds, "prepare", lambda *_: None)
     monkeypatch.setattr(seeds, "train_all_apart", waits)

@@ -14,7 +14,7 @@ from scipy.stats import false_discovery_control, t, ttest_rel
 
 from reproduction.runs.identity import run_hash
 from reproduction.studies.columns import p_text, spread
-from reproduction.studies.plan import points_of, studies_of
+from reproduction.studies.plan import plan, points_of, studies_of
 from reproduction.studies.results import results_of
 from reproduction.studies.runs import read_runs
 from reproduction.studies.study import Settings
@@ -149,6 +149,56 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row(tmp_path: 
     second = table.more["Held-out loss and top-5"].set_index("row")
     assert second["lower in"]["d"] == "1 of 4" and second["top-1, difference"]["d"] == "+0.00"
     assert any(note.startswith("Primary: b +0.200 (p = ") for note in table.notes)
+
+
+LOOKS = """
+title: Mine
+rows:
+  none: ['augmentation=[]']
+  a: {overrides: ['augmentation=[htm]'], against: none, role: primary}
+  b: {overrides: ['augmentation=[htm]', augmentation.htm.tau=1], against: none}
+first_seed: 2
+seeds: 4
+looks: {3: 0.01, 4: 0.04}
+"""
+
+
+def test_a_study_with_looks_has_the_whole_seeds_of_the_latest_look_alone(tmp_path: Path):
+    file, outputs = tmp_path / "mine.yaml", tmp_path / "outputs"
+    file.write_text(LOOKS)
+    settings = Settings(outputs=str(outputs))
+    assert [run.config.seed for run in plan(str(file), settings)][::3] == [2, 3, 4, 5]
+    none, a, b = points_of(studies_of(str(file)), settings)
+
+    def train(config: Any, seed: int, gain: float) -> None:
+        write_run(outputs, config, seed, top1=80 + seed + gain)
+
+    def looked() -> tuple[pd.DataFrame, str, str]:
+        (table,), _ = results_of(studies_of(str(file)), settings)
+        return table.numbers.set_index("row"), table.notes[0], " ".join(table.notes)
+
+    for seed in (1, 2, 3, 5, 6):  # 1 and 6 are none of the study's
+        train(none.config, seed, 0)
+        train(b.config, seed, 2 + seed / 100)
+        if seed != 5:
+            train(a.config, seed, 1 + seed / 10)
+    rows, note, _ = looked()
+    plans = "Looks are at 3 seeds (at 1 %) and 4 seeds (at 4 %), and only whole seeds count: "
+    assert note == f"{plans}2 are whole, none has been reached."
+    assert (rows.n == 0).all() and rows.difference.isna().all()
+
+    for config, gain in ((none.config, 0.0), (a.config, 1.4), (b.config, 2.04)):
+        train(config, 4, gain)
+    rows, note, notes = looked()
+    assert note == f"{plans}3 are whole, this is the look at 3."
+    assert [*rows.n] == [3, 3, 3] and rows.seeds["none"] == [2, 3, 4]
+    assert rows.difference["a"] == pytest.approx(1.3) and rows.pairs["b"] == 3
+    assert "Primary: a +1.30 (p = 0.002). Significant at 1 %: b +2.03" in notes
+
+    train(a.config, 5, 1.5)
+    rows, note, notes = looked()
+    assert note == f"{plans}4 are whole, this is the look at 4."
+    assert rows.seeds["b"] == [2, 3, 4, 5] and "Significant at 4 %: b +2.04" in notes
 
 
 def test_row_is_not_compared_with_itself(tmp_path: Path, configs: Configs):

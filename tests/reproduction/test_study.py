@@ -161,8 +161,16 @@ def test_sweeps_and_sizes_fit_the_tables():
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_own_studies_are_planned_seed_by_seed(path: Path, tmp_path: Path):
     study = read_study(path)
+    if any(row.is_open for row in study.rows.values()):
+        with pytest.raises(UserError, match=r"rows.*-excess: has a value \?\?\?, which its pilot"):
+            plan(str(path), Settings(outputs=str(tmp_path)))
+        text = path.read_text().replace("=???", "=0.6")  # as the pilot may choose
+        path = tmp_path / path.name
+        path.write_text(text)
     runs = plan(str(path), Settings(outputs=str(tmp_path)))
     assert len({run.name for run in runs}) == len(runs) == (study.seeds or 0) * len(study.rows)
+    seeds = range(study.first_seed, study.first_seed + (study.seeds or 0))
+    assert {run.config.seed for run in runs} == {*seeds}
     for run in runs:
         (label,) = run.labels
         row = label.partition("/")[2]
@@ -192,6 +200,12 @@ def changed(tmp_path: Path, **values: object) -> Path:
         ),
         ({"rows": {"a/b": []}}, "rows.a/b"),
         ({"seeds": 0}, "seeds: "),
+        ({"looks": {3: 0.01, 4: 0.04}}, "looks: the last must be at seeds=5"),
+        ({"looks": {5: 4}}, "looks.5: "),
+        (
+            {"rows": {"none": ["recipe.lr=???"], "htm": {"against": "none"}}},
+            r"rows.htm.against=none: must be one of htm, or",
+        ),
         ({"row": {}}, "row: "),
         ({"overrides": ["recipe.lrr=1"]}, "mine.yaml: htm: recipe.lrr=1: unknown key"),
         ({"overrides": ["seed=3"]}, "seed=3: a study must not set seed"),

@@ -14,7 +14,8 @@ def study_parser(description: str | None) -> Parser:
     options = Parser(description=description, allow_abbrev=False)
     options.add_argument("study", help=f"{', '.join(names())}, or a .yaml file as in results/")
     seeds = "; ".join(f"{name}: {scale.seeds}" for name, scale in scales().items())
-    options.add_argument("--seeds", type=positive, help=f"0..n-1 (default: {seeds}; figure3: 1)")
+    about = f"how many, from 0 or first_seed on (default: {seeds}; figure3: 1)"
+    options.add_argument("--seeds", type=positive, help=about)
     add_settings(options)
     options.add_argument("--jobs", type=positive, help="runs at a time, also on one GPU")
     mode = options.add_mutually_exclusive_group()

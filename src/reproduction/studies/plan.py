@@ -129,7 +129,7 @@ def _points(name: str, study: Study, settings: Settings) -> Iterator[Point]:
         _check_own(name, own, settings)
     only = settings.chosen.only if own is None else None
     for key, row in rows_at_scale(study, settings.scale).items():
-        if only is None or row.column in only:
+        if (only is None or row.column in only) and not row.is_open:
             with error_context(f"{name}.yaml: {key}") if own is not None else nullcontext():
                 overrides = tuple(_overrides(row, own, settings))
                 config = _config(row, own, settings)
@@ -163,6 +163,11 @@ def plan(name: str, settings: Settings, seeds: int | None = None) -> list[Planne
     UserError for settings that do not fit together.
     """
     studies = studies_of(name)
+    for key, row in [pair for study in studies.values() for pair in study.rows.items()]:
+        if row.is_open:
+            raise UserError(
+                f"study={name}: rows.{key}: has a value ???, which its pilot must choose"
+            )
     groups: dict[str, list[Point]] = {}
     for point in points_of(studies, settings):
         if not point.is_shown_only:
@@ -174,9 +179,10 @@ def plan(name: str, settings: Settings, seeds: int | None = None) -> list[Planne
     scaled = settings.chosen.seeds if settings.scale != FULL or own is None else own
     if own is not None and name in papers_figures():
         scaled = own  # a figure shows so many, at every scale
+    start = max(study.first_seed for study in studies.values())
     return [
         _planned(firsts.get(key, group[0]), group, seed, existing)
-        for seed in range(seeds or scaled)
+        for seed in range(start, start + (seeds or scaled))
         for key, group in groups.items()
     ]
 

@@ -22,9 +22,16 @@ from reproduction.runs.parse import parse_saved
 from reproduction.start.resolve import PUBLISHED as WEIGHTS
 from reproduction.studies.columns import COLUMNS, METRICS, NOTHING
 from reproduction.studies.plan import points_of
-from reproduction.studies.results import results_of
-from reproduction.studies.runs import as_json, read_store, stack_of
-from reproduction.studies.study import TABLES, Settings, Study, papers_studies, read_study
+from reproduction.studies.results import own_runs, results_of
+from reproduction.studies.runs import as_json, newest, read_store, stack_of
+from reproduction.studies.study import (
+    TABLES,
+    Settings,
+    Study,
+    papers_studies,
+    read_study,
+    rows_at_scale,
+)
 from reproduction.studies.table import Table, as_markdown
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.storage import write_text
@@ -76,7 +83,7 @@ def publish(run: Path, results: Path, folder: Path) -> Path:
     state = read_file(f"checkpoint={source.last_path}", source.last_path)
     if state.get("step") != source.read_summary()["steps"]:
         raise UserError(f"checkpoint={source.last_path}: is not from the last step of the run")
-    path = results / f"{_study_of(result['key'], results)}.jsonl"
+    path = results / f"{_study_of(result['key'], result['seed'], results)}.jsonl"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".publishing-") as temporary:
         staged = Path(temporary, folder.name)
@@ -127,10 +134,11 @@ def _result(source: RunFolder, saved: dict[str, Any], shown: dict[str, Any]) -> 
         raise UserError(f"{source.path}: lacks {first_line(error)}") from error
 
 
-def _study_of(key: str, results: Path) -> str:
-    """Returns the name of the first study that trains these runs, yours before the paper's."""
+def _study_of(key: str, seed: int, results: Path) -> str:
+    """Returns the name of the first study that trains this run, yours before the paper's."""
     for name, study in (_studies(results) | dict(papers_studies())).items():
-        if any(point.key == key for point in points_of({name: study}, Settings())):
+        points = points_of({name: study}, Settings()) if study.has(seed) else ()
+        if any(point.key == key for point in points):
             return name
     return OTHERS
 
@@ -181,9 +189,9 @@ def results_page(results: Path = RESULTS) -> str:
         "## The paper's tables\n",
         as_markdown(_papers_rows(papers)),
     ]
-    mine, _ = results_of(studies, Settings(), runs)
-    for table in mine:
-        lines += _section(table, studies[table.name])
+    for name, study in studies.items():
+        (table,), _ = results_of({name: study}, Settings(), runs)
+        lines += _section(table, study, runs)
     return "\n".join(lines) + "\n"
 
 
@@ -203,10 +211,11 @@ def _papers_rows(tables: list[Table]) -> pd.DataFrame:
     )
 
 
-def _section(table: Table, study: Study) -> Iterator[str]:
+def _section(table: Table, study: Study, runs: pd.DataFrame) -> Iterator[str]:
     """Yields the section of a study of your own."""
-    file, done = f"results/{table.name}.yaml", table.numbers.n.sum()
-    planned = table.numbers.label.notna().sum() * (study.seeds or 1)
+    file = f"results/{table.name}.yaml"
+    done = len(newest(own_runs(study, runs[runs.key.isin(table.numbers.key)])))
+    planned = len(rows_at_scale(study)) * (study.seeds or 1)
     yield f"\n## {study.title}\n"
     yield f"{study.about.strip()}\n"
     yield f"Fixed before the first run by `{file}`;"

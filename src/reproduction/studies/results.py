@@ -1,6 +1,6 @@
 """The table of a study: its rows with their results, printed and quoted values, and notes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import pandas as pd
@@ -12,7 +12,7 @@ from reproduction.studies.runs import left, newest, read_runs, state_text
 from reproduction.studies.study import FULL, SWEEPS, TABLES, Settings, Study, papers_row
 from reproduction.studies.table import Table, known, shown, with_results
 
-LEVEL = 0.05  # of significance
+LEVEL = 0.05  # of significance, unless a study has looks
 COUNTED = ("parameters", "macs", "macs_without_attention")
 REVISION_DIGITS = 10  # digits of a git revision
 HOW_TO_READ = (
@@ -71,8 +71,12 @@ def _table(
     settings: Settings,
 ) -> Table:
     mark, measured = mark_of(points, settings), latency.read_latency(settings.root)
+    runs, level, looks = own_runs(study, runs), LEVEL, list[str]()
+    if study.looks and settings.scale == FULL:
+        runs, level, note = _at_look(study, {point.key for point in points}, runs)
+        looks = [note]
     numbers = study_rows(study, points, keys, runs, mark, measured)
-    notes = notes_of(study, numbers, keys, runs)
+    notes = [*looks, *notes_of(study, numbers, keys, runs, level)]
     if "latency_ms" in numbers:
         notes.append(latency.note(measured, settings.scale))
     kind, title, heads = "O", study.title, {"row": "row"}
@@ -101,13 +105,32 @@ def _table(
     )
 
 
+def own_runs(study: Study, runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the runs whose seeds belong to the study."""
+    return runs[runs.seed.isin([seed for seed in known(runs.seed) if study.has(seed)])]
+
+
+def _at_look(study: Study, keys: Set[str], runs: pd.DataFrame) -> tuple[pd.DataFrame, float, str]:
+    """Returns the runs of the latest look, its level of significance, and a note on it.
+
+    `keys` are those of all rows: a seed is whole if each of them has a finished run.
+    """
+    rows = newest(runs[runs.key.isin(keys)]).groupby("seed").size()
+    whole = [*rows.index[rows == len(keys)]]
+    counted = max((n for n in study.looks if n <= len(whole)), default=0)
+    plan = " and ".join(f"{n} seeds (at {100 * x:g} %)" for n, x in study.looks.items())
+    state = f"this is the look at {counted}" if counted else "none has been reached"
+    note = f"Looks are at {plan}, and only whole seeds count: {len(whole)} are whole, {state}."
+    return runs[runs.seed.isin(whole[:counted])], study.looks.get(counted, LEVEL), note
+
+
 def study_rows(
     study: Study,
     points: Sequence[Point],
     keys: Mapping[str, str],
     runs: pd.DataFrame,
-    mark: str | None = None,
-    measured: latency.Measurement | None = None,
+    mark: str | None,
+    measured: latency.Measurement | None,
 ) -> pd.DataFrame:
     """Returns the rows of a study with their results, the quoted ones first, by column.
 
@@ -167,11 +190,11 @@ def _printed(study: Study, name: str, column: str, values: Mapping[Any, float]) 
 
 
 def notes_of(
-    study: Study, table: pd.DataFrame, keys: Mapping[str, str], runs: pd.DataFrame
+    study: Study, table: pd.DataFrame, keys: Mapping[str, str], runs: pd.DataFrame, level: float
 ) -> list[str]:
     """Returns the notes of a table: its own, significance, shared runs, what is left out."""
     mine = table.dropna(subset=["label"])
-    notes = [*study.notes, *significance(mine)]
+    notes = [*study.notes, *significance(mine, level)]
     shared = [[x for x, other in keys.items() if other == key] for key in mine.key.unique()]
     if texts := [", ".join(labels) for labels in shared if len(labels) > 1]:
         notes.append(f"Rows of the same configuration share their runs: {'; '.join(texts)}.")
@@ -181,8 +204,8 @@ def notes_of(
     return [*notes, provenance(mine, runs)]
 
 
-def significance(table: pd.DataFrame) -> Iterator[str]:
-    """Yields a note on the significant differences, if there are comparisons."""
+def significance(table: pd.DataFrame, level: float) -> Iterator[str]:
+    """Yields a note on the differences and their significance, if there are comparisons."""
     names = table.row + (" on " + table.column if table.column.nunique() > 1 else "")
 
     def listed(rows: pd.DataFrame) -> str:
@@ -197,10 +220,10 @@ def significance(table: pd.DataFrame) -> Iterator[str]:
     if len(primary):
         sentences = [f"Primary: {listed(primary)}."]
     if len(tests):
-        holds = tests.test_p < LEVEL
-        corrected = "; ".join(names[table.test_p_holm < LEVEL]) or "none"
+        holds = tests.test_p < level
+        corrected = "; ".join(names[table.test_p_holm < level]) or "none"
         sentences += [
-            f"Significant at 5 %: {listed(tests[holds])}.",
+            f"Significant at {100 * level:g} %: {listed(tests[holds])}.",
             f"Not significant: {listed(tests[~holds])}.",
             f"{len(tests)} test{'s' * (len(tests) > 1)}; significant after Holm's correction: "
             f"{corrected}.",

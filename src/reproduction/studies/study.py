@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.config import FORBID, Count, FolderName
+from reproduction.config import FORBID, Count, FolderName, Fraction, Whole
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_yaml
 
@@ -49,6 +49,11 @@ class Row:
     def command(self) -> list[str]:
         """The overrides with the experiment."""
         return [*([f"experiment={self.experiment}"] if self.experiment else []), *self.overrides]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a value is `???`: a pilot chooses it before the first run of the study."""
+        return any(word.endswith("=???") for word in self.overrides)
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
@@ -106,8 +111,11 @@ def _long_form(row: Any) -> Any:
 class Study:
     """The content of the file. `overrides` are of all rows; a row may be a list of overrides.
 
-    `tested` is the outcome that rows are tested by. `scales` has the overrides of a study of your
-    own at other scales than full. `quoted` has results of others by row and column, from `source`.
+    `seeds` is their number, from `first_seed` on; runs of others do not count. `tested` is the
+    outcome that rows are tested by. With `looks`, number of seeds -> level of significance, the
+    table has the first so many seeds of which every run is finished, and no others. `scales` has
+    the overrides of a study of your own at other scales than full. `quoted` has results of others
+    by row and column, from `source`.
     """
 
     title: str
@@ -119,6 +127,8 @@ class Study:
     )
     sweep: Sweep | None = None
     seeds: Count | None = None
+    first_seed: Whole = 0
+    looks: dict[Count, Fraction] = Field(default_factory=dict)
     tested: Literal["top1_last", "loss_last"] = "top1_last"
     scales: dict[Literal["smoke"], list[str]] = Field(default_factory=dict)
     source: str = ""
@@ -126,6 +136,10 @@ class Study:
     sizes: dict[str, Size] = Field(default_factory=dict)
     figures: dict[str, Figure] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
+
+    def has(self, seed: int) -> bool:
+        """Whether runs with this seed belong to the study."""
+        return self.seeds is None or 0 <= seed - self.first_seed < self.seeds
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
@@ -227,14 +241,17 @@ def read_study(path: Path) -> Study:
         if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
             raise UserError(f"{path}: {override}: a study must not set {key}")
     papers = [f"{table}/{name}" for table in TABLES for name in papers_studies()[table].rows]
+    bases = [name for name, row in rows if not row.is_open]
     for name, row in rows:
-        if row.against not in (None, *study.rows, *papers):
-            allowed = f"{', '.join(study.rows)}, or a row of the paper such as table4/full"
+        if row.against not in (None, *bases, *papers):
+            allowed = f"{', '.join(bases)}, or a row of the paper such as table4/full"
             raise UserError(f"{path}: rows.{name}.against={row.against}: must be one of {allowed}")
     own = None if study.sweep is None else study.sweep.own
     if own is not None and (own not in papers or papers_row(own).against is None):
         allowed = "must be a row of the paper with a baseline, such as table1/cifar100_htm"
         raise UserError(f"{path}: sweep.own={own}: {allowed}")
+    if study.looks and max(study.looks) != study.seeds:
+        raise UserError(f"{path}: looks: the last must be at seeds={study.seeds}")
     if not study.rows and study.sweep is None:
         raise UserError(f"{path}: rows: must name one row at least")
     return study
