@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.patches import PathPatch
 
 from reproduction.models.build import build_module
 from reproduction.reporting import report
@@ -95,16 +96,20 @@ def test_pair_shows_the_saliency_that_decides_and_the_donated_patches(tmp_path: 
     donor, keep_ratio = torch.tensor([1, 1]), torch.tensor([0.75, 1.0])
     mix: Any = SimpleNamespace(donor=donor, mask=mask, keep_ratio=keep_ratio)
     saliency = torch.stack([torch.arange(9) / 9, torch.ones(9)])
-    with figure(tmp_path / "a.png", 1, 5) as row:
+    with figure(tmp_path / "a.png", 1, 6) as row:
         _draw_pair(row, mix, 0, pictures, ['"6"', '"3"'], saliency)
-        shown = [ax.images[0].get_array() for ax in row]
-        assert [len(ax.collections) for ax in row] == [0, 1, 0, 1, 1]
+        shown = [ax.images[0].get_array() for ax in row[:5]]
+        outlined = [[x for x in ax.patches if isinstance(x, PathPatch)] for ax in row]
+        assert [len(x) for x in outlined] == [0, 1, 1, 1, 1, 0]
         assert (shown[0] == 0).all() and (shown[2] == 1).all()
         assert shown[1][2, 2] == pytest.approx(4 / 9) and (shown[3] == 1).all()
         assert {ax.images[0].get_clim() for ax in (row[1], row[3])} == {(0, 1)}  # one scale
-        assert (shown[4][2:4, 2:4] > 0).all() and (shown[4][:2] == 0).all()
-        assert row[3].get_title() == "its saliency;\ntaken: 1 of 9 tokens"
-        assert row[4].get_title() == 'mixed, label:\n75% "6"\n+ 25% "3"'
+        assert (shown[4][2:4, 2:4] == 1).all() and (shown[4][:2] == 0).all()  # not tinted
+        assert row[4].get_title() == "mixed:\n1 of 9 tokens"
+        own, donors = row[5].patches
+        assert (own.get_y(), own.get_height()) == (0, 0.75)
+        assert (donors.get_y(), donors.get_height()) == (0.75, 0.25)
+        assert [text.get_text() for text in row[5].texts] == ['75%\n"6"', '25%\n"3"']
 
 
 def test_pairs_of_different_classes_come_first():
@@ -112,6 +117,14 @@ def test_pairs_of_different_classes_come_first():
     mask[0, :2] = mask[1, :1] = mask[2, :2] = True  # the fourth is not mixed
     mix: Any = SimpleNamespace(mask=mask, donor=torch.tensor([1, 2, 3, 3]))
     assert _telling(mix, torch.tensor([7, 7, 8, 9])) == [2, 1, 0]
+
+
+def test_each_two_classes_are_shown_once_before_the_rest():
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    mask[0, :4] = mask[1, :3] = mask[2, :2] = mask[3, :1] = True
+    mix: Any = SimpleNamespace(mask=mask, donor=torch.tensor([1, 0, 0, 2]))
+    assert _telling(mix, torch.tensor([7, 8, 9, 8])) == [0, 2, 3]
+    assert _telling(mix, torch.tensor([7, 8, 9, 9])) == [0, 2, 1]
 
 
 def test_deciding_saliency_is_what_the_mask_compares():
@@ -133,7 +146,8 @@ def test_draw_pairs_refuses_a_run_without_mixed_images(tmp_path: Path):
 def test_frames_outline_replaced_tokens():
     grid = np.zeros((3, 3), dtype=bool)
     grid[0, 1:] = True  # two adjacent tokens: six sides, none between them
-    lines = {tuple(map(tuple, line)) for line in _frames(grid, 6).get_segments()}
+    ends = _frames(grid, 6).get_path().vertices.reshape(-1, 2, 2)
+    lines = {tuple(map(tuple, line)) for line in ends}
     assert len(lines) == 6
     assert ((1.5, -0.5), (1.5, 1.5)) in lines  # left side
     assert ((3.5, -0.5), (3.5, 1.5)) not in lines
@@ -178,5 +192,9 @@ def test_report_describes_its_run_and_counts_what_there_is():
     table = report._table(config, {**summary, "broken_images": 3})
     assert "| top-1, median of the last 3 evaluated epochs | 89.50 % |" in table  # 8, 12, 14
     assert "| broken held-out images, left out | 3 |" in table
+    assert "| peak learning rate | 0.002 |\n| batch size | 64 |" in table and "htm" not in table
+    numbers = {"tau": [1.0, "inf"], "rho": [0.02, 1 / 3]}
+    table = report._table(config, {**summary, "htm": numbers})
+    assert "| htm.tau | 1, inf |\n| htm.rho | 0.02, 0.3333 |" in table
     assert "median" not in report._table(config, {**summary, "epochs": 3})
     assert [report._duration(x) for x in (4.6, 207, 59.7)] == ["5 s", "3 min 27 s", "1 min 0 s"]

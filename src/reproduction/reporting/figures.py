@@ -44,7 +44,8 @@ CAPTIONS = {  # of the pictures of a run
     "mixed_pairs.png": (
         "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
         "token is taken where the donor is more salient by more than rho; both maps share a scale. "
-        "Patches from the donor are orange; they stand for tokens, which mix inside the network."
+        "Patches from the donor are outlined; they stand for tokens, which mix inside the network. "
+        "The bar is the mixed label."
     ),
     "saliency.png": (
         "Saliency of the tokens that enter HTM's first block, by gradient and by attention (full "

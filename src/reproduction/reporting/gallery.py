@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.collections import LineCollection
-from matplotlib.colors import to_rgb
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.patheffects import withStroke
 from torch import Tensor
 
-from reproduction.reporting.figures import NO_ROLLOUT, ORANGE, figure
+from reproduction.reporting.figures import BLUE, NO_ROLLOUT, ORANGE, figure
 from reproduction.reporting.trained import Sample, TrainedRun, block_inputs, displayable, observe
 from tokenmixup import HorizontalMix, find_encoder
 from tokenmixup.detectors import Detector, by_gradient, by_rollout
@@ -23,7 +24,7 @@ from tokenmixup.saliency import input_gradient
 
 PAIRS = 3
 LONGEST_LABEL = 13  # characters of a class name
-TINT = 0.35  # share of the colour of replaced tokens
+BAR = 0.12  # width of a label, relative to its height
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
 
@@ -31,8 +32,8 @@ GRADIENTS_AT_ONCE = 16  # images per backward pass
 def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
     """Draws pairs of `sample`, with the saliency that decides; ValueError if none are mixed.
 
-    Pairs of different classes come first, then those with the most even shares. The images are
-    mixed as in training, without dropout.
+    Pairs of different classes come first, each two classes once, then those with the most even
+    shares. The images are mixed as in training, without dropout.
     """
     devices = [sample.images.device] if sample.images.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -48,7 +49,8 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
     _, saliency = observe(trained.module, htm.layers[0], sample.images, sample.targets)
     pictures = displayable(sample.images, trained.config)
     names = [_quote(trained.source.classes[target]) for target in sample.classes]
-    with figure(path, len(chosen), 5, figsize=(9.2, 2.5 * len(chosen)), squeeze=False) as axes:
+    settings: Any = {"squeeze": False, "width_ratios": (1, 1, 1, 1, 1, BAR)}
+    with figure(path, len(chosen), 6, figsize=(10.5, 2.3 * len(chosen)), **settings) as axes:
         for row, i in zip(axes, chosen, strict=True):
             _draw_pair(row, mix, i, pictures, names, saliency)
 
@@ -61,35 +63,55 @@ def _draw_pair(
     names: list[str],
     saliency: Tensor,
 ) -> None:
-    """Draws receiver and donor, each beside its saliency on one scale, and their mixture."""
+    """Draws receiver and donor, each beside its saliency on one scale, their mixture, its label."""
     j, keep, grid = int(mix.donor[i]), float(mix.keep_ratio[i]), _grid(mix.mask[i])
-    replaced = _over_image(grid, pictures.shape[1])[..., None]
-    tinted = (1 - TINT) * pictures[j] + TINT * np.array(to_rgb(ORANGE))
-    donated = f"{grid.sum()} of {grid.size} tokens"
-    label = f"mixed, label:\n{keep:.0%} {names[i]}\n+ {1 - keep:.0%} {names[j]}"
-    size = len(replaced)
+    size = pictures.shape[1]
+    replaced = _over_image(grid, size)[..., None]
     scale: Any = {"vmin": 0, "vmax": float(saliency[[i, j]].max()), "cmap": "viridis"}
     own, donors = (_over_image(_grid(saliency[k]), size) for k in (i, j))
     for ax, picture, title in (
         (row[0], pictures[i], f"receiver\n{names[i]}"),
         (row[1], own, "its saliency"),
         (row[2], pictures[j], f"donor\n{names[j]}"),
-        (row[3], donors, f"its saliency;\ntaken: {donated}"),
-        (row[4], np.where(replaced, tinted, pictures[i]), label),
+        (row[3], donors, "its saliency"),
+        (
+            row[4],
+            np.where(replaced, pictures[j], pictures[i]),
+            f"mixed:\n{grid.sum()} of {grid.size} tokens",
+        ),
     ):
         ax.imshow(picture, **(scale if picture.ndim == 2 else {}))
         ax.set_title(title, fontsize=11, parse_math=False)
         ax.set_axis_off()
-    for ax in (row[1], row[3], row[4]):
-        ax.add_collection(_frames(grid, size), autolim=False)
+    for ax in row[1:5]:
+        ax.add_artist(_frames(grid, size))
+    _draw_label(row[5], [(names[i], keep), (names[j], 1 - keep)])
+
+
+def _draw_label(ax: Any, parts: list[tuple[str, float]]) -> None:
+    """Draws the shares of a label as the parts of a bar, the first on top."""
+    ax.set(xlim=(0, 1), ylim=(1, 0), box_aspect=1 / BAR)
+    ax.set_title("its label", fontsize=11, loc="left")
+    ax.set_axis_off()
+    top = 0.0
+    for (name, share), color in zip(parts, (BLUE, ORANGE), strict=True):
+        ax.bar(0.5, share, 1, top, color=color)
+        middle = min(max(top + share / 2, 0.1), 0.9)  # beside the bar, with two lines
+        ax.text(1.5, middle, f"{share:.0%}\n{name}", va="center", fontsize=11)
+        top += share
 
 
 def _telling(mix: HorizontalMix, classes: Tensor) -> list[int]:
-    """Returns the receivers to show: other classes than their donor first, then even shares."""
-    share = mix.mask.float().mean(dim=1)
-    is_same = (classes == classes[mix.donor]).float()
-    order = (is_same + (share - 0.5).abs()).argsort(stable=True).tolist()
-    return [i for i in order if share[i] > 0][:PAIRS]
+    """Returns the receivers to show: of two classes first, each two once, then even shares."""
+    share, theirs = mix.mask.float().mean(dim=1), classes[mix.donor]
+    mixed = [i for i in (share - 0.5).abs().argsort(stable=True).tolist() if share[i] > 0]
+    later: dict[int, tuple[bool, bool]] = {}  # of one class, of two that have been there
+    shown: set[frozenset[int]] = set()
+    for i in mixed:
+        pair = frozenset((int(classes[i]), int(theirs[i])))
+        later[i] = (len(pair) == 1, pair in shown)
+        shown.add(pair)
+    return sorted(mixed, key=later.__getitem__)[:PAIRS]
 
 
 def _quote(name: str) -> str:
@@ -108,15 +130,18 @@ def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
     return grid[token[:, None], token]
 
 
-def _frames(grid: np.ndarray, size: int) -> LineCollection:
-    """Returns the borders between replaced and kept tokens."""
+def _frames(grid: np.ndarray, size: int) -> PathPatch:
+    """Returns the borders between replaced and kept tokens, to be seen on any picture."""
     padded, cell = np.pad(grid, 1), size / len(grid)
     top = np.argwhere(padded[1:, 1:-1] != padded[:-1, 1:-1])
     left = np.argwhere(padded[1:-1, 1:] != padded[1:-1, :-1])
     lines = [((x, y), (x + 1, y)) for y, x in top] + [((x, y), (x, y + 1)) for y, x in left]
-    return LineCollection(
-        [np.array(line) * cell - 0.5 for line in lines],
-        colors=ORANGE,
+    return PathPatch(
+        Outline.make_compound_path(*(Outline(np.array(line) * cell - 0.5) for line in lines)),
+        edgecolor=ORANGE,
+        fill=False,
+        linewidth=1.5,
+        path_effects=[withStroke(linewidth=3, foreground="black")],
         capstyle="round",
         clip_on=False,
     )

@@ -135,7 +135,11 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         rows["broken held-out images, left out"] = f"{broken:,}"
     if initial := summary.get("initial_weights"):
         rows["initial weights"] = initial
+    for name, numbers in summary.get("htm", {}).items():
+        rows[f"htm.{name}"] = ", ".join(f"{float(x):.4g}" for x in numbers)
     rows |= {
+        "peak learning rate": f"{config.recipe.lr:g}",
+        "batch size": f"{config.recipe.batch_size:,}",
         "training batches": f"{summary['steps']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",
         "MACs of one image": f"{summary['macs']:,}",
