@@ -15,9 +15,19 @@ def main(settings: WeightsTask) -> None:
     from reproduction.training.evaluate import evaluate_checkpoint
 
     result = evaluate_checkpoint(
-        settings.config, settings.checkpoints, settings.result, settings.predictions
+        settings.config,
+        settings.checkpoints,
+        settings.result,
+        settings.predictions,
+        settings.images,
     )
     if not is_first_rank():
+        return
+    if settings.images is not None:
+        broken = result.get("broken_images", 0)
+        left_out = f", {broken} left out" if broken else ""
+        say(f"{result['checkpoint']}: {result['images']} images of {settings.images}{left_out}")
+        say(f"written to {settings.predictions}")
         return
     place = ""
     if "step" in result:

@@ -155,7 +155,7 @@ def test_run_counts_skipped_images_across_an_interruption(
     [
         ("train", (), 2, "no readable image among the 16 training images"),
         ("train", ("cat/3",), 0, ""),
-        ("val", (), 1, "none of the held-out images is readable"),
+        ("val", (), 1, "none of the images is readable"),
     ],
 )
 def test_too_few_readable_images_are_refused_in_one_line(

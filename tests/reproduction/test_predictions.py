@@ -2,7 +2,9 @@
 
 import csv
 import json
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -201,6 +203,49 @@ def test_loaded_run_predicts_as_eval(command: Command, tmp_path: Path):
     _open.cache_clear()
 
 
+def test_folder_without_classes_is_predicted_as_by_load_run(command: Command, tmp_path: Path):
+    root = write_images(tmp_path / "images", CLASSES, train=2, held_out=1)
+    train(command, *FOLDER)
+    shutil.rmtree(root)  # the run's own images are not needed
+    here = tmp_path / "photos"
+    (here / "a" / "b").mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 4), dtype=np.uint8)
+    sideways = Image.Exif()
+    sideways[274] = 6
+    Image.fromarray(noise[..., :3]).save(here / "a" / "b" / "x.JPG", exif=sideways)
+    Image.fromarray(noise).save(here / "a" / "y.png")
+    Image.fromarray(noise[..., 0]).save(here / "z.webp")
+    for other in ("a/broken.png", "notes.txt", ".hidden.png"):
+        (here / other).write_bytes(b"no image")
+    before = sorted((tmp_path / "outputs").rglob("*"))
+    result = command("eval", "run=outputs/mine", "images=photos", "predictions=x.csv")
+    assert result.status == 0, result.err
+    assert result.out.splitlines() == [
+        "outputs/mine/checkpoints/last.pt: 3 images of photos, 1 left out",
+        "written to x.csv",
+    ]
+    assert "warning: left out: photos/a/broken.png: no readable image: " in result.err
+    assert "warning: files left out by their ending: 1 .txt" in result.err
+    assert sorted((tmp_path / "outputs").rglob("*")) == before
+    rows = read(tmp_path / "x.csv")
+    paths = [row["image"] for row in rows]
+    assert paths == ["photos/z.webp", "photos/a/y.png", "photos/a/b/x.JPG"]
+    assert [*rows[0]][:4] == ["image", "predicted", "probability", "predicted_2"]
+    model, transform, classes = load_run("outputs/mine")
+    again = pickle.loads(pickle.dumps(transform))  # as a spawned worker gets it
+    assert "mean=[0.5, 0.4, 0.3]" in repr(again) and "CenterCrop" in repr(again)
+    images = again(paths)
+    assert torch.equal(images, transform([Image.open(path) for path in paths]))
+    with torch.no_grad():
+        best = model(images).softmax(1).max(1)
+    assert [row["predicted"] for row in rows] == [classes[i] for i in best.indices]
+    found = [float(row["probability"]) for row in rows]
+    assert found == pytest.approx(best.values.tolist(), rel=1e-4)
+    (tmp_path / "none").mkdir()
+    result = command("eval", "run=outputs/mine", "images=none", "predictions=y.csv")
+    assert result.status == 2 and result.lines[0].startswith("eval.py: images=none: holds no image")
+
+
 def test_loading_refuses_what_is_missing(command: Command, tmp_path: Path):
     train(command)
     for folder, weights, part in (
@@ -267,7 +312,7 @@ def quickstart(command: Command, tmp_path: Path) -> Path:
 
 
 def test_the_documented_code_predicts_a_folder(quickstart: Path, capfd: pytest.CaptureFixture[str]):
-    (code,) = codes_of("A folder of images")
+    (code,) = codes_of("In other programs")
     exec(code, {})
     lines = capfd.readouterr().out.splitlines()
     assert [re.sub(r": \d, [01]\.\d{3}$", "", line) for line in lines] == [

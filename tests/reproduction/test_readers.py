@@ -250,7 +250,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     ),
     "a folder twice in a class": (
         lambda r: (_link("../dog")(r / "train" / "cat" / "a"), _link("a")(r / "train/cat/b")),
-        "leads to a folder that this class already contains",
+        "leads to a folder that this one already contains",
     ),
     "a name of two lines": (_name(b"two\nlines.png"), None),
     "a name of other bytes": (_name(b"\xff\xfe.png"), None),

@@ -1,6 +1,9 @@
 """Builds transforms, loaders and inputs from the configuration."""
 
+import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import yaml
@@ -15,6 +18,7 @@ from reproduction.data.images import (
     SKIPPING,
     ImageSource,
     cache_in_memory,
+    load_image,
     to_rgb,
 )
 from reproduction.data.inputs import (
@@ -72,12 +76,34 @@ def build_evaluation_transform(config: Config) -> Transform:
     )
 
 
-def build_input_transform(config: Config) -> Transform:
-    """Returns PIL image of any mode -> the model's input in evaluation, `3 s s` float32."""
-    crop = build_evaluation_transform(config)
-    normalize = build_normalize(*config.dataset.normalization, "cpu")
-    upright = config.dataset.name != "custom"  # whose function has turned them, or not
-    return lambda image: normalize(crop(to_rgb(image, upright)))
+@dataclass(frozen=True)
+class InputTransform:
+    """PIL image of any mode, or a path -> the model's input in evaluation, `3 s s` float32.
+
+    A list of n of them gives `n 3 s s`. PIL images are turned as their EXIF orientation says if
+    `upright`, files always. RuntimeError names a broken file; ValueError for a PIL image of more
+    than 8 bits a channel.
+    """
+
+    crop: Transform
+    mean: list[float]
+    std: list[float]
+    upright: bool
+
+    def __call__(self, images: Any) -> Tensor:
+        if isinstance(images, list | tuple):
+            return torch.stack([self(image) for image in images])
+        is_path = isinstance(images, str | os.PathLike)
+        rgb = load_image(os.fspath(images), True) if is_path else to_rgb(images, self.upright)
+        return build_normalize(self.mean, self.std, "cpu")(self.crop(rgb))
+
+
+def build_input_transform(config: Config) -> InputTransform:
+    """Returns the transform of single images; the function of own data has turned them, or not."""
+    upright = config.dataset.name != "custom"
+    return InputTransform(
+        build_evaluation_transform(config), *config.dataset.normalization, upright
+    )
 
 
 def build_training_loader(

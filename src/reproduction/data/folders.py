@@ -153,7 +153,7 @@ def image_files(folder: Path) -> tuple[list[str], Counter[str]]:
     for here, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in seen:
-            raise OSError(f"{here} leads to a folder that this class already contains")
+            raise OSError(f"{here} leads to a folder that this one already contains")
         seen.add((status.st_dev, status.st_ino))
         folders[:] = _visible(folders)
         for name in _visible(names):

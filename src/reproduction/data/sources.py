@@ -230,6 +230,21 @@ def folders(name: str, root: str | None) -> Source:
     return Source(parts[0], parts[1], classes, others, validation, splits.unread)
 
 
+def unlabelled(folder: Path, classes: list[str]) -> Source:
+    """Opens all images below a folder, however deep, as held-out images of the first class.
+
+    Broken ones are left out. Raises UserError as image_files, or if there are none.
+    """
+    try:
+        files, others = image_files(folder)
+    except OSError as error:
+        raise UserError(f"images={folder}: {error}") from error
+    if not files:
+        raise UserError(f"images={folder}: holds no images ({', '.join(EXTENSIONS)})")
+    images = SkippedFiles([(file, 0) for file in files], as_seen=True)
+    return Source(images, images, classes, others)
+
+
 def _samples(folder: Path, classes: list[str]) -> tuple[list[tuple[str, int]], Counter[str]]:
     """Returns image files with their classes, and the number of other files by their ending.
 

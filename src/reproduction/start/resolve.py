@@ -23,6 +23,10 @@ Keys = tuple[str, ...]
 CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
 TRAINING_ONLY = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 EVALUATED_RUN: Keys = ("run", "weights", "predictions", *CHANGEABLE)
+PREDICTED_RUN: Keys = (
+    *("run", "weights", "images", "predictions"),
+    *("device", "devices", "dataset.workers", "recipe.precision"),
+)
 EVALUATED_FILE: Keys = (
     *("checkpoint", "predictions", "device", "devices"),
     *("model", "dataset", "recipe", "output_root"),
@@ -116,14 +120,16 @@ def check_all(configs: list[Config], here: bool = True) -> None:
 class WeightsTask:
     """Candidate checkpoints (the first readable one is used), their configuration, the output.
 
-    `predictions` is a further file of an evaluation. `is_run` tells whether the whole configuration
-    is that of the weights, or, for an export, only its model.
+    `predictions` is a further file of an evaluation, the only one of `images`, a folder without
+    classes. `is_run` tells whether the whole configuration is that of the weights, or, for an
+    export, only its model.
     """
 
     config: Config
     checkpoints: list[Path]
     result: Path
     predictions: Path | None = None
+    images: Path | None = None
     is_run: bool = True
 
 
@@ -162,8 +168,12 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
     raw = dict(composed.raw)
     new = raw.get("predictions")
     predictions = None if new is None else _new_file("predictions", new, ".csv")
-    files, saved = _select_weights(composed, raw, EVALUATED_RUN, EVALUATED_FILE)
+    images = raw.get("images")
+    keys = EVALUATED_RUN if images is None else PREDICTED_RUN
+    files, saved = _select_weights(composed, raw, keys, EVALUATED_FILE)
     file = files[0]
+    if images is not None and saved is not None:
+        return _predicting(images, files, predictions, _apply_overrides(saved, raw, composed))
     if saved is not None:
         named = "dataset.source" in composed.overrides
         config = parse_saved(_apply_overrides(deepcopy(saved), raw, composed), named=named)
@@ -183,6 +193,19 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
     return WeightsTask(config, files, result, predictions)
 
 
+def _predicting(
+    images: Any, files: list[Path], predictions: Path | None, saved: dict[str, Any]
+) -> WeightsTask:
+    """The task of a folder without classes, which needs no data set."""
+    folder = Path(str(images)).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"images={images}: there is no such folder")
+    if predictions is None:
+        raise UserError(f"images={images}: needs predictions=FILE.csv, the file to write")
+    config = parse_saved(saved, needs_data=False)
+    return WeightsTask(config, files, predictions, predictions, folder)
+
+
 def images_of(config: Config) -> list[Any]:
     """Returns the settings that identify the held-out images and their normalisation."""
     data = config.dataset
@@ -200,6 +223,7 @@ def _select_weights(
     outside `run_keys` for a run, or outside `file_keys` for a file.
     """
     raw.pop("predictions", None)
+    raw.pop("images", None)
     run, weights, checkpoint = (raw.pop(key, None) for key in ("run", "weights", "checkpoint"))
     for key, value in (("run", run), ("checkpoint", checkpoint)):
         if isinstance(value, dict | list | bool):

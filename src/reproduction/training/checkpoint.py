@@ -9,11 +9,16 @@ from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel
-from reproduction.data.build import build_input_transform
-from reproduction.data.loaders import Transform
+from reproduction.data.build import InputTransform, build_input_transform
 from reproduction.models.build import build_model, constructor, count_classes, without_weights
 from reproduction.models.names import State
-from reproduction.models.weights import Newest, extract_weights, matching_state, read_newest
+from reproduction.models.weights import (
+    Newest,
+    Weights,
+    extract_weights,
+    matching_state,
+    read_newest,
+)
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
@@ -114,11 +119,20 @@ def check_classes(path: Path, trained: list[str], found: list[str]) -> None:
         )
 
 
+def read_plain(paths: list[Path]) -> tuple[Weights, list[str]]:
+    """Returns a plain model's weights and classes from the first readable file; else UserError."""
+    path, content = read_newest(paths)
+    plain = extract_weights(f"checkpoint={path}", content)
+    if plain.classes is None:
+        raise UserError(f"checkpoint={path}: holds no names of classes")
+    return plain, plain.classes
+
+
 class Trained(NamedTuple):
-    """A trained plain model in evaluation mode; PIL image -> its input `3 s s`; class names."""
+    """A trained plain model in evaluation mode, the transform to its input, and class names."""
 
     model: nn.Module
-    transform: Transform
+    transform: InputTransform
     classes: list[str]
 
 
@@ -130,13 +144,10 @@ def load_run(folder: str | Path, weights: str = "last") -> Trained:
     """
     run = RunFolder(Path(folder).expanduser())
     config = parse_saved(run.read_config(), needs_data=False)
-    path, content = read_newest(run.weights(weights))
-    plain = extract_weights(f"checkpoint={path}", content)
-    if plain.classes is None:
-        raise UserError(f"checkpoint={path}: holds no names of classes")
-    model = build_model(without_weights(config.model), len(plain.classes))
+    plain, classes = read_plain(run.weights(weights))
+    model = build_model(without_weights(config.model), len(classes))
     model.load_state_dict(matching_state(plain, model))
-    return Trained(model.eval(), build_input_transform(config), plain.classes)
+    return Trained(model.eval(), build_input_transform(config), classes)
 
 
 def export(

@@ -18,13 +18,13 @@ from reproduction.config import Config
 from reproduction.data.build import build_evaluation_loader
 from reproduction.data.images import LEFT_OUT
 from reproduction.data.inputs import Normalize, build_normalize
-from reproduction.data.sources import build_source, report_other_files
+from reproduction.data.sources import build_source, report_other_files, unlabelled
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
 from reproduction.system.progress import Progress
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
-from reproduction.training.checkpoint import load_plain
+from reproduction.training.checkpoint import load_plain, read_plain
 from reproduction.training.distributed import (
     World,
     allow_tf32,
@@ -85,7 +85,7 @@ def evaluate(
         torch.cat([totals.new_full((1,), loaded), totals])
     ).tolist()
     if not images:
-        raise PlainError("none of the held-out images is readable")
+        raise PlainError("none of the images is readable")
     if not math.isfinite(loss):
         raise PlainError(f"the held-out loss is {loss}")
     return {
@@ -104,35 +104,46 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def evaluate_checkpoint(
-    config: Config, checkpoints: list[Path], result: Path, predictions: Path | None = None
+    config: Config,
+    checkpoints: list[Path],
+    result: Path,
+    predictions: Path | None = None,
+    images: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluates the first readable checkpoint on one rank or many and writes `result`, a JSON file.
 
-    `predictions` is a .csv file to write too, together with the tables of `write_tables`. Raises
-    UserError if the checkpoint does not fit the model, PlainError if a rank dies or memory runs
-    out.
+    `predictions` is a .csv file to write too, together with the tables of `write_tables`. Of
+    `images`, a folder without classes, it is all that is written. Raises UserError if the
+    checkpoint does not fit the model, PlainError if a rank dies or memory runs out.
     """
     resolve_device(config.device, config.devices, config.recipe.precision)
     recorder = None if predictions is None else Recorder()
-    evaluate_on_rank = partial(_evaluate_on_rank, checkpoints=checkpoints, recorder=recorder)
+    evaluate_on_rank = partial(
+        _evaluate_on_rank, checkpoints=checkpoints, recorder=recorder, images=images
+    )
     with handling(stop_at_once):
         scores, found = on_ranks(evaluate_on_rank, config.devices)(config)
     if is_first_rank():
-        result.parent.mkdir(parents=True, exist_ok=True)
-        write_text(result, json.dumps(scores, indent=2) + "\n")
         if predictions is not None and found is not None:
-            write_predictions(predictions, found)
-            write_tables(result, found)
+            write_predictions(predictions, found, labelled=images is None)
+        if images is None:
+            result.parent.mkdir(parents=True, exist_ok=True)
+            write_text(result, json.dumps(scores, indent=2) + "\n")
+            if found is not None:
+                write_tables(result, found)
     return scores
 
 
 def _evaluate_on_rank(
-    config: Config, checkpoints: list[Path], recorder: Recorder | None
+    config: Config, checkpoints: list[Path], recorder: Recorder | None, images: Path | None
 ) -> tuple[dict[str, Any], Predictions | None]:
     allow_tf32(config.recipe.tf32)
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     with join_world(device) as world:
-        source = build_source(replace(config.dataset, limit=None, validation=0.0))
+        if images is None:
+            source = build_source(replace(config.dataset, limit=None, validation=0.0))
+        else:
+            source = unlabelled(images, read_plain(checkpoints)[1])
         if world.is_main:
             report_other_files(source)
         model = build_model(without_weights(config.model), len(source.classes))

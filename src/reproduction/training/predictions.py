@@ -71,10 +71,13 @@ class Recorder:
         )
 
 
-def write_predictions(path: Path, found: Predictions) -> None:
-    """Writes a line for each image: its class, the predicted one, and the best with probability."""
+def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> None:
+    """Writes a line for each image: its class, the predicted one, and the best with probability.
+
+    Images that are not `labelled` have no column of their class.
+    """
     ranks = range(2, found.best.shape[1] + 1)
-    header = ["image", "class", "predicted", "probability"]
+    header = ["image", *["class"][:labelled], "predicted", "probability"]
     header += [name for rank in ranks for name in (f"predicted_{rank}", f"probability_{rank}")]
     columns = zip(found.images, found.targets, found.best, found.probabilities, strict=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +85,7 @@ def write_predictions(path: Path, found: Predictions) -> None:
         path,
         header,
         (
-            [image, found.classes[target], *_flat(found.classes, best, probabilities)]
+            [image, *[found.classes[target]][:labelled], *_flat(found.classes, best, probabilities)]
             for image, target, best, probabilities in columns
         ),
     )
