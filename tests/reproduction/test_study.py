@@ -19,6 +19,7 @@ from reproduction.runs.identity import default_name, run_hash
 from reproduction.runs.parse import parse
 from reproduction.studies import study as module
 from reproduction.studies.plan import keys_of, names, plan, points_of, studies_of
+from reproduction.studies.publish import OTHERS, _study_of
 from reproduction.studies.study import Settings, papers_studies, read_study, rows_at_scale, scales
 from reproduction.system.errors import UserError
 from scripts import write_digits
@@ -177,6 +178,14 @@ def test_own_studies_are_planned_seed_by_seed(path: Path, tmp_path: Path):
         stack = row.partition("-")[0].replace("none", "")
         assert "+".join(run.config.augmentation.stack) == stack
         assert run.name.startswith(f"{path.stem}-{row}-s{run.config.seed}-")
+
+
+def test_equal_rows_of_two_studies_are_told_apart_by_their_seeds():
+    names = ("cifar10_1k", "cifar10_1k_labels")
+    first, second = (_points(Settings(), str(RESULTS / f"{name}.yaml")) for name in names)
+    (key,) = {x.key for points in (first, second) for x in points if x.name == "mixup+cutmix"}
+    found = [_study_of(key, seed, RESULTS) for seed in (0, 9, 10, 21, 22)]
+    assert found == [names[0], names[0], names[1], names[1], OTHERS]
 
 
 def changed(tmp_path: Path, **values: object) -> Path:

@@ -75,7 +75,7 @@ class Size:
     """A printed size and the model of the row here, with its stored counts.
 
     `parameters` in millions and `macs` in billions are printed; `counted` are our parameters, MACs
-    of one image, and MACs without the matmuls of attention. Notes say why they differ.
+    of one image, and MACs without the matmuls of attention.
     """
 
     model: str
@@ -85,8 +85,6 @@ class Size:
     overrides: list[str] = Field(default_factory=list)
     parameters: int | float | None = None
     macs: int | float | None = None
-    parameters_note: str | None = None
-    macs_note: str | None = None
 
     @property
     def command(self) -> list[str]:
