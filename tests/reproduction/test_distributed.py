@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -153,6 +155,9 @@ def test_ranks_evaluate_the_saved_weights(
     _, (epoch,) = RunFolder(run_of_two_ranks).read_metrics()
     handlers = [signal.getsignal(signum) for signum in STOP_SIGNALS]
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(
+        socket, "getfqdn", lambda *_: "unknown.invalid"
+    )  # torch's address of a node
     assert command("eval", f"run={run_of_two_ranks}", f"devices={ranks}").status == 0
     assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == handlers
     assert not list(temporary.glob("torchelastic*"))
@@ -285,8 +290,9 @@ def test_killed_ranks_are_described_by_their_signal():
     [
         (signal.SIGINT, ["dataset.workers=2"]),
         (signal.SIGTERM, ["devices=2"]),
+        (signal.SIGHUP, ["devices=2", "dataset.workers=1"]),
     ],
-    ids=["SIGINT, one process", "SIGTERM, two ranks"],
+    ids=["SIGINT, one process", "SIGTERM, two ranks", "SIGHUP, two ranks with workers"],
 )
 def test_signal_to_the_process_group_leaves_a_resumable_run(
     tmp_path: Path, sign: signal.Signals, more: list[str]
@@ -302,6 +308,27 @@ def test_signal_to_the_process_group_leaves_a_resumable_run(
     assert folder.read_summary()["status"] == "interrupted"
     steps, _ = folder.read_metrics()
     assert torch.load(folder.last_path, weights_only=True)["step"] == steps[-1]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["devices=2"]], ids=["one process", "two ranks"])
+def test_a_run_outlives_its_terminal_if_it_ignores_the_signal(tmp_path: Path, more: list[str]):
+    terminal, end = os.openpty()
+    args = [x for x in PLAIN if not x.startswith("recipe.epochs")]
+    process = start(
+        tmp_path,
+        *("name=mine", "recipe.epochs=12", "checkpoint.every_epochs=1", *args, *more),
+        stdout=end,
+        ignored=[signal.SIGHUP],
+    )
+    os.close(end)
+    folder = RunFolder(tmp_path / "outputs/mine")
+    wait_for(folder.last_path)
+    os.killpg(process.pid, signal.SIGHUP)
+    os.close(terminal)
+    _, err = process.communicate(timeout=400)
+    assert (process.returncode, err) == (0, "")
+    assert folder.read_summary()["status"] == "finished"
 
 
 @pytest.mark.parametrize(("held_out", "ranks"), [(101, 1), (101, 2), (101, 3), (2, 3)])
@@ -338,17 +365,27 @@ class Counted(World):
         return torch.ones_like(values)
 
 
-def start(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path,
+    *args: str,
+    stdout: int = subprocess.DEVNULL,
+    ignored: Sequence[signal.Signals] = (),
+) -> subprocess.Popen[str]:
     """Starts train.py in its own session."""
+
+    def set_signals() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores it in its background jobs
+        for signum in ignored:
+            signal.signal(signum, signal.SIG_IGN)
+
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *args],
         cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # a shell ignores SIGINT in its background jobs
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        preexec_fn=set_signals,  # noqa: PLW1509
     )
 
 

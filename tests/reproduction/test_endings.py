@@ -1,9 +1,12 @@
 """Failures of disk and memory end a run in one line, without traceback, and it can resume."""
 
 import errno
+import hashlib
 import os
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch
 from reproduction.config import Config
 from reproduction.reporting import report
 from reproduction.runs.folder import RunFolder
-from reproduction.training import epochs, evaluate, train
+from reproduction.training import endings, epochs, evaluate, train
 from reproduction.training.loop import Trainer
 from tests.reproduction.conftest import SMALL, Command, CommandResult, at_step, trained_run
 from tests.reproduction.test_training import assert_same_result, folder
@@ -67,7 +70,7 @@ SHARED = RuntimeError(
 FAULTS: list[tuple[Any, str, int, Exception, list[str]]] = [
     (RunFolder, "append_metrics", 2, file_error(errno.ENOSPC), ["No space left on device"]),
     (epochs, "save_plain", 1, file_error(errno.EROFS), ["Read-only file system"]),
-    (epochs, "save_last", 1, file_error(errno.EIO), ["Input/output error"]),
+    (epochs, "save_last", 1, file_error(errno.EIO), ["train.py: Input/output error; "]),
     (evaluate, "evaluate", 1, GPU, ["evaluation after step ", "the GPU's memory", *LOWER]),
     (Trainer, "train_step", 1, GPU, ["step ", "the GPU's memory", *LOWER]),
     (Trainer, "train_step", 1, SHARED, ["the shared memory is full", "dataset.workers=0"]),
@@ -135,6 +138,20 @@ def test_run_on_a_full_disk_keeps_its_checkpoint_and_resumes(
     (small_disk / "ballast").unlink()
     assert command("train", *MINE, "resume=auto").status == 0
     assert_same_result(mine, undisturbed)
+
+
+def test_a_signal_is_announced_while_a_call_computes(monkeypatch: pytest.MonkeyPatch):
+    """Python calls handlers after the call, as of a backward pass."""
+    order: list[str] = []
+    monkeypatch.setattr(endings, "say", order.append)
+    with (
+        endings.handling(lambda *_: order.append("handled")),
+        endings.announcing("stopping"),
+    ):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        while "handled" not in order:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+    assert order == ["stopping", "handled"]
 
 
 def test_folder_that_cannot_be_locked_is_refused(

@@ -1,6 +1,8 @@
 """Progress: a bar on a terminal, elsewhere a line a minute."""
 
+import errno
 import io
+import os
 import re
 import time
 from pathlib import Path
@@ -59,6 +61,26 @@ def test_a_terminal_shows_a_bar_that_goes_away(
     shown = terminal.getvalue()
     assert "epoch 1/2" in shown and "evaluation" in shown and "2/3" in shown
     assert shown.rstrip().endswith("evaluation is over") and not progress.bar.tasks
+
+
+def test_a_terminal_that_is_gone_ends_no_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with (tmp_path / "terminal").open("w") as file:
+
+        class Gone(Terminal):
+            def write(self, text: str) -> int:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            def fileno(self) -> int:
+                return file.fileno()
+
+        monkeypatch.setattr("sys.stdout", Gone())
+        monkeypatch.setenv("TERM", "xterm")
+        progress = Progress()
+        for _ in progress.over("abc", "epoch 1/2", 3):
+            progress.bar.refresh()
+        progress.line("a line")
+        progress.close()
+    assert not progress.bar.tasks
 
 
 def test_decoding_a_folder_tells_how_far_it_is(

@@ -217,7 +217,7 @@ def signal_in(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signa
 
 
 # in 2 epochs of 3 steps: within and at the end of epochs
-@pytest.mark.parametrize(("step", "signum"), list(zip((0, 2, 4, 5), STOP_SIGNALS, strict=True)))
+@pytest.mark.parametrize(("step", "signum"), list(zip((0, 2, 4, 5, 1), STOP_SIGNALS, strict=True)))
 def test_signal_ends_a_run_after_its_step_and_it_resumes_there(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted, step, signum
 ):
@@ -226,6 +226,7 @@ def test_signal_ends_a_run_after_its_step_and_it_resumes_there(
         result = command("train", "name=mine", *MIXED, *SMALL)
     assert result.status == 130
     assert result.lines[-1].startswith("train.py: interrupted; outputs/mine is kept as interrupted")
+    assert "\nstopping after this step (a second Ctrl-C: at once, without a" in result.out
     assert folder(tmp_path).read_summary()["status"] == "interrupted"
     with monkeypatch.context() as patch:
         second = signal_in(patch, -1)

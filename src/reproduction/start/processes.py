@@ -15,11 +15,10 @@ from typing import IO, Self, TypeVar
 
 from reproduction.system.errors import STOP_SIGNALS, RunInterrupted
 from reproduction.system.hardware import CORES, usable_cores
+from reproduction.system.terminal import say
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
-
 
 Share = dict[str, str]  # of this machine: environment variables
 
@@ -61,7 +60,7 @@ class Processes:
 
     def __enter__(self) -> Self:
         # those that nohup ignores stay ignored
-        handled = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+        handled = [x for x in STOP_SIGNALS if signal.getsignal(x) != signal.SIG_IGN]
         self.previous = {signum: signal.signal(signum, self._forward) for signum in handled}
         return self
 
@@ -120,6 +119,8 @@ class Processes:
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:
         self.signals += 1
+        if self.signals == 1:
+            say("stopping all runs after their steps (a second signal: at once)")
         for process in list(self.running):
             if self.signals == 1:
                 process.terminate()

@@ -3,7 +3,7 @@
 import signal
 
 # Signals that end a run: from a terminal, on preemption, or from a launcher.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 LONGEST_LINE = 2000  # characters per line
 
 

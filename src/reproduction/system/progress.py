@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from reproduction.system.terminal import say
+from reproduction.system.terminal import Screen, say
 
 Item = TypeVar("Item")
 EVERY_SECONDS = 60.0
@@ -18,11 +18,14 @@ class Progress:
         self.active = active
         self.bar: Any = None  # of rich, imported here so that a refused command does not
         if active and sys.stdout is not None and sys.stdout.isatty():
-            from rich import progress
+            from rich import console, progress
 
             text, left = progress.TextColumn("{task.description}"), progress.TimeRemainingColumn()
             columns = text, progress.BarColumn(), progress.MofNCompleteColumn(), left
-            self.bar = progress.Progress(*columns, transient=True)
+            screen: Any = Screen()
+            self.bar = progress.Progress(
+                *columns, console=console.Console(file=screen), transient=True
+            )
 
     def over(self, items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
         """Yields the items and counts them; `done` of `total` came before."""

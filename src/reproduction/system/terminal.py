@@ -4,8 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import NoReturn
+from contextlib import contextmanager
+from typing import Any, NoReturn, TextIO
 
 from reproduction.system.errors import PlainError, UserError, in_one_line
 from reproduction.system.ranks import is_first_rank
@@ -33,9 +33,10 @@ def one_line_errors(program: str) -> Iterator[None]:
     """
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
+        _discard(sys.stdout)
         return
     except (UserError, OSError) as error:
         status, line = 2, in_one_line(str(error))
@@ -46,25 +47,44 @@ def one_line_errors(program: str) -> Iterator[None]:
     else:
         return
     if is_first_rank():
-        print(f"{program}: {line}", file=sys.stderr)
+        warn(f"{program}: {line}")
     sys.exit(status)
 
 
 def say(text: str) -> None:
-    """Prints lines. If stdout is closed, as after `| head -1`, discards all further output."""
-    try:
-        print(text, flush=True)
-    except OSError:  # also a log file on a full disk
-        _discard_output()
-
-
-def _discard_output() -> None:
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())  # the interpreter flushes again at exit
-    os.close(devnull)
+    """Prints lines to stdout; all is given up that it cannot take, as after `| head -1`."""
+    _write(sys.stdout, f"{text}\n")
 
 
 def warn(text: str) -> None:
-    """Prints lines to stderr; ignores errors if it is closed."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    """Prints lines to stderr, as `say`."""
+    _write(sys.stderr, f"{text}\n")
+
+
+class Screen:
+    """Stdout as a file for rich, which writes as `say` does."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stdout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        _write(self.stream, text)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # closed, as by >&-
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:  # a closed pipe, a full disk, a terminal that is gone
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())  # the interpreter flushes again at exit
+    os.close(devnull)

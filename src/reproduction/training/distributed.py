@@ -51,10 +51,6 @@ QUIET_LOGGERS = (  # `on_ranks` reports the same in one line
     "torch.multiprocessing.spawn",
 )
 SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
-SIGNAL_SETTINGS: dict[str, Any] = {  # of the launcher; older versions of torch lack them
-    "signals_to_handle": ",".join(signum.name for signum in STOP_SIGNALS),
-    "shutdown_timeout": 300,  # seconds for ranks to end their step or evaluation
-}
 
 
 @dataclass(frozen=True)
@@ -231,17 +227,23 @@ def _run_on_new_ranks(
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logs = TemporaryDirectory()  # the launcher would leave its own behind
+    handled = [x.name for x in STOP_SIGNALS if signal.getsignal(x) != signal.SIG_IGN]
+    settings_of_signals: dict[str, Any] = {  # older versions of torch lack them
+        "signals_to_handle": ",".join(handled),
+        "shutdown_timeout": 300,  # seconds for ranks to end their step or evaluation
+    }
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=devices,
         run_id=uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",  # this machine's name need not resolve
         max_restarts=0,
         start_method=START_METHOD,
         logs_specs=DefaultLogsSpecs(logs.name),
-        **{key: value for key, value in SIGNAL_SETTINGS.items() if hasattr(LaunchConfig, key)},
+        **{key: x for key, x in settings_of_signals.items() if hasattr(LaunchConfig, key)},
     )
     try:
         with logs, _dividing_cores(devices):

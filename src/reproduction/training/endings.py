@@ -31,7 +31,7 @@ from reproduction.system.errors import (
     first_line,
 )
 from reproduction.system.ranks import is_first_rank, restarts
-from reproduction.system.terminal import warn
+from reproduction.system.terminal import say, warn
 from reproduction.training.distributed import World
 from reproduction.training.metrics import non_finite_error
 
@@ -144,13 +144,17 @@ def explaining_disk(folder: RunFolder) -> Iterator[None]:
 
 
 def _disk_error_line(folder: RunFolder, error: BaseException) -> str | None:
-    """`path: reason` of a disk error among the error and its causes; None if there is none."""
+    """`path: reason` of a disk error among the error and its causes; None if there is none.
+
+    The path only if the error has one: the fault may be of any file, such as an image.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and (number := cause.errno) is not None:
-            path = Path(cause.filename or folder.path)
-            if number in DISK_ERRORS or (number in PATH_ERRORS and folder.path in path.parents):
-                return f"{path}: {os.strerror(number)}"
+            name, reason = cause.filename, os.strerror(number)
+            lost = name and number in PATH_ERRORS and folder.path in Path(name).parents
+            if lost or number in DISK_ERRORS:
+                return f"{name}: {reason}" if name else reason
         cause = cause.__cause__ or cause.__context__
     return None
 
@@ -250,6 +254,36 @@ def handling(handler: Handler) -> Iterator[None]:
     finally:
         for signum in handled:
             signal.signal(signum, old_handlers[signum])
+
+
+@contextmanager
+def announcing(text: str) -> Iterator[None]:
+    """Prints `text` once if a signal of STOP_SIGNALS comes, even within a call of torch.
+
+    Python's handlers run after the call, which a backward pass may be for half a minute.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+
+    def announce() -> None:
+        while came := os.read(reader, 1):  # other signals, too, such as SIGCHLD
+            if came[0] in STOP_SIGNALS:
+                say(text)
+                return
+
+    thread = threading.Thread(target=announce, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 def stop_at_once(signum: int, frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ The step is in loop.py. Elsewhere are the errors that end a run (endings.py), ra
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from operator import length_hint
@@ -28,7 +28,13 @@ from reproduction.system.progress import Progress
 from reproduction.training import evaluate as evaluation
 from reproduction.training import history
 from reproduction.training.checkpoint import check_classes, save_last, save_plain
-from reproduction.training.endings import Agreement, explaining_memory, explaining_step, handling
+from reproduction.training.endings import (
+    Agreement,
+    announcing,
+    explaining_memory,
+    explaining_step,
+    handling,
+)
 from reproduction.training.loggers import Logs
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics, NonFinite
@@ -78,7 +84,10 @@ class Epochs:
         self.logger = logger
         if self.world.is_main:
             self._rewind_folder()
-        with handling(self.agreement.request_stop):
+        second = " (a second Ctrl-C: at once, without a checkpoint)"
+        line = f"stopping after this step{second if self.world.size == 1 else ''}"
+        said = announcing(line) if self.world.is_main else nullcontext()
+        with handling(self.agreement.request_stop), said:
             try:
                 yield
             except Stopped:
