@@ -1,5 +1,6 @@
 """Names of CPUs and GPUs, also in the summary of a run."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -35,6 +36,23 @@ def test_usable_cores_respect_the_affinity():
         finally:
             os.sched_setaffinity(0, before)
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu.max": "max 100000"}, 3),
+    ],
+)
+def test_usable_cores_respect_the_quota(monkeypatch, files: dict[str, str], cores: int):
+    texts = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
+    monkeypatch.setattr("os.path.exists", texts.__contains__)
+    monkeypatch.setattr("builtins.open", lambda name: io.StringIO(texts[name]))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert usable_cores() == cores
 
 
 def test_hardware_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch):

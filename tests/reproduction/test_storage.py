@@ -1,5 +1,6 @@
 """Atomic file replacement, kept versions, and checksums that detect damage."""
 
+import errno
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -72,6 +73,13 @@ def test_full_disk_keeps_the_old_file(tmp_path: Path, write):
         write(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
+def test_a_file_system_without_sync_is_used(tmp_path: Path, monkeypatch, number: int):
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(number, "no sync")))
+    write_text(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
 
 
 def test_failing_sync_keeps_the_versions(tmp_path, monkeypatch):

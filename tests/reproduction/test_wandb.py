@@ -139,6 +139,10 @@ def test_the_project_is_ours_where_nothing_is_said(
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     with pytest.raises(UserError, match=r"logger=wandb: its environment is invalid: .*online"):
         loggers.from_environment(silent)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # no entry
+    with pytest.raises(UserError, match="invalid: Could not determine home directory"):
+        loggers.from_environment(silent)
 
 
 @pytest.mark.slow
@@ -171,8 +175,11 @@ def test_resumed_run_continues_its_wandb_run_and_writes_no_secrets(
         subprocess.run(["git", *args], cwd=tmp_path, check=True)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 2, KeyboardInterrupt())
+        patch.setenv("WANDB_SWEEP_ID", "sweep")  # by an agent, and continued by hand
+        patch.setenv("WANDB_RUN_ID", "agents")
         assert command("train", *OFFLINE).status == 130
     wandb_id = folder(tmp_path).read_summary()["wandb_id"]
+    assert wandb_id == "agents"
     assert command("train", *OFFLINE, "resume=auto").status == 0
     assert folder(tmp_path).read_summary()["wandb_id"] == wandb_id
     recorded = [path.name for path in folder(tmp_path).path.glob("wandb/offline-run-*")]

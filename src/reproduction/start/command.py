@@ -110,7 +110,7 @@ def _as_hydra_reads(text: str) -> str:
 
     Names of run folders have settings, such as `...-tau=1-s0`.
     """
-    text = re.sub(HOME, lambda _: str(Path.home()), text)
+    text = re.sub(HOME, lambda _: os.path.expanduser("~"), text)
     found = re.fullmatch(FOLDERS, text) or re.fullmatch(NUMBER, text)
     if found is None:
         return text

@@ -197,7 +197,7 @@ def _predicting(
     images: Any, files: list[Path], predictions: Path | None, saved: dict[str, Any]
 ) -> WeightsTask:
     """The task of a folder without classes, which needs no data set."""
-    folder = Path(str(images)).expanduser()
+    folder = Path(os.path.expanduser(str(images)))
     if not folder.is_dir():
         raise UserError(f"images={images}: there is no such folder")
     if predictions is None:

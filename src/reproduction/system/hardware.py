@@ -4,7 +4,6 @@ Imports torch only to name a GPU.
 """
 
 import ctypes
-import os
 import platform
 from pathlib import Path
 
@@ -27,10 +26,10 @@ def hardware_name(device: str) -> str:
 
 
 def usable_cores() -> int:
-    """Returns the number of cores of this process, which may be less than the machine's."""
-    if hasattr(os, "sched_getaffinity"):  # missing on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Returns the number of cores of this process: the machine's, its affinity's or its quota's."""
+    from joblib.externals.loky import cpu_count  # 0.3 s
+
+    return int(cpu_count())
 
 
 def join_hardware(earlier: str | None, now: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 TEMPORARIES = ".*.tmp"
-FOLDER_SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # from some network file systems
+SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # from some network file systems
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in FOLDER_SYNC_UNSUPPORTED):
+        if error.errno not in SYNC_UNSUPPORTED:
             raise
     finally:
         os.close(descriptor)

@@ -1,6 +1,7 @@
 """Checkpoints: last.pt to resume from, best.safetensors for evaluation; the plain model in them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def load_run(folder: str | Path, weights: str = "last") -> Trained:
     `weights` is `last` or `best`. Predictions equal those of eval.py in float32. Raises UserError
     if the folder holds no such weights, or if they cannot be read.
     """
-    run = RunFolder(Path(folder).expanduser())
+    run = RunFolder(Path(os.path.expanduser(folder)))
     config = parse_saved(run.read_config(), needs_data=False)
     plain, classes = read_plain(run.weights(weights))
     model = build_model(without_weights(config.model), len(classes))

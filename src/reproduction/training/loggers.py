@@ -49,7 +49,7 @@ class WandbLog:
         folder.path.mkdir(parents=True, exist_ok=True)
         self.run = self._open(config, logger)
         self.local_path = Path(self.run.dir).parent
-        folder.write_summary(wandb_id=self.run_id)
+        folder.write_summary(wandb_id=self.run.id)  # a sweep agent decides itself
         self.run.define_metric("step")
         self.run.define_metric("epoch")
         for name in ("top1", "top5", "eval_loss", "val_*"):
@@ -148,7 +148,7 @@ def from_environment(logger: Wandb) -> Wandb:
     _teardown()  # it would remember the variables of an earlier run
     try:
         own = wandb.setup(settings=_settings()).settings
-    except ValueError as error:  # such as WANDB_MODE=sometimes
+    except (ValueError, RuntimeError) as error:  # such as WANDB_MODE=sometimes, or no home folder
         raise UserError(f"logger=wandb: its environment is invalid: {error}") from error
     return Wandb(
         mode=logger.mode or MODES.get(own.mode, "online"),
