@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,9 @@ from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import hash_of, run_hash
 from reproduction.system.errors import UserError
 from reproduction.training import evaluate
+from reproduction.training.distributed import World
 from reproduction.training.loop import Trainer
+from reproduction.training.train import _with_statistics
 from tests.reproduction.conftest import SMALL, Command, config_of, load_source, write_images
 from tests.reproduction.test_training import assert_same_result
 
@@ -293,7 +296,7 @@ def test_run_measures_mean_and_deviation_once_and_keeps_them(
     root = write_images(tmp_path / "images", ["dark", "light"], train=4, held_out=1, size=48)
     folder = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
     auto = [*folder, "dataset.mean=auto", "model.image_size=24", "recipe.batch_size=2"]
-    small = ["model.embed_dim=16", "dataset.validation=0.25", "recipe.epochs=2", "device=cpu"]
+    small = ["model.embed_dim=16", "dataset.validation=0.25", "recipe.epochs=1", "device=cpu"]
     result = command("train", "name=mine", *auto, *small)
     assert result.status == 0, result.err
     run = RunFolder(tmp_path / "outputs" / "mine")
@@ -302,7 +305,8 @@ def test_run_measures_mean_and_deviation_once_and_keeps_them(
     mean, std = kept["statistics"]
     assert f"dataset: mean = {mean}, std = {std}, of the training images" in result.out
     config = config_of(*auto, *small)
-    images, crop = build_source(config.dataset).train, build_evaluation_transform(config)
+    source, crop = build_source(config.dataset), build_evaluation_transform(config)
+    images = source.train
     seen = np.stack([np.asarray(crop(images[i][0])) for i in range(len(images))]) / 255
     assert len(seen) == 6  # not those for validation
     for found, expected in ((mean, seen.mean((0, 2, 3))), (std, seen.std((0, 2, 3)))):
@@ -312,8 +316,10 @@ def test_run_measures_mean_and_deviation_once_and_keeps_them(
         raise AssertionError("is measured again")
 
     monkeypatch.setattr("reproduction.training.train.measure_statistics", again)
-    run.summary_path.unlink()
-    assert command("train", "name=mine", *auto, *small, "resume=auto").status == 0
+    resumed = _with_statistics(
+        replace(config, name="mine"), source, World(0, 1, torch.device("cpu"))
+    )
+    assert resumed.dataset.normalization == (mean, std)
     assert run_hash(config) == hash_of(run.read_config())
     assert command("eval", "run=outputs/mine", *folder).status == 0
     assert (
