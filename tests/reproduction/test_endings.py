@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -150,8 +151,16 @@ def test_a_signal_is_announced_while_a_call_computes(monkeypatch: pytest.MonkeyP
     ):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         while "handled" not in order:
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
     assert order == ["stopping", "handled"]
+
+
+def test_the_end_of_announcements_waits_for_no_worker():
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    with endings.announcing("stopping"):
+        worker.start()  # holds what was open
+    assert worker.is_alive()
+    worker.kill()
 
 
 def test_folder_that_cannot_be_locked_is_refused(

@@ -270,10 +270,11 @@ def announcing(text: str) -> Iterator[None]:
     before = signal.set_wakeup_fd(writer)
 
     def announce() -> None:
-        while came := os.read(reader, 1):  # other signals, too, such as SIGCHLD
-            if came[0] in STOP_SIGNALS:
+        is_said = False
+        while came := os.read(reader, 1)[0]:  # other signals, too, such as SIGCHLD
+            if came in STOP_SIGNALS and not is_said:
+                is_said = True
                 say(text)
-                return
 
     thread = threading.Thread(target=announce, daemon=True)
     thread.start()
@@ -281,8 +282,12 @@ def announcing(text: str) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(writer)
+        os.set_blocking(writer, True)
+        os.write(
+            writer, bytes(1)
+        )  # closing it would not end the thread: forked workers hold it too
         thread.join()
+        os.close(writer)
         os.close(reader)
 
 
