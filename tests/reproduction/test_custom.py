@@ -15,6 +15,7 @@ from PIL import Image
 from reproduction.config import ROOT
 from reproduction.data.custom import OwnImages, load
 from reproduction.data.folders import DATASETS
+from reproduction.data.record import record_of
 from reproduction.data.sources import build_source
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
@@ -167,6 +168,17 @@ def test_identity_holds_source_options_lengths_and_classes(monkeypatch: pytest.M
     load.__globals__["_load"].cache_clear()
     monkeypatch.setattr(sys.modules[HERE], "NAMES", ["cat", "dog", "bee"])
     assert run_hash(own_config()) not in hashes
+
+
+def test_classes_in_another_order_are_other_data(monkeypatch: pytest.MonkeyPatch):
+    forget = load.__globals__["_load"].cache_clear
+    forget()
+    config, kept = own_config(), record_of(own_config())["images"]
+    assert kept.startswith("12 + 6 images of 3 classes, order ")
+    forget()
+    monkeypatch.setattr(sys.modules[HERE], "NAMES", ["dog", "cat", "ant"])
+    assert run_hash(own_config()) == run_hash(config)
+    assert record_of(own_config())["images"] != kept
 
 
 def test_function_is_not_imported_for_plans_and_saved_configurations():

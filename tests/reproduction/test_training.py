@@ -576,6 +576,10 @@ def test_resume_refuses_changed_images(
     kept = (root / "train/dark/0.png").rename(tmp_path / "kept.png")
     _open.cache_clear()
     result = command("train", *args, "resume=auto")
+    assert result.status == 2 and "images: 24 + 8 images of 2 classes, names" in result.lines[-1]
+    summary = folder(tmp_path).read_summary()
+    folder(tmp_path).summary_path.write_text(json.dumps(summary | {"data": None}))  # as of before
+    result = command("train", *args, "resume=auto")
     assert (
         result.status == 2 and "was trained on 24 images, the data set has 23" in result.lines[-1]
     )

@@ -73,10 +73,7 @@ def build_source(dataset: Dataset) -> Source:
     see `SkippedFiles`. Raises UserError when the download fails, a limit is out of range, or there
     are too few images for validation, or a folder of them.
     """
-    if dataset.source is None:
-        source = _open(dataset.name, dataset.root)
-    else:
-        source = Source(*load_own(dataset.source, dataset.options))
+    source = open_source(dataset)
     parts = [
         _limited(key, images, getattr(dataset, key), len(source.classes))
         for key, images in (("limit", source.train), ("eval_limit", source.held_out))
@@ -95,6 +92,13 @@ def build_source(dataset: Dataset) -> Source:
     train, held_out, *rest = parts
     validation = rest[0] if rest else None
     return replace(source, train=train, held_out=held_out, validation=validation)
+
+
+def open_source(dataset: Dataset) -> Source:
+    """Opens all images of a data set. Raises UserError when the download or the function fails."""
+    if dataset.source is None:
+        return _open(dataset.name, dataset.root)
+    return Source(*load_own(dataset.source, dataset.options))
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,7 @@
 
 config.yaml       resolved configuration
 metrics.jsonl     one line per training step and one per evaluated epoch
-summary.json      status (running, finished, interrupted, failed), result, accuracies by epoch
+summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
 .lock             held by the training process, see locking.py
 checkpoints/      last.pt and older ones to resume from, best.safetensors for evaluation
 """

@@ -3,9 +3,12 @@
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from reproduction.config import Config
@@ -18,6 +21,7 @@ NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
     *("dataset.workers", "dataset.memory_mib", "dataset.statistics", "model.checkpoint_blocks"),
 )
+PATHS = ("dataset.root", "model.weights")  # keys that count however they are spelled
 # Key -> its first default, if the schema now has another one: what configurations without it mean.
 FIRST_DEFAULTS: dict[str, Any] = {"augmentation.htm.tau": 2.0, "augmentation.htm.rho": 0.005}
 # Key of earlier revisions -> its value in a run that the present code trains as they did.
@@ -42,16 +46,27 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the dotted keys and values that determine a result.
 
-    The folder of a fixed data set is not among them, as its images may be moved.
+    The folder of a fixed data set is not among them, as its images may be moved. Other paths are
+    those of `plain_path`, also in configurations that were saved as typed.
     """
     values = dict(flatten(config))
     fixed = [name for name, entry in DATASETS.items() if entry.sizes is not None]
     is_fixed = values.get("dataset.name") in fixed  # a list: a broken file's may be unhashable
     return {
-        key: value
+        key: plain_path(value) if key in PATHS and isinstance(value, str) else value
         for key, value in values.items()
         if changes_result(key) and not (is_fixed and key == "dataset.root")
     }
+
+
+def plain_path(path: str) -> str:
+    """Returns the path from the working folder if it lies there, however reached, else absolute."""
+    whole = Path(os.path.abspath(path))
+    for folder in (whole, *whole.parents):
+        with suppress(OSError):  # there is no such folder
+            if folder.samefile("."):
+                return str(whole.relative_to(folder))
+    return str(whole)
 
 
 def changes_result(key: str) -> bool:
@@ -122,6 +137,12 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
         our, their = ours.get(key, omitted), theirs.get(key, omitted)
         pairs += [f"{key}={our} instead of {their}"] if our != their else []
     return pairs
+
+
+def differing_data(then: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Says in what two records of data/record.py differ; None if in nothing that both have."""
+    texts = [f"{then[x]} then, {now[x]} now" for x in then if x in now and then[x] != now[x]]
+    return ", ".join(texts) or None
 
 
 def run_hash(config: Config) -> str:

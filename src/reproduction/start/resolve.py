@@ -12,12 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
+from reproduction.data.folders import DATASETS, IMAGE_FOLDERS
 from reproduction.runs.compose import Composed, group_options
 from reproduction.runs.folder import PUBLISHED, RunFolder, check_writable, find_runs
-from reproduction.runs.identity import changes_result, default_name, run_hash, short_digest
+from reproduction.runs.identity import (
+    PATHS,
+    changes_result,
+    default_name,
+    differing_data,
+    flatten,
+    plain_path,
+    run_hash,
+    short_digest,
+)
 from reproduction.runs.parse import check_named, parse, parse_saved
 from reproduction.system.errors import UserError
+from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import temporary_name
+from reproduction.system.terminal import warn
 
 Keys = tuple[str, ...]
 CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
@@ -71,8 +83,11 @@ def _names_by_hash(root: Path, changed: int) -> dict[str, str]:
 
 def _changes(composed: Composed) -> list[str]:
     """Returns the overrides of single settings that change the result, seed apart, and recipe=."""
+    values = dict(flatten(composed.raw))
     return [
-        text
+        f"{key}={plain_path(str(values[key]))}"
+        if key in PATHS and values[key] is not None
+        else text
         for key, text in composed.overrides.items()
         if changes_result(key) and (key == "recipe" or not group_options(key))
         if key != "seed" and not key.startswith("hydra")
@@ -112,8 +127,35 @@ def check_all(configs: list[Config], here: bool = True) -> None:
     from reproduction.training.preflight import preflight  # imports torch, so last
 
     for folder, config in zip(folders, configs, strict=True):
+        check_data(folder, config)
         if not folder.is_finished():
             preflight(config, here)
+
+
+def check_data(folder: RunFolder, config: Config) -> None:
+    """Raises UserError if the run in this folder, if any, was trained on other data."""
+    if gap := other_data(folder, config):
+        raise UserError(
+            f"name={folder.path.name}: {folder.path} was trained on other data: {gap}; choose "
+            "another name=..., or move that folder away"
+        )
+
+
+def other_data(folder: RunFolder, config: Config) -> str | None:
+    """Says how the data differ from those that the run in this folder was trained on.
+
+    None if they agree, or if nothing is known: runs of before kept no record, and the images of a
+    finished run on CIFAR or digits, which are always the same, may be gone.
+    """
+    then, data = folder.read_summary().get("data"), config.dataset
+    is_fixed = DATASETS[data.name].sizes is not None and data.name not in IMAGE_FOLDERS
+    with_images = not (is_fixed and folder.is_finished())
+    if not then or not is_first_rank() or not (with_images or config.model.weights):
+        return None
+    from reproduction.data.record import record_of  # imports torch
+
+    gap = differing_data(then, record_of(config, with_images))
+    return None if gap is None else f"{data.root or data.source or data.name}: {gap}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +222,10 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
         config = _with_content(config, composed)
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
         name = f"evaluation-{file.stem}"
-        if images_of(config) != images_of(parse_saved(saved, needs_data=False)):
+        before = parse_saved(saved, needs_data=False)
+        if _place(config) == _place(before) and (gap := other_data(RunFolder(folder), config)):
+            warn(f"warning: {folder} was trained on other data: {gap}")
+        if images_of(config) != images_of(before):
             name += f"-{config.dataset.name}-{short_digest(images_of(config))}"
         result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
@@ -211,7 +256,14 @@ def images_of(config: Config) -> list[Any]:
     data = config.dataset
     limit = [] if data.eval_limit is None else [data.eval_limit]
     own = [] if data.source is None else [data.source, data.options, data.content]
-    return [data.name, data.root, data.mean, data.std, *limit, *own]
+    root = data.root and plain_path(data.root)
+    return [data.name, root, data.mean, data.std, *limit, *own]
+
+
+def _place(config: Config) -> list[Any]:
+    """Returns where the images are, whatever they are."""
+    data = config.dataset
+    return [data.name, data.root and plain_path(data.root), data.source, data.options]
 
 
 def _select_weights(

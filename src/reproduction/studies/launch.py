@@ -17,7 +17,7 @@ from reproduction.data.folders import missing_data
 from reproduction.data.stand_ins import make_stand_ins
 from reproduction.runs.locking import is_held
 from reproduction.start.processes import Processes, Share
-from reproduction.start.resolve import check_all
+from reproduction.start.resolve import check_all, check_data
 from reproduction.studies.plan import PlannedRun
 from reproduction.studies.study import Settings
 from reproduction.system.errors import (
@@ -39,23 +39,34 @@ def prepare(runs: Sequence[PlannedRun], settings: Settings) -> None:
 
     Downloads data sets where possible. Raises UserError before the first run starts.
     """
-    pending = [run for run in runs if _may_train(run)]
+    is_done = [_is_done(run) for run in runs]
+    pending = [run for run, done in zip(runs, is_done, strict=True) if done is False]
     if settings.uses_stand_ins:
         for name in {run.config.dataset.name for run in pending} - {"digits"}:
             make_stand_ins(name, Path(str(settings.dataset_root(name))))
     for run in pending:
         if problem := missing_data(run.config.dataset.name, run.config.dataset.root):
             raise UserError(problem)
+    for run, done in zip(runs, is_done, strict=True):
+        if done:
+            _check_done(run)
     if pending:  # avoids importing torch otherwise
         check_all([run.config for run in pending])
 
 
-def _may_train(run: PlannedRun) -> bool:
-    """Whether the run is not done and its folder is readable; otherwise it fails on its own."""
+def _is_done(run: PlannedRun) -> bool | None:
+    """Whether the run is done; None if its folder is not readable, so that it fails on its own."""
     try:
-        return not run.is_done()
+        return run.is_done()
     except UserError:
-        return False
+        return None
+
+
+def _check_done(run: PlannedRun) -> None:
+    """Raises UserError if it was trained on other images than are there now, if any are."""
+    data = run.config.dataset
+    if data.source is None and missing_data(data.name, data.root) is None:
+        check_data(run.folder, run.config)
 
 
 def train_all(
@@ -146,6 +157,7 @@ def train_task(runs: Sequence[PlannedRun], number: int, device: str) -> NoReturn
         last = len(runs) - 1
         raise UserError(f"task={number}: must be 0..{last}, as the plan has {len(runs)} runs")
     if runs[number].is_done():
+        _check_done(runs[number])
         say(f"{runs[number].name} is finished")
         sys.exit(0)
     command = [sys.executable, str(TRAIN), *runs[number].overrides, f"device={device}"]

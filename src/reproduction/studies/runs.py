@@ -1,6 +1,7 @@
 """All runs of a folder as one table, a row for each; every report, status and page reads it."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pandas as pd
 
 from reproduction.config import STACK
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import hash_of, settings_of
+from reproduction.runs.identity import differing_data, hash_of, settings_of
 from reproduction.runs.locking import status_of
 from reproduction.studies.columns import MEASURES, METRICS, SELECTED, is_number, measured
 from reproduction.studies.study import scales
@@ -24,8 +25,9 @@ FACTS = ("devices", "hardware", "threads", "git_revision")
 WHOLE = ("seed", "devices", "threads", "planned")
 RUN_COLUMNS = (
     *("folder", "path", "key", "seed", "status", "error", "written"),
-    *("settings", "planned", "log", "epochs", *MEASURES, *FACTS),
+    *("settings", "planned", "log", "epochs", "data", *MEASURES, *FACTS),
 )
+OTHER_DATA = "other data"  # status of a finished run that is not averaged
 LONGEST_TEXT = 300  # characters of a text from a run folder
 
 
@@ -34,9 +36,33 @@ def read_runs(*places: Path) -> pd.DataFrame:
 
     `key` is the identity without the seed, `settings` holds the values by dotted key, `auto` with
     its number, `planned` the epochs of the recipe. Only finished runs have MEASURES. A folder that
-    holds no run, or a damaged one, has the status `unusable` and the reason as its `error`.
+    holds no run, or a damaged one, has the status `unusable` and the reason as its `error`; a
+    finished one OTHER_DATA, if the newest of its configuration was trained on others.
     """
-    return _frame([_row(folder) for place in places for folder in _folders(place)])
+    rows = [_row(folder) for place in places for folder in _folders(place)]
+    _tell_data_apart(rows)
+    return _frame(rows)
+
+
+def _tell_data_apart(rows: list[dict[str, Any]]) -> None:
+    """Compares the data of finished runs: those of the newest of a configuration count.
+
+    Where configurations had different images from one place, the setting `dataset.images` says so.
+    """
+    finished = [x for x in rows if x["status"] == "finished" and isinstance(x["data"], dict)]
+    now = {row["key"]: row["data"] for row in sorted(finished, key=lambda row: row["written"])}
+    images = defaultdict(set)
+    for row in finished:
+        if gap := differing_data(row["data"], now[row["key"]]):
+            row |= {"status": OTHER_DATA, "error": _short(gap)}
+        images[_place(row)].add(now[row["key"]].get("images"))
+    for row in rows:
+        if (data := now.get(row.get("key"))) and len(images[_place(row)]) > 1:
+            row["settings"]["dataset.images"] = data.get("images")
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row["settings"].get(f"dataset.{key}") for key in ("name", "root", "source"))
 
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -73,7 +99,7 @@ def _row(path: Path) -> dict[str, Any]:
             if settings.get(key := f"augmentation.htm.{name}") == AUTO:
                 settings[key] = f"{AUTO} ({', '.join(dict.fromkeys(f'{x:g}' for x in numbers))})"
         return row | {
-            **{key: summary.get(key) for key in ("log", "epochs", *FACTS)},
+            **{key: summary.get(key) for key in ("log", "epochs", "data", *FACTS)},
             **(measured(summary) if is_finished else {}),
             "key": hash_of(saved | {"seed": 0}),
             "seed": settings.pop("seed"),
@@ -110,7 +136,7 @@ def left(runs: pd.DataFrame) -> pd.DataFrame:
 
 def state_text(run: Any) -> str:
     """Returns the status of a row, with its progress if it is not finished."""
-    if run.status in ("finished", "not started") or pd.isna(run.epochs):
+    if run.status in ("finished", "not started", OTHER_DATA) or pd.isna(run.epochs):
         return str(run.status)
     return f"{run.status} after epoch {run.epochs:.0f} of {run.planned}"
 

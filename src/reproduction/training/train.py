@@ -24,6 +24,7 @@ from reproduction.data.build import (
 )
 from reproduction.data.images import ImageSource
 from reproduction.data.loaders import TrainingBatches
+from reproduction.data.record import record_of
 from reproduction.data.sources import Source, build_source, report_other_files
 from reproduction.models.build import (
     build_module,
@@ -269,6 +270,7 @@ def _collect_facts(
     numbers = _htm_numbers(config, trainer)
     return {
         "name": config.name,
+        "data": record_of(config),
         **({"htm": numbers} if numbers else {}),
         "parameters": count_parameters(trainer.module),
         "macs": count_macs(model, config.model.image_size).total,
