@@ -28,7 +28,13 @@ def main() -> None:
         check_writable(args.picture, str(args.picture))
     import numpy as np
 
-    from reproduction.reporting.choosing import draw_choice, drawn_weights, floor, look_at, shares
+    from reproduction.reporting.choosing import (
+        draw_choice,
+        drawn_weights,
+        floor,
+        look_at,
+        share_table,
+    )
 
     for classes, experiment in RECIPES.items():
         theirs = config_of([f"experiment={experiment}"])
@@ -47,7 +53,7 @@ def main() -> None:
             f"easier than tau = {tau:g}, median {nats.median():.2f} nats"
         )
     say(f"the donor's share, mean (5 to 95 %), where htm.layer={htm.layers[-1]} mixes all images:")
-    say(shares(seen).to_markdown(index=False, disable_numparse=True))
+    say(share_table(seen).to_markdown(index=False, disable_numparse=True))
     if args.picture is not None:
         draw_choice(args.picture, seen, htm.layers, tau, config.recipe.label_smoothing)
         say(f"written to {args.picture} and .pdf")

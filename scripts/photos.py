@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-Pairs = list[tuple[Image.Image, str]]
+Crops = list[tuple[Image.Image, str]]
 
 
-def crops(size: int = 128, train: int = 64, held_out: int = 16) -> tuple[Pairs, Pairs]:
+def crops(size: int = 128, train: int = 64, held_out: int = 16) -> tuple[Crops, Crops]:
     """Returns training and held-out crops, at places and scales around each subject."""
     import matplotlib
     import sklearn.datasets
 
     theirs = Path(str(sklearn.datasets.__file__)).parent / "images"
     portrait = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
-    halves: tuple[Pairs, Pairs] = ([], [])
+    halves: tuple[Crops, Crops] = ([], [])
     rng = np.random.default_rng(0)
     for name, path, middle in (  # column and row of the subject
         ("temple", theirs / "china.jpg", (205, 205)),

@@ -22,9 +22,9 @@ from reproduction.reporting.trained import load_trained, some_images
 from reproduction.runs.folder import RunFolder
 from tokenmixup import TokenMixup
 
-MOST = 2048  # images of a run
+IMAGES = 2048  # images of a run
 DRAWS = 10_000  # batches of input mixing
-TAUS = (0.5, 1.0, 2.0)  # in the picture
+SHOWN_TAUS = (0.5, 1.0, 2.0)  # in the picture
 
 
 class Seen(NamedTuple):
@@ -65,7 +65,7 @@ def look_at(folder: RunFolder, config: Config) -> tuple[dict[float, Seen], float
         stack = dataclasses.replace(config.augmentation, htm=mixing)
         own = dataclasses.replace(config, augmentation=stack)
         trained = load_trained(own, folder, config.device)
-        images, _, targets = some_images(trained, MOST)
+        images, _, targets = some_images(trained, IMAGES)
         batches = (x.split(config.recipe.batch_size) for x in (images, targets))
         parts = [mixed(trained.module, *batch) for batch in zip(*batches, strict=True)]
         seen[rho] = Seen(*(torch.cat(each, dim=-1).cpu() for each in zip(*parts, strict=True)))
@@ -91,7 +91,7 @@ def mixed(module: TokenMixup, images: Tensor, targets: Tensor) -> Seen:
     )
 
 
-def shares(seen: dict[float, Seen]) -> pd.DataFrame:
+def share_table(seen: dict[float, Seen]) -> pd.DataFrame:
     """Returns a row for each rho: shares of the donor, with quantiles, and correlations."""
     rows = []
     for rho, each in seen.items():
@@ -124,7 +124,7 @@ def draw_choice(
         for classes, color in ((100, GREEN), (10, BLUE)):
             label = f"{classes} classes"
             floors.plot(keep, floor(keep, smoothing, classes), color=color, label=label)
-        for value in TAUS:
+        for value in SHOWN_TAUS:
             floors.axhline(value, color=VERMILION, linestyle="--", linewidth=1)
             right = floors.get_yaxis_transform()
             floors.text(
