@@ -1,6 +1,7 @@
 """Composition, defaults, experiments and the identity (hash) of configurations."""
 
 import itertools
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import pytest
 import yaml
 
 from reproduction.config import CONF_DIR
-from reproduction.runs.compose import LISTS, compose
+from reproduction.runs.compose import LISTS, compose, isolated_hydra, read_overrides
 from reproduction.runs.identity import default_name, run_hash
 from reproduction.runs.parse import parse
 from reproduction.start import command as cli
 from reproduction.studies.study import TABLES, papers_studies
+from reproduction.system.errors import UserError
 from tests.reproduction.conftest import config_of
 from tokenmixup import HTM, VTM, ManifoldMixup
 
@@ -202,6 +204,29 @@ def test_default_name_states_model_data_stack_and_seed():
     assert len(name.rpartition("-")[2]) == 8
     assert "-plain-s0-" in default_name(config_of("augmentation=[]"), None)
     assert default_name(config_of(), "table1/a").startswith("table1-a-s0-")
+
+
+@pytest.mark.parametrize(
+    "name", ["x#1", "2024_11_26", "Geräte (1)", "a=b", "~x", "a & b", "photos/of:you", "1e5"]
+)
+def test_paths_need_no_quotes_for_hydra(name: str):
+    overrides = cli._parse_arguments(
+        [f"dataset.root={name}", f"name={name.replace('/', '')}"]
+    ).overrides
+    raw = compose("train", ["dataset=image_folder", *overrides]).raw
+    assert (raw["dataset"]["root"], raw["name"]) == (name, name.replace("/", ""))
+
+
+@pytest.mark.parametrize("value", ["a#1", "it's", 'a "b', "(1)", "\\'"])
+def test_the_hint_for_special_characters_works_as_it_is_printed(value: str):
+    with isolated_hydra():
+        with pytest.raises(UserError) as refused:
+            read_overrides("train", [f"dataset.options.x={value}"])
+        hint = str(refused.value).partition("as a text: ")[2]
+        shell = ["bash", "-c", f"printf %s {hint}"]
+        typed = subprocess.run(shell, check=True, capture_output=True, text=True).stdout
+        (override,) = read_overrides("train", [typed])
+    assert override.value() == value
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Composes overrides into the plain values of one run. Imports Hydra, but not torch."""
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -12,7 +13,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -84,10 +85,12 @@ def read_overrides(config_name: str, overrides: list[str]) -> list[Override]:
         try:
             parsed += parser.parse_overrides([text])
         except (OverrideParseException, ValueError, RecursionError) as error:
-            problem = _parse_problem(error)
+            problem = _parse_problem(text, error)
             if config_name != "train" and os.path.exists(text):
                 key = "run" if os.path.isdir(text) else "checkpoint"
-                problem = f"must be key=value; did you mean {key}={in_one_line(text)}?"
+                problem = (
+                    f"must be key=value; did you mean {shlex.quote(f'{key}={in_one_line(text)}')}?"
+                )
             raise UserError(f"{in_one_line(text, SHOWN)}: {problem}") from error
     for override in parsed:
         if not override.key_or_group:
@@ -95,12 +98,16 @@ def read_overrides(config_name: str, overrides: list[str]) -> list[Override]:
     return parsed
 
 
-def _parse_problem(error: Exception) -> str:
+def _parse_problem(text: str, error: Exception) -> str:
     if not isinstance(error, OverrideParseException):  # a number of 5,000 digits, 1,000 brackets
         return f"cannot be read: {first_line(error)}"
     if error.__cause__ is not None:  # of an invalid function; other reasons name grammar rules
         return f"cannot be read as key=value: {' '.join(str(error.__cause__).split())}"
-    return "cannot be read as key=value, quote special characters: key='...'"
+    key, equals, value = text.partition("=")
+    if not equals:
+        return "must be key=value"
+    quoted = QuotedString(value, Quote.double).with_quotes()
+    return f"cannot be read; as a text: {shlex.quote(f'{key}={quoted}')}"
 
 
 def group_options(group: str) -> list[str]:

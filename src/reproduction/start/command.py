@@ -35,8 +35,12 @@ Outcome = UserError | PlainError | None  # the failure of a point
 PARALLEL, SLURM = "parallel", "slurm"
 REQUIREMENTS = "requirements-cluster.txt"
 HOME = r"""(?<=[=,'"])~(?=/)"""  # where a value starts
-FOLDERS = r"(run|checkpoint|model\.weights)=([^'\"\[{$]*=[^'\"\[{$]*)"  # names have settings
-NUMBER = r"(name)=(\d[\d._eE+-]*)"  # such as 2026_11_26, for Hydra 20261126
+TEXTS = (  # keys of paths and names, and their values
+    r"(name|run|checkpoint|output|output_root|images|predictions|model\.weights|dataset\.root|"
+    r"logger\.wandb\.project|logger\.wandb\.entity)=(.*)"
+)
+SYNTAX = r"""['"\[{$\\]|^\w+\(.*\)$"""  # of Hydra: quotes, lists, references, functions
+UNREADABLE = r"[^\w/+.%*@?|: -]|^\d[\d._eE+-]*$"  # 2026_11_26 is for Hydra 20261126
 
 
 def run(
@@ -108,14 +112,15 @@ def _parse_arguments(argv: list[str]) -> Namespace:
 def _as_hydra_reads(text: str) -> str:
     """Expands `~` in a path, which shells leave to programs after `key=`, and quotes names.
 
-    Names of run folders have settings, such as `...-tau=1-s0`.
+    Names of run folders have settings, such as `...-tau=1-s0`; others have blanks, umlauts or `#`.
     """
     text = re.sub(HOME, lambda _: os.path.expanduser("~"), text)
-    found = re.fullmatch(FOLDERS, text) or re.fullmatch(NUMBER, text)
-    if found is None:
+    found = re.fullmatch(TEXTS, text)
+    if found is None or re.search(SYNTAX, found[2]):
         return text
-    each = found[2].replace(",", "','")  # of several names
-    return f"{found[1]}='{each}'"
+    names = found[2].split(",")  # of a sweep
+    each = (f"'{x}'" if re.search(UNREADABLE, x, re.ASCII) else x for x in names)
+    return f"{found[1]}={','.join(each)}"
 
 
 def _leave_to_hydra(config_name: str, overrides: list[str]) -> None:
