@@ -48,19 +48,22 @@ setup: .venv/installed  ## create .venv with the requirements and this package
 setup-dev: .venv/installed-dev  ## also install what tests and lint need
 
 # Installs the tested versions by hash. ANTLR's runtime has no wheel, so the locked setuptools builds it.
-INSTALL_LOCKED = install --quiet --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement
+# with pip's progress on a terminal
+INSTALL = test -t 1 || quiet=--quiet; $(BIN)/pip install $$quiet
+INSTALL_LOCKED = $(INSTALL) --require-hashes --only-binary :all: --no-binary antlr4-python3-runtime --requirement
 INSTALL_PROJECT = install --quiet --no-deps --no-build-isolation --editable .
 
 .venv/installed: requirements.lock pyproject.toml
+	@echo 'Installing PyTorch with CUDA and the other packages into .venv: about 6 GB, some minutes'
 	$(INTERPRETER) -m venv .venv
 	sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/builder.lock
-	$(BIN)/pip $(INSTALL_LOCKED) .venv/builder.lock
-	$(BIN)/pip $(INSTALL_LOCKED) requirements.lock --no-build-isolation
+	$(INSTALL_LOCKED) .venv/builder.lock
+	$(INSTALL_LOCKED) requirements.lock --no-build-isolation
 	$(BIN)/pip $(INSTALL_PROJECT)
 	touch $@
 
 .venv/installed-dev: requirements-dev.lock .venv/installed
-	$(BIN)/pip $(INSTALL_LOCKED) requirements-dev.lock --no-build-isolation
+	$(INSTALL_LOCKED) requirements-dev.lock --no-build-isolation
 	touch $@
 
 # uv and pip-audit work only on requirement files, so they have a separate environment.

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -111,6 +113,29 @@ def test_a_target_only_sets_up_development():
     needed = re.findall(r"^(?:setup-dev|test): (.*?)  ##", (ROOT / "Makefile").read_text(), re.M)
     assert len(needed) == 2 and len({*needed}) == 1
     assert "pytest" not in make("setup-dev", "--always-make").stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_setup_says_what_it_installs_and_shows_progress_on_a_terminal(
+    tmp_path: Path, is_terminal: bool
+):
+    for name in ("Makefile", "requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"  # makes an environment whose pip prints its arguments
+    pip = "echo 'echo pip \"$@\"' > pip && chmod +x pip"
+    python.write_text(f"#!/bin/sh\nmkdir -p .venv/bin && cd .venv/bin && {pip}\n")
+    python.chmod(0o755)
+    command = ["make", "setup", f"PYTHON={python}"]
+    if is_terminal:
+        command = ["script", "--quiet", "--return", "--command", shlex.join(command), "/dev/null"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    result = subprocess.run(
+        command, check=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    first, *lines = [x for x in result.stdout.splitlines() if x.startswith(("Installing", "pip "))]
+    assert first.startswith("Installing PyTorch with CUDA") and "about 6 GB" in first
+    locked = [line for line in lines if "--require-hashes" in line]
+    assert len(locked) == 2 and all(("--quiet" in x) != is_terminal for x in locked)
 
 
 def test_a_module_of_tests_names_pytest_if_it_is_missing():

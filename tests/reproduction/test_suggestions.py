@@ -32,6 +32,8 @@ def test_suggestions_equal_the_mixing_of_a_training_step(
     for layer in (first, second):
         assert layer.samples.is_monotonic_increasing and layer.tokens.is_monotonic_decreasing
         assert layer.labels.is_monotonic_decreasing
+        assert [*layer.samples.index] == sorted({0.5, 1.0, 1.5, 2.0, layer.tau})  # below ln(10)
+        assert (layer.tokens.index > layer.rho).sum() >= 2
         assert layer.tokens[0.0] > 0 and layer.labels[0.0] > 0
         assert len(layer.quarters) == 4 and layer.quarters.index.is_monotonic_increasing
         assert layer.quarters.mean() == pytest.approx(layer.labels[layer.rho], abs=1e-6)

@@ -3,6 +3,7 @@
 Letters: b batch, t spatial tokens.
 """
 
+import math
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from tokenmixup import HTM, difficulty, mix_horizontal
 from tokenmixup.rules import rules_of
 
 SHOWN_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # below guessing's, where all samples are easy
 RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
 LABEL_GIVEN = "label given to the donor's classes"
 Observed = tuple[Tensor, Tensor]  # of a batch: difficulty `b` in nats, saliency `b t`
@@ -61,14 +62,16 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
             with torch.no_grad():
                 scores = scorenets[str(layer)](entry.tokens, entry.num_prefix_tokens)
             observed[layer].append((difficulty(scores, targets).cpu(), saliency))
-    return [_layer(layer, htm, observed[layer]) for layer, htm in each.items()]
+    taus = {tau for tau in TAUS if tau < math.log(len(trained.source.classes))}
+    return [_layer(layer, htm, observed[layer], taus) for layer, htm in each.items()]
 
 
-def _layer(layer: int, htm: HTM, observed: list[Observed]) -> Layer:
+def _layer(layer: int, htm: HTM, observed: list[Observed], taus: set[float]) -> Layer:
     tau, rho = cast(float, htm.tau), htm.rho_for(observed[0][1].shape[1])
     nats = torch.cat([difficulty for difficulty, _ in observed]).numpy()
     limit = tau if (nats < tau).any() else float("inf")
-    pairs = {value: _pairs(htm, observed, limit, value) for value in sorted({*RHOS, rho})}
+    rhos = {*RHOS, rho, 2 * rho, 4 * rho}
+    pairs = {value: _pairs(htm, observed, limit, value) for value in sorted(rhos)}
     quarters = pd.qcut(nats[nats < limit], 4, duplicates="drop", precision=2)
     return Layer(
         layer,
@@ -76,7 +79,7 @@ def _layer(layer: int, htm: HTM, observed: list[Observed]) -> Layer:
         rho,
         pd.Series(np.quantile(nats, SHOWN_QUANTILES), SHOWN_QUANTILES),
         pd.Series(np.quantile(pairs[rho].difference, SHOWN_QUANTILES), SHOWN_QUANTILES),
-        pd.Series({value: float(np.mean(nats < value)) for value in sorted({*TAUS, tau})}),
+        pd.Series({value: float(np.mean(nats < value)) for value in sorted({*taus, tau})}),
         pd.Series({value: each.tokens for value, each in pairs.items()}),
         pd.Series({value: float(each.labels.mean()) for value, each in pairs.items()}),
         pd.Series(pairs[rho].labels).groupby(quarters, observed=True).mean(),

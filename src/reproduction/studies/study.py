@@ -4,7 +4,8 @@ The paper's tables and sweeps lie in paper/, studies of your own in results/; al
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -261,7 +262,13 @@ def _read(path: Path, kind: type[T]) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "must be a mapping of settings"
-        raise UserError(f"{path}: {key}: {first['msg']}") from error
+        reason = first["msg"]
+        if first["type"] == "unexpected_keyword_argument":
+            *place, last = map(str, first["loc"])
+            known = [x.name for x in fields((Study, Sweep, Row)[min(len(place), 2)])]
+            near = get_close_matches(last, known, n=1)
+            reason = f"unknown key, {'perhaps' if near else 'known are'} {', '.join(near or known)}"
+        raise UserError(f"{path}: {key}: {reason}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable: {first_line(error)}") from error
 
