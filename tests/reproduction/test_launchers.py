@@ -196,7 +196,7 @@ def signal_when(path: Path, times: int) -> threading.Thread:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_signals_reach_a_process(tmp_path: Path, times: int):
+def test_signals_reach_a_process(tmp_path: Path, times: int, capsys: pytest.CaptureFixture[str]):
     code = f"""
 def end(*_):
     if {times} == 1:
@@ -213,6 +213,7 @@ while True:
     with pytest.raises(RunInterrupted), Processes([{}]) as processes:
         processes.run("run", script_of(tmp_path, code), [])
     watcher.join()
+    assert capsys.readouterr().out.count("stopping all runs after their steps") == 1
     assert (tmp_path / "left").exists() == (times == 1)
     assert signal.getsignal(signal.SIGTERM) is before
 
