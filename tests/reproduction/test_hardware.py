@@ -1,6 +1,5 @@
 """Names of CPUs and GPUs, also in the summary of a run."""
 
-import io
 import json
 import os
 from pathlib import Path
@@ -44,14 +43,17 @@ def test_usable_cores_respect_the_affinity():
         ({"cpu.max": "100000 100000"}, 1),
         ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
         ({"cpu.max": "max 100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 3),
     ],
 )
-def test_usable_cores_respect_the_quota(monkeypatch, files: dict[str, str], cores: int):
-    texts = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
-    monkeypatch.setattr("os.path.exists", texts.__contains__)
-    monkeypatch.setattr("builtins.open", lambda name: io.StringIO(texts[name]))
+def test_usable_cores_respect_the_quota(
+    tmp_path: Path, monkeypatch, files: dict[str, str], cores: int
+):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert usable_cores() == cores
 
 

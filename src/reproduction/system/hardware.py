@@ -4,10 +4,14 @@ Imports torch only to name a GPU.
 """
 
 import ctypes
+import math
+import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux only
+CGROUP = Path("/sys/fs/cgroup")  # of a container, with its quota
 CORES = "REPRODUCTION_CORES"  # environment variable: cores for this run, if several run at a time
 
 
@@ -27,9 +31,14 @@ def hardware_name(device: str) -> str:
 
 def usable_cores() -> int:
     """Returns the number of cores of this process: the machine's, its affinity's or its quota's."""
-    from joblib.externals.loky import cpu_count  # 0.3 s
-
-    return int(cpu_count())
+    has_affinity = hasattr(os, "sched_getaffinity")  # missing on macOS
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # the other version of cgroups, or `max`
+            quota, period = map(int, " ".join((CGROUP / x).read_text() for x in names).split())
+            if quota > 0:  # -1: none
+                return max(1, min(cores, math.ceil(quota / period)))
+    return cores
 
 
 def join_hardware(earlier: str | None, now: str) -> str:
