@@ -53,7 +53,7 @@ def test_parallel_sweep_starts_a_process_for_each_point_and_lists_failures_last(
     args = ["hydra/launcher=parallel", "hydra.launcher.n_jobs=3", "recipe.lr=0.001,1e30"]
     script = script_of(tmp_path, PRINTS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [str(script), "-m", *args, "seed=0,1", "dataset.workers=0"])
+    monkeypatch.setattr("sys.argv", [str(script), *args, "-m", "seed=0,1", "dataset.workers=0"])
     with pytest.raises(SystemExit, match="1"):
         run("train", *SCRIPTS["train"][:3])
     result = capfd.readouterr()

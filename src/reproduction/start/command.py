@@ -99,7 +99,7 @@ def _parse_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--help", "-h", action="store_true")
     for name in ("--resolve", "--hydra-help", "--version"):
         parser.add_argument(name, action="store_true")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     for option in ("package", "resolve"):
         if getattr(args, option) and not args.cfg:
             raise UserError(f"--{option}: needs --cfg")
