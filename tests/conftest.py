@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ CLASSES = 5
 # Workers share the cores, and ranks are forked from them: OpenMP threads would not survive that.
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 torch.set_num_threads(1)
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, for programs that tests start too
 
 # No deadline, as machines are shared; derandomized, so that failures reproduce.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)

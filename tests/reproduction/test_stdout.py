@@ -39,7 +39,7 @@ def test_scripts_end_silently_when_nobody_reads():
 
 def test_help_of_evaluation_and_export_lists_the_keys_that_apply(command: Command):
     kinds = {
-        "eval": {*jobs.EVALUATED_RUN, *jobs.EVALUATED_FILE},
+        "eval": {*jobs.EVALUATED_RUN, *jobs.PREDICTED_RUN, *jobs.EVALUATED_FILE},
         "export": {*jobs.EXPORTED_RUN, *jobs.EXPORTED_FILE},
     }
     for script, keys in kinds.items():
