@@ -145,14 +145,18 @@ def test_a_signal_is_announced_while_a_call_computes(monkeypatch: pytest.MonkeyP
     """Python calls handlers after the call, as of a backward pass."""
     order: list[str] = []
     monkeypatch.setattr(endings, "say", order.append)
-    with (
-        endings.handling(lambda *_: order.append("handled")),
-        endings.announcing("stopping"),
-    ):
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        while "handled" not in order:
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)
-    assert order == ["stopping", "handled"]
+    for _ in range(3):  # a signal may come between two calls
+        with (
+            endings.handling(lambda *_: order.append("handled")),
+            endings.announcing("stopping"),
+        ):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            while "handled" not in order:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+        if order == ["stopping", "handled"]:
+            return
+        order.clear()
+    pytest.fail("each signal was announced after its call")
 
 
 def test_the_end_of_announcements_waits_for_no_worker():

@@ -51,11 +51,25 @@ def test_finished_run_is_not_the_result_of_other_images(command: Command, tmp_pa
         assert result.status == 2 and len(result.lines) == 1 and snapshot(tmp_path) == before
         start = f"train.py: name={run.name}: outputs/{run.name} was trained on other data: d: "
         assert result.err.startswith(f"{start}{kept['images']} then, {BEFORE}, names and sizes ")
-        assert result.err.endswith(" now; choose another name=..., or move that folder away\n")
+        assert result.err.endswith(
+            " now; choose another output_root=..., or move that folder away\n"
+        )
     evaluated = command("eval", f"run={run}")
     assert evaluated.status == 2 and "classes" in evaluated.err  # of the weights
     assert f"warning: {run} was trained on other data: d: {BEFORE}, " in evaluated.err
     assert command("train", *FOLDER, "resume=auto", "name=other").status == 0
+
+
+def test_a_run_without_a_checkpoint_begins_anew_on_mended_images(command: Command, tmp_path: Path):
+    write_images(tmp_path / "d", ["ant", "bee", "cat"], train=4, held_out=1, size=16)
+    image = next(tmp_path.glob("d/train/ant/*"))
+    content = image.read_bytes()
+    image.write_bytes(b"none")
+    words = [*FOLDER, "name=mine", "dataset.memory_mib=0", "resume=auto"]
+    failed = command("train", *words)
+    assert failed.status == 1 and "no readable image" in failed.err
+    image.write_bytes(content)
+    assert command("train", *words).status == 0
 
 
 def test_seeds_on_grown_data_are_not_averaged(command: Command, tmp_path: Path):
@@ -74,7 +88,10 @@ def test_seeds_on_grown_data_are_not_averaged(command: Command, tmp_path: Path):
     assert (other.seed, state_text(other)) == (0, "other data")
     text = "\n".join(runs_table(runs).lines())
     assert "1 finished; seed 0 other data" in text
-    assert f"{other.folder}: {BEFORE}, names" in text and f" then, {AFTER}, names" in text
+    assert (
+        f"{other.folder}: left out, other data: {BEFORE}, names" in text
+        and f" then, {AFTER}, names" in text
+    )
 
 
 def test_a_study_does_not_mix_data(
@@ -166,7 +183,7 @@ def test_rows_average_what_agrees_and_say_what_they_were_trained_on(tmp_path: Pa
         write(*run)
     table = runs_table(read_runs(tmp_path))
     assert [*table.heads] == ["drop"] and table.numbers.runs.tolist() == [["b", "c"], ["d"]]
-    assert f"a: {few} then, {many} now" in table.notes
+    assert f"a: left out, other data: {few} then, {many} now" in table.notes
     write("e", 0, 0.3, few)
     table = runs_table(read_runs(tmp_path), against="drop=0.1")
     assert table.shown().images.tolist() == [few, many, many]

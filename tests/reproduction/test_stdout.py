@@ -47,6 +47,11 @@ def test_help_of_evaluation_and_export_lists_the_keys_that_apply(command: Comman
         assert {*re.findall(r"^(\w+)  ", command(script, "--help").out, re.MULTILINE)} == groups
 
 
+def test_hydra_gets_options_and_names_as_the_programs_do(command: Command):
+    shown = command("train", "seed=1", "--cfg", "job", "name=a#b").out.splitlines()
+    assert "seed: 1" in shown and "name: a#b" in shown
+
+
 @pytest.mark.parametrize("model", ["cct_2_3x2", "vit_tiny_patch16_224", "resnet18"])
 def test_help_of_training_says_what_is_allowed_for_every_key(command: Command, model: str):
     stack = "mixup,cutmix" + ",manifold_mixup,htm,vtm" * (model != "resnet18")

@@ -217,6 +217,10 @@ def changed(tmp_path: Path, **values: object) -> Path:
         ),
         ({"row": {}}, "row: unknown key, perhaps rows"),
         ({"rows": {"a": {"override": []}}}, "rows.a.override: unknown key, perhaps overrides"),
+        (
+            {"sizes": {"s": {"model": "x", "classes": 10, "counted": [1, 2, 3], "param": 1}}},
+            "sizes.s.param: unknown key, perhaps parameters",
+        ),
         ({"overrides": ["recipe.lrr=1"]}, "mine.yaml: htm: recipe.lrr=1: unknown key"),
         ({"overrides": ["seed=3"]}, "seed=3: a study must not set seed"),
         ({"rows": {"none": ["seed=7"]}}, "seed=7: a study must not set seed"),

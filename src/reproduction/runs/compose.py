@@ -106,6 +106,8 @@ def _parse_problem(text: str, error: Exception) -> str:
     key, equals, value = text.partition("=")
     if not equals:
         return "must be key=value"
+    if value.startswith(("[", "{")):
+        return "cannot be read, a bracket or quote may be missing"
     quoted = QuotedString(value, Quote.double).with_quotes()
     return f"cannot be read; as a text: {shlex.quote(f'{key}={quoted}')}"
 

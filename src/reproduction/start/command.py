@@ -40,7 +40,8 @@ TEXTS = (  # keys of paths and names, and their values
     r"logger\.wandb\.project|logger\.wandb\.entity)=(.*)"
 )
 SYNTAX = r"""['"\[{$\\]|^\w+\(.*\)$"""  # of Hydra: quotes, lists, references, functions
-UNREADABLE = r"[^\w/+.%*@?|: -]|^\d[\d._eE+-]*$"  # 2026_11_26 is for Hydra 20261126
+# 2026_11_26 is for Hydra 20261126
+UNREADABLE = r"[^\w/+.%*@?|: -]|^[+-]?[\d.][\d._eE+-]*$|^(?i:true|false)$"
 
 
 def run(
@@ -60,7 +61,7 @@ def run(
     with one_line_errors(program):
         arguments = _parse_arguments(sys.argv[1:])
         if arguments.is_for_hydra:
-            _leave_to_hydra(config_name, arguments.overrides)
+            _leave_to_hydra(config_name, arguments)
             sys.exit(0)
         points = _points(config_name, arguments)
         composed = [compose(config_name, point) for point in points]
@@ -105,6 +106,7 @@ def _parse_arguments(argv: list[str]) -> Namespace:
             raise UserError(f"--{option}: needs --cfg")
     shows = (args.cfg, args.info, args.help, args.hydra_help, args.version)
     args.is_for_hydra = any(shows)
+    args.options = [word for word in argv if word not in args.overrides]
     args.overrides = [_as_hydra_reads(text) for text in args.overrides]
     return args
 
@@ -123,9 +125,10 @@ def _as_hydra_reads(text: str) -> str:
     return f"{found[1]}={','.join(each)}"
 
 
-def _leave_to_hydra(config_name: str, overrides: list[str]) -> None:
+def _leave_to_hydra(config_name: str, args: Namespace) -> None:
     """Checks the overrides and lets Hydra print its help, or the output of --cfg and --info."""
-    compose(config_name, overrides)
+    compose(config_name, args.overrides)
+    sys.argv[1:] = *args.overrides, *args.options
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     start = hydra.main(str(CONF_DIR), config_name, version_base="1.3")
     try:

@@ -34,7 +34,7 @@ from reproduction.system.terminal import warn
 Keys = tuple[str, ...]
 CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
 TRAINING_ONLY = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
-EVALUATED_RUN: Keys = ("run", "weights", "predictions", *CHANGEABLE)
+EVALUATED_RUN: Keys = ("run", "weights", "images", "predictions", *CHANGEABLE)
 PREDICTED_RUN: Keys = (
     *("run", "weights", "images", "predictions"),
     *("device", "devices", "dataset.workers", "recipe.precision"),
@@ -137,17 +137,20 @@ def check_data(folder: RunFolder, config: Config) -> None:
     if gap := other_data(folder, config):
         raise UserError(
             f"name={folder.path.name}: {folder.path} was trained on other data: {gap}; choose "
-            "another name=..., or move that folder away"
+            "another output_root=..., or move that folder away"
         )
 
 
 def other_data(folder: RunFolder, config: Config) -> str | None:
     """Says how the data differ from those that the run in this folder was trained on.
 
-    None if they agree, or if nothing is known: runs of before kept no record, and the images of a
-    finished run on CIFAR or digits, which are always the same, may be gone.
+    None if they agree, or if nothing is known: runs of before kept no record, one that ended before
+    its first checkpoint begins anew, and the images of a finished run on CIFAR or digits, which are
+    always the same, may be gone.
     """
     then, data = folder.read_summary().get("data"), config.dataset
+    if not (folder.is_finished() or folder.checkpoints()):
+        return None
     is_fixed = DATASETS[data.name].sizes is not None and data.name not in IMAGE_FOLDERS
     with_images = not (is_fixed and folder.is_finished())
     if not then or not is_first_rank() or not (with_images or config.model.weights):

@@ -54,7 +54,7 @@ def _tell_data_apart(rows: list[dict[str, Any]]) -> None:
     images = defaultdict(set)
     for row in finished:
         if gap := differing_data(row["data"], now[row["key"]]):
-            row |= {"status": OTHER_DATA, "error": _short(gap)}
+            row |= {"status": OTHER_DATA, "error": _short(f"left out, other data: {gap}")}
         images[_place(row)].add(now[row["key"]].get("images"))
     for row in rows:
         if (data := now.get(row.get("key"))) and len(images[_place(row)]) > 1:
@@ -95,6 +95,8 @@ def _row(path: Path) -> dict[str, Any]:
         for key in (SELECTED if "selected_epoch" in summary else METRICS) if is_finished else ():
             if not is_number(value := summary.get(key)):
                 raise UserError(f"summary.json: finished, but {key} is {value}, no number")
+        if not all(isinstance(x, str) for x in dict(summary.get("data") or {}).values()):
+            raise UserError("summary.json: data must be texts")
         for name, numbers in summary.get("htm", {}).items():
             if settings.get(key := f"augmentation.htm.{name}") == AUTO:
                 settings[key] = f"{AUTO} ({', '.join(dict.fromkeys(f'{x:g}' for x in numbers))})"
@@ -111,7 +113,7 @@ def _row(path: Path) -> dict[str, Any]:
         }
     except UserError as error:
         reason = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
-    except (OSError, RecursionError, OverflowError, TypeError) as error:
+    except (OSError, RecursionError, OverflowError, TypeError, ValueError) as error:
         reason = f"not readable: {first_line(error)}"
     return row | {"status": "unusable", "error": _short(reason)}
 

@@ -265,7 +265,8 @@ def _read(path: Path, kind: type[T]) -> T:
         reason = first["msg"]
         if first["type"] == "unexpected_keyword_argument":
             *place, last = map(str, first["loc"])
-            known = [x.name for x in fields((Study, Sweep, Row)[min(len(place), 2)])]
+            kinds = {"rows": Row, "sizes": Size, "figures": Figure, "sweep": Sweep}
+            known = [x.name for x in fields(kinds.get("".join(place[:1]), Study))]
             near = get_close_matches(last, known, n=1)
             reason = f"unknown key, {'perhaps' if near else 'known are'} {', '.join(near or known)}"
         raise UserError(f"{path}: {key}: {reason}") from error

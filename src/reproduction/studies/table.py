@@ -93,8 +93,10 @@ def compare(values: pd.DataFrame, ours: str, base: str) -> dict[str, Any]:
     """
     pairs = values.reindex(columns=[ours, base]).dropna()
     gaps = pairs[ours] - pairs[base]
-    result: dict[str, Any] = {"test_seeds": [*gaps.index], "below": int((gaps < 0).sum())}
-    result["difference"] = gaps.mean() if len(gaps) else None
+    result: dict[str, Any] = {"test_seeds": [*gaps.index], "below": None}
+    result["difference"] = None
+    if len(gaps):
+        result |= {"difference": gaps.mean(), "below": int((gaps < 0).sum())}
     if len(gaps) < LEAST_SEEDS:
         return result | {"test_note": f"needs {LEAST_SEEDS} common seeds, has {len(gaps)}"}
     if gaps.max() - gaps.min() < SAME:

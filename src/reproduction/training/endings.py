@@ -283,9 +283,7 @@ def announcing(text: str) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         os.set_blocking(writer, True)
-        os.write(
-            writer, bytes(1)
-        )  # closing it would not end the thread: forked workers hold it too
+        os.write(writer, bytes(1))  # to close it is not enough, as forked workers hold it too
         thread.join()
         os.close(writer)
         os.close(reader)

@@ -145,7 +145,8 @@ def _with_statistics(config: Config, source: Source, world: World) -> Config:
     saved = folder.read_config() if folder.config_path.exists() else None
     found = world.share(None if saved is None else saved["dataset"]["statistics"])
     if found is None:
-        loader = build_evaluation_loader(config, source.train, world.rank, world.size, False)
+        uncached = replace(config, dataset=replace(config.dataset, memory_mib=0))
+        loader = build_evaluation_loader(uncached, source.train, world.rank, world.size, False)
         with closing(Progress(world.is_main)) as progress:
             batches = progress.over(loader, "mean and deviation", length_hint(loader))
             found = measure_statistics(batches, lambda x: world.sum(x.to(world.device)).cpu())
