@@ -34,7 +34,7 @@ REFUSED = Path(__file__).with_name("refused.yaml")  # kind -> command -> error l
 TABLE: dict[str, dict[str, str]] = yaml.safe_load(REFUSED.read_text())
 TABLE["texts that cannot be read"] |= {  # too long for the file
     f"train.py seed={'1' * 5000}": "train.py: seed=111...: cannot be read: ValueError: ...",
-    f"train.py 'name={'[' * 400}'": "train.py: name=[[[...: cannot be read; as a text: ...",
+    f"train.py 'name={'[' * 400}'": "train.py: name=[[[...: cannot be read, a bracket ...",
 }
 CLEAR = (  # phrases that state what is allowed, or what is wrong
     *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with"),
