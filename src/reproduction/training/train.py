@@ -142,7 +142,7 @@ def _with_statistics(config: Config, source: Source, world: World) -> Config:
     if not config.dataset.measures:
         return config
     folder = RunFolder.of(config)
-    saved = folder.read_config() if folder.config_path.exists() else None
+    saved = folder.read_config() if folder.checkpoints() else None
     found = world.share(None if saved is None else saved["dataset"]["statistics"])
     if found is None:
         uncached = replace(config, dataset=replace(config.dataset, memory_mib=0))
