@@ -104,8 +104,23 @@ def saliency_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
 
     `saliency`: `b t`, of the mixed tokens; `mask`: `b t`, the tokens taken. Returns `b 1`.
     """
+    if has_kernels(saliency):
+        return ratio_on_device(saliency, mask)
+    return ratio_by_sums(saliency, mask)
+
+
+def ratio_by_sums(saliency: Tensor, mask: Tensor) -> Tensor:
+    """`saliency_ratio` by functions of torch."""
     kept = saliency.masked_fill(mask, 0).sum(dim=1, keepdim=True)
     return (kept / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
+
+
+ratio_on_device = operator(
+    "ratio(Tensor saliency, Tensor mask) -> Tensor",
+    "kernels.ratio",
+    ratio_by_sums,
+    lambda saliency, mask: saliency.new_empty(len(saliency), 1),
+)
 
 
 class Rules(NamedTuple):

@@ -1,9 +1,10 @@
-"""Kernels for CUDA of what else Algorithm 1 computes: gains, saliency, the exchange of tokens.
+"""Kernels for CUDA of what else HTM computes: gains, saliency, label weights, exchange, figures.
 
 Each does in one launch what functions of torch do in several; those, named in the docstrings, say
 what is computed, and the tests compare both.
 
-Letters: b batch, n tokens with prefix, t spatial tokens, d width, h heads, e head width, m keys.
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, h heads, e head width, m keys,
+k layers of HTM.
 """
 
 import torch
@@ -99,6 +100,60 @@ def received(q: Tensor, k: Tensor, scale: float) -> Tensor:
     strides = (*q.stride()[:3], *k.stride()[:3])
     _received[b, h](q, k, out, h, rows, keys, width, scale, *strides, r, m, e, num_warps=8)
     return out.sum(dim=1)
+
+
+@triton.jit
+def _ratio(saliency_ptr, mask_ptr, out_ptr, t, T: tl.constexpr):
+    sample, token = tl.program_id(0), tl.arange(0, T)
+    place = sample.to(tl.int64) * t + token
+    saliency = tl.load(saliency_ptr + place, token < t, 0.0)
+    taken = tl.load(mask_ptr + place, token < t, 0) != 0
+    ratio = tl.sum(tl.where(taken, 0.0, saliency), 0) / tl.sum(saliency, 0)
+    tl.store(out_ptr + sample, tl.where(ratio <= 1, ratio, 1.0))
+
+
+def ratio(saliency: Tensor, mask: Tensor) -> Tensor:
+    """`horizontal.saliency_ratio`: `b t` float32, tokens taken `b t` bool -> `b 1`."""
+    b, t = saliency.shape
+    out = saliency.new_empty(b, 1)
+    size = triton.next_power_of_2(t)
+    _ratio[b,](saliency.contiguous(), mask.contiguous(), out, t, size, num_warps=4)
+    return out
+
+
+@triton.jit
+def _totals(easy_ptr, mask_ptr, gain_ptr, difficulty_ptr, out_ptr, b, tokens, kb, S: tl.constexpr):
+    place = tl.arange(0, S)
+    zero = tl.zeros([S], tl.float32)
+    easy, replaced, gain, nats = zero, zero, zero, zero
+    largest = tl.full([S], -float("inf"), tl.float32)
+    for first in range(0, b, S):
+        inside = first + place < b
+        easy += tl.load(easy_ptr + first + place, inside, 0).to(tl.float32)
+    for first in range(0, kb, S):
+        nats += tl.load(difficulty_ptr + first + place, first + place < kb, 0.0)
+    for first in range(0, tokens, S):
+        inside = first + place < tokens
+        replaced += tl.load(mask_ptr + first + place, inside, 0).to(tl.float32)
+        value = tl.load(gain_ptr + first + place, inside, -float("inf"))
+        largest = tl.maximum(largest, value)
+        gain += tl.where(inside, value, 0.0)
+    total = tl.sum(gain, 0)
+    tl.store(out_ptr, tl.sum(easy, 0))
+    tl.store(out_ptr + 1, tl.sum(replaced, 0))
+    tl.store(out_ptr + 2, tl.sum(nats, 0))
+    tl.store(out_ptr + 3, total)
+    is_finite = total - total == 0
+    tl.store(out_ptr + 4, tl.where(is_finite, tl.max(largest, 0), total))
+
+
+def totals(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> Tensor:
+    """`output.totals_by_sums`: `b` bool, `b t` bool, `b t` float32, `(k b)` float32 -> `5`."""
+    out = gain.new_empty(5)
+    given = (x.contiguous() for x in (is_easy, mask, gain, difficulty))
+    counts = len(is_easy), mask.numel(), difficulty.numel()
+    _totals[1,](*given, out, *counts, 4096, num_warps=16)
+    return out
 
 
 @triton.jit

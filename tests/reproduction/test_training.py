@@ -52,7 +52,6 @@ STEP_KEYS = {
     "images_per_second",
     "mixed_samples",
     "mixed_tokens",
-    "score_loss",
     "difficulty",
     "gain_max",
     "gain_mean",
@@ -141,7 +140,7 @@ def test_run_without_htm_mixes_nothing(command: Command, tmp_path: Path):
     steps, _ = folder(tmp_path).read_metrics()
     for line in steps:
         assert (line["mixed_samples"], line["mixed_tokens"]) == (0, 0)
-        assert not {"score_loss", "difficulty"} & set(line)
+        assert "difficulty" not in line
     assert not (folder(tmp_path).path / "mixed_pairs.png").exists()
 
 
@@ -721,7 +720,6 @@ def test_several_htm_layers_have_their_own_metrics_and_can_be_swept(
             assert line["mixed_tokens"] >= max(line["mixed_tokens/0"], line["mixed_tokens/1"]) > 0
             each = [line["difficulty/0"], line["difficulty/1"]]
             assert line["difficulty"] == pytest.approx(sum(each) / 2)
-            assert line["score_loss"] == pytest.approx(sum(each))
     result = command("train", "-m", "augmentation.htm.layer=[0],0,[0,1]", *SMALL)
     assert result.status == 2 and "2 points of the sweep share this folder" in result.err
     assert command("train", "-m", "augmentation.htm.layer=[0],[0,1]", *SMALL).status == 0

@@ -18,7 +18,13 @@ from torch import nn
 from scripts.on_gpu.matrices import Matrix, deficit, matrices
 from tokenmixup.assignment import gain_by_distance
 from tokenmixup.attention import Parts, received_exactly
-from tokenmixup.horizontal import Exchange, exchange_by_rows, exchange_gradient_by_rows
+from tokenmixup.horizontal import (
+    Exchange,
+    exchange_by_rows,
+    exchange_gradient_by_rows,
+    ratio_by_sums,
+)
+from tokenmixup.output import totals_by_sums
 
 pytest.importorskip("triton")
 
@@ -161,9 +167,30 @@ def test_the_gradient_adds_up_over_several_receivers_of_a_donor():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(("b", "t"), [(3, 5), (1, 1), (70, 64)])
+def test_ratios_and_totals_equal_those_by_functions_of_torch(b: int, t: int):
+    saliency = torch.rand(b, t, device=DEVICE)
+    mask = torch.rand(b, t, device=DEVICE) < 0.5
+    mask[0] = True
+    found = kernels.ratio(saliency, mask)
+    assert found[0] == 0
+    torch.testing.assert_close(found, ratio_by_sums(saliency, mask))
+    of_none = kernels.ratio(torch.zeros_like(saliency), torch.zeros_like(mask))
+    assert (of_none == 1).all() and kernels.ratio(saliency * torch.nan, mask)[0] == 1
+    gain, difficulty = mask * saliency, torch.rand(2 * b, device=DEVICE)
+    is_easy = mask.any(dim=1)
+    found = kernels.totals(is_easy, mask, gain, difficulty)
+    torch.testing.assert_close(found, totals_by_sums(is_easy, mask, gain, difficulty))
+    gain[-1, -1] = torch.nan
+    found = kernels.totals(is_easy, mask, gain, difficulty)
+    assert found.isnan().tolist() == [False, False, False, True, True]
+
+
 OPERATORS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gain": lambda: (torch.rand(4, 5), 0.1),
     "donors": lambda: (torch.rand(4, 4, dtype=torch.float64), torch.tensor([True] * 3 + [False])),
+    "ratio": lambda: (torch.rand(4, 5), torch.rand(4, 5) < 0.5),
+    "totals": lambda: (torch.ones(4) > 0, torch.ones(4, 5) > 0, torch.rand(4, 5), torch.rand(4)),
     "received": lambda: (*torch.rand(2, 2, 3, 4, 8).half(), 0.5),
     **dict.fromkeys(
         ("exchange", "exchange_backward"),
@@ -238,6 +265,10 @@ names = ("x_ptr", "grad_ptr", "out_ptr")
 types = {"donor_ptr": "*i64", "mask_ptr": "*i1"} | dict.fromkeys(names, "*bf16")
 compiled(kernels._exchange, types, {"N": 8, "D": 512}, 4)
 compiled(kernels._exchange_backward, types, {"B": 128, "N": 8, "D": 512}, 4)
+names = ("saliency_ptr", "gain_ptr", "difficulty_ptr", "out_ptr")
+types = {"mask_ptr": "*i1", "easy_ptr": "*i1"} | dict.fromkeys(names, "*fp32")
+compiled(kernels._ratio, types, {"T": 256}, 4)
+compiled(kernels._totals, types, {"S": 4096}, 16)
 """
 
 
@@ -251,7 +282,7 @@ def test_kernels_compile_without_spills(arch: int, shared: int):
     end = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert end.returncode == 0, end.stderr
     lines = end.stdout.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 10
     for line in lines:
         name, held = line.split()[:2]
         assert int(held) <= shared, line

@@ -54,7 +54,7 @@ class WandbLog:
         self.run.define_metric("epoch")
         for name in ("top1", "top5", "eval_loss", "val_*"):
             self.run.define_metric(name, step_metric="epoch")
-        by_step = "loss lr mixed_* score_loss difficulty* gain_* images_* skipped"
+        by_step = "loss lr mixed_* difficulty* gain_* images_* skipped"
         for name in by_step.split():
             self.run.define_metric(name, step_metric="step")
 

@@ -39,10 +39,8 @@ class MicroBatch(NamedTuple):
 def metrics_of(loss: Tensor, output: Output, not_finite: Tensor) -> dict[str, Stat]:
     """Names the scalars of the log, on the device; HTM's names are those of `Output.sums`."""
     n = len(output.logits)
-    metrics = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
-    if output.score_loss is not None:
-        metrics["score_loss"] = Stat(output.score_loss.detach() * n, n)
-    return metrics | output.sums
+    own = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
+    return own | output.sums
 
 
 class Trainer:
