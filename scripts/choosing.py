@@ -8,6 +8,7 @@ from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
 from reproduction.system.terminal import Parser, one_line_errors, say
 
+DRAWS = 10_000  # batches of input mixing
 RECIPES = {10: "table1/cifar10_htm", 100: "table1/cifar100_htm"}
 
 
@@ -28,9 +29,9 @@ def main() -> None:
         check_writable(args.picture, str(args.picture))
     import numpy as np
 
+    from reproduction.data.build import drawn_weights
     from reproduction.reporting.choosing import (
         draw_choice,
-        drawn_weights,
         floor,
         look_at,
         share_table,
@@ -41,7 +42,8 @@ def main() -> None:
         assert theirs.augmentation.htm is not None
         smoothing, tau = theirs.recipe.label_smoothing, theirs.augmentation.htm.tau
         least, most = floor(np.array([1.0, 0.5]), smoothing, classes)
-        above = floor(drawn_weights(theirs), smoothing, classes) >= tau
+        weights = np.array([*drawn_weights(theirs, range(DRAWS)).values()])
+        above = floor(weights, smoothing, classes) >= tau
         say(
             f"{experiment}: floor {least:.4f} nats, {most:.4f} at weight 0.5; "
             f"{above.mean():.1%} of {len(above):,} batches cannot mix at tau = {tau:g}"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from scipy.stats import beta, kstest
 
+from reproduction.data.build import drawn_weights
 from reproduction.reporting import choosing
-from reproduction.reporting.choosing import drawn_weights, floor, mixed
+from reproduction.reporting.choosing import floor, mixed
 from scripts import choosing as script
-from tests.reproduction.conftest import SMALL, Command, config_of
+from tests.reproduction.conftest import SMALL, Command, config_of, small_trainer
 from tests.reproduction.test_trained_pictures import trained
 from tokenmixup import difficulty, mix_horizontal
 
@@ -40,11 +41,22 @@ def test_floor_is_the_least_cross_entropy(keep: float, smoothing: float, classes
     assert found - 1e-6 <= loss().item() < found + 1e-4
 
 
-def test_drawn_weights_are_those_of_the_recipe(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(choosing, "DRAWS", 500)
-    weights = drawn_weights(config_of("augmentation=[mixup]"))
-    assert kstest(weights, beta(0.8, 0.8).cdf).pvalue > 0.01
-    assert len(drawn_weights(config_of("augmentation=[htm]"))) == 0
+def test_drawn_weights_are_those_of_the_recipe():
+    weights = drawn_weights(config_of("augmentation=[mixup]"), range(500))
+    assert kstest([*weights.values()], beta(0.8, 0.8).cdf).pvalue > 0.01
+    for stack in ("augmentation=[htm]", "augmentation.mode=elem", "devices=2"):
+        assert not drawn_weights(config_of(stack), range(3))
+
+
+def test_drawn_weights_are_those_of_the_run():
+    trainer = small_trainer(["mixup", "cutmix"], "recipe.label_smoothing=0", "seed=5")
+    images, classes = torch.zeros(6, 3, 32, 32, dtype=torch.uint8), torch.arange(6)
+    weights = drawn_weights(trainer.config, range(4))
+    for step in range(4):
+        trainer.step = step
+        (part,) = trainer.train_step(images, classes, 6)
+        assert part.output.targets[0, 0] == pytest.approx(weights[step])
+    assert len({*weights.values()}) == 4
 
 
 def test_without_rho_each_mixture_is_made_twice():

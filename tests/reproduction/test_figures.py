@@ -17,7 +17,14 @@ from reproduction.reporting.figures import draw_accuracy, draw_mixed_samples, fi
 
 def steps(number: int) -> list[dict[str, float]]:
     return [
-        {"step": i, "epoch": 1 + i // 10, "loss": 2.0, "mixed_samples": i % 8, "mixed_tokens": 3.0}
+        {
+            "step": i,
+            "epoch": 1 + i // 10,
+            "loss": 2.0,
+            "difficulty": 1 + i % 3,
+            "mixed_samples": i % 8,
+            "mixed_tokens": 3.0,
+        }
         for i in range(1, number)
     ]
 
@@ -26,7 +33,8 @@ def test_figures_are_reproducible_png_and_pdf_files(tmp_path: Path):
     digests = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-        draw_mixed_samples(folder / "curve.png", steps(50), 8)
+        weights = {step: 0.5 + step / 100 for step in range(1, 50, 2)}
+        draw_mixed_samples(folder / "curve.png", steps(50), 8, weights)
         assert {path.name for path in folder.iterdir()} == {"curve.png", "curve.pdf"}
         files = (folder / "curve.png", folder / "curve.pdf")
         digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])

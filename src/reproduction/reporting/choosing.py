@@ -15,7 +15,6 @@ from scipy.stats import entropy
 from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.data.build import build_training_inputs
 from reproduction.reporting.figures import BLUE, GREEN, ORANGE, VERMILION, figure
 from reproduction.reporting.suggestions import RHOS
 from reproduction.reporting.trained import load_trained, some_images
@@ -23,7 +22,6 @@ from reproduction.runs.folder import RunFolder
 from tokenmixup import TokenMixup
 
 IMAGES = 2048  # images of a run
-DRAWS = 10_000  # batches of input mixing
 SHOWN_TAUS = (0.5, 1.0, 2.0)  # in the picture
 
 
@@ -45,13 +43,6 @@ def floor(keep: np.ndarray, smoothing: float, classes: int) -> np.ndarray:
     label[:, 0] += (1 - smoothing) * keep
     label[:, 1] += (1 - smoothing) * (1 - keep)
     return entropy(label, axis=1)
-
-
-def drawn_weights(config: Config) -> np.ndarray:
-    """Returns the weight of the own class in the first batches of a run with input mixing."""
-    inputs, size = build_training_inputs(config, torch.device("cpu")), config.model.image_size
-    draws = (inputs.draw(torch.Size((2, 3, size, size)), 0, step, 0) for step in range(DRAWS))
-    return np.array([float(x.ratios[2, 0, 0]) for x in draws if x.ratios is not None])
 
 
 def look_at(folder: RunFolder, config: Config) -> tuple[dict[float, Seen], float]:
