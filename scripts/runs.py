@@ -33,8 +33,10 @@ def main() -> None:
     if args.csv:
         write_text(args.csv, table.csv())
         say(f"written to {args.csv}")
-    if args.plot and not draw_runs(table, runs, args.plot):
-        raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
+    if args.plot:
+        if not draw_runs(table, runs, args.plot):
+            raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
+        say(f"written to {args.plot} and .pdf")
 
 
 if __name__ == "__main__":

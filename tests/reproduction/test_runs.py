@@ -284,10 +284,12 @@ def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
 def test_script_prints_the_table_and_writes_numbers(tmp_path: Path, monkeypatch, capsys):
     outputs = tmp_path / "outputs"
     runs_of(outputs, [*PLAIN, "recipe.lr=0.1"], [*PLAIN, "recipe.lr=0.2"])
-    csv = tmp_path / "x.csv"
-    assert call(monkeypatch, outputs, "--csv", csv, "--against", "lr=0.1") == 0
+    csv, plot = tmp_path / "x.csv", tmp_path / "plot.png"
+    assert call(monkeypatch, outputs, "--csv", csv, "--plot", plot, "--against", "lr=0.1") == 0
     out = capsys.readouterr().out
     assert re.search(r"\| lr +\| +n \| +last \| +best \| .* difference \|", out)
+    assert "difference, p: of last, by a two-sided paired t-test" in out
+    assert f"written to {csv}\nwritten to {plot} and .pdf" in out
     numbers = pd.read_csv(csv)
     assert numbers.top1_last_mean.tolist() == [60.5, 63.5] and numbers.seeds.tolist() == ["0;1"] * 2
     assert call(monkeypatch, tmp_path / "nowhere") == 2

@@ -136,7 +136,7 @@ COLUMNS = (
     _mean("median", "PSO", "top1_median10"),
     _mean("best", "PSOR", "top1_best"),
     _mean("best of 10", "O", "top1_best10", _best_of_ten),
-    _mean("validation", "R", "val_top1_last"),
+    _mean("validation", "OR", "val_top1_last"),
     _mean("validation, selected", "", "val_top1_selected"),
     _mean("selected", "R", "top1_selected"),
     _mean("top-5 selected", "", "top5_selected"),

@@ -166,6 +166,8 @@ def _notes(
             "validation: of the last epoch on the validation split, to choose by; last and "
             "selected, the epoch that is best by validation: on the test images"
         )
+    if not numbers.base.isna().all():
+        yield "difference, p: of last, by a two-sided paired t-test over common seeds"
     if (why := numbers.test_note.dropna().unique()).size:
         yield f"not tested: {'; '.join(why)}"
     failed = usable[usable.error.notna()]
