@@ -10,7 +10,6 @@ import torch
 from scipy.stats import beta, kstest
 
 from reproduction.data.build import drawn_weights
-from reproduction.reporting import choosing
 from reproduction.reporting.choosing import floor, mixed
 from scripts import choosing as script
 from tests.reproduction.conftest import SMALL, Command, config_of, small_trainer
@@ -91,7 +90,7 @@ def test_choosing_prints_its_numbers_and_draws(
 ):
     layers = ["augmentation=[htm]", "augmentation.htm.layer=[0,1]", "augmentation.htm.tau=0"]
     assert command("train", "name=mine", *SMALL, *layers, "recipe.epochs=1").status == 0
-    monkeypatch.setattr(choosing, "DRAWS", 50)
+    monkeypatch.setattr(script, "DRAWS", 50)
     monkeypatch.setattr("sys.argv", ["choosing.py", "outputs/mine", "picture.png"])
     with redirect_stdout(io.StringIO()) as shown:
         script.main()

@@ -38,7 +38,6 @@ from reproduction.training.endings import (
 from reproduction.training.loggers import Logs
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics, NonFinite
-from reproduction.training.mixing import MixedShare
 from reproduction.training.saving import Saver
 
 
@@ -66,7 +65,6 @@ class Epochs:
         self.figures: list[history.Epoch] = []  # the last one may have begun only
         self.eval_seconds = 0.0
         self.metrics, self.non_finite = BatchMetrics(world), NonFinite(trainer.uses_scaler)
-        self.mixed_share = MixedShare(trainer.module.htm, self.total_epochs)
         self.best: State | None = None  # weights of the best epoch
         self.resumed: tuple[Path | None, int] = None, 0  # checkpoint, bytes of metrics.jsonl then
         self.agreement, self.saver = Agreement(world), Saver(config.checkpoint)
@@ -120,7 +118,6 @@ class Epochs:
                 trainer.step += 1
                 head = {"step": trainer.step, "epoch": self.epoch + 1, "lr": lr}
                 self.metrics.add(head, size, [part.metrics for part in parts])
-                self.mixed_share.add(self.epoch + 1, [part.output for part in parts])
                 to_save = self._agree_to_save()
                 if to_save or trainer.step % recipe.log_every == 0:
                     self._flush()
@@ -192,8 +189,6 @@ class Epochs:
                 self._save_best()
         mixes = self.trainer.module.htm is not None
         self.progress.line(history.describe(self.figures, self.total_epochs, mixes, self.seconds))
-        for warning in self.mixed_share.warnings():
-            self.progress.line(warning)
         is_due = self._agree_to_save() or number == self.total_epochs
         if is_due or self.world.share(self.saver.is_due(number)):
             self._save()
