@@ -5,21 +5,14 @@ python -m scripts.benchmark.cost [STUDY ...]. It prints tables and stores nothin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 from reproduction.config import Config
-from reproduction.data.folders import (
-    DATASETS,
-    Sizes,
-    class_names,
-    image_files,
-    missing_data,
-    split_folders,
-)
+from reproduction.data.folders import DATASETS, Sizes, missing_data
+from reproduction.data.sources import build_source
 from reproduction.runs.identity import run_hash
 from reproduction.studies.options import add_settings, study_settings
 from reproduction.studies.plan import PlannedRun, plan
@@ -65,39 +58,20 @@ def speed_key(config: Config) -> str:
     return run_hash(as_measured(config))
 
 
-@cache
-def data_sizes(name: str, root: str | None) -> Sizes:
-    """Returns the sizes of a data set. Counts the files of an image folder, once in a process.
-
-    Raises UserError if the image folder is missing or invalid, and for own data, whose function is
-    not called to plan a run.
-    """
-    if (sizes := DATASETS[name].sizes) is not None:
-        return sizes
-    if name == "custom":
-        raise UserError("dataset=custom: its images are not counted before it is trained on")
-    if problem := missing_data(name, root):
-        raise UserError(problem)
-    splits = split_folders(name, str(root))
-    assert splits is not None
-    classes, per_epoch = class_names(splits.train), splits.validation or splits.held_out
-    try:
-        train, held_out = (
-            sum(len(image_files(folder / name)[0]) for name in classes)
-            for folder in (splits.train, per_epoch)
-        )
-    except OSError as error:
-        raise UserError(f"dataset.root={root}: {error}") from error
-    return Sizes(train, held_out, len(classes))
-
-
 def sizes_of(config: Config) -> Sizes:
-    """Returns the images of an epoch, the held-out images and the classes; see `data_sizes`."""
-    sizes = data_sizes(config.dataset.name, config.dataset.root)
-    train, held_out = config.dataset.limit, config.dataset.eval_limit
+    """Returns the images of an epoch, those evaluated after it, and the classes.
+
+    Raises UserError if images of one's own are missing or invalid.
+    """
+    data = config.dataset
+    if (sizes := DATASETS[data.name].sizes) is None:
+        if problem := missing_data(data.name, data.root):
+            raise UserError(problem)
+        source = build_source(data)
+        return Sizes(len(source.train), len(source.per_epoch), len(source.classes))
     return sizes._replace(
-        train=min(train or sizes.train, sizes.train),
-        held_out=min(held_out or sizes.held_out, sizes.held_out),
+        train=min(data.limit or sizes.train, sizes.train),
+        held_out=min(data.eval_limit or sizes.held_out, sizes.held_out),
     )
 
 

@@ -18,13 +18,13 @@ from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
 from scripts.on_gpu.sheet import sheet_as_markdown
 
-# letter -> name, share of the time; what a part leaves goes to the later ones
+# letter -> name, module and function, share of the time; what a part leaves goes to the later ones
 PARTS = {
-    "a": ("assignment", 1),
-    "b": ("values", 2),
-    "c": ("times", 3),
-    "d": ("kernels", 1),
-    "e": ("seeds", 1),
+    "a": ("assignment", "assignment.measure_assignment", 1),
+    "b": ("values", "steps.compare_values", 2),
+    "c": ("times", "steps.measure_times", 3),
+    "d": ("kernels", "steps.measure_kernels", 1),
+    "e": ("seeds", "seeds.train_seeds", 1),
 }
 ROWS, CHARACTERS = 16, 2800  # of a table, of a part, on the terminal
 GRACE = 5.0  # seconds between asking a process to end and ending it
@@ -53,12 +53,12 @@ def main() -> None:
         check_gpu()
     over, failed = time.time() + 60 * args.minutes, False
     for place, letter in enumerate(letters):
-        name, share = PARTS[letter]
+        name, function, share = PARTS[letter]
         left = over - time.time() - GRACE
-        limit = left * share / sum(PARTS[each][1] for each in letters[place:])
+        limit = left * share / sum(PARTS[each][2] for each in letters[place:])
         say(f"{letter}: {name}, at most {max(limit, 0):.0f} s")
         words = [str(args.jobs)] if name == "seeds" else []
-        why = run_part(name, args.device, folder / f"{name}.json", limit, *words)
+        why = run_part(function, args.device, folder / f"{name}.json", limit, *words)
         failed = failed or why is not None
         say(report(folder / f"{name}.json", why))
     say(f"written to {folder}")
@@ -74,13 +74,13 @@ def check_gpu() -> None:
         )
 
 
-def run_part(name: str, device: str, path: Path, limit: float, *more: str) -> str | None:
-    """Runs a part in a process of its own, and ends it at its limit in seconds.
+def run_part(function: str, device: str, path: Path, limit: float, *more: str) -> str | None:
+    """Runs the function of a part in a process of its own, and ends it at its limit in seconds.
 
     A kernel that hangs can be left only by the end of its process. Returns the last line of an
     error, if the part ended with one.
     """
-    words = [name, device, str(path), str(time.time() + limit), *more]
+    words = [function, device, str(path), str(time.time() + limit), *more]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "scripts.on_gpu.part", *words],

@@ -29,7 +29,6 @@ class Sheet:
         self.path, self.device, self.ends = path, device, ends
         self.head = head_of(device)
         self.tables: dict[str, dict[str, Figures]] = {}
-        self.is_complete = False
         if path.exists() and (before := read_sheet(path))["head"] == self.head:
             self.tables = before["tables"]
 
@@ -55,12 +54,8 @@ class Sheet:
             figures = self.tables.get(title, {}).get(name, {})
             self.put(title, name, {**figures, "failed": first_line(error)[:150]})
 
-    def finish(self) -> None:
-        self.is_complete = True
-        self.write()
-
     def write(self) -> None:
-        content = {"head": self.head, "is_complete": self.is_complete, "tables": self.tables}
+        content = {"head": self.head, "tables": self.tables}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, json.dumps(content, indent=1) + "\n")
 
@@ -89,8 +84,7 @@ def sheet_as_markdown(path: Path, rows: int | None = None) -> str:
     """The tables of a sheet, each with at most so many rows. Lists are only in the JSON file."""
     content = read_sheet(path)
     head = ", ".join(f"{key} {value}" for key, value in content["head"].items() if value)
-    state = "" if content["is_complete"] else " Cut off: the same command goes on with it."
-    parts = [f"{head}.{state}"]
+    parts = [f"{head}."]
     for title, table in content["tables"].items():
         columns = dict.fromkeys(key for figures in table.values() for key in figures)
         shown = [

@@ -18,7 +18,7 @@ from reproduction.studies.runs import read_store
 from reproduction.studies.study import Settings
 from reproduction.system.errors import RunInterrupted
 from scripts.on_gpu import __main__ as on_gpu
-from scripts.on_gpu import assignment, part, seeds, steps
+from scripts.on_gpu import assignment, seeds, steps
 from scripts.on_gpu.sheet import Sheet, read_sheet, sheet_as_markdown
 from tokenmixup.assignment import optimal_donors
 
@@ -113,10 +113,6 @@ def test_a_sheet_goes_on_with_what_failed_or_was_cut_off(sheet: Sheet, monkeypat
         False,
     ]
     assert again.tables["table"]["failed"] == {"failed": "RuntimeError: no memory"}
-    assert " Cut off: " in sheet_as_markdown(sheet.path)
-    again.finish()
-    assert " Cut off: " not in sheet_as_markdown(sheet.path)
-
     content = read_sheet(sheet.path)
     content["head"]["hardware"] = "another card"
     sheet.path.write_text(json.dumps(content))
@@ -178,10 +174,6 @@ def test_bad_arguments_are_refused_in_one_line(monkeypatch, capsys, words, messa
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"on-gpu: {message}")
-
-
-def test_each_part_is_one_that_its_process_knows():
-    assert {name for name, _ in on_gpu.PARTS.values()} == {*part.MODULES}
 
 
 def test_seeds_that_are_not_published_are_next(sheet: Sheet, tmp_path: Path):

@@ -30,7 +30,6 @@ from reproduction.training import distributed
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts import export as export_script
-from scripts.benchmark.cost import data_sizes
 from scripts.benchmark.trainers import bare_trainer
 from tests.conftest import sharpened
 
@@ -220,7 +219,6 @@ def write_images(
 ) -> Path:
     """Writes images whose brightness encodes the class to root/train, val and, if any, test."""
     _open.cache_clear()  # older versions of pytest use the path of a deleted folder again
-    data_sizes.cache_clear()
     rng = np.random.default_rng(0)
     for split, number in (("train", train), ("val", held_out), ("test", test)):
         for label, name in enumerate(classes if number else ()):

@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from reproduction.config import Config
-from reproduction.studies.plan import Point, points_of, studies_of
+from reproduction.studies.plan import studies_of
 from reproduction.studies.results import results_of
 from reproduction.studies.runs import read_runs
 from reproduction.studies.study import Settings
@@ -49,25 +49,7 @@ def set_time(folder: Path, seconds: int) -> None:
     os.utime(folder / "summary.json", (seconds, seconds))
 
 
-def points_at(scale: str = "full") -> list[Point]:
-    return points_of(studies_of("all"), Settings(scale=scale))
-
-
 def result(outputs: Path, name: str, **settings: Any) -> Table:
     """Returns the table of a study from the runs in `outputs`, without the scale's own folder."""
     (table,), _ = results_of(studies_of(name), Settings(**settings), read_runs(outputs))
     return table
-
-
-def write_metrics(path: Path, epochs: Sequence[Sequence[tuple[float, float, float]]]) -> Path:
-    """Writes metrics; `epochs` hold (mixed samples, mixed tokens, difficulty) of each batch."""
-    lines: list[dict[str, float]] = []
-    step = 0
-    for number, batches in enumerate(epochs, start=1):
-        for samples, tokens, difficulty in batches:
-            step += 1
-            row = {"mixed_samples": samples, "mixed_tokens": tokens, "difficulty": difficulty}
-            lines.append({"step": step, "epoch": number, "loss": 1.0, **row})
-        lines.append({"epoch": number, "top1": 50.0})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path

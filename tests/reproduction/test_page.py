@@ -57,6 +57,7 @@ def test_page_shows_tables_figures_and_runs(page: str, outputs: Path):
     assert page.count("<img ") == 5  # two sweeps, Figures 3 and 4, mixed pairs
     assert "Figure 4: mixing by HTM over training (table1/cifar100_htm)" in page
     assert "From htm0." in page and "10.0 (9.0 to 11.0)" in page  # latency
+    assert "30.0 (29.0 to 33.0)</td>" in page and "<td>3.0</td>" in page
     assert "2 of 8 rows have a finished run" in page and "6 of 8" not in page
     assert "WARNING" not in page and "generated stand-ins" not in page
 

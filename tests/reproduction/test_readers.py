@@ -26,7 +26,6 @@ from reproduction.data.images import cache_in_memory, load_image
 from reproduction.data.loaders import TrainingBatches
 from reproduction.data.sources import folders
 from reproduction.system.errors import UserError
-from scripts.benchmark.cost import data_sizes
 from tests.reproduction.conftest import config_of, load_source, write_images
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 32, 4), dtype=np.uint8)
@@ -391,8 +390,6 @@ def test_hidden_files_and_folders_of_systems_are_ignored(images: Path):
     source = load_source("image_folder", str(images), None)
     assert source.classes == ["cat", "dog"] and not source.others
     assert (len(source.train), len(source.held_out)) == (4, 2)
-    data_sizes.cache_clear()
-    assert data_sizes("image_folder", str(images)) == (4, 2, 2)
 
 
 def test_files_are_read_by_many_endings_and_others_are_counted(images: Path):

@@ -103,15 +103,7 @@ def test_rows_of_one_configuration_share_their_runs():
     }
 
 
-def test_settings_replace_data_sets_and_folders():
-    settings = Settings(data="elsewhere")
-    points = [point for name in ("table1", "table2") for point in _points(settings, name)]
-    roots = {point.config.dataset.name: point.config.dataset.root for point in points}
-    assert roots == {
-        "cifar10": "elsewhere",
-        "cifar100": "elsewhere",
-        "imagenet1k": "elsewhere/imagenet",
-    }
+def test_settings_replace_data_sets_devices_and_epochs():
     other = Settings(scale="short", dataset="image_folder", data="mine", devices=2)
     configs = [point.config for name in ("table1", "table2") for point in _points(other, name)]
     assert {(x.dataset.name, x.dataset.root, x.devices) for x in configs} == {
@@ -204,8 +196,8 @@ def changed(tmp_path: Path, **values: object) -> Path:
         ({"rows": {"htm": {"against": "table9/x"}}}, "against=table9/x: must be one of"),
         ({"rows": {}}, "rows: must name one row at least"),
         (
-            {"rows": {}, "sweep": {"key": "recipe.lr", "values": [1], "own": "table4/full"}},
-            "sweep.own=table4/full: must be a row of the paper with a baseline",
+            {"sweep": {"key": "recipe.lr", "values": [1], "own": "table1/cifar100_htm"}},
+            "at least; sweeps are the paper's",
         ),
         ({"rows": {"a/b": []}}, "rows.a/b"),
         ({"seeds": 0}, "seeds: "),

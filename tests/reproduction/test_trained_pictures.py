@@ -25,7 +25,6 @@ from reproduction.reporting.gallery import (
 )
 from reproduction.reporting.trained import (
     TrainedRun,
-    affordable,
     batch_size,
     block_inputs,
     observe,
@@ -59,13 +58,12 @@ def test_some_images_are_a_fixed_order_with_smoothed_labels():
     assert len(some_images(run, 1000).images) == 60  # all training images
 
 
-def test_affordable_limits_images_of_large_models_only_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_large_models_get_fewer_images_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
     run = trained()
-    assert affordable(run, 512) == 512
     assert batch_size(run) == 20  # at most the recipe's batch size
     monkeypatch.setattr(module_of_trained, "LARGEST_FOR_A_CPU", 1.0)
-    assert affordable(run, 512) == 1
-    assert affordable(run._replace(device=torch.device("cuda")), 512) == 512
+    assert batch_size(run) == 1
+    assert batch_size(run._replace(device=torch.device("cuda"))) == 20
 
 
 def test_block_inputs_stop_at_the_requested_block():

@@ -78,20 +78,16 @@ def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tup
         yield pixels.to(trained.device), classes.to(trained.device)
 
 
-def affordable(trained: TrainedRun, most: int) -> int:
-    """Returns the number of images to use: `most`, or fewer for a large model on a CPU.
+def batch_size(trained: TrainedRun) -> int:
+    """Returns the number of images per batch for pictures, fewer for a large model on a CPU.
 
     On a CPU, ViT-B/16 at 224 px gets 18 of 64 images: about a minute for all pictures.
     """
+    most = min(BATCH, trained.config.recipe.batch_size)
     if trained.device.type != "cpu":
         return most
     macs = count_macs(trained.module.model, trained.config.model.image_size).total
     return max(1, int(most * min(1.0, LARGEST_FOR_A_CPU / macs)))
-
-
-def batch_size(trained: TrainedRun) -> int:
-    """Returns the number of images per batch for pictures."""
-    return affordable(trained, min(BATCH, trained.config.recipe.batch_size))
 
 
 def some_images(trained: TrainedRun, count: int) -> Sample:

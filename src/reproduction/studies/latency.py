@@ -37,13 +37,6 @@ class Measurement:
     torch: str
     detectors: Mapping[str, Timing]
 
-    @property
-    def conditions(self) -> str:
-        return (
-            f"{self.hardware}, {self.model}, batch of {self.batch_size}, {self.precision}, "
-            f"torch {self.torch}"
-        )
-
 
 def read_latency(outputs: Path) -> Measurement | None:
     """Reads the file beside the runs, if it exists; UserError if it is damaged."""
@@ -56,23 +49,12 @@ def read_latency(outputs: Path) -> Measurement | None:
         raise UserError(f"{path}: {' '.join(str(error).split())}; remove it") from error
 
 
-def command(scale: str) -> str:
-    """Returns the command that measures the detectors."""
-    measure = "python -m scripts.benchmark.latency"
-    return measure + ("" if scale == FULL else f" --scale {scale}")
-
-
-def printed_latencies(study: Study) -> dict[str, float]:
-    """Returns the printed latencies in ms by detector."""
-    rows = study.rows.values()
-    return {row.row: row.printed["latency_ms"] for row in rows if "latency_ms" in row.printed}
-
-
 def latency_row(measured: Measurement | None, name: str, study: Study) -> dict[str, Any]:
     """Returns the columns of a detector: median, quartiles and ratio, measured and printed."""
-    printed = printed_latencies(study)
-    own = None if measured is None else measured.detectors.get(name)
-    unit = None if measured is None else measured.detectors.get(REFERENCE)
+    rows = study.rows.values()
+    printed = {x.row: x.printed["latency_ms"] for x in rows if "latency_ms" in x.printed}
+    timings = {} if measured is None else measured.detectors
+    own, unit = timings.get(name), timings.get(REFERENCE)
     return {
         "latency_ms": own and own.median_ms,
         "latency_low_ms": own and own.low_ms,
@@ -86,9 +68,12 @@ def latency_row(measured: Measurement | None, name: str, study: Study) -> dict[s
 def note(measured: Measurement | None, scale: str) -> str:
     """Says under which conditions the latencies were measured, or how to measure them."""
     if measured is None:
-        return f"Latency is not measured here yet; {command(scale)} measures it."
+        flag = "" if scale == FULL else f" --scale {scale}"
+        command = f"python -m scripts.benchmark.latency{flag}"
+        return f"Latency is not measured here yet; {command} measures it."
     compared = "only the ratios compare" if scale == FULL else "nothing compares: other models"
     return (
         f"Latency: median of {measured.repeats} repeats in ms, and its ratio to attention. Ours: "
-        f"{measured.conditions}. The paper's: {PAPERS}, so {compared}."
+        f"{measured.hardware}, {measured.model}, batch of {measured.batch_size}, "
+        f"{measured.precision}, torch {measured.torch}. The paper's: {PAPERS}, so {compared}."
     )

@@ -2,12 +2,10 @@
 
 import base64
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from PIL import Image
 
 from reproduction.studies.pictures import draw_pictures
 from reproduction.studies.plan import ALL, studies_of
@@ -52,7 +50,11 @@ def write_page(settings: Settings) -> Path:
         tables=tables,
         files=files,
         pictures=pictures,
-        images={x.name: _image(folder / f"{x.name}.png") for x in pictures if not x.missing},
+        images={
+            x.name: base64.b64encode((folder / f"{x.name}.png").read_bytes()).decode()
+            for x in pictures
+            if not x.missing
+        },
         html=_html,
         used=listing(used.assign(labels=used.key.map(labels))),
         unused=_unused(runs[~is_used]),
@@ -75,11 +77,3 @@ def _unused(runs: pd.DataFrame) -> pd.DataFrame:
     """Returns the folders that belong to no row."""
     states = [x.error if x.status == "unusable" else state_text(x) for x in runs.itertuples()]
     return pd.DataFrame({"folder": runs.folder, "status": states})
-
-
-def _image(path: Path) -> dict[str, Any]:
-    """Returns a .png in base64 with its size in pixels."""
-    with Image.open(path) as image:
-        width, height = image.size
-    content = base64.b64encode(path.read_bytes()).decode()
-    return {"base64": content, "width": width, "height": height}

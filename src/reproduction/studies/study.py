@@ -245,14 +245,10 @@ def read_study(path: Path) -> Study:
         if row.against not in (None, *bases, *papers):
             allowed = f"{', '.join(bases)}, or a row of the paper such as table4/full"
             raise UserError(f"{path}: rows.{name}.against={row.against}: must be one of {allowed}")
-    own = None if study.sweep is None else study.sweep.own
-    if own is not None and (own not in papers or papers_row(own).against is None):
-        allowed = "must be a row of the paper with a baseline, such as table1/cifar100_htm"
-        raise UserError(f"{path}: sweep.own={own}: {allowed}")
     if study.looks and max(study.looks) != study.seeds:
         raise UserError(f"{path}: looks: the last must be at seeds={study.seeds}")
-    if not study.rows and study.sweep is None:
-        raise UserError(f"{path}: rows: must name one row at least")
+    if study.sweep is not None or not study.rows:
+        raise UserError(f"{path}: rows: must name one row at least; sweeps are the paper's")
     return study
 
 
