@@ -1,5 +1,6 @@
 """Fixtures and helpers: commands run in this process, and runs that take seconds."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -229,3 +230,16 @@ def write_images(
                 pixels = noise + 190 * label // max(1, len(classes) - 1)
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
     return root
+
+
+def snapshot(folder: Path) -> dict[str, object]:
+    """Maps every path under a folder to its content or link target; does not follow links."""
+    entries: dict[str, object] = {}
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(root, name)
+            if path.is_symlink():
+                entries[str(path)] = os.readlink(path)
+            else:
+                entries[str(path)] = path.read_bytes() if path.is_file() else None
+    return entries

@@ -13,8 +13,7 @@ from reproduction.config import CONF_DIR
 from reproduction.runs.compose import compose
 from reproduction.runs.identity import flatten
 from reproduction.start.command import run
-from tests.reproduction.conftest import SCRIPTS
-from tests.reproduction.mutations import snapshot
+from tests.reproduction.conftest import SCRIPTS, snapshot
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 OPTIONS = {

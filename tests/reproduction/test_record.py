@@ -22,8 +22,7 @@ from reproduction.studies.runs import left, newest, read_runs, state_text
 from reproduction.studies.sweeps import runs_table
 from reproduction.system.errors import UserError
 from scripts.reproduce import reproduce
-from tests.reproduction.conftest import Command, config_of, load_source, write_images
-from tests.reproduction.mutations import snapshot
+from tests.reproduction.conftest import Command, config_of, load_source, snapshot, write_images
 from tests.reproduction.tables import set_time, write_run
 
 TINY = [

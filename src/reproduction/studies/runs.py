@@ -15,7 +15,6 @@ from reproduction.runs.locking import status_of
 from reproduction.studies.columns import MEASURES, METRICS, SELECTED, is_number, measured
 from reproduction.studies.study import scales
 from reproduction.system.errors import UserError, first_line, in_one_line
-from reproduction.system.reading import parse_json
 from tokenmixup.settings import AUTO
 
 REPORT = "report"
@@ -113,7 +112,7 @@ def _row(path: Path) -> dict[str, Any]:
         }
     except UserError as error:
         reason = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
-    except (OSError, RecursionError, OverflowError, TypeError, ValueError) as error:
+    except (OSError, OverflowError, TypeError, ValueError) as error:
         reason = f"not readable: {first_line(error)}"
     return row | {"status": "unusable", "error": _short(reason)}
 
@@ -155,7 +154,7 @@ def read_store(folder: Path) -> pd.DataFrame:
     for path in sorted(folder.glob("*.jsonl")):
         for place, text in enumerate(path.read_text().splitlines(), 1):
             try:
-                line = parse_json(text)
+                line = json.loads(text)
                 rows.append(_published(line) | {"hash": line["hash"]})
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{path}:{place}: no result: {first_line(error)}") from error
