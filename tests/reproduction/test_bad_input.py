@@ -268,8 +268,7 @@ def test_rank_variable_without_torchrun_is_ignored(
 
 def test_run_killed_before_writing_its_config_can_restart(command: Command, tmp_path: Path):
     (tmp_path / "outputs/mine/checkpoints").mkdir(parents=True)
-    assert command("train", "name=mine", *SMALL).status == 2
-    assert command("train", "name=mine", "resume=auto", *SMALL).status == 0
+    assert command("train", "name=mine", *SMALL).status == 0
     (tmp_path / "outputs/other").mkdir()
     (tmp_path / "outputs/other/thesis.txt").write_text("not ours")
     refused = command("train", "name=other", "resume=auto", *SMALL)
@@ -290,7 +289,6 @@ def test_broken_image_is_named(command: Command, tmp_path: Path, workers: int):
     assert f"{broken}: no readable image" in held.err
     count = "1 of 4 images of this folder are broken"
     assert held.err.endswith(f"; {count}; dataset.broken_images=skip leaves such files out\n")
-    assert not list((tmp_path / "outputs").iterdir())
     result = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
     assert (result.status, len(result.lines)) == (1, 1)
     assert f"{broken}: no readable image" in result.err

@@ -75,8 +75,9 @@ def test_two_ranks_equal_one_process_also_with_micro_batches_and_a_restart(
     at_step(monkeypatch, 15, partial(kill_once, "0"))
     torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--run-path", "--start-method=fork"]
     in_parts = "recipe.grad_accum_steps=3"  # micro-batches of 4 and 5 images per rank
+    run = ["name=torchrun", "resume=auto", *PLAIN, in_parts]
     with endings.handling(endings.stop_at_once):  # torchrun does not restore the handlers
-        distributed_run.main([*torchrun, str(ROOT / "train.py"), "name=torchrun", *PLAIN, in_parts])
+        distributed_run.main([*torchrun, str(ROOT / "train.py"), *run])
     assert "restart 1 of 1: all ranks resume after step 10" in capfd.readouterr().err
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"one", "two", "torchrun"}
     one_steps, one_epochs = lines_of(tmp_path, "one")

@@ -199,18 +199,6 @@ def test_second_process_on_a_run_is_refused_in_one_line(command: Command, tmp_pa
     assert not is_held(folder)
 
 
-def test_hold_removes_a_folder_without_a_run(tmp_path: Path):
-    folder = RunFolder(tmp_path / "outputs" / "mine")
-    with hold(folder):
-        assert folder.path.is_dir()
-    assert not folder.path.exists()
-    folder.path.mkdir()
-    (folder.path / "notes.txt").write_text("the user's")
-    with hold(folder):
-        pass
-    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
-
-
 def test_hold_refuses_file_systems_without_locks(tmp_path: Path, monkeypatch):
     def no_locks(file: Any, kind: int) -> None:
         raise OSError(38, "Function not implemented")

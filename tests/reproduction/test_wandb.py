@@ -99,7 +99,7 @@ def test_run_refused_by_wandb_is_refused(
     assert (result.status, len(result.lines)) == (2, 1)
     assert result.err.startswith("train.py: logger.wandb.mode=online: ")
     assert "403" in result.err and "not for you" in result.err
-    assert not folder(tmp_path).path.exists()
+    assert not folder(tmp_path).config_path.exists()
 
 
 TYPED = [f"logger.wandb.{x}" for x in ("mode=online", "project=typed", "entity=me")]

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import yaml
 from reproduction.config import Config
 from reproduction.runs.identity import differing, hash_of, identity, with_first_defaults
 from reproduction.system.errors import UserError, first_line
-from reproduction.system.ranks import is_first_rank, launcher, restarts
+from reproduction.system.ranks import is_first_rank
 from reproduction.system.reading import parse_yaml
 from reproduction.system.storage import TEMPORARIES, clear_leftovers, sync, versions, write_text
 
@@ -52,13 +51,13 @@ class RunFolder:
         if not os.path.lexists(self.path):
             check_writable(self.path, f"output_root={config.output_root}")
             return
-        if config.resume == "never" and not self._is_restarted:
+        if self._has_no_config_yet():
+            return
+        if config.resume == "never":
             raise UserError(
                 f"name={config.name}: {self.path} exists; resume it with resume=auto or choose "
                 "another name=..."
             )
-        if self._has_no_config_yet():
-            return
         if pairs := differing(identity(dataclasses.asdict(config)), identity(self.read_config())):
             advice = "choose another name=..."
             if pairs[0].startswith("recipe.epochs=") and self.is_finished():
@@ -71,17 +70,8 @@ class RunFolder:
                 f"{', '.join(pairs)}; {advice}"
             )
 
-    @cached_property
-    def _is_restarted(self) -> bool:
-        """Whether this launcher restarted its ranks and had locked this run before.
-
-        Cached before this process locks the run itself.
-        """
-        lock = self.path / LOCK
-        return restarts()[0] > 0 and lock.exists() and launcher() in lock.read_text().splitlines()
-
     def _has_no_config_yet(self) -> bool:
-        """Whether a run was killed here before it wrote its configuration."""
+        """Whether a run ended here, killed or refused, before it wrote its configuration."""
         expected = {"checkpoints", "wandb", "tensorboard", "summary.json", LOCK}
         expected |= {entry.name for entry in self.path.glob(TEMPORARIES)}
         return self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= expected

@@ -3,9 +3,8 @@
 import fcntl
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,34 +12,26 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from reproduction.runs.folder import LOCK, RunFolder
 from reproduction.system.errors import RunLocked, UserError
-from reproduction.system.ranks import is_first_rank, launcher, restarts
+from reproduction.system.ranks import is_first_rank, restarts
 
 PATIENCE = 0.5  # seconds: a reader may hold the lock briefly, or its owner may be exiting
 PATIENCE_OF_RESTARTED = 60.0  # the previous first rank may still be shutting down
 Status = Literal["finished", "running", "interrupted", "failed", "not started"]
-ATTEMPTS = 50  # to open a lock while other processes remove its folder
 
 
 @contextmanager
 def hold(folder: RunFolder) -> Iterator[None]:
     """Locks the run for this process, on the first rank only. Raises RunLocked if it is taken.
 
-    The system frees the lock when the process ends: forked workers do not keep it. The folder is
-    removed again if no run starts in it.
+    The system frees the lock when the process ends: forked workers do not keep it.
     """
     if not is_first_rank():
         yield
         return
     path = folder.path / LOCK
     with _lock(path):
-        try:  # for error messages, and for restarted ranks
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n{launcher()}\n")
-            yield
-        finally:
-            if not folder.config_path.exists():
-                path.unlink(missing_ok=True)
-                with suppress(OSError):  # not empty
-                    folder.path.rmdir()
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")  # for RunLocked
+        yield
 
 
 def is_held(folder: RunFolder) -> bool:
@@ -73,27 +64,16 @@ def status_of(folder: RunFolder, summary: Mapping[str, Any]) -> Status:
 
 
 def _lock(path: Path) -> AcquireReturnProxy[FileLock]:
-    """Locks the file, in a new folder if need be, which other processes may remove meanwhile.
-
-    The context that is returned frees it.
-    """
-    lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
-    for _ in range(ATTEMPTS):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return lock.acquire(PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE)
-        except Timeout:
-            with suppress(FileNotFoundError):  # its holder has just left
-                holder = path.read_text().partition("\n")[0] or "another process"
-                line = f"name={path.parent.name}: {holder} is training {path.parent}"
-                raise RunLocked(line) from None
-        except (FileNotFoundError, FileExistsError):
-            if os.path.lexists(path.parent) and not path.parent.is_dir():
-                raise
-            time.sleep(0.01)
-        except OSError as error:
-            raise _cannot_lock(path, error) from error
-    raise UserError(f"{path.parent}: a folder cannot be created here")  # such as in /proc
+    """Locks the file, in a new folder if need be; the context that is returned frees it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
+        return lock.acquire(PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE)
+    except Timeout:
+        holder = path.read_text().strip() or "another process"
+        raise RunLocked(f"name={path.parent.name}: {holder} is training {path.parent}") from None
+    except OSError as error:
+        raise _cannot_lock(path, error) from error
 
 
 def _cannot_lock(path: Path, error: OSError) -> UserError:

@@ -25,11 +25,3 @@ def restarts() -> tuple[int, int]:
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     done, allowed = (int(os.environ.get(name, "0")) for name in names)
     return done, allowed
-
-
-def launcher() -> str:
-    """Returns an identifier of the launcher that stays the same across restarts."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run != "none" and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return run  # multi-node: the first rank may move to another machine
-    return f"{run} by process {os.getppid()}"

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -45,8 +44,7 @@ class WandbLog:
 
     def __init__(self, config: Config, logger: Wandb, folder: RunFolder):
         self.run_id = folder.read_summary().get("wandb_id") or uuid4().hex[:8]
-        self.root = folder.path / "wandb"
-        folder.path.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self.run = self._open(config, logger)
         self.local_path = Path(self.run.dir).parent
         folder.write_summary(wandb_id=self.run.id)  # a sweep agent decides itself
@@ -62,11 +60,10 @@ class WandbLog:
         """Opens the run as configured, or offline; UserError if the service refuses it."""
         import wandb
 
-        earlier = {*self.root.glob("*")}
         try:
             run = self._init(config, logger, logger.mode)
         except Exception as error:
-            self._remove_files(earlier)
+            _teardown()
             unreachable = isinstance(error, wandb.errors.CommError) and not (
                 isinstance(error, wandb.errors.AuthenticationError) or REFUSED.search(str(error))
             )
@@ -94,21 +91,10 @@ class WandbLog:
             project=logger.project,
             entity=logger.entity,
             mode=mode,
-            dir=str(self.root.parent),
+            dir=str(self.folder.path),
             config=dataclasses.asdict(config),
             settings=settings,
         )
-
-    def _remove_files(self, earlier: set[Path]) -> None:
-        """Ends wandb's process and removes the files of a run that did not start."""
-        _teardown()
-        for path in {*self.root.glob("*")} - earlier:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        with suppress(OSError):  # it is missing or holds runs of earlier jobs
-            self.root.rmdir()
 
     def log(self, line: dict[str, Any]) -> None:
         self.run.log({key: value for key, value in line.items() if value is not None})

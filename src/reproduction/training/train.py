@@ -70,8 +70,8 @@ LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
 def run_training(config: Config) -> dict[str, Any]:
     """Trains one run, unless it is finished, and returns its summary.
 
-    Raises UserError before anything is written, and PlainError or RunInterrupted after the status
-    is recorded in the folder. Raises RunLocked if another process is training the run.
+    Raises UserError before the run begins, and PlainError or RunInterrupted after the status is
+    recorded in the folder. Raises RunLocked if another process is training the run.
     """
     folder = RunFolder.of(config)
     folder.check(config)
