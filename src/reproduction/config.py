@@ -245,11 +245,9 @@ class CutMix(InputMix):
 class Augmentation:
     """The augmentation stack; None disables a component.
 
-    `mode` is the mode of timm's `Mixup`. `off_epoch` is the first epoch without mixing, counted
-    from 0, as in timm's training script.
+    `off_epoch` is the first epoch without mixing, counted from 0, as in timm's training script.
     """
 
-    mode: Literal["batch", "pair", "elem"] = "batch"
     off_epoch: Count | None = None
     mixup: InputMix | None = None
     cutmix: CutMix | None = None

@@ -43,7 +43,7 @@ def test_floor_is_the_least_cross_entropy(keep: float, smoothing: float, classes
 def test_drawn_weights_are_those_of_the_recipe():
     weights = drawn_weights(config_of("augmentation=[mixup]"), range(500))
     assert kstest([*weights.values()], beta(0.8, 0.8).cdf).pvalue > 0.01
-    for stack in ("augmentation=[htm]", "augmentation.mode=elem", "devices=2"):
+    for stack in ("augmentation=[htm]", "devices=2"):
         assert not drawn_weights(config_of(stack), range(3))
 
 

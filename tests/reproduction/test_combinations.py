@@ -27,7 +27,6 @@ CHOICES: dict[str, list[Any]] = {
     "model.positional_embedding": ["learnable", "sine"],
     "model.checkpoint_blocks": ["true", "false"],
     "model.attn_drop": [0, 0.1],
-    "augmentation.mode": ["batch", "pair", "elem"],
     "augmentation.off_epoch": ["null", 1],
     "augmentation.mixup.prob": [1, 0.5],
     "augmentation.manifold_mixup.layers": ["[0]", "[0,1]"],

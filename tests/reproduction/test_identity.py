@@ -123,7 +123,7 @@ def test_run_saved_without_keys_of_later_options_is_found(command: Command, tmp_
     run = RunFolder(tmp_path / "outputs/mine")
     saved = run.read_config()
     key, older = hash_of(saved), deepcopy(saved)
-    del older["augmentation"]["mode"], older["augmentation"]["htm"]["labels"], older["checkpoint"]
+    del older["augmentation"]["htm"]["labels"], older["checkpoint"]
     run.config_path.write_text(yaml.safe_dump(older))
     assert hash_of(older) == key and list(folder.find_runs(tmp_path / "outputs")) == [key]
     again = command("train", "name=mine", "resume=auto", *SMALL)
@@ -133,7 +133,7 @@ def test_run_saved_without_keys_of_later_options_is_found(command: Command, tmp_
 
 STACK = ["mixup", "htm", "vtm"]
 CHANGES = [
-    *("seed=1", "model.depth=3", "model.attn_drop=0.3", "augmentation.mode=elem"),
+    *("seed=1", "model.depth=3", "model.attn_drop=0.3"),
     *("augmentation.htm.rho=0", "augmentation.htm.detector=random", "augmentation.vtm.kappa=5"),
     *("recipe.label_smoothing=0.3", "recipe.optimizer=sgd"),
     *("recipe.grad_accum_steps=2", "recipe.precision=bf16", "recipe.transforms.erasing_prob=1"),

@@ -112,7 +112,6 @@ def test_batches_without_a_box_keep_their_weight():
     [
         ("augmentation=[cutmix,htm]", "htm mixes labels before the last block"),
         ("augmentation=[cutmix,manifold_mixup]", "manifold_mixup mixes labels before"),
-        ("augmentation.mode=elem", "augmentation.mode=elem draws more than one box"),
         ("model=resnet18", "resnet18 has no blocks with attention"),
         ("model=swin_tiny_patch4_window7_224", "blocks of SwinTransformer do not attend to all"),
         ("compile=true", "compile=true hides the last block"),

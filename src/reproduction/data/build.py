@@ -168,9 +168,9 @@ def build_training_inputs(config: Config, device: torch.device) -> TrainingInput
 def drawn_weights(config: Config, steps: Iterable[int]) -> dict[int, float]:
     """Returns what a run draws as the weight of an image's own class, by step, counted from 0.
 
-    Empty where a batch has no single one: without input mixup and CutMix, with ranks, per image.
+    Empty where a batch has no single one: without input mixup and CutMix, and with ranks.
     """
-    if config.devices > 1 or config.augmentation.mode != "batch":
+    if config.devices > 1:
         return {}
     inputs, size = build_training_inputs(config, torch.device("cpu")), config.model.image_size
     shape = torch.Size((2, 3, size, size))

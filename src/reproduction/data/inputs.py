@@ -6,7 +6,7 @@ Letters: b batch, c classes, h w image.
 from collections.abc import Callable, Iterator, Sequence
 from math import exp, log, sqrt
 from random import Random
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,10 +26,10 @@ AREAS, LOG_RATIOS, ATTEMPTS = (0.02, 1 / 3), (log(0.3), log(1 / 0.3)), 10
 class Draws(NamedTuple):
     """What the host draws for a batch, or its copy on the device. Without mixing all are None."""
 
-    ratios: Tensor | None = None  # 4 n 1 (n is 1 or b): pixels own, partner's; classes own, its
-    swapped: Tensor | None = None  # n 1 h w bool, pixels taken from the partner, with CutMix
+    ratios: Tensor | None = None  # 4 1 1: of pixels own, the partner's; of classes own, its
+    swapped: Tensor | None = None  # 1 1 h w bool, pixels taken from the partner, with CutMix
     kept: Tensor | None = None  # b 1 h w bool, pixels that are not erased
-    box: Box | None = None  # of `swapped`, with CutMix of the whole batch
+    box: Box | None = None  # of `swapped`
 
     def to(self, device: torch.device) -> "Draws":
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
@@ -41,21 +41,15 @@ class Mixed(NamedTuple):
     images: Tensor  # b 3 h w
     classes: Tensor  # b, of the image itself
     partners: Tensor  # b, of the image that is mixed in
-    weight: Tensor | float = 1.0  # of the image itself, one for all or n 1 (n is 1 or b)
-    box: Box | None = None  # of the partner's pixels, with CutMix of the whole batch
+    weight: Tensor | float = 1.0  # of the image itself: one for all, or by attention b 1
+    box: Box | None = None  # of the partner's pixels, with CutMix
     rest: Tensor | float | None = None  # of the partner, by default 1 - weight
 
     def split(self, count: int) -> Iterator["Mixed"]:
         """Yields `count` consecutive parts, whose sizes differ by at most one."""
         parts = (x.tensor_split(count) for x in (self.images, self.classes, self.partners))
-        shares = (
-            x.expand(len(self.images), 1).tensor_split(count)
-            if isinstance(x, Tensor)
-            else [x] * count
-            for x in (self.weight, self.rest)
-        )
-        for images, classes, partners, weight, rest in zip(*parts, *shares, strict=True):
-            yield Mixed(images, classes, partners, cast(Any, weight), self.box, rest)
+        for images, classes, partners in zip(*parts, strict=True):
+            yield self._replace(images=images, classes=classes, partners=partners)
 
     def targets(self, num_classes: int, smoothing: float) -> Tensor:
         """Returns soft targets `b c`: both classes by their weights, with smoothed labels."""
@@ -126,46 +120,30 @@ def build_normalize(
 class InputMixing(Mixup):
     """timm's Mixup of a batch with its reverse, for any batch size, on the device in one way.
 
-    timm mixes each kind of draw by other operations, and asserts an even batch size; here the
-    middle image of an odd batch is mixed with itself.
+    timm mixes by mixup and by CutMix with other operations, and asserts an even batch size; here
+    the middle image of an odd batch is mixed with itself.
     """
 
     def draw(self, shape: torch.Size) -> Draws:
         """Returns the draws for images `b 3 h w`, from numpy's global generator, as timm's."""
-        b, _, h, w = shape
-        boxes: dict[int, Box] = {}
-        if self.mode == "batch":
-            ratio, is_cutmix = self._params_per_batch()
-            share, uses_box = np.array([ratio]), [is_cutmix]
-        else:
-            share, uses_box = self._params_per_elem(b if self.mode == "elem" else b // 2)
-        weight = share.copy()
-        for i in range(len(share)):
-            if uses_box[i] and share[i] != 1:
-                place, weight[i] = cutmix_bbox_and_lam(
-                    shape, share[i], ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
-                )
-                top, bottom, left, right = place
-                boxes[i] = int(top), int(bottom), int(left), int(right)
-                share[i] = 1
-        ratios = np.stack([share, 1 - share, weight, 1 - weight]).astype(np.float32)  # 4 n
-        swapped = np.zeros((len(share), 1, h, w), dtype=bool)
-        for i, (top, bottom, left, right) in boxes.items():
-            swapped[i, :, top:bottom, left:right] = True
-        if self.mode == "pair":  # the partner's draws are the same
-            middle = np.array([[1], [0], [1], [0]], np.float32)[:, : b % 2]
-            ratios = np.concatenate([ratios, middle, ratios[:, ::-1]], axis=1)
-            whole = np.zeros((b % 2, 1, h, w), dtype=bool)
-            swapped = np.concatenate([swapped, whole, swapped[::-1]])
+        _, _, h, w = shape
+        share, is_cutmix = self._params_per_batch()
+        weight, box, swapped = share, None, np.zeros((1, 1, h, w), dtype=bool)
+        if is_cutmix and share != 1:
+            place, weight = cutmix_bbox_and_lam(
+                shape, share, ratio_minmax=self.cutmix_minmax, correct_lam=self.correct_lam
+            )
+            top, bottom, left, right = box = cast(Box, tuple(map(int, place)))
+            swapped[..., top:bottom, left:right] = True
+            share = 1.0
+        ratios = np.array([share, 1 - share, weight, 1 - weight], np.float32)[:, None, None]
         return Draws(
-            for_device(ratios[:, :, None]),
-            for_device(swapped) if self.cutmix_alpha > 0 else None,
-            box=boxes.get(0) if self.mode == "batch" else None,
+            for_device(ratios), for_device(swapped) if self.cutmix_alpha > 0 else None, box=box
         )
 
     def mix(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
         assert draws.ratios is not None
-        own, others, weight, rest = draws.ratios  # n 1 each
+        own, others, weight, rest = draws.ratios  # 1 1 each
         partners = images.flip(0)
         if self.mixup_alpha > 0:
             images = images * own[..., None, None] + partners * others[..., None, None]
@@ -183,8 +161,7 @@ def for_device(values: np.ndarray) -> Tensor:
 def build_input_mixing(stack: Augmentation) -> InputMixing | None:
     """Returns what mixes a batch, if the stack has input mixup or CutMix.
 
-    With both, a fair coin picks one of them, which is applied with its own `prob`. This is drawn
-    per batch, or in other `stack.mode`s per pair or per image.
+    With both, a fair coin picks one of them for a batch, which is applied with its own `prob`.
     """
     if stack.mixup is None and stack.cutmix is None:
         return None
@@ -198,7 +175,6 @@ def build_input_mixing(stack: Augmentation) -> InputMixing | None:
         cutmix_alpha=cutmix_alpha,
         prob=total / 2 if both else total,
         switch_prob=cutmix_prob / total if total else 0.0,
-        mode=stack.mode,
     )
 
 

@@ -30,6 +30,7 @@ REMOVED: dict[str, Any] = {
     "checkpoint.every_steps": None,
     "recipe.non_finite": "fail",
     "augmentation.htm.non_finite": "fail",
+    "augmentation.mode": "batch",
 }
 HASHED = ("recipe.non_finite",)  # those that had no default, so that every hash covers them
 

@@ -170,8 +170,6 @@ def _label_problems(config: Config) -> Iterator[str]:
     stack = config.augmentation
     early = [name for name in ("manifold_mixup", "htm") if name in stack.stack]
     reasons = [f"{name} mixes labels before the last block has run" for name in early]
-    if stack.mode != "batch":
-        reasons.append(f"augmentation.mode={stack.mode} draws more than one box for a batch")
     if isinstance(config.model, Library):
         reasons.append(f"{config.model.name} has no blocks with attention")
     if config.compile:
