@@ -62,17 +62,3 @@ def test_manifold_mixup_comes_before_htm_at_the_same_block(build, batch):
     torch.testing.assert_close(output.targets, mix(targets))
     expected = torch.nn.functional.cross_entropy(output.layers[0].score_logits, mix(targets))
     torch.testing.assert_close(output.score_loss, expected)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"alpha": 0.0}, "alpha=0.0"),
-        ({"layers": []}, "layers="),
-        ({"layers": [1, 1]}, "layers="),
-        ({"layers": [9]}, "manifold_mixup.layers=9"),
-    ],
-)
-def test_manifold_mixup_refuses_bad_settings(build, bad: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        attach(build(), CLASSES, manifold_mixup=bad)

@@ -20,30 +20,6 @@ def random_map(b: int = 3, h: int = 2, n: int = 5) -> torch.Tensor:
     return torch.randn(b, h, n, n, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
 
 
-def test_attention_saliency_without_class_token_is_the_mean_over_heads_and_queries():
-    attn = random_map()
-    expected = torch.zeros(3, 5)
-    for b in range(3):
-        for t in range(5):
-            expected[b, t] = sum(attn[b, h, i, t] for h in range(2) for i in range(5)) / 10
-    torch.testing.assert_close(attention_saliency(attn), expected)
-    torch.testing.assert_close(attention_saliency(attn).sum(dim=1), torch.ones(3))
-
-
-def test_attention_saliency_with_class_token_is_its_row_and_is_not_renormalised():
-    attn = random_map()
-    expected = attn[:, :, 0, 1:].mean(dim=1)
-    torch.testing.assert_close(attention_saliency(attn, num_prefix_tokens=1), expected)
-    torch.testing.assert_close(attention_saliency(attn[:, :, :1], num_prefix_tokens=1), expected)
-    assert (expected.sum(dim=1) < 1).all()
-
-
-def test_attention_saliency_with_registers_but_no_class_token_averages_all_queries():
-    attn = random_map()
-    found = attention_saliency(attn, num_prefix_tokens=2, class_token=False)
-    torch.testing.assert_close(found, attn.mean(dim=(1, 2))[:, 2:])
-
-
 def test_attention_saliency_is_float32_and_detached():
     attn = random_map().bfloat16().requires_grad_()
     found = attention_saliency(attn)
@@ -72,12 +48,9 @@ def test_rollout_saliency_is_the_product_with_later_maps_on_the_left(steps: int,
         torch.testing.assert_close(
             found, torch.tensor(np.array(expected)[:, prefix:], dtype=torch.float32)
         )
-
-
-def test_rollout_saliency_is_not_the_product_as_printed():
-    first, second = random_map(), random_map().flip(0)
-    printed = (first.mean(1) @ second.mean(1)).mean(dim=1)
-    assert not torch.allclose(rollout_saliency([first, second]), printed, atol=1e-3)
+        if steps == 0:
+            attn = maps[0][:, :, :1] if class_token else maps[0]
+            assert torch.equal(attention_saliency(attn, prefix, class_token), found)
 
 
 def plain_map(block, x: Tensor) -> Tensor:
@@ -108,15 +81,6 @@ def test_rollout_runs_ahead_through_the_blocks(build, batch, steps: int, trainin
     torch.testing.assert_close(found, expected)
     assert not found.requires_grad
     assert model.training == training
-
-
-def test_rollout_without_steps_is_the_map_of_the_block_itself(build, batch):
-    model = build().eval()
-    with watching(model) as seen:
-        model(batch[0])
-    prefix = model.num_prefix_tokens
-    entry = BlockPass(find_encoder(model), 1, seen[1].tokens, {}, prefix, prefix > 0)
-    torch.testing.assert_close(by_rollout(0, entry), entry.own_saliency())
 
 
 def test_rollout_leaves_the_block_that_attends_to_a_memory_as_it_is(build, batch):

@@ -60,15 +60,6 @@ def test_scorenet_has_the_published_size():
     assert sum(p.numel() for p in ScoreNet(256, 100).parameters()) == 25_957
 
 
-def test_scorenet_stop_gradient_trains_itself_alone():
-    for stop in (False, True):
-        tokens = torch.randn(2, 5, 8, requires_grad=True)
-        net = ScoreNet(8, 3, stop_gradient=stop)
-        net(tokens).square().sum().backward()
-        assert (tokens.grad is None) == stop
-        assert net.head.weight.grad is not None
-
-
 def test_scorenet_refuses_a_class_token_that_is_not_there():
     with pytest.raises(ValueError, match="class token"):
         ScoreNet(8, 3, "class_token")(torch.zeros(2, 5, 8))

@@ -21,7 +21,6 @@ from timm.data import resolve_model_data_config
 from timm.layers import Attention, LayerScale, PatchDropout
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -196,12 +195,6 @@ def norms_tuned(model: Any, patch: Patch) -> None:
 
 
 @row()
-def norms_of_another_kind(model: Any, patch: Patch) -> None:
-    for block in model.blocks:
-        block.norm1 = randomized(nn.RMSNorm(24))
-
-
-@row()
 def block_inserted(model: Any, patch: Patch) -> None:
     model.blocks.insert(0, randomized(copy.deepcopy(model.blocks[3])))
 
@@ -209,11 +202,6 @@ def block_inserted(model: Any, patch: Patch) -> None:
 @row()
 def block_removed(model: Any, patch: Patch) -> None:
     del model.blocks[0]
-
-
-@row()
-def block_copied(model: Any, patch: Patch) -> None:
-    model.blocks[1] = copy.deepcopy(model.blocks[3])
 
 
 @row()
@@ -494,36 +482,6 @@ def checkpoint_that_is_not_reentrant(model: Any, patch: Patch) -> None:
 @row(r"block 0 \(Block\) runs .* under the model's own gradient checkpointing")
 def timms_checkpointing(model: Any, patch: Patch) -> None:
     model.set_grad_checkpointing()
-
-
-@row("under the model's own gradient checkpointing", build=Wrapped, adapter=WRAPPED)
-def backbones_checkpointing(model: Any, patch: Patch) -> None:
-    model.backbone.set_grad_checkpointing()
-
-
-@row("under the model's own gradient checkpointing", build=huggingface)
-def transformers_checkpointing(model: Any, patch: Patch) -> None:
-    model.gradient_checkpointing_enable()
-
-
-@row("block . is CheckpointWrapper, not pre-norm")
-def blocks_in_wrappers_that_checkpoint(model: Any, patch: Patch) -> None:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block)
-
-
-@row("under the model's own gradient", build=encoded, adapter=torch_encoder("encoder", 32))
-def layers_in_wrappers_that_checkpoint(model: Any, patch: Patch) -> None:
-    for index, layer in enumerate(model.encoder.layers):
-        model.encoder.layers[index] = checkpoint_wrapper(layer)
-
-
-@row("block . is OptimizedModule, not pre-norm")
-def blocks_compiled_one_by_one(model: Any, patch: Patch) -> Any:
-    model = copy.copy(model)
-    model._modules = dict(model._modules)
-    model.blocks = nn.Sequential(*(torch.compile(x, backend="eager") for x in model.blocks))
-    return model
 
 
 @row("which is compiled by itself", build=huggingface)
