@@ -132,17 +132,7 @@ def small_trainer(
 
 def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:
     """Trains on random images, new ones in every step, and returns the metrics."""
-    generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
-    lines = BatchMetrics(trainer.world)
-    for _ in range(steps):
-        shape = (batch, 3, size, size)
-        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
-        micro_batches = trainer.train_step(images, classes, batch)
-        trainer.step += 1
-        metrics = [part.metrics for part in micro_batches]
-        lines.add({"step": trainer.step}, batch, metrics)
-    return lines.fetch()
+    return _steps(trainer, [batch] * steps)
 
 
 GRAPH = (  # of a graph and of eager steps: all that may be in a step
@@ -156,19 +146,24 @@ SIZES = {"cuda": [8] * 9 + [7] * 4 + [8] * 7, "cpu": [4, 4, 3, 4, 3]}
 
 def scheduled_steps(trainer: Trainer) -> list[Line]:
     """Trains on batches of SIZES with a learning rate that changes with each, in float32."""
+    return _steps(trainer, SIZES[trainer.world.device.type], scheduled=True)
+
+
+def _steps(trainer: Trainer, batches: list[int], scheduled: bool = False) -> list[Line]:
     generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
     lines = BatchMetrics(trainer.world)
-    for epoch, batch in enumerate(SIZES[trainer.world.device.type]):
+    for epoch, batch in enumerate(batches):
         shape = (batch, 3, size, size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
-        lr = trainer.schedule(epoch, 0)
-        for group in trainer.optimizer.param_groups:
-            if isinstance(group["lr"], float):
-                group["lr"] = float(torch.tensor(lr))
-        parts = trainer.train_step(images, classes, batch)
+        if scheduled:
+            lr = trainer.schedule(epoch, 0)  # sets it, in float64
+            for group in trainer.optimizer.param_groups:
+                if isinstance(group["lr"], float):
+                    group["lr"] = float(torch.tensor(lr))
+        micro_batches = trainer.train_step(images, classes, batch)
         trainer.step += 1
-        metrics = [part.metrics for part in parts]
+        metrics = [part.metrics for part in micro_batches]
         lines.add({"step": trainer.step}, batch, metrics)
     return lines.fetch()
 

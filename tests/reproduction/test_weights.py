@@ -308,32 +308,6 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, build, content, message):
     assert "\n" not in str(refused.value)
 
 
-def halved(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def scrambled(path: Path) -> None:
-    rng = np.random.default_rng(0)
-    path.write_bytes(rng.integers(0, 256, path.stat().st_size, dtype=np.uint8).tobytes())
-
-
-@pytest.mark.parametrize("harm", [halved, scrambled, lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda path: torch.save(small_cct().state_dict(), path),
-        lambda path: save_file(small_cct().state_dict(), path),
-    ],
-    ids=["torch", "safetensors"],
-)
-def test_broken_files_are_refused(tmp_path, write, harm):
-    path = tmp_path / "broken"
-    write(path)
-    harm(path)
-    with pytest.raises(UserError, match=rf"^checkpoint={path}: not readable: [^\n]+$"):
-        read_weights("checkpoint", path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
