@@ -117,7 +117,7 @@ def mixing_batch(
     targets = F.one_hot(torch.arange(batch_size) % CLASSES, CLASSES).float().to(device)
     assert module.htm is not None
     with autocast(device, precision), evaluating(module.model):
-        *_, entry = block_inputs(module.model, images, module.htm.first.layer)
+        *_, entry = block_inputs(module.model, images, module.htm.layers[0])
     entry.tokens.requires_grad_()  # as in training
     return module, images, targets, entry
 

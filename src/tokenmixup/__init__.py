@@ -59,17 +59,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.timm_task").TokenMixupTask
     if name in __all__:
         for home in (
-            "adapters",
-            "assignment",
-            "attention",
-            "encoder",
-            "fitting",
-            "horizontal",
-            "module",
-            "output",
-            "saliency",
-            "scorenet",
-            "vertical",
+            *("adapters", "assignment", "attention", "encoder", "fitting", "horizontal"),
+            *("module", "output", "saliency", "scorenet", "vertical"),
         ):
             if hasattr(found := import_module(f"{__name__}.{home}"), name):
                 return getattr(found, name)

@@ -81,12 +81,6 @@ class Parts:
                 raise ValueError(f"Parts: num_heads={self.num_heads} must divide the width {width}")
             self.scale = (width / self.num_heads) ** -0.5
 
-    @property
-    def layers(self) -> list[Any]:
-        """The projection layers: one, three, or none with `project`."""
-        layers = (self.qkv, self.q_proj, self.k_proj, self.v_proj)
-        return [layer for layer in layers if layer is not None]
-
 
 class Positions(NamedTuple):
     """Positional terms of an attention module; None if it has no such term."""
@@ -168,7 +162,8 @@ def projections(parts: Parts, x: Tensor) -> list[Tensor]:
 
     Empty if the module projects by a custom function, `Parts.project`.
     """
-    return [F.linear(x, layer.weight, layer.bias) for layer in parts.layers]
+    layers = (parts.qkv, parts.q_proj, parts.k_proj, parts.v_proj)
+    return [F.linear(x, layer.weight, layer.bias) for layer in layers if layer is not None]
 
 
 def _heads(

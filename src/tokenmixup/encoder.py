@@ -120,12 +120,10 @@ class Encoder:
     has_parts: bool  # whether each block attends to all tokens, with known Parts
 
 
-def why_not(
-    model: Any, last_layer: int | None = None, adapter: Adapter | None = None
-) -> str | None:
-    """Returns in one line why blocks 0..last_layer (None: all) are not supported, or None."""
+def why_not(model: Any, adapter: Adapter | None = None) -> str | None:
+    """Returns in one line why a block of the model is not supported, or None."""
     try:
-        find_encoder(model, adapter, last_layer)
+        find_encoder(model, adapter)
     except ValueError as error:
         return str(error)
     return None

@@ -473,8 +473,6 @@ class BlockPass:
     index: int
     tokens: Tensor  # b n d, after mixing the mixed ones
     given: dict[str, Any]  # the block's further arguments, which it passes to its attention
-    num_prefix_tokens: int
-    class_token: bool  # whether the head reads the class token; saliency is then its row
     pixels: Tensor | None = None  # b h w, magnitude of the input gradient
     grid: tuple[int, int] | None = None  # rows and columns of patches, if known
     memory: Memory | None = None  # that its attention reads (VTM)
@@ -487,6 +485,8 @@ class BlockPass:
 
     def __post_init__(self) -> None:
         self.block: Block = self.encoder.blocks[self.index]
+        self.num_prefix_tokens = self.encoder.num_prefix_tokens
+        self.class_token = self.encoder.reads_class_token  # by whose row saliency then is
         if self.encoder.has_parts:
             self.parts = self.block.parts()
 
@@ -630,8 +630,6 @@ class ForwardPass:
             index,
             tokens,
             given,
-            prefix,
-            class_token=prefix > 0 and encoder.reads_class_token,
             pixels=self.pixels,
             grid=grid,
             memory=self.memories.get(index),

@@ -117,11 +117,6 @@ class _Layered(_Settings):
             for i, layer in enumerate(self.layers)
         }
 
-    @property
-    def first(self) -> Any:
-        """The settings of the first layer."""
-        return self.each[self.layers[0]]
-
 
 def _without_auto(value: Any, number: float) -> Any:
     """Replaces `auto`, also in a list, by the number."""

@@ -191,7 +191,7 @@ def test_saliency_is_that_of_the_models_own_attention(built: Built, batch):
         hook.remove()
         if type(block.attn).__name__ == "Attention":
             block.attn.both = (block.attn.to_queries, block.attn.to_keys)
-        found = BlockPass(encoder, 1, seen[0], {}, encoder.num_prefix_tokens, reads)
+        found = BlockPass(encoder, 1, seen[0], {})
         weights = own_map(block.attn, block.norm(seen[0])).mean(dim=1)
     rows = weights[:, 0] if reads else weights.mean(dim=1)
     expected = rows[:, encoder.num_prefix_tokens :]

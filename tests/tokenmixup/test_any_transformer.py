@@ -244,10 +244,7 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
     maps = [own_call(block, x).map() for block, x in zip(model.blocks, seen, strict=True)]
     prefix = seen[0].tokens.shape[1] - 16
     assert prefix == model.num_prefix_tokens
-    entries = [
-        BlockPass(encoder, index, *entered, prefix, by_class_token)
-        for index, entered in enumerate(seen)
-    ]
+    entries = [BlockPass(encoder, index, *entered) for index, entered in enumerate(seen)]
     for entry, attn in zip(entries, maps, strict=True):
         expected = saliency_of(model, attn, prefix)
         torch.testing.assert_close(entry.own_saliency(), expected, atol=1e-6, rtol=1e-4)
@@ -282,7 +279,7 @@ def test_talking_heads_attend_to_a_memory_as_to_tokens():
         scores = block.attn.proj_l((q * block.attn.scale @ k.mT).permute(0, 2, 3, 1))
         attn = scores.softmax(dim=2).mean(dim=3)  # b n n, of the heads that have talked once
         places = attn.mean(dim=1).topk(KAPPA).indices  # no class token here
-        found = BlockPass(find_encoder(model), index, entered.tokens, {}, 0, False)
+        found = BlockPass(find_encoder(model), index, entered.tokens, {})
         torch.testing.assert_close(found.own_saliency(), attn.mean(dim=1))
         memory.append(entered.tokens[torch.arange(4)[:, None], places])
     block = model.blocks[LAYER]
@@ -329,7 +326,7 @@ def test_saliency_has_no_dropout_where_the_positions_of_a_block_have():
     found = []
     for mode in (False, True):
         model.train(mode)
-        entry = BlockPass(find_encoder(model), 1, seen[1].tokens, seen[1].given, 0, False)
+        entry = BlockPass(find_encoder(model), 1, seen[1].tokens, seen[1].given)
         found.append((entry.own_saliency(), by_rollout(1, entry)))
         assert model.blocks[1].attn.rel_pos.mlp.drop1.training is mode
     torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -81,7 +81,7 @@ def entries_and_maps(model: nn.Module, images: Tensor) -> list[tuple[BlockPass, 
 
     def keep(index: int, args: tuple[Any, ...]) -> None:
         tokens = args[0].flatten(1, -2)
-        entries.append(BlockPass(encoder, index, tokens, {}, 0, False, called=args))
+        entries.append(BlockPass(encoder, index, tokens, {}, called=args))
 
     for index, block in enumerate(encoder.blocks):
         block.module.register_forward_pre_hook(lambda _, args, i=index: keep(i, args))
@@ -163,7 +163,7 @@ def test_the_block_gets_the_tokens_that_are_mixed_by_hand(kind: str):
 
         def mix(block: Any, args: tuple[Any, ...], layer: int = layer, found: list = found) -> Any:
             tokens = args[0].flatten(1, -2)
-            entry = BlockPass(find_encoder(model), layer, tokens, {}, 0, False, called=args)
+            entry = BlockPass(find_encoder(model), layer, tokens, {}, called=args)
             hard = torch.zeros(len(tokens))
             found.append(mix_horizontal(tokens, targets, entry.own_saliency(), hard, 1.0, 0.0))
             return found[0].tokens.view_as(args[0]), *args[1:]

@@ -75,7 +75,7 @@ def test_rollout_runs_ahead_through_the_blocks(build, batch, steps: int, trainin
         model.train()
         for block in model.blocks:
             block.attn.proj_drop.p = 0.5
-    entry = BlockPass(find_encoder(model), 1, seen[1].tokens, {}, prefix, prefix > 0)
+    entry = BlockPass(find_encoder(model), 1, seen[1].tokens, {})
     found = by_rollout(steps, entry)
     expected = rollout_saliency(maps[1 : steps + 2], prefix)
     torch.testing.assert_close(found, expected)

@@ -181,7 +181,7 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
     tokens. Raises ValueError if the model does not support attention rollout, or its tokens form no
     grid.
     """
-    model, layer = module.model.eval(), module.htm.first.layer
+    model, layer = module.model.eval(), module.htm.layers[0]
     encoder = find_encoder(model)
     steps = len(encoder.blocks) - 1 - layer if encoder.has_parts else 0
     if steps > 0 and encoder.own_positions:

@@ -119,10 +119,8 @@ def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockPass]:
 
     def record(block: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         index = len(inputs)
-        prefix, by_class_token = encoder.num_prefix_tokens, encoder.reads_class_token
         tokens = encoder.blocks[index].adapter.tokens[0](args[0])
-        entry = BlockPass(encoder, index, tokens, kwargs, prefix, by_class_token, called=args)
-        inputs.append(entry)
+        inputs.append(BlockPass(encoder, index, tokens, kwargs, called=args))
         if index == last:
             raise _Enough
 
