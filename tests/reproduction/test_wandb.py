@@ -100,6 +100,13 @@ def test_run_refused_by_wandb_is_refused(
     assert result.err.startswith("train.py: logger.wandb.mode=online: ")
     assert "403" in result.err and "not for you" in result.err
     assert not folder(tmp_path).config_path.exists()
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("HOME", "/nonexistent")  # without credentials
+    result = command("train", *ONLINE, "name=mine")
+    assert result.lines == [
+        "train.py: logger.wandb.mode=online: No API key configured. Use `wandb login` to log in. "
+        "(or choose offline or disabled)"
+    ]
 
 
 TYPED = [f"logger.wandb.{x}" for x in ("mode=online", "project=typed", "entity=me")]
