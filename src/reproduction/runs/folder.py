@@ -138,15 +138,10 @@ class RunFolder:
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
     def append_metrics(self, lines: list[dict[str, Any]]) -> None:
-        """Appends all of the lines, or none if writing fails."""
+        """Appends the lines; a part that a full disk leaves of them is cut off on a resume."""
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        size = self.metrics_size()
-        try:
-            with self.metrics_path.open("a") as file:
-                file.write(text)
-        except BaseException:  # such as a full disk
-            self.trim_metrics(size)
-            raise
+        with self.metrics_path.open("a") as file:
+            file.write(text)
 
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
