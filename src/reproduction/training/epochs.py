@@ -289,8 +289,6 @@ class Epochs:
                 f"{place}: was trained on {state['num_images']} images, the data set has "
                 f"{self.batches.num_images}"
             )
-        if "totals" in state["history"]:
-            raise UserError(f"{place}: is of an earlier revision, which has to finish the run")
         try:
             self.trainer.restore(place, state)
             self.epoch, self.figures = state["epoch"], state["history"]["epochs"]
