@@ -154,7 +154,7 @@ def _draw_quantiles(axes: Axes, lines: list[MetricsLine], key: str, color: str) 
     quantiles = [np.quantile([line[key] for line in x], (0.05, 0.5, 0.95)) for x in epochs]
     low, median, high = np.reshape(quantiles, (-1, 3)).T
     axes.fill_between(middle, low, high, color=color, alpha=0.2, linewidth=0)
-    axes.plot(middle, median, color=color)
+    axes.plot(middle, median, color=color, marker=".", markersize=3)  # seen for one epoch, too
 
 
 def _scatter_with_mean(

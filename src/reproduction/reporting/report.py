@@ -72,7 +72,7 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
 def _weights(config: Config, steps: list[dict[str, Any]]) -> dict[int, float]:
     """Returns by step the weight of the larger class in some of the batches that are mixed."""
     shown = [line["step"] for line in steps if "difficulty" in line]
-    shown = shown[:: max(1, len(shown) // MOST_DOTS)]
+    shown = shown[:: 1 + len(shown) // MOST_DOTS]
     drawn = drawn_weights(config, (step - 1 for step in shown))
     return {step + 1: max(weight, 1 - weight) for step, weight in drawn.items()}
 

@@ -94,8 +94,6 @@ def _row(path: Path) -> dict[str, Any]:
         for key in (SELECTED if "selected_epoch" in summary else METRICS) if is_finished else ():
             if not is_number(value := summary.get(key)):
                 raise UserError(f"summary.json: finished, but {key} is {value}, no number")
-        if not all(isinstance(x, str) for x in dict(summary.get("data") or {}).values()):
-            raise UserError("summary.json: data must be texts")
         for name, numbers in summary.get("htm", {}).items():
             if settings.get(key := f"augmentation.htm.{name}") == AUTO:
                 settings[key] = f"{AUTO} ({', '.join(dict.fromkeys(f'{x:g}' for x in numbers))})"
