@@ -47,9 +47,9 @@ class Oracle(nn.Module):
                 is_easy = difficulty < htm.tau  # Eq. 8
                 before = saliency
                 rho = htm.rho_for(before.shape[1])
-                x, targets, saliency, mask = mix(x, targets, before, is_easy, rho, prefix)
-                gain = saliency - before
-                layers.append(LayerMix(index, score_logits, difficulty, is_easy, mask, gain))
+                x, targets, saliency, mask, donor = mix(x, targets, before, is_easy, rho, prefix)
+                found = (score_logits, difficulty, is_easy, mask, saliency - before, before, donor)
+                layers.append(LayerMix(index, *found))
             for layer in later:
                 kept = most_salient(x, saliency, self.vtm[layer].kappa, prefix)
                 memories[layer].append(kept.detach() if self.vtm[layer].stop_gradient else kept)
@@ -145,10 +145,10 @@ def gain_by_repetition(saliency: Tensor, rho: float) -> Tensor:
 
 def mix(
     x: Tensor, targets: Tensor, saliency: Tensor, is_easy: Tensor, rho: float, prefix: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Algorithm 1, lines 4 to 8, sample by sample.
 
-    Returns tokens, targets, saliency and the mask `b t` of replaced tokens.
+    Returns tokens, targets, saliency, the mask `b t` of replaced tokens and the donors `b`.
     """
     easy = is_easy.nonzero().flatten().tolist()
     gain = gain_by_repetition(saliency, rho)[easy].cpu().numpy()
@@ -164,4 +164,6 @@ def mix(
         kept = (saliency[i] * ~mask[i]).sum()
         share = kept / (kept + donated) if mask[i].any() else torch.ones_like(kept)
         mixed_targets[i] = share * targets[i] + (1 - share) * targets[j]
-    return torch.stack(mixed), torch.stack(mixed_targets), torch.stack(mixed_saliency), mask
+    donor = torch.tensor([donor_of.get(i, i) for i in range(len(x))])
+    stacked = (torch.stack(each) for each in (mixed, mixed_targets, mixed_saliency))
+    return *stacked, mask, donor

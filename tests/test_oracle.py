@@ -44,7 +44,9 @@ def test_mix_by_hand():
     saliency = torch.tensor([[0.6, 0.1, 0.3], [0.1, 0.8, 0.1]])
     tokens = torch.tensor([[9.0, 1.0, 2.0, 3.0], [8.0, 4.0, 5.0, 6.0]])[..., None]
     is_easy = torch.tensor([True, False])
-    x, targets, mixed_saliency, mask = mix(tokens, torch.eye(2), saliency, is_easy, 0.1, prefix=1)
+    found = mix(tokens, torch.eye(2), saliency, is_easy, 0.1, prefix=1)
+    x, targets, mixed_saliency, mask, donor = found
+    assert donor.tolist() == [1, 1]
     assert x[..., 0].tolist() == [[9, 1, 5, 3], [8, 4, 5, 6]]
     assert mask.tolist() == [[False, True, False], [False] * 3]
     torch.testing.assert_close(mixed_saliency[0], torch.tensor([0.6, 0.8, 0.3]))

@@ -309,9 +309,8 @@ class TokenMixup(nn.Module):
             mix = mix_horizontal(
                 block.tokens, state.targets, saliency, hard, htm.tau, rho, self.rules
             )
-            state.layers.append(
-                LayerMix(index, score_logits, hard, mix.is_easy, mix.mask, mix.gain)
-            )
+            found = (score_logits, hard, mix.is_easy, mix.mask, mix.gain, saliency, mix.donor)
+            state.layers.append(LayerMix(index, *found))
             if block.later:
                 block.own_saliency()
             mix = state.mixes[index] = ORDERS[htm.order](mix)

@@ -21,6 +21,8 @@ class LayerMix(NamedTuple):
     is_easy: Tensor  # b bool
     mask: Tensor  # b t bool, the replaced tokens
     gain: Tensor  # b t, gain in saliency of each replaced token, else 0
+    saliency: Tensor  # b t, what was compared, before mixing
+    donor: Tensor  # b int64, a hard sample's is itself
 
 
 class Stat(NamedTuple):
