@@ -213,7 +213,7 @@ def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     is computed in chunks of samples, which on a CPU fit into the cache.
     """
     is_plain = bias is None and parts.mix_scores is None and q.dtype in HALF
-    if is_plain and has_kernels(q) and math.prod(map(_power_of_two, k.shape[2:])) <= HELD_KEYS:
+    if is_plain and has_kernels(q) and _held_numbers(*k.shape[2:]) <= HELD_KEYS:
         return received_on_device(q, k, parts.scale)
     in_cache = q.device.type == "cpu" and not torch.compiler.is_compiling()
     scores = CACHED_SCORES * torch.get_num_threads() if in_cache else HELD_SCORES
@@ -223,9 +223,9 @@ def received(parts: Parts, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([_softmax(parts, *chunk).mean(dim=(1, 2)) for chunk in chunks])
 
 
-def _power_of_two(size: int) -> int:
-    """The first that is not less."""
-    return 2 ** math.ceil(math.log2(size))
+def _held_numbers(m: int, e: int) -> int:
+    """Numbers of a head's keys, `m e`, each size raised to a power of two."""
+    return int(2 ** (math.ceil(math.log2(m)) + math.ceil(math.log2(e))))
 
 
 def received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -34,7 +34,8 @@ def operator(
     module, _, function = kernel.partition(".")
 
     def run_kernel(*args: Any) -> Tensor:
-        out: Tensor = getattr(import_module(f"tokenmixup.{module}"), function)(*args)
+        with torch.cuda.device(args[0].device):  # Triton launches on the current one
+            out: Tensor = getattr(import_module(f"tokenmixup.{module}"), function)(*args)
         return out
 
     LIBRARY.impl(name, run_kernel, "CUDA")

@@ -50,8 +50,8 @@ class StepGraph:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             self.default.append(torch.cuda.default_generators[index])
-            self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self.captured: dict[tuple[Any, ...], Captured] = {}
+            self.stream = torch.cuda.Stream(device)
+        self.forget()
 
     def __call__(self, *inputs: Any) -> Any:
         leaves, tree = tree_flatten(inputs)
@@ -73,8 +73,10 @@ class StepGraph:
         return run()
 
     def forget(self) -> None:
-        """Captures anew from the next step on, since the step has changed."""
-        self.captured = {}
+        """Captures anew from the next step on, since the step or its memory has changed."""
+        self.captured: dict[tuple[Any, ...], Captured] = {}
+        if self.device.type == "cuda":  # a pool whose graphs are gone takes no others
+            self.pool = torch.cuda.graph_pool_handle()
 
     def _rehearse(self, inputs: Any, undo: Undo) -> Callable[[], Any]:
         for _ in range(WARM_UP):
@@ -91,7 +93,7 @@ class StepGraph:
             undo()
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        for generator in self.generators:  # torch registers its default one
+        for generator in self.generators:  # its own torch registers, from 2.15 on all of them
             graph.register_generator_state(generator)
         try:
             # The loader's thread pins memory meanwhile, which would end a capture of all threads.

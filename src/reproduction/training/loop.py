@@ -216,3 +216,5 @@ class Trainer:
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])
         self.step = state["step"]
+        if self.graph is not None:
+            self.graph.forget()  # the optimiser's state lies elsewhere now
