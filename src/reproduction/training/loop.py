@@ -85,6 +85,7 @@ class Trainer:
         self.graph: StepGraph | None = None
         if is_graph:
             self.graph = StepGraph(self._update, self._keep, inputs.generators, world.device)
+        self.steps_per_epoch = steps_per_epoch
         self.step = 0  # completed
         self.mixes = True
 
