@@ -173,7 +173,7 @@ reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup'
 study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 	$(STUDY) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))"
 
-publish: .venv/installed  ## add a finished run to results/, and write a folder for a model hub; RUN=outputs/NAME
+publish: .venv/installed  ## add the line of a finished run to results/; RUN=outputs/NAME
 	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder

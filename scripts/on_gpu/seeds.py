@@ -42,7 +42,7 @@ class Seed(NamedTuple):
 def train_seeds(sheet: Sheet, jobs: int) -> None:
     """Trains seed by seed, `jobs` runs at a time, and stops them in time to be resumed.
 
-    A whole seed is published: lines in results/ beside the sheet, weights in published/. One that
+    A whole seed is published: lines in results/ beside the sheet. One that
     was begun on another card is left to that.
     """
     settings = Settings(outputs=str(sheet.path.parent.parent))
@@ -110,6 +110,5 @@ def publish_seed(seed: Seed, settings: Settings) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(seed.study, folder)
     for run in seed.runs:
-        weights = Path(settings.outputs, "published", run.name)
-        lines = publish(run.folder.path, folder, weights)
+        lines = publish(run.folder.path, folder)
     return {"published in": str(lines)}

@@ -23,7 +23,6 @@ from timm.data import create_transform
 from reproduction import load_run
 from reproduction.data.sources import _open
 from reproduction.models.build import build_model
-from reproduction.studies.publish import publish
 from reproduction.system.errors import UserError
 from reproduction.training.distributed import World
 from reproduction.training.predictions import Predictions, Recorder, write_predictions
@@ -190,16 +189,13 @@ def test_loaded_run_predicts_as_eval(command: Command, tmp_path: Path):
     sideways.save(root / "val/ant/0.png", exif=exif)
     train(command, *FOLDER)
     assert command("eval", "run=outputs/mine", "predictions=x.csv").status == 0
-    hub = tmp_path / "hub"
-    publish(tmp_path / "outputs/mine", tmp_path / "results", hub)
-    for folder in ("outputs/mine", str(hub)):
-        model, transform, classes = load_run(folder)
-        assert classes == CLASSES and not model.training
-        for row in read(tmp_path / "x.csv"):
-            with torch.no_grad():
-                probabilities = model(transform(Image.open(row["image"]))[None]).softmax(1)[0]
-            assert classes[probabilities.argmax()] == row["predicted"]
-            assert float(probabilities.max()) == pytest.approx(float(row["probability"]), rel=1e-4)
+    model, transform, classes = load_run("outputs/mine")
+    assert classes == CLASSES and not model.training
+    for row in read(tmp_path / "x.csv"):
+        with torch.no_grad():
+            probabilities = model(transform(Image.open(row["image"]))[None]).softmax(1)[0]
+        assert classes[probabilities.argmax()] == row["predicted"]
+        assert float(probabilities.max()) == pytest.approx(float(row["probability"]), rel=1e-4)
     _open.cache_clear()
 
 

@@ -96,12 +96,8 @@ def test_training_writes_what_it_mixed_and_its_evaluated_epochs(command: Command
 def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, tmp_path: Path):
     args = ["name=mine", "augmentation=[htm]", "augmentation.htm.tau=inf", "recipe.max_steps=2"]
     assert command("train", *args, *SMALL).status == 0
-    run, results, hub = RunFolder(tmp_path / "outputs/mine"), tmp_path / "results", tmp_path / "hub"
+    run, results = RunFolder(tmp_path / "outputs/mine"), tmp_path / "results"
     summary = run.read_summary()
-    hub.mkdir()
-    with pytest.raises(UserError, match="hub: exists already, move it away or name another folder"):
-        publish(run.path, results, hub)
-    hub.rmdir()
     for changes, reason in (
         ({"status": "interrupted"}, "run=mine: is not finished"),
         ({"steps": 9}, r"last\.pt: is not from the last step of the run"),
@@ -110,13 +106,13 @@ def test_publish_refuses_runs_whose_line_could_not_be_checked(command: Command, 
         changed = {key: x for key, x in {**summary, **changes}.items() if x is not ...}
         run.summary_path.write_text(json.dumps(changed))
         with pytest.raises(UserError, match=reason):
-            publish(run.path, results, hub)
-        assert not results.exists() and not hub.exists()
+            publish(run.path, results)
+        assert not results.exists()
     run.summary_path.write_text(json.dumps(summary))
     weights = run.config_path.read_text().replace("weights: null", f"weights: {tmp_path}/x.pt")
     run.config_path.write_text(weights)
-    for number in range(2):  # the line of the same run is replaced
-        path = publish(run.path, results, tmp_path / f"hub{number}")
+    for _ in range(2):  # the line of the same run is replaced
+        path = publish(run.path, results)
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["name"] == "mine" and path.name == "others.jsonl"
     (trained,), (published,) = (x.itertuples() for x in (read_runs(run.path), read_store(results)))

@@ -31,7 +31,6 @@ from reproduction.reporting.trained import (
     some_images,
 )
 from reproduction.runs.folder import RunFolder
-from scripts.photos import crops
 from tests.reproduction.conftest import SMALL, Command, config_of, load_source
 
 MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
@@ -152,14 +151,6 @@ def test_frames_outline_replaced_tokens():
     assert ((3.5, -0.5), (3.5, 1.5)) not in lines
     over = _over_image(grid, 6)
     assert over[:2, 2:].all() and over.sum() == 8
-
-
-def test_photos_are_square_crops_of_three_classes():
-    train, held_out = crops(size=16, train=2, held_out=1)
-    assert [name for _, name in train] == [name for _, name in held_out for _ in range(2)]
-    assert len({name for _, name in held_out}) == 3
-    assert {image.size for image, _ in train} == {(16, 16)}
-    assert len({image.tobytes() for image, _ in train + held_out}) == 9
 
 
 @pytest.mark.draws

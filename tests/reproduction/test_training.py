@@ -561,7 +561,7 @@ def test_image_folder_trains_and_evaluates_by_its_root(command: Command, tmp_pat
     evaluated = command("eval", "run=outputs/mine", f"dataset.root={tmp_path / 'others'}")
     assert evaluated.status == 0
     assert len(list(folder(tmp_path).path.glob("evaluation-last-image_folder-*.json"))) == 1
-    assert publish(folder(tmp_path).path, tmp_path / "results", tmp_path / "hub").exists()
+    assert publish(folder(tmp_path).path, tmp_path / "results").exists()
 
 
 def test_resume_refuses_changed_images(

@@ -99,7 +99,7 @@ def test_test_set_is_evaluated_once_for_the_last_and_the_selected_epoch(
     ]
     assert "best" not in shown and "on the validation split, to choose by" in "".join(table.notes)
     with pytest.raises(UserError, match="has a validation split"):
-        publish(run.path, tmp_path / "results", tmp_path / "published")
+        publish(run.path, tmp_path / "results")
     report = run.report_path.read_text()
     assert f"epoch {best['epoch']}, selected by validation: " in report
 
@@ -160,7 +160,7 @@ def test_folder_with_val_and_test_is_validated_on_val_and_tested_once(
     assert set(summary) >= TEST_KEYS | VALIDATION_KEYS and summary["top1_best"] is None
     assert "on 8 images of image_folder" in command("eval", "run=outputs/run").out
     with pytest.raises(UserError, match="has a validation split"):
-        publish(run.path, tmp_path / "results", tmp_path / "published")
+        publish(run.path, tmp_path / "results")
 
 
 def test_test_folder_of_other_classes_is_not_read(

@@ -165,19 +165,6 @@ def build_training_inputs(config: Config, device: torch.device) -> TrainingInput
     return TrainingInputs(normalize, build_input_mixing(config.augmentation), erasing)
 
 
-def drawn_weights(config: Config, steps: Iterable[int]) -> dict[int, float]:
-    """Returns what a run draws as the weight of an image's own class, by step, counted from 0.
-
-    Empty where a batch has no single one: without input mixup and CutMix, and with ranks.
-    """
-    if config.devices > 1:
-        return {}
-    inputs, size = build_training_inputs(config, torch.device("cpu")), config.model.image_size
-    shape = torch.Size((2, 3, size, size))
-    ratios = {step: inputs.draw(shape, config.seed, step, 0).ratios for step in steps}
-    return {step: float(x[2, 0, 0]) for step, x in ratios.items() if x is not None}
-
-
 def statistics_warning(dataset: Dataset, pretrained: Statistics | None) -> str | None:
     """Returns a warning if mean and std match neither the data set nor the pretrained weights."""
     if dataset.measures:

@@ -42,8 +42,7 @@ CAPTIONS = {  # of the pictures of a run
     "mixed_samples.png": (
         "The mean difficulty of a batch (line and band: quantiles 5, 50 and 95 % of the batches of "
         "an epoch); easy samples, which HTM mixes, and the tokens that it replaces in each (lines: "
-        "running means). Dots are batches, coloured, where input mixup or CutMix draws one weight "
-        "for a batch, by that of the class that has more."
+        "running means). Dots are batches."
     ),
     "mixed_pairs.png": (
         "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
@@ -89,13 +88,8 @@ def _save(fig: Figure, path: Path, **settings: Any) -> None:
         fig.savefig(temporary, format=path.suffix[1:], dpi=DPI, **settings)
 
 
-def draw_mixed_samples(
-    path: Path, steps: list[MetricsLine], batch_size: int, weights: dict[int, float]
-) -> None:
-    """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4.
-
-    `weights`: of the larger class in the labels of some batches, by step; empty: not drawn.
-    """
+def draw_mixed_samples(path: Path, steps: list[MetricsLine], batch_size: int) -> None:
+    """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4."""
     x = [line["step"] for line in steps]
     with figure(path, 3, 1, figsize=(6, 6), sharex=True) as axes:
         difficulty, samples, tokens = axes
@@ -103,16 +97,8 @@ def draw_mixed_samples(
         _draw_quantiles(difficulty, mixing, "difficulty", VERMILION)
         difficulty.set_ylabel("mean difficulty\nof a batch [nats]")
         difficulty.set_ylim(bottom=0)
-        if weights:
-            lines = [line for line in mixing if line["step"] in weights]
-            shown, color = [line["step"] for line in lines], [weights[x["step"]] for x in lines]
-            style: Any = {"c": color, "cmap": "viridis", "vmin": 0.5, "vmax": 1, "s": 3}
-            for part, key in ((difficulty, "difficulty"), (samples, "mixed_samples")):
-                dots = part.scatter(shown, [x[key] for x in lines], rasterized=True, **style)
-            label = "weight of the larger class in a batch's labels"
-            difficulty.figure.colorbar(dots, ax=axes, label=label, aspect=40)
         values = [line["mixed_samples"] for line in steps]
-        _scatter_with_mean(samples, x, values, BLUE, shows_batches=not weights)
+        _scatter_with_mean(samples, x, values, BLUE)
         samples.set_ylabel(f"easy samples in a\nbatch of up to {batch_size}")
         samples.set_ylim(0, batch_size * 1.03)
         _scatter_with_mean(tokens, x, [line["mixed_tokens"] for line in steps], ORANGE)
@@ -163,12 +149,10 @@ def _scatter_with_mean(
     y: list[float],
     color: str,
     label: str | None = None,
-    shows_batches: bool = True,
 ) -> None:
     """Draws each batch as a faint dot and the running mean as a line."""
     dots: Any = {"alpha": 0.25, "markersize": 3, "markeredgewidth": 0}
-    if shows_batches:
-        axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # up to a million
+    axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # up to a million
     axes.plot(x, running_mean(y, max(1, len(y) // 50)), color=color, label=label)
 
 

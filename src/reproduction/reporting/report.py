@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from reproduction.config import Config
-from reproduction.data.build import drawn_weights
 from reproduction.reporting.figures import CAPTIONS, draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import batch_size, load_trained, some_images
@@ -16,8 +15,6 @@ from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import clear_leftovers, write_text
 from reproduction.system.terminal import say, warn
-
-MOST_DOTS = 5_000  # whose colours are drawn again
 
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
@@ -60,21 +57,13 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
         draw_accuracy(folder.path / "accuracy.png", steps, epochs)
         if has_htm:
             path, size = folder.path / "mixed_samples.png", config.recipe.batch_size
-            draw_mixed_samples(path, steps, size, _weights(config, steps))
+            draw_mixed_samples(path, steps, size)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
     if has_htm:
         sections += [_picture("mixed_samples.png"), *_draw_trained(folder, config)]
         torch.cuda.empty_cache()  # for other processes, and the ranks of the next run
     return sections
-
-
-def _weights(config: Config, steps: list[dict[str, Any]]) -> dict[int, float]:
-    """Returns by step the weight of the larger class in some of the batches that are mixed."""
-    shown = [line["step"] for line in steps if "difficulty" in line]
-    shown = shown[:: 1 + len(shown) // MOST_DOTS]
-    drawn = drawn_weights(config, (step - 1 for step in shown))
-    return {step + 1: max(weight, 1 - weight) for step, weight in drawn.items()}
 
 
 def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:

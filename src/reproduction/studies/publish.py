@@ -1,29 +1,22 @@
-"""Published runs: a line each in results/<study>.jsonl, and docs/results.md, written from them.
-
-`publish` adds the line of a run, and writes a folder with weights, configuration, metrics and a
-model card.
-"""
+"""Published runs: a line each in results/<study>.jsonl, and docs/results.md, written from them."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
-import yaml
+import torch
 
 from reproduction.config import ROOT
-from reproduction.models.weights import read_file
+from reproduction.models.weights import extract_weights, read_file
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.identity import hash_of, settings_of
-from reproduction.runs.parse import parse_saved
-from reproduction.start.resolve import PUBLISHED as WEIGHTS
 from reproduction.studies.columns import COLUMNS, METRICS, NOTHING
 from reproduction.studies.plan import points_of
 from reproduction.studies.results import own_runs, results_of
-from reproduction.studies.runs import as_json, newest, read_store, stack_of
+from reproduction.studies.runs import as_json, newest, read_store
 from reproduction.studies.study import (
     TABLES,
     Settings,
@@ -35,7 +28,6 @@ from reproduction.studies.study import (
 from reproduction.studies.table import Table, as_markdown
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.storage import write_text
-from reproduction.training.checkpoint import export
 
 RESULTS = ROOT / "results"
 OTHERS = "others"  # the file of runs that belong to no study
@@ -43,10 +35,11 @@ INTRODUCTION = """# Results
 
 `python scripts/write_docs.py` writes this page from `results/*.jsonl`, which hold a line for each
 run: configuration, seed, hardware, threads, hours, accuracies by epoch, mixed share, sha256 of the
-weights. `make publish RUN=outputs/NAME` adds such a line, and writes a folder with weights for
-`python eval.py checkpoint=FOLDER`. Weights are not kept in this repository. To check a line, train
-its configuration again at its git revision: on a CPU, with the same versions and number of threads,
-the weights are equal bit for bit. The lines of cifar10_5k and digits100 lack the threads
+weights. `make publish RUN=outputs/NAME` adds such a line. Weights are not kept in this repository.
+To check a line, train its configuration again at its git revision: on a CPU, with the same versions
+and number of threads, the weights are equal bit for bit. The sha256 of the lines that are here is
+that of a file, which `make publish` wrote at their revision; at revisions from now on it is over
+the names and bytes of the weights. The lines of cifar10_5k and digits100 lack the threads
 (digits100: `OMP_NUM_THREADS=1`), and their sha256 may differ for equal weights, as the order of the
 metadata was random.
 
@@ -62,41 +55,38 @@ and the 16 epochs in performance.md were not kept: their numbers stand where the
 """
 
 
-def publish(run: Path, results: Path, folder: Path) -> Path:
-    """Adds a line to a file in `results`, which it returns, and writes `folder`, which must be new.
+def publish(run: Path, results: Path) -> Path:
+    """Adds the line of a run to a file in `results`, in place of an older one; returns the file.
 
-    A line of the same run is replaced. Raises UserError for a run that is not finished.
+    Raises UserError for a run that is not finished.
     """
     run = run.resolve()
     source = RunFolder(run)
-    saved = source.read_config()
+    saved, summary = source.read_config(), source.read_summary()
     if not source.is_finished():
         raise UserError(f"run={run.name}: is not finished, only finished runs can be published")
-    if "selected_epoch" in source.read_summary():
+    if "selected_epoch" in summary:
         raise UserError(
             f"run={run.name}: has a validation split, only runs without can be published"
         )
-    if folder.exists():
-        raise UserError(f"{folder}: exists already, move it away or name another folder")
-    config, portable = parse_saved(saved, needs_data=False), _portable(saved)
-    result = _result(source, saved, portable)
-    state = read_file(f"checkpoint={source.last_path}", source.last_path)
-    if state.get("step") != source.read_summary()["steps"]:
-        raise UserError(f"checkpoint={source.last_path}: is not from the last step of the run")
+    result = _result(source, saved, _portable(saved))
+    origin = f"checkpoint={source.last_path}"
+    content = read_file(origin, source.last_path)
+    if content.get("step") != summary["steps"]:
+        raise UserError(f"{origin}: is not from the last step of the run")
+    result["weights_sha256"] = digest(extract_weights(origin, content).state)
     path = results / f"{_study_of(result['key'], result['seed'], results)}.jsonl"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=".publishing-") as temporary:
-        staged = Path(temporary, folder.name)
-        export(config.model, [source.last_path], staged / WEIGHTS, config.preprocessing)
-        (staged / WEIGHTS).chmod(0o644)
-        result["weights_sha256"] = hashlib.sha256((staged / WEIGHTS).read_bytes()).hexdigest()
-        write_text(staged / "config.yaml", yaml.safe_dump(portable, sort_keys=False))
-        write_text(staged / "metrics.jsonl", source.metrics_path.read_text())
-        write_text(staged / "summary.json", source.summary_path.read_text())
-        write_text(staged / "README.md", _card(result))
-        _add_line(path, result)
-        staged.rename(folder)
+    _add_line(path, result)
     return path
+
+
+def digest(state: Mapping[str, torch.Tensor]) -> str:
+    """Returns the sha256 over the names of weights and their bytes, equal for equal weights."""
+    total = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        total.update(name.encode())
+        total.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _portable(saved: dict[str, Any]) -> dict[str, Any]:
@@ -152,32 +142,6 @@ def _add_line(path: Path, result: Mapping[str, Any]) -> None:
     kept = [line for line in lines if json.loads(line)["hash"] != result["hash"]]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join([*kept, json.dumps(result)]) + "\n")
-
-
-def _card(result: Mapping[str, Any]) -> str:
-    config = result["config"]
-    data = f"{config['dataset.name']} at {config['model.image_size']} pixels"
-    best = f"best {result['top1_best']:.2f} %, seed {result['seed']}"
-    return f"""---
-license: mit
-library_name: pytorch
-tags: [image-classification, tokenmixup]
----
-# {result["name"]}
-
-{config["model.name"]} on {data}, augmentation: {stack_of(config)}.
-Top-1 {result["top1_last"]:.2f} % after the last of {result["epochs"]} epochs ({best}).
-
-`{WEIGHTS}` holds the plain model after the last epoch, `config.yaml` the resolved configuration,
-`metrics.jsonl` every batch. The weights' sha256: {result["weights_sha256"]}.
-From a checkout of revision {result["git_revision"]}:
-
-```sh
-python eval.py checkpoint=path/to/this/folder
-```
-
-The method: TokenMixup (Choi, Choi and Kim, NeurIPS 2022).
-"""
 
 
 def results_page(results: Path = RESULTS) -> str:
