@@ -1,13 +1,12 @@
-"""A reference implementation of HTM and VTM that follows the paper literally: plain and slow.
+"""The paper's equations on whole models, written out: plain, slow, one sample after the other.
 
-Tests compare the fast path with it. Every block materialises its attention map, saliency
-recomputes the projection, the gain matrix comes from repeated `b b t` differences, and samples are
-mixed one by one. It supports our CCT and timm's plain ViT.
+Every block materialises its attention map, saliency projects again, the gain matrix comes from
+repeated `b b t` differences. It supports our CCT and timm's plain ViT.
 
 Letters: b batch, h heads, n tokens with prefix, m keys, t spatial tokens, d width, c classes.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +14,33 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from reproduction.models.cct import CCT
-from tokenmixup import Output, TokenMixup
-from tokenmixup.output import LayerMix
+from tokenmixup import TokenMixup
+
+
+class Mixed(NamedTuple):
+    """What HTM did at a layer."""
+
+    layer: int
+    score_logits: Tensor  # b c
+    difficulty: Tensor  # b
+    is_easy: Tensor  # b bool
+    mask: Tensor  # b t bool
+    gain: Tensor  # b t
+    saliency: Tensor  # b t, before mixing
+    donor: Tensor  # b int64
+
+
+class Expected(NamedTuple):
+    """What a training pass returns, and its loss."""
+
+    logits: Tensor
+    targets: Tensor
+    layers: list[Mixed]
+    loss: Tensor
 
 
 class Oracle(nn.Module):
-    """Returns the same output as `module(images, targets)` in training.
-
-    Shares the parameters and settings of `module`.
-    """
+    """`oracle(images, targets)`: a training pass with the parameters and settings of `module`."""
 
     def __init__(self, module: TokenMixup):
         super().__init__()
@@ -32,11 +49,12 @@ class Oracle(nn.Module):
         self.htm: Any = {} if module.htm is None else module.htm.each
         self.vtm: Any = {} if module.vtm is None else module.vtm.each
 
-    def forward(self, images: Tensor, targets: Tensor) -> Output:
+    def forward(self, images: Tensor, targets: Tensor) -> Expected:
         prefix = self.model.num_prefix_tokens
         x = embed(self.model, images)
         memories: dict[int, list[Tensor]] = {layer: [] for layer in self.vtm}
-        layers: list[LayerMix] = []
+        layers: list[Mixed] = []
+        score_loss = x.new_zeros(())
         for index, block in enumerate(self.model.blocks):
             htm = self.htm.get(index)
             later = [layer for layer in self.vtm if layer > index]
@@ -45,24 +63,18 @@ class Oracle(nn.Module):
                 score_logits = self.scorenets[str(index)](x, prefix)
                 difficulty = F.cross_entropy(score_logits, targets, reduction="none")
                 is_easy = difficulty < htm.tau  # Eq. 8
-                before = saliency
-                rho = htm.rho_for(before.shape[1])
+                before, rho = saliency, htm.rho_for(saliency.shape[1])
                 x, targets, saliency, mask, donor = mix(x, targets, before, is_easy, rho, prefix)
-                found = (score_logits, difficulty, is_easy, mask, saliency - before, before, donor)
-                layers.append(LayerMix(index, *found))
+                told = (is_easy, mask, saliency - before, before, donor)
+                layers.append(Mixed(index, score_logits, difficulty, *told))
+                score_loss = score_loss + htm.score_loss_weight * difficulty.mean()
             for layer in later:
                 kept = most_salient(x, saliency, self.vtm[layer].kappa, prefix)
                 memories[layer].append(kept.detach() if self.vtm[layer].stop_gradient else kept)
             keys = torch.cat([x, *memories.get(index, [])], dim=1)
             x = rest_of_block(block, x, attention(block.attn, block.norm1(x), block.norm1(keys)))
         logits = classify(self.model, x)
-        if not layers:
-            return Output(logits, targets)
-        score_loss = torch.stack([mix.difficulty.mean() for mix in layers]).sum()
-        is_easy = torch.stack([mix.is_easy for mix in layers]).any(dim=0)
-        mask = torch.stack([mix.mask for mix in layers]).any(dim=0)
-        gain = torch.stack([mix.gain for mix in layers]).sum(dim=0)
-        return Output(logits, targets, score_loss, is_easy, mask, gain, tuple(layers))
+        return Expected(logits, targets, layers, F.cross_entropy(logits, targets) + score_loss)
 
 
 def is_cct(model: Any) -> bool:

@@ -1,42 +1,109 @@
-"""The oracle equals the written-out definitions, and training steps equal the oracle's.
+"""A training pass of whole models equals the paper's equations, and these equal sums by hand."""
 
-tests/tokenmixup/test_attach.py compares complete models with it.
-"""
+import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from reproduction.config import Config
-from reproduction.training.loop import Trainer
-from scripts.benchmark.trainers import sharp_trainer, step_config, step_of
+from tests.conftest import CLASSES, small_cct, small_vit, small_vit_lite
 from tests.oracle import Oracle, gain_by_repetition, mix, most_salient
-from tokenmixup import gain_matrix, training_loss
+from tokenmixup import Output, attach, gain_matrix, training_loss
 
-CPU = torch.device("cpu")
+INF = float("inf")
+ALL: dict[str, Any] = {"tau": INF, "rho": 0.002}  # every sample is mixed
+PASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "htm, then vtm": (small_vit, {"htm": {"layer": 1, **ALL}, "vtm": {"layer": 2, "kappa": 2}}),
+    "in one block": (small_cct, {"htm": {"layer": 2, **ALL}, "vtm": {"layer": 2, "kappa": 2}}),
+    "vtm, then htm": (small_vit, {"htm": {"layer": 3, **ALL}, "vtm": {"layer": 1, "kappa": 2}}),
+    "htm": (small_vit_lite, {"htm": {"layer": 1, **ALL, "rho": 0.01, "score_loss_weight": 0.5}}),
+    "htm by the mean over queries": (small_cct, {"htm": {"layer": 1, **ALL, "rho": 0.004}}),
+    "vtm": (small_cct, {"vtm": {"layer": 2, "kappa": 4}}),
+    "some samples are easy": (
+        small_cct,
+        {"htm": {"layer": 0, "tau": 1.65, "rho": 0.0}, "vtm": {"layer": 3}},
+    ),
+    "several layers": (
+        small_vit,
+        {
+            "htm": {"layer": [0, 2], "tau": INF, "rho": [0.002, 0.001]},
+            "vtm": {"layer": [1, 3], "kappa": [2, 3]},
+        },
+    ),
+    "all layers": (small_cct, {"htm": {"layer": [1, 2, 3], **ALL}, "vtm": {"layer": [1, 2]}}),
+    "a memory without gradient": (
+        small_vit,
+        {
+            "htm": {"layer": [1, 3], "tau": [1.6, INF], "rho": 0.0},
+            "vtm": {"layer": [2, 3], "stop_gradient": True},
+        },
+    ),
+    "vtm in each block": (small_vit_lite, {"vtm": {"layer": [1, 2, 3], "kappa": 2}}),
+    "stochastic depth": (
+        partial(small_cct, drop_path=0.5),
+        {"htm": {"layer": 1, **ALL}, "vtm": {"layer": 2}},
+    ),
+}
 
 
-def oracle_trainer(config: Config, device: torch.device) -> Trainer:
-    """A `sharp_trainer` that trains with the oracle, in torch's default memory format."""
-    trainer = sharp_trainer(config, device)
-    trainer.module.to(memory_format=torch.contiguous_format)
-    trainer.parallel = Oracle(trainer.module)
-    return trainer
+def batch_for(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and soft targets; the last two images are equal, so that saliency ties."""
+    generator = torch.Generator().manual_seed(1)
+    size = 16 if hasattr(model, "tokenizer") else 32
+    images = torch.randn(6, 3, size, size, generator=generator)
+    images[5] = images[4]
+    return images, torch.randn(6, CLASSES, generator=generator).softmax(dim=1)
 
 
-@pytest.mark.parametrize("rho", [0.0, 0.02, float("inf")])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_training_pass_equals_the_equations(name: str):
+    build, settings = PASSES[name]
+    module = attach(build(), CLASSES, **settings).train()
+    oracle, (images, targets) = Oracle(copy.deepcopy(module)).train(), batch_for(module.model)
+    torch.manual_seed(3)
+    output = module(images, targets)
+    assert isinstance(output, Output)
+    torch.manual_seed(3)
+    expected = oracle(images, targets)
+    torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(output.targets, expected.targets, atol=1e-6, rtol=1e-5)
+    assert len(output.layers) == len(expected.layers)
+    for ours, theirs in zip(output.layers, expected.layers, strict=True):
+        assert ours.layer == theirs.layer and ours.mask.any()
+        for field in ("is_easy", "mask"):
+            assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+        for field in ("score_logits", "difficulty", "saliency", "gain"):
+            found, written_out = getattr(ours, field), getattr(theirs, field)
+            torch.testing.assert_close(found, written_out, atol=1e-6, rtol=1e-4, msg=field)
+    loss = training_loss(output)
+    torch.testing.assert_close(loss, expected.loss, atol=1e-6, rtol=1e-5)
+    loss.backward()
+    expected.loss.backward()
+    for (key, p), q in zip(module.named_parameters(), oracle.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None, key
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3, msg=key)
+
+
+def test_equal_samples_give_each_other_nothing():
+    """Where saliency ties nothing is gained, so nothing is replaced, with rho = 0 too."""
+    module = attach(small_cct(), CLASSES, htm={"layer": 1, "tau": INF, "rho": 0.0}).train()
+    images, targets = torch.randn(1, 3, 16, 16).expand(4, -1, -1, -1), torch.eye(CLASSES)[:4]
+    output = module(images, targets)
+    assert not output.mask.any() and torch.equal(output.targets, targets)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.02, INF])
 def test_gain_forms_equal_the_written_out_sum(rho: float):
-    saliency = torch.randn(5, 7).softmax(dim=1)
+    saliency = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).softmax(dim=1)
     expected = torch.zeros(5, 5)
     for i in range(5):
         for j in range(5):
-            expected[i, j] = sum(
-                max(float(d - r) - rho, 0) for d, r in zip(saliency[j], saliency[i], strict=True)
-            )
+            pairs = zip(saliency[j], saliency[i], strict=True)
+            expected[i, j] = sum(max(float(d - r) - rho, 0) for d, r in pairs)
     for form in (gain_matrix, gain_by_repetition):
-        torch.testing.assert_close(
-            form(saliency, rho), expected, atol=1e-6, rtol=1e-5, check_dtype=False
-        )
-    assert gain_by_repetition(saliency, rho).shape == (5, 5)
+        found = form(saliency, rho)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5, check_dtype=False)
 
 
 def test_mix_by_hand():
@@ -58,32 +125,3 @@ def test_most_salient_excludes_the_prefix():
     tokens = torch.tensor([[9.0, 1.0, 2.0, 3.0]])[..., None]
     chosen = most_salient(tokens, torch.tensor([[0.2, 0.1, 0.7]]), 2, prefix=1)
     assert chosen.flatten().tolist() == [3, 1]
-
-
-def test_oracle_trains_every_weight_in_low_precision():
-    """Autocast may cache a cast without gradient while saliency is computed.
-
-    The projections of those blocks would then get no gradient, and the oracle would seem faster.
-    """
-    oracle = Oracle(sharp_trainer(step_config("cct_2_3x2", ["htm", "vtm"], "bf16"), CPU).module)
-    with torch.autocast("cpu", torch.bfloat16):
-        output = oracle(torch.randn(4, 3, 32, 32), torch.eye(10)[:4])
-    training_loss(output, 0.1).backward()
-    for name, parameter in oracle.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize("stack", [[], ["htm"], ["vtm"], ["htm", "vtm"]], ids=str)
-def test_three_training_steps_equal_the_oracle(stack: list[str]):
-    """Includes stochastic depth, gradient clipping and the optimiser."""
-    config = step_config("cct_2_3x2", stack, "float32")
-    step, expected_step = (
-        step_of(build(config, CPU), batch_size=4) for build in (sharp_trainer, oracle_trainer)
-    )
-    mixed_tokens = []
-    for _ in range(3):
-        (ours,), (theirs,) = ([part.output for part in each()] for each in (step, expected_step))
-        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(ours.targets, theirs.targets, atol=1e-5, rtol=1e-4)
-        mixed_tokens.append(ours.stats["mixed_tokens"])
-    assert all(number > 1 for number in mixed_tokens) == ("htm" in stack)
