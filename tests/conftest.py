@@ -27,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
 torch.set_num_threads(1)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, for programs that tests start too
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells ignore in background jobs
 
 # No deadline, as machines are shared; derandomized, so that failures reproduce.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
@@ -127,6 +128,13 @@ def batch(build: Callable[[], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(6, 3, size, size, generator=generator)
     return images, torch.randn(6, CLASSES, generator=generator).softmax(dim=1)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

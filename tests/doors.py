@@ -1,0 +1,258 @@
+"""The doors of the experiments: their programs by command lines, and the files of a run.
+
+The only file of the tests that knows how a program is started, how a run folder is read, and what
+the experiments call their parts. Programs run in this process, in the current folder: `train(...)`,
+`evaluate(...)` and `script(NAME, ...)` take the words of a command line. With DOORS=process, or
+`apart=True`, each gets a process of its own.
+"""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import yaml
+from matplotlib.figure import Figure
+from safetensors.torch import load_file
+from torch import Tensor
+
+from reproduction import load_run  # noqa: F401
+from reproduction.config import ROOT, Config
+from reproduction.models.build import build_model  # noqa: F401
+from reproduction.models.cct import CCT  # noqa: F401
+from reproduction.runs.compose import compose
+from reproduction.runs.identity import run_hash
+from reproduction.runs.parse import parse
+
+Line = dict[str, Any]
+
+# A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
+SMALL = (
+    *("model.embed_dim=16", "dataset.limit=60", "dataset.eval_limit=60", "recipe.batch_size=20"),
+    *("recipe.epochs=2", "recipe.log_every=2", "checkpoint.every_epochs=1", "device=cpu"),
+)
+SMALL_VIT = ("model.architecture=test_vit", "model.depth=6")  # timm's own test model, width 64
+PATIENCE = 300.0  # seconds for what takes seconds, on a shared machine
+# Keys that depend on speed, directly or by the number of digits of such values (metrics_size).
+TIMES = {"seconds", "train_seconds", "eval_seconds", "metrics_size", "images_per_second"}
+RESULTS = ("top1_", "top5_", "epochs", "steps", "status", "parameters", "seed", "devices", "htm")
+
+
+class Result(NamedTuple):
+    """The exit status and the output of a program."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.err.splitlines()
+
+
+def run(program: str, *words: str, apart: bool = False, draws: bool = True) -> Result:
+    """Runs a program of the repository, and returns what it prints.
+
+    Unless it `draws`, figures are empty files: to draw them takes longer than a small run.
+    """
+    if apart or os.environ.get("DOORS") == "process":
+        with started(*words, program=program) as process:
+            out, err = process.communicate(timeout=PATIENCE)
+        return Result(process.returncode, out, err)
+    _forget()
+    path = str(ROOT / program)
+    with ExitStack() as stack:
+        out, err = (stack.enter_context(_captured(number)) for number in (1, 2))
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(mock.patch.object(sys, "argv", [path, *words]))
+        if not draws:
+            stack.enter_context(mock.patch.object(Figure, "savefig", _touch))
+        status = _status_of(path)
+        return Result(status, *((file.seek(0), file.read())[1] for file in (out, err)))
+
+
+train, evaluate = partial(run, "train.py", draws=False), partial(run, "eval.py", draws=False)
+
+
+def script(name: str, *words: str, apart: bool = False) -> Result:
+    return run(f"scripts/{name}.py", *words, apart=apart)
+
+
+def _touch(figure: Figure, path: Path, **settings: Any) -> None:
+    path.touch()
+
+
+def _status_of(path: str) -> int:
+    """Runs a program as `__main__`, and returns its exit status as Python does."""
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+@contextmanager
+def _captured(number: int) -> Iterator[Any]:
+    """Writes output 1 or 2 of this process, and of those that it starts, to the file it yields."""
+    name = ("stdout", "stderr")[number - 1]
+    with tempfile.TemporaryFile("w+", buffering=1) as file, mock.patch.object(sys, name, file):
+        before = os.dup(number)
+        os.dup2(file.fileno(), number)
+        try:
+            yield file
+        finally:
+            os.dup2(before, number)
+            os.close(before)
+
+
+def _forget() -> None:
+    """Clears what functions of the experiments hold, such as open data, as in a new process."""
+    for name, module in [*sys.modules.items()]:
+        for value in vars(module).values() if name.startswith("reproduction.") else ():
+            getattr(value, "cache_clear", lambda: None)()
+
+
+@contextmanager
+def started(
+    *words: str, program: str = "train.py", launcher: tuple[str, ...] = (), **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Starts a program in a session of its own, whose processes are all killed at the end."""
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    standard = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, str(ROOT / program), *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        text=True,
+        start_new_session=True,
+        **standard | options,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def eventually(condition: Callable[[], Any]) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Run:
+    """The files of a run folder."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines of metrics.jsonl; one that a kill has cut short is left out."""
+        path = self.path / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1:] == "\n"]
+
+    @property
+    def steps(self) -> list[Line]:
+        return [line for line in self.lines if "step" in line]
+
+    @property
+    def epochs(self) -> list[Line]:
+        return [line for line in self.lines if "step" not in line]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.path / "summary.json").read_text())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return yaml.safe_load((self.path / "config.yaml").read_text())
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The files to resume from, newest first."""
+        files = (self.path / "checkpoints").glob("last*.pt")
+        return sorted(files, key=lambda path: (len(path.name), path.name))
+
+    def checkpoint(self, age: int = 0) -> dict[str, Any]:
+        """The newest state of training, or an older one: `step`, `module`, `model_ema`, ..."""
+        return torch.load(self.checkpoints[age], weights_only=True)
+
+    def best(self) -> dict[str, Tensor]:
+        return load_file(self.path / "checkpoints" / "best.safetensors")
+
+    def evaluation(self, weights: str = "last") -> dict[str, Any]:
+        return json.loads((self.path / f"evaluation-{weights}.json").read_text())
+
+    def facts(self) -> dict[str, Any]:
+        """State, best weights, lines and results by dotted names, but for times."""
+        results = {key: x for key, x in self.summary.items() if key.startswith(RESULTS)}
+        parts = {"state": self.checkpoint(), "best": self.best(), "lines": self.lines}
+        leaves = _leaves({**parts, "summary": results})
+        return {key: x for key, x in leaves if key.rpartition(".")[2] not in TIMES}
+
+
+def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted name, value) of every entry of nested mappings and lists."""
+    state = dict(enumerate(state)) if isinstance(state, list | tuple) else state
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, Tensor):
+        yield name, (state.dtype, state.shape, state.numpy(force=True).tobytes())
+    else:
+        yield name, state
+
+
+def same(run: Run, other: Run) -> list[str]:
+    """Returns the names of the facts in which two runs differ."""
+    ours, theirs = run.facts(), other.facts()
+    return [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+
+
+def runs(root: str | Path = "outputs") -> list[Run]:
+    return [Run(path.parent) for path in sorted(Path(root).glob("*/config.yaml"))]
+
+
+def config_of(*words: str, needs_data: bool = True) -> Config:
+    """The configuration of a command line, read and checked."""
+    return parse(compose("train", list(words)).raw, needs_data=needs_data)
+
+
+def dry(*words: str) -> tuple[dict[str, Any], str]:
+    """The configuration of a command line as nested mappings, and the hash of its run."""
+    config = config_of(*words, needs_data=False)
+    return asdict(config), run_hash(config)
+
+
+def snapshot(folder: str | Path = ".") -> dict[str, object]:
+    """Maps every path under a folder to its content or link target; does not follow links."""
+    entries: dict[str, object] = {}
+    for root, folders, files in os.walk(folder):
+        for path in (Path(root, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                entries[str(path)] = os.readlink(path)
+            else:
+                entries[str(path)] = path.read_bytes() if path.is_file() else None
+    return entries

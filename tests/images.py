@@ -1,0 +1,123 @@
+"""Images for tests: folders of them, and own data that disturbs the run that reads it.
+
+    train("dataset=custom", "dataset.source=tests.images:digits", ...)
+
+trains on digits. What happens at an image is told by the environment, not by the command, so that
+the command of a disturbed run also resumes it:
+
+    with disturbed("SIGTERM", at=45):   # at the 45th training image that a process reads
+        assert train(*OWN, "name=mine").status == 130
+    assert train(*OWN, "name=mine", "resume=auto").status == 0
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+OWN = ("dataset=custom", "dataset.source=tests.images:digits", "dataset.workers=0")
+EVENT, LOG = "TESTS_IMAGES_EVENT", "TESTS_IMAGES_LOG"
+read = {"train": 0, "held_out": 0}  # images by this process since the event was chosen
+
+
+@contextmanager
+def disturbed(event: str, at: int, half: str = "train", rank: int = 0) -> Iterator[None]:
+    """Lets something happen when a rank reads its `at`-th image, counted from 1, of a half.
+
+    The name of a signal sends it to the rank (which may be SIGKILL), or two names with a plus
+    between them; `hang` sends SIGTERM and then waits for a second; `interrupt` raises
+    KeyboardInterrupt; `fail` an error; `memory` that of torch where memory is short.
+    """
+    read.update(train=0, held_out=0)
+    with mock.patch.dict(os.environ, {EVENT: f"{event} {at} {half} {rank}"}):
+        yield
+
+
+@contextmanager
+def recorded(path: Path) -> Iterator[None]:
+    """Appends `half index rank` to a file for every image that is read."""
+    with mock.patch.dict(os.environ, {LOG: str(path.absolute())}):
+        yield
+
+
+class Half(Sequence[tuple[np.ndarray, int]]):
+    """Half of the data: (image `h w`, class) pairs."""
+
+    def __init__(self, name: str, images: np.ndarray, targets: list[int]):
+        self.name, self.images, self.targets = name, images, targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:  # type: ignore[override]
+        _happen(self.name, index)
+        return self.images[index], self.targets[index]
+
+
+def digits(train: int = 60, held_out: int = 30) -> tuple[Half, Half]:
+    """The first and the last of scikit-learn's digits."""
+    images, targets = _digits()
+    return (
+        Half("train", images[:train], targets[:train]),
+        Half("held_out", images[-held_out:], targets[-held_out:]),
+    )
+
+
+@cache
+def _digits() -> tuple[np.ndarray, list[int]]:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return np.round(bunch.images * 255 / 16).astype(np.uint8), bunch.target.tolist()
+
+
+def _happen(half: str, index: int) -> None:
+    """Records the image, and lets the event happen if it is its turn."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if LOG in os.environ:
+        with open(os.environ[LOG], "a") as file:
+            file.write(f"{half} {index} {rank}\n")
+    read[half] += 1
+    if f"{read[half]} {half} {rank}" != os.environ.get(EVENT, "").partition(" ")[2]:
+        return
+    event = os.environ[EVENT].split()[0]
+    if event == "interrupt":
+        raise KeyboardInterrupt
+    if event == "fail":
+        raise ZeroDivisionError("what\never")
+    if event == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    for name in ("SIGTERM" if event == "hang" else event).split("+"):
+        os.kill(_trainer(), getattr(signal, name))
+    if event == "hang":
+        time.sleep(1)
+
+
+def _trainer() -> int:
+    """The process that trains, also in one of the loader's workers."""
+    return os.getpid() if torch.utils.data.get_worker_info() is None else os.getppid()
+
+
+def write_images(
+    root: Path, classes: list[str], train: int, held_out: int, size: int = 32, test: int = 0
+) -> Path:
+    """Writes images whose brightness encodes the class to root/train, val and, if any, test."""
+    rng = np.random.default_rng(0)
+    for split, number in (("train", train), ("val", held_out), ("test", test)):
+        for label, name in enumerate(classes if number else ()):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(number):
+                noise = rng.integers(0, 60, (size, size + 8, 3))
+                pixels = noise + 190 * label // max(1, len(classes) - 1)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    return root
