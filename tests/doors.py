@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
 
-from reproduction import load_run  # noqa: F401
+from reproduction import build_trainer, load_run, step  # noqa: F401
 from reproduction.config import ROOT, Config
 from reproduction.models.build import build_model  # noqa: F401
 from reproduction.models.cct import CCT  # noqa: F401
