@@ -47,12 +47,3 @@ def test_pages_mention_functions_and_tests():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_no_placeholders(page: Path):
     assert not re.search(r"@[A-Z]+@|TODO|TBD", page.read_text())
-
-
-def test_features_that_stay_have_their_file_and_test():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| .+ \| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
-    assert len(rows) > 30
-    for file, test in rows:
-        assert (ROOT / file).is_file() and (ROOT / test).is_file(), (file, test)
-        assert test.startswith("tests/") and "def test_" in (ROOT / test).read_text(), test
