@@ -1,7 +1,6 @@
-"""Frozen losses of runs and hashes of experiments, which refactoring must not change.
+"""Frozen losses of runs, which refactoring must not change.
 
-After an intended change, `python -m tests.reproduction.test_frozen losses hashes`, or one of the
-two, records them again.
+After an intended change, `python -m tests.reproduction.test_frozen` records them again.
 """
 
 import json
@@ -14,13 +13,11 @@ import pytest
 import torch
 import yaml
 
-from reproduction.config import CONF_DIR
-from reproduction.runs.identity import run_hash
-from tests.reproduction.conftest import Command, config_of
+from tests.reproduction.conftest import Command
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED_BY = "2.15."
-LOSSES, HASHES = FIXTURES / "frozen_losses.yaml", FIXTURES / "frozen_hashes.yaml"
+LOSSES = FIXTURES / "frozen_losses.yaml"
 
 # Ten batches of eight digits; weights become sharp enough for tokens to be replaced.
 TEN = [
@@ -111,20 +108,6 @@ def test_recorded_runs_with_htm_replace_tokens():
         assert any(line["tokens"] > 0 for line in recorded[name]) == mixes, name
 
 
-def hashes() -> dict[str, str]:
-    """Maps each experiment to the hash of its run, by which stored results are found."""
-    folder = CONF_DIR / "experiment"
-    names = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
-    return {
-        name: run_hash(config_of(f"experiment={name}", needs_data=False)) for name in sorted(names)
-    }
-
-
-def test_experiments_have_the_recorded_hashes():
-    """test_recipes.py compares the values of Tables 1 and 2 with the published ones."""
-    assert hashes() == yaml.safe_load(HASHES.read_text())
-
-
 def record_losses() -> dict[str, list[Line]]:
     losses = {}
     for name in RUNS:
@@ -135,12 +118,9 @@ def record_losses() -> dict[str, list[Line]]:
     return losses
 
 
-if __name__ == "__main__":  # losses, hashes, or both
-    for part in sys.argv[1:]:
-        path, compute, is_flow = {
-            "losses": (LOSSES, record_losses, None),  # a line for each batch
-            "hashes": (HASHES, hashes, False),
-        }[part]
-        text = yaml.safe_dump(compute(), sort_keys=False, default_flow_style=is_flow, width=100)
-        path.write_text(text)
-        print(f"written to {path}")
+if __name__ == "__main__":
+    text = yaml.safe_dump(
+        record_losses(), sort_keys=False, default_flow_style=None, width=100
+    )  # a line for each batch
+    LOSSES.write_text(text)
+    print(f"written to {LOSSES}")

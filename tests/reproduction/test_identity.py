@@ -1,6 +1,7 @@
 """The identity of a run outlasts new options and changed defaults."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import yaml
 from pydantic.dataclasses import dataclass
 
-from reproduction.config import FORBID, Config, Recipe
+from reproduction.config import CONF_DIR, FORBID, Config, Recipe
 from reproduction.runs import folder, parse
 from reproduction.runs import identity as rule
 from reproduction.runs.folder import RunFolder
@@ -23,8 +24,10 @@ from reproduction.runs.identity import (
     run_hash,
     short_digest,
 )
+from reproduction.studies.plan import points_of, studies_of
 from reproduction.studies.publish import RESULTS
 from reproduction.studies.runs import read_store
+from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command, config_of, small_trainer
 
@@ -175,13 +178,37 @@ def test_group_without_values_of_its_own_is_set():
     assert identity({"augmentation": defaults}) == {"augmentation.manifold_mixup": "set"}
 
 
-def test_published_results_keep_their_identity():
-    """A failure means: a default was changed without an entry in FIRST_DEFAULTS."""
-    runs = read_store(RESULTS)
-    assert len(runs) > 60
+SHARED = [  # experiments that are one run
+    ("table1/cifar100_baseline", "table5/mixup_cutmix"),
+    (
+        *("table1/cifar100_htm", "table3/attention", "table4/full"),
+        "table5/mixup_cutmix_htm",
+    ),
+    ("table1/cifar100_htm_vtm", "table5/mixup_cutmix_htm_vtm"),
+    ("table1/cifar100_vtm", "table5/mixup_cutmix_vtm"),
+    ("table3/random", "table4/without_tokens"),
+]
+
+
+def test_experiments_of_the_same_settings_are_one_run():
+    """test_recipes.py compares the values of Tables 1 and 2 with the published ones."""
+    folder, names = CONF_DIR / "experiment", defaultdict(list)
+    for path in sorted(folder.rglob("*.yaml")):
+        name = str(path.relative_to(folder).with_suffix(""))
+        names[run_hash(config_of(f"experiment={name}", needs_data=False))].append(name)
+    assert sorted(tuple(x) for x in names.values() if len(x) > 1) == sorted(SHARED)
+
+
+def test_published_results_are_found_by_the_rows_of_their_studies():
+    """A failure means: a setting or a default has changed without a word on what it meant."""
+    runs, found = read_store(RESULTS), {}
+    for study in runs.folder.str.split("-").str[0].unique():
+        points = points_of(studies_of(f"{RESULTS / study}.yaml"), Settings())
+        found |= {point.key: point.label.replace("/", "-") for point in points}
+    assert len(runs) >= 175
     for run in runs.itertuples():
-        assert hash_of(run.settings) == run.hash, run.folder
-        assert run.folder.endswith(f"-{run.hash}")
+        row = run.folder.rpartition("-s")[0]
+        assert found[run.key].replace("+", "") == row.replace("+", ""), run.folder
 
 
 def test_new_options_have_defaults():
