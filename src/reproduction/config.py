@@ -109,7 +109,7 @@ class Transformer(Model):
     depth: Blocks
     attn_drop: Rate
     drop_path: Rate
-    checkpoint_blocks: Flag
+    checkpoint_blocks: Flag = False
     htm_layer: Whole
     vtm_layer: Whole
 
@@ -180,7 +180,7 @@ class Library(Model):
     family: Literal["library"]
     package: Literal["timm", "torchvision"]
     architecture: str
-    options: dict[str, Any]
+    options: dict[str, Any] = Field(default_factory=dict)
     stem: Literal["imagenet", "cifar"]
 
 
@@ -197,13 +197,13 @@ class Dataset:
     """
 
     name: FolderName
-    root: PathName | None
+    root: PathName | None = None
     mean: Channels
     std: Scales
     limit: Count | None
     eval_limit: Count | None = None
-    workers: ProcessCount
-    memory_mib: Whole | None
+    workers: ProcessCount = 0
+    memory_mib: Whole | None = None
     broken_images: Literal["refuse", "skip"]
     validation: Rate = 0.0
     validation_seed: Whole = 0
@@ -342,12 +342,12 @@ class Config:
     """The complete configuration of a run."""
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     devices: Ranks
-    compile: Compile
-    resume: Literal["never", "auto"]
-    name: RunName | None
-    output_root: PathName
+    compile: Compile = False
+    resume: Literal["never", "auto"] = "never"
+    name: RunName | None = None
+    output_root: PathName = "outputs"
     model: Annotated[AnyModel, Field(discriminator="family")]
     dataset: Dataset
     augmentation: Augmentation

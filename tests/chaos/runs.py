@@ -14,7 +14,7 @@ import torch
 
 from reproduction.models.weights import read_file
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import flatten, hash_of
+from reproduction.runs.identity import flatten
 from reproduction.system.errors import UserError
 from reproduction.training.checkpoint import load_last
 
@@ -113,7 +113,7 @@ def _compare_checkpoints(one: RunFolder, other: RunFolder) -> Iterator[str]:
 
 def last_state(run: RunFolder) -> dict[str, Any]:
     """Returns the newest training state; raises UserError if none is readable."""
-    newest = load_last(run, hash_of(run.read_config()))
+    newest = load_last(run)
     if newest is None:
         raise UserError(f"{run.path}: holds no checkpoint")
     return newest[1]

@@ -1,181 +1,134 @@
-"""The identity of a run outlasts new options and changed defaults."""
+"""The identity of a run: every setting that changes a result, as the present schema reads it."""
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from pydantic.dataclasses import dataclass
 
-from reproduction.config import CONF_DIR, FORBID, Config, Recipe
-from reproduction.runs import folder, parse
-from reproduction.runs import identity as rule
+from reproduction.config import CONF_DIR
+from reproduction.runs import folder
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import (
-    hash_of,
-    identity,
-    omitted_values,
-    options_of,
-    run_hash,
-    short_digest,
-)
+from reproduction.runs.identity import flatten, hash_of, nested, run_hash
 from reproduction.studies.plan import points_of, studies_of
 from reproduction.studies.publish import RESULTS
 from reproduction.studies.runs import read_store
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
-from tests.reproduction.conftest import SMALL, Command, config_of, small_trainer
+from tests.reproduction.conftest import SMALL, Command, config_of
+
+STACK = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
+WORDS = {
+    "cct": [STACK, "model=cct_7_3x1"],
+    "vit": [STACK, "model=vit_tiny_patch16_224"],
+    "library": ["model=resnet18", "augmentation=[]"],
+    "custom": ["dataset=custom", "dataset.source=own:images", "+dataset.options.at=1"],
+}
+NO_RESULT = (  # keys and groups that change no result, and so not the run; every other key counts
+    *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
+    *("dataset.workers", "dataset.memory_mib", "dataset.statistics", "model.checkpoint_blocks"),
+)
+OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just be changed
+    **{
+        "device": "cpu",
+        "resume": "auto",
+        "name": "x",
+        "output_root": "x",
+    },
+    **{"model.weights": "x.pt", "model.patch_size": 2, "model.positional_embedding": "sine"},
+    **{"model.pooling": "class_token", "model.global_pool": "avg", "model.pretrained": "x"},
+    **{"model.mlp_drop_rate": 0.1, "model.package": "torchvision", "model.stem": "cifar"},
+    **{"dataset.root": "x", "dataset.mean": [0.1, 0.2, 0.3], "dataset.std": [0.1, 0.2, 0.3]},
+    **{"dataset.limit": 9, "dataset.eval_limit": 9, "dataset.memory_mib": 9},
+    **{"dataset.broken_images": "skip", "dataset.source": "own:others", "dataset.content": "x"},
+    **{"dataset.statistics": [[0.1] * 3, [0.2] * 3], "augmentation.off_epoch": 1},
+    **{"augmentation.cutmix.labels": "attention", "augmentation.manifold_mixup.layers": [1]},
+    **{
+        "augmentation.htm.tau": 1.0,
+        "augmentation.htm.rho": 0.1,
+    },
+    **{"augmentation.htm.pooling": "average", "augmentation.htm.detector": "random"},
+    **{"augmentation.htm.matching": "random", "augmentation.htm.mask_rule": "published"},
+    **{"augmentation.htm.labels": "count", "augmentation.htm.order": "published"},
+    **{"augmentation.htm.difficulty": "excess", "augmentation.htm.rollout_steps": 1},
+    **{"augmentation.vtm.class_token_offset": "published", "recipe.max_steps": 9},
+    **{"recipe.optimizer": "sgd", "recipe.schedule_step": "epoch", "recipe.precision": "bf16"},
+    **{"recipe.clip_grad_norm": 9.0, "recipe.ema_decay": 0.9, "checkpoint.every_epochs": 9},
+    **{"recipe.transforms.scale": [0.5, 0.6], "recipe.transforms.ratio": [0.5, 0.6]},
+    **{"recipe.transforms.interpolation": "random", "recipe.transforms.auto_augment": "v0"},
+    **{"recipe.transforms.erasing_mode": "rand"},
+}
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class LaterRecipe(Recipe):
-    nesterov: bool = False
+def raw_of(*words: str) -> dict[str, Any]:
+    return dataclasses.asdict(config_of(*words, needs_data=False))
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class Later(Config):
-    recipe: LaterRecipe
+def changed(key: str, value: Any) -> Any:
+    if key in OTHER:
+        return OTHER[key]
+    if isinstance(value, bool):
+        return not value
+    assert isinstance(value, int | float | str), f"{key}: name another value in OTHER"
+    return f"{value}x" if isinstance(value, str) else value + 1 if type(value) is int else 0.47
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class LatestRecipe(Recipe):
-    nesterov: bool = True
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_every_key_counts_unless_it_changes_no_result(words: list[str]):
+    settings = dict(flatten(raw_of(*words)))
+    before = hash_of(nested(settings))
+    for key, value in settings.items():
+        is_group = value is None and key.partition(".")[0] in ("augmentation", "logger")
+        if key != "model.family" and (not is_group or key in OTHER):
+            is_other = hash_of(nested(settings | {key: changed(key, value)})) != before
+            is_fixed = key == "dataset.root" and settings["dataset.name"] == "digits"
+            counts = not is_fixed and not any(f"{key}.".startswith(f"{x}.") for x in NO_RESULT)
+            assert is_other == counts, key
 
 
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class Latest(Config):
-    recipe: LatestRecipe
+def test_numbers_and_paths_count_however_they_are_spelled():
+    folder = ("dataset=image_folder", "dataset.root=a")
+    for one, other in [
+        (["recipe.lr=1"], ["recipe.lr=1.0"]),
+        (["recipe.warmup_lr=0"], ["recipe.warmup_lr=0.0"]),
+        (["augmentation=[vtm,htm]"], ["augmentation=[htm,vtm]"]),
+        ([*folder], ["dataset=image_folder", "dataset.root=b/../a"]),
+    ]:
+        first, second = (hash_of(raw_of(*words)) for words in (one, other))
+        assert first == second
+    assert hash_of(raw_of(*folder)) != hash_of(raw_of("dataset=image_folder", "dataset.root=b"))
 
 
-@pytest.fixture
-def schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`schema(Later)` replaces the configuration's type."""
+def test_runs_of_earlier_revisions_are_found_and_read(command: Command):
+    """With keys that are gone, without later ones; first defaults of `auto` are no `auto`."""
+    first = ("augmentation.htm.tau=2.0", "augmentation.htm.rho=0.005")
+    older = raw_of(*first) | {"restarts": 3}
+    older["recipe"]["non_finite"] = older["augmentation"]["htm"]["non_finite"] = "fail"
+    for key in ("labels", "tau", "rho"):
+        del older["augmentation"]["htm"][key]
+    del older["checkpoint"], older["dataset"]["validation"]
+    assert hash_of(older) == hash_of(raw_of(*first)) != hash_of(raw_of())
+    skips = deepcopy(older)
+    skips["recipe"]["non_finite"] = "skip"
+    with pytest.raises(UserError, match=r"recipe\.non_finite=skip"):
+        hash_of(skips)
 
-    def replace(kind: type[Config], **first_defaults: Any) -> None:
-        for module in (rule, parse):
-            monkeypatch.setattr(module, "Config", kind)
-        monkeypatch.setattr(rule, "FIRST_DEFAULTS", rule.FIRST_DEFAULTS | first_defaults)
-        omitted_values.cache_clear()
-
-    yield replace
-    monkeypatch.undo()
-    omitted_values.cache_clear()
-
-
-FIRST = ("augmentation.htm.tau=2.0", "augmentation.htm.rho=0.005")
-
-
-def plain(*overrides: str) -> dict[str, Any]:
-    return dataclasses.asdict(config_of(*overrides))
-
-
-def with_nesterov(raw: dict[str, Any], value: bool) -> dict[str, Any]:
-    return {**raw, "recipe": {**raw["recipe"], "nesterov": value}}
-
-
-def test_new_option_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path):
-    before, key = plain(f"output_root={tmp_path}", "name=mine", "resume=auto"), hash_of(plain())
-    RunFolder(tmp_path / "mine").create(config_of(f"output_root={tmp_path}", "name=mine"))
-    schema(Later)
-    config = parse.parse(before, needs_data=False)
-    assert isinstance(config, Later) and config.recipe.nesterov is False
-    assert rule.run_hash(config) == key == hash_of(with_nesterov(before, False))
-    assert folder.find_runs(tmp_path)[key].path.name == "mine"
-    RunFolder(tmp_path / "mine").check(config)  # accepts it
-    other = parse.parse(with_nesterov(before, True), needs_data=False)
-    assert rule.run_hash(other) != key
-    with pytest.raises(UserError, match=r"this one has recipe\.nesterov=True instead of False; "):
-        RunFolder(tmp_path / "mine").check(other)
-
-
-def test_runs_with_keys_of_earlier_revisions_are_found_and_read():
-    older = plain() | {"restarts": 3}
-    older["augmentation"]["htm"]["non_finite"] = "fail"
-    older["checkpoint"]["every_steps"] = 3
-    older["recipe"]["non_finite"] = "fail"
-    assert hash_of(older) == hash_of(plain())
-    assert parse.parse_saved(older, needs_data=False) == parse.parse_saved(plain())
-    older["augmentation"]["htm"]["non_finite"] = "skip"
-    assert hash_of(older) != hash_of(plain())
-    assert parse.parse_saved(older, needs_data=False) == parse.parse_saved(plain())
-
-
-def test_changed_default_leaves_earlier_runs_as_they_are(schema: Any, tmp_path: Path):
-    """Those without the key, those with its first default and those with its present one."""
-    older = plain()
-    runs = [older, with_nesterov(older, False), with_nesterov(older, True)]
-    schema(Later)
-    before = [hash_of(run) for run in runs]
-    schema(Latest, **{"recipe.nesterov": False})
-    assert [hash_of(run) for run in runs] == before
-    assert before[0] == before[1] != before[2]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    saved = RunFolder(tmp_path).read_config()
-    assert parse.parse(saved, needs_data=False).recipe.nesterov is False  # type: ignore
-    assert parse.parse(older, needs_data=False).recipe.nesterov is True  # type: ignore
-    assert "recipe.nesterov" in identity(with_nesterov(older, True))
-
-
-def test_run_saved_without_keys_of_later_options_is_found(command: Command, tmp_path: Path):
     assert command("train", "name=mine", *SMALL).status == 0
-    run = RunFolder(tmp_path / "outputs/mine")
-    saved = run.read_config()
-    key, older = hash_of(saved), deepcopy(saved)
-    del older["augmentation"]["htm"]["labels"], older["checkpoint"]
-    run.config_path.write_text(yaml.safe_dump(older))
-    assert hash_of(older) == key and list(folder.find_runs(tmp_path / "outputs")) == [key]
-    again = command("train", "name=mine", "resume=auto", *SMALL)
+    run = RunFolder("outputs/mine")
+    saved = run.read_config() | {"restarts": 3}
+    del saved["augmentation"]["htm"]["labels"], saved["checkpoint"]
+    run.config_path.write_text(yaml.safe_dump(saved))
+    assert [*folder.find_runs("outputs")] == [hash_of(saved)]
+    again = command("train", "resume=auto", *SMALL)
     assert again.status == 0 and "after 2 epochs" in again.out and not again.err
     assert command("eval", "run=outputs/mine").status == 0
-
-
-STACK = ["mixup", "htm", "vtm"]
-CHANGES = [
-    *("seed=1", "model.depth=3", "model.attn_drop=0.3"),
-    *("augmentation.htm.rho=0", "augmentation.htm.detector=random", "augmentation.vtm.kappa=5"),
-    *("recipe.label_smoothing=0.3", "recipe.optimizer=sgd"),
-    *("recipe.grad_accum_steps=2", "recipe.precision=bf16", "recipe.transforms.erasing_prob=1"),
-]
-NO_CHANGES = ["model.checkpoint_blocks=true", "dataset.workers=3", "checkpoint.keep=3"]
-
-
-def losses(*overrides: str) -> list[float]:
-    """Returns the losses of two steps with the same weights and images."""
-    trainer, generator = small_trainer(STACK, *overrides), torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(2):
-        images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8, generator=generator)
-        found += [float(part.loss) for part in trainer.train_step(images, torch.arange(6), 6)]
-        trainer.step += 1
-    return found
-
-
-def test_a_key_that_changes_a_loss_changes_the_hash():
-    small = ["model.embed_dim=16"]
-    before, hashed = losses(*small), run_hash(config_of(*small))
-    for change in [*CHANGES, *NO_CHANGES]:
-        is_other = losses(*small, change) != before
-        assert is_other == (change in CHANGES), change
-        assert is_other == (run_hash(config_of(*small, change)) != hashed), change
-
-
-def test_identity_holds_the_word_auto():
-    """Also after tau and rho of 2.0 and 0.005, the first defaults, became auto."""
-    auto, first = identity(plain()), identity(plain(*FIRST))
-    keys = [f"augmentation.htm.{name}" for name in ("tau", "rho")]
-    assert [auto[key] for key in keys] == ["auto", "auto"]
-    assert not {*keys} & {*first}
-
-
-def test_group_without_values_of_its_own_is_set():
-    """Manifold mixup with nothing but its first defaults is not the run without it."""
-    defaults = {"manifold_mixup": {"alpha": 2.0, "layers": [0, 1, 2]}, "htm": None}
-    assert identity({"augmentation": defaults}) == {"augmentation.manifold_mixup": "set"}
+    other = command("train", "name=mine", "resume=auto", *SMALL, "recipe.lr=1e-5")
+    assert other.status == 2 and "recipe.lr=1e-05 instead of 0.002" in other.err
+    run.config_path.write_text(yaml.safe_dump({**saved, "recipe": skips["recipe"]}))
+    result = command("train", "name=mine", "resume=auto", *SMALL)
+    assert result.status == 2 and "recipe.non_finite=skip" in result.err
 
 
 SHARED = [  # experiments that are one run
@@ -209,9 +162,3 @@ def test_published_results_are_found_by_the_rows_of_their_studies():
     for run in runs.itertuples():
         row = run.folder.rpartition("-s")[0]
         assert found[run.key].replace("+", "") == row.replace("+", ""), run.folder
-
-
-def test_new_options_have_defaults():
-    """A failure means: a new option has none, which makes strangers of all earlier runs."""
-    required = {key for key, default in options_of(Config) if default is dataclasses.MISSING}
-    assert short_digest(sorted(required)) == "e8946171"

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from reproduction.config import Config
-from reproduction.runs.identity import differing, hash_of, identity, with_first_defaults
+from reproduction.runs.identity import differing, hash_of, saved, upgraded
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.reading import parse_yaml
@@ -58,7 +58,7 @@ class RunFolder:
                 f"name={config.name}: {self.path} exists; resume it with resume=auto or choose "
                 "another name=..."
             )
-        if pairs := differing(identity(dataclasses.asdict(config)), identity(self.read_config())):
+        if pairs := differing(config, saved(self.read_config())):
             advice = "choose another name=..."
             if pairs[0].startswith("recipe.epochs=") and self.is_finished():
                 advice += (
@@ -83,7 +83,7 @@ class RunFolder:
         write_text(self.config_path, text)
 
     def read_config(self) -> dict[str, Any]:
-        """Returns the resolved configuration. Raises UserError if this is not a run folder."""
+        """Returns the configuration in present keys. UserError if this is not a run folder."""
         try:
             config = parse_yaml(self.config_path.read_text())
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -96,7 +96,7 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run folder: config.yaml: {reason}") from error
         if not isinstance(config, dict):
             raise UserError(f"{self.path} is not a run folder: config.yaml holds no configuration")
-        return with_first_defaults(config)
+        return upgraded(config)
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the summary, empty if none has been written."""

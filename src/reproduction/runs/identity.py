@@ -1,4 +1,9 @@
-"""The identity of a run: the settings that distinguish it from others, their hash, its name."""
+"""The identity of a run: the settings that change its result, their hash, its name.
+
+A saved configuration of any revision is upgraded and parsed by the present schema before it is
+compared. So a new key needs a default that is the behaviour of before, and nothing else; a key that
+goes, or whose default changes, needs one entry of UPGRADES.
+"""
 
 import dataclasses
 import hashlib
@@ -6,33 +11,66 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from copy import deepcopy
+from typing import Any
 
 from reproduction.config import Config
 from reproduction.data.folders import DATASETS
+from reproduction.runs.parse import typed
+from reproduction.system.errors import UserError
 
 NOT_IN_NAMES = re.compile(r"[^\w.+=-]+", re.ASCII)  # what a default name leaves out
 LONGEST_DEFAULT_NAME = 120  # bytes of a default name
 # Keys that do not change a result, and so not the identity of a run.
 NOT_IDENTITY = (
-    *("name", "output_root", "resume", "device", "compile", "restarts", "checkpoint", "logger"),
+    *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
     *("dataset.workers", "dataset.memory_mib", "dataset.statistics", "model.checkpoint_blocks"),
 )
 PATHS = ("dataset.root", "model.weights")  # keys that count however they are spelled
-# Key -> its first default, if the schema now has another one: what configurations without it mean.
-FIRST_DEFAULTS: dict[str, Any] = {"augmentation.htm.tau": 2.0, "augmentation.htm.rho": 0.005}
-# Key of earlier revisions -> its value in a run that the present code trains as they did.
-REMOVED: dict[str, Any] = {
-    "restarts": 0,
-    "checkpoint.every_steps": None,
-    "recipe.non_finite": "fail",
-    "augmentation.htm.non_finite": "fail",
-    "augmentation.mode": "batch",
+
+
+class Gone:
+    """A key that the schema has no more, and its values (any, if none is named) that still hold."""
+
+    def __init__(self, *values: Any):
+        self.values = values
+
+
+# What saved configurations mean: keys that are gone, and first defaults of keys that have another.
+UPGRADES: dict[str, Any] = {
+    "restarts": Gone(),
+    "checkpoint.every_steps": Gone(),
+    "recipe.non_finite": Gone("fail"),
+    "augmentation.htm.non_finite": Gone("fail"),
+    "augmentation.mode": Gone("batch"),
+    "augmentation.htm.tau": 2.0,
+    "augmentation.htm.rho": 0.005,
 }
-HASHED = ("recipe.non_finite",)  # those that had no default, so that every hash covers them
+
+
+def upgraded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a saved configuration in the keys of the present schema.
+
+    Raises UserError for a setting that the present code does not have any more.
+    """
+    tree = deepcopy(dict(raw))
+    for key, value in UPGRADES.items():
+        *groups, name = key.split(".")
+        group: Any = tree
+        for part in groups:
+            group = group.get(part) if isinstance(group, dict) else None
+        if not isinstance(group, dict):
+            continue
+        if not isinstance(value, Gone):
+            group.setdefault(name, value)
+        elif name in group and (found := group.pop(name)) not in (value.values or [found]):
+            raise UserError(f"{key}={found}: was a setting of an earlier revision, and is gone")
+    return tree
+
+
+def saved(raw: Mapping[str, Any]) -> Config:
+    """Returns a saved configuration of any revision as the present schema understands it."""
+    return typed(upgraded(raw))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -44,15 +82,26 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes `flatten`."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *groups, name = key.split(".")
+        group = tree
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[name] = value
+    return tree
+
+
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the dotted keys and values that determine a result.
 
-    The folder of a fixed data set is not among them, as its images may be moved. Other paths are
-    those of `plain_path`, also in configurations that were saved as typed.
+    The folder of a fixed data set is not among them, as its images may be moved.
     """
     values = dict(flatten(config))
     fixed = [name for name, entry in DATASETS.items() if entry.sizes is not None]
-    is_fixed = values.get("dataset.name") in fixed  # a list: a broken file's may be unhashable
+    is_fixed = values.get("dataset.name") in fixed
     return {
         key: plain_path(value) if key in PATHS and isinstance(value, str) else value
         for key, value in values.items()
@@ -61,13 +110,9 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_path(path: str) -> str:
-    """Returns the path from the working folder if it lies there, however reached, else absolute."""
-    whole = Path(os.path.abspath(path))
-    for folder in (whole, *whole.parents):
-        with suppress(OSError):  # there is no such folder
-            if folder.samefile("."):
-                return str(whole.relative_to(folder))
-    return str(whole)
+    """Returns the path from the working folder if it lies there, else the absolute one."""
+    short = os.path.relpath(path)
+    return os.path.abspath(path) if short.split(os.sep)[0] == ".." else short
 
 
 def changes_result(key: str) -> bool:
@@ -75,69 +120,14 @@ def changes_result(key: str) -> bool:
     return not any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
 
 
-def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that distinguish runs: those that differ from what omitting them means.
-
-    So a new option, whose default is the behaviour of before, leaves all earlier runs as they are.
-    An optional group that is set counts even if all of its settings are left out.
-    """
-    values, omitted = settings_of(config), omitted_values()
-    groups = [key for key, value in omitted.items() if value is None]
-    return {
-        **{key: "set" for key in groups if any(name.startswith(f"{key}.") for name in values)},
-        **{key: value for key, value in values.items() if value != omitted.get(key, ...)},
-    }
-
-
-@cache
-def omitted_values() -> dict[str, Any]:
-    """Dotted key -> what a configuration without it means, for all keys with a default."""
-    options = dict(options_of(Config)) | FIRST_DEFAULTS | REMOVED
-    return {key: value for key, value in options.items() if value is not dataclasses.MISSING}
-
-
-def options_of(hint: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys and defaults of all dataclasses in a type, such as a union's."""
-    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
-        for part in get_args(hint):
-            yield from options_of(part, key)
-        return
-    types = get_type_hints(hint)
-    for option in dataclasses.fields(hint):
-        name, default = f"{key}{option.name}", option.default
-        yield name, [*default] if isinstance(default, tuple) else default
-        yield from options_of(types[option.name], f"{name}.")
-
-
-def with_first_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Adds the missing keys whose default in the schema has changed since they were left out."""
-    for key, value in FIRST_DEFAULTS.items():
-        *groups, name = key.split(".")
-        group: Any = config
-        for part in groups:
-            group = group.get(part) if isinstance(group, dict) else None
-        if isinstance(group, dict):
-            group.setdefault(name, value)
-    return config
-
-
-def without_removed(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a saved configuration without the keys that the schema has no more."""
-    return {
-        key: without_removed(value, f"{prefix}{key}.") if isinstance(value, dict) else value
-        for key, value in config.items()
-        if f"{prefix}{key}" not in REMOVED
-    }
-
-
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Returns `key=ours instead of theirs` for each difference of two identities."""
-    pairs = []
-    for key in sorted({*ours, *theirs}):
-        omitted = omitted_values().get(key, "no value")
-        our, their = ours.get(key, omitted), theirs.get(key, omitted)
-        pairs += [f"{key}={our} instead of {their}"] if our != their else []
-    return pairs
+def differing(ours: Config, theirs: Config) -> list[str]:
+    """Returns `key=ours instead of theirs` for each setting that distinguishes two runs."""
+    one, other = (settings_of(dataclasses.asdict(config)) for config in (ours, theirs))
+    return [
+        f"{key}={one.get(key)} instead of {other.get(key)}"
+        for key in sorted({*one, *other})
+        if one.get(key) != other.get(key)
+    ]
 
 
 def differing_data(then: Mapping[str, str], now: Mapping[str, str]) -> str | None:
@@ -147,13 +137,13 @@ def differing_data(then: Mapping[str, str], now: Mapping[str, str]) -> str | Non
 
 
 def run_hash(config: Config) -> str:
-    """Returns 8 hex digits over the identity of the configuration."""
-    return hash_of(dataclasses.asdict(config))
+    """Returns 8 hex digits over the settings that determine a result."""
+    return short_digest(settings_of(dataclasses.asdict(config)))
 
 
-def hash_of(config: dict[str, Any]) -> str:
-    """`run_hash` for plain values, such as a saved configuration."""
-    return short_digest({key: REMOVED[key] for key in HASHED} | identity(config))
+def hash_of(raw: Mapping[str, Any]) -> str:
+    """`run_hash` of a saved configuration; UserError if the present code does not understand it."""
+    return run_hash(saved(raw))
 
 
 def short_digest(value: Any) -> str:

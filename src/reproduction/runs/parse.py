@@ -13,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from reproduction.config import CCT, AnyModel, Augmentation, Config, Dataset, Library, Recipe, ViT
 from reproduction.data.folders import DATASETS, IMAGE_FOLDERS, missing_data
-from reproduction.runs.identity import without_removed
 from reproduction.system.errors import UserError, in_one_line
 
 LONGEST_VALUE = 200  # characters of a value in an error line
@@ -28,15 +27,20 @@ def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> 
     With `needs_data=False` the images may be missing, as for a plan. With `trains=False` the global
     batch need not be divisible by the world size, as for an evaluation.
     """
+    config = typed(raw)
+    if lines := list(problems(config, needs_data, trains)):
+        raise UserError("; ".join(lines))
+    return config
+
+
+def typed(raw: dict[str, Any]) -> Config:
+    """Returns the values as the schema types them, each checked by itself."""
     try:
-        config = TypeAdapter(Config).validate_python(raw)
+        return TypeAdapter(Config).validate_python(raw)
     except ValidationError as error:
         errors = error.errors()
         unknown = [_key(e) for e in errors if e["type"] in UNKNOWN]
         raise UserError("; ".join(_describe(e, raw, unknown) for e in errors)) from None
-    if lines := list(problems(config, needs_data, trains)):
-        raise UserError("; ".join(lines))
-    return config
 
 
 def parse_saved(raw: dict[str, Any], needs_data: bool = True, named: bool = False) -> Config:
@@ -45,7 +49,6 @@ def parse_saved(raw: dict[str, Any], needs_data: bool = True, named: bool = Fals
     UserError if it needs own data, as their function would run, unless the function is `named` on
     the command line.
     """
-    raw = without_removed(raw)
     model = raw.get("model")
     if isinstance(model, dict):
         model = {k: None if k in ("weights", "pretrained") else v for k, v in model.items()}

@@ -139,7 +139,7 @@ def _studies(results: Path) -> dict[str, Study]:
 
 def _add_line(path: Path, result: Mapping[str, Any]) -> None:
     lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["hash"] != result["hash"]]
+    kept = [line for line in lines if json.loads(line)["name"] != result["name"]]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join([*kept, json.dumps(result)]) + "\n")
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from reproduction.config import STACK
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import differing_data, hash_of, settings_of
+from reproduction.runs.identity import differing_data, hash_of, nested, settings_of
 from reproduction.runs.locking import status_of
 from reproduction.studies.columns import MEASURES, METRICS, SELECTED, is_number, measured
 from reproduction.studies.study import scales
@@ -161,11 +161,13 @@ def read_store(folder: Path) -> pd.DataFrame:
 
 def _published(line: Mapping[str, Any]) -> dict[str, Any]:
     settings = from_json(line["config"])
+    # publish.py leaves absolute paths out
+    lacks_path = settings.get("dataset.root", "") is None or settings.get("model.weights")
     return {
         **{key: line.get(key) for key in ("log", "epochs", *FACTS)},
         **measured({**line, "seconds": 3600 * line["hours"]}),
         "folder": line["name"],
-        "key": line.get("key") or hash_of(settings | {"seed": 0}),
+        "key": line["key"] if lacks_path else hash_of(nested(settings | {"seed": 0})),
         "seed": line["seed"],
         "status": "finished",
         "written": 0.0,

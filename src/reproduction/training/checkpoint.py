@@ -26,7 +26,7 @@ from reproduction.system.errors import UserError
 from reproduction.system.storage import BLANK, DIGEST_KEY, WRITER, replacing, write_digest
 
 STATE_KEYS = {
-    *("module", "optimizer", "scaler", "non_finite", "best", "run"),
+    *("module", "optimizer", "scaler", "non_finite", "best"),
     *("step", "epoch", "history", "metrics_size"),
     *("classes", "num_images"),
 }
@@ -39,8 +39,8 @@ def save_last(path: Path, state: dict[str, Any], keep: int = 1) -> None:
         torch.save(state, file)
 
 
-def load_last(folder: RunFolder, run: str) -> Newest | None:
-    """Reads the newest readable training state of the run with this hash; None if there are none.
+def load_last(folder: RunFolder) -> Newest | None:
+    """Reads the newest readable training state of the run; None if there are none.
 
     Raises UserError if there are some, but none is usable.
     """
@@ -48,8 +48,6 @@ def load_last(folder: RunFolder, run: str) -> Newest | None:
     def check(path: Path, state: Any) -> None:
         if not _is_last(state):
             raise UserError(f"checkpoint={path}: holds no training state")
-        if state["run"] != run:
-            raise UserError(f"checkpoint={path}: is of another run")
         folder.check_metrics(state["metrics_size"])
 
     paths = folder.checkpoints()

@@ -21,7 +21,6 @@ from reproduction.data.build import Loader
 from reproduction.data.loaders import TrainingBatches
 from reproduction.models.names import State
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash
 from reproduction.system.errors import Stopped, UserError, first_line
 from reproduction.system.hardware import give_back_freed_memory
 from reproduction.system.progress import Progress
@@ -269,7 +268,6 @@ class Epochs:
             **self.trainer.state(),
             "classes": self.trainer.classes,
             "num_images": self.batches.num_images,
-            "run": run_hash(self.trainer.config),
             "epoch": self.epoch,
             "history": {"epochs": self.figures},
             "best": self.best,

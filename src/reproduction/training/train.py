@@ -36,7 +36,6 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash
 from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, join_hardware
@@ -159,7 +158,7 @@ def build_epochs(config: Config, world: World, source: Source) -> tuple[Epochs, 
     Also returns what was read from `model.weights`.
     """
     folder = RunFolder.of(config)
-    newest = load_last(folder, run_hash(config))
+    newest = load_last(folder)
     model = config.model if newest is None else without_weights(config.model)
     torch.manual_seed(config.seed)
     module = build_module(model, config.augmentation, len(source.classes))
