@@ -1,0 +1,354 @@
+"""Tables of any runs and of studies: statistics against scipy, what is shown, a published line."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from scipy.stats import t, ttest_rel
+
+from tests.doors import SMALL, Run, script, train
+
+pytestmark = pytest.mark.usefixtures("here")
+TAU, RHO = "augmentation.htm.tau", "augmentation.htm.rho"
+Settings = Mapping[str, Any]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one step, whose files are the models of all others here."""
+    root = tmp_path_factory.mktemp("tables")
+    words = ("augmentation=[htm]", "recipe.max_steps=1", f"output_root={root}", "name=mine")
+    assert train(*SMALL, *words).status == 0
+    return Run(root / "mine")
+
+
+def write(model: Run, name: str, settings: Settings, seed: int = 0, **summary: Any) -> Path:
+    """Copies a finished run, with other settings, and other entries of its summary."""
+    folder = Path("outputs", name)
+    shutil.copytree(model.path, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    config = model.config | {"seed": seed}
+    for key, value in settings.items():
+        *groups, last = key.split(".")
+        part = config
+        for group in groups:
+            part = part[group]
+        part[last] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    top1 = summary.get("top1_last", 80.0)
+    (line,) = model.summary["log"]
+    log = [line | {"top1": top1, "eval_loss": summary.pop("loss", 1.0)}]
+    best = {"top1_best": top1 + 0.5, "top1_median10": top1}
+    written = {**model.summary, "log": log, **best, "seed": seed, **summary}
+    (folder / "summary.json").write_text(json.dumps(written))
+    return folder
+
+
+def several(model: Run, values: Mapping[float, Mapping[int, float]], key: str = TAU) -> None:
+    """Writes runs: value of a key -> seed -> accuracy."""
+    for value, by_seed in values.items():
+        for seed, top1 in by_seed.items():
+            write(model, f"{value}-{seed}", {key: value}, seed, top1_last=top1)
+
+
+def table(*words: str) -> tuple[pd.DataFrame, str]:
+    """The numbers of the runs in outputs/, and the table as text."""
+    result = script("runs", "outputs", "--csv", "numbers.csv", *words)
+    assert result.status == 0, result.err
+    return pd.read_csv("numbers.csv"), result.out
+
+
+def check(row: Any, ours: Mapping[int, float], base: Mapping[int, float]) -> float:
+    """Compares a row with its statistics by hand; returns p."""
+    assert row.n == len(ours)
+    assert row.top1_last_mean == pytest.approx(fmean(ours.values()), abs=1e-9)
+    assert row.top1_last_std == pytest.approx(stdev(ours.values()), abs=1e-9)
+    pairs = [(x, base[seed]) for seed, x in ours.items() if seed in base]
+    gaps = [x - y for x, y in pairs]
+    assert row.pairs == len(pairs) and row.difference == pytest.approx(fmean(gaps), abs=1e-9)
+    half = t.ppf(0.975, len(gaps) - 1) * stdev(gaps) / len(gaps) ** 0.5
+    ends = [fmean(gaps) - half, fmean(gaps) + half]
+    assert [row.test_low, row.test_high] == pytest.approx(ends, abs=1e-9)
+    p = float(ttest_rel(*zip(*pairs, strict=True)).pvalue)
+    assert row.test_p == pytest.approx(p, abs=1e-12)
+    return p
+
+
+def holm(p: Mapping[Any, float]) -> dict[Any, float]:
+    """The adjusted p-values of Holm (1979), by their definition."""
+    ordered = sorted(p, key=lambda x: p[x])
+    steps = [min(1.0, (len(p) - i) * p[x]) for i, x in enumerate(ordered)]
+    return {x: max(steps[: i + 1]) for i, x in enumerate(ordered)}
+
+
+def test_rows_have_the_paired_statistics_of_their_seeds(trained: Run):
+    """Seeds differ by more than rows, and each row lacks other seeds."""
+    rng = np.random.default_rng(10)
+    of_seed = rng.normal(80, 3, 9)
+    gains = {1.0: 0.0, 2.0: 0.8, 3.0: 0.5, 4.0: 0.4, 5.0: 0.5}
+    values = {
+        tau: {
+            seed: float(of_seed[seed] + gain + rng.normal(0, 0.5))
+            for seed in range(9)
+            if seed != (3 * place) % 9
+        }
+        for place, (tau, gain) in enumerate(gains.items())
+    }
+    several(trained, values)
+    numbers, _ = table("--against", "tau=1")
+    rows = {row.tau: row for row in numbers.itertuples()}
+    p = {tau: check(rows[tau], values[tau], values[1]) for tau in gains if tau != 1}
+    ordered = sorted(p.values())
+    steps = [(len(p) - i) * x for i, x in enumerate(ordered)]
+    assert steps != sorted(steps)  # so that Holm's running maximum is seen
+    for tau, value in holm(p).items():
+        assert rows[tau].test_p_holm == pytest.approx(value, abs=1e-12)
+    assert rows[1].pairs == 0 and np.isnan([rows[1].difference, rows[1].test_p]).all()
+    seconds = trained.summary["seconds"]
+    assert rows[2].seconds_mean == pytest.approx(seconds) and rows[2].top1_best_mean > 80
+
+
+@pytest.mark.parametrize(
+    ("ours", "pairs", "difference"),
+    [
+        ({0: 1.0, 1: 2.0}, 2, -1.5),
+        ({5: 1.0}, 0, np.nan),
+        ({0: 2.0, 1: 4.0, 2: 9.0}, 3, 0.0),
+        ({0: 3.0, 1: 5.0, 2: 10.0}, 3, 1.0),
+    ],
+    ids=["two pairs", "none", "equal values", "equal differences"],
+)
+def test_no_test_of_fewer_than_three_pairs_or_of_equal_differences(
+    trained: Run, ours: dict[int, float], pairs: int, difference: float
+):
+    several(trained, {1.0: {0: 2.0, 1: 4.0, 2: 9.0}, 2.0: ours})
+    numbers, _ = table("--against", "tau=1")
+    row = numbers[numbers.tau == 2].iloc[0]
+    assert row.pairs == pairs and row.difference == pytest.approx(difference, nan_ok=True)
+    assert pd.isna([row.test_p, row.test_p_holm, row.test_low]).all()
+
+
+def test_the_newest_finished_run_of_a_seed_counts_and_the_others_are_named(trained: Run):
+    for age, (name, top1, more) in enumerate(
+        [
+            ("old", 50.0, {}),
+            ("new", 60.0, {}),
+            ("failed", 99.0, {"status": "failed", "error": "CUDA | out\nof memory"}),
+        ]
+    ):
+        folder = write(trained, name, {}, top1_last=top1, **more)
+        os.utime(folder / "summary.json", (1_000_000 + age,) * 2)
+    write(trained, "open", {}, 1, status="failed", error="step 3: the loss is nan")
+    write(trained, "broken", {}, 2, top5_last="high")
+    Path("outputs/notes").mkdir()
+    numbers, text = table()
+    assert numbers.n.tolist() == [1] and numbers.top1_last_mean.tolist() == [60]
+    assert "open: step 3: the loss is nan" in text and "notes" in text and "broken" in text
+
+
+@pytest.mark.parametrize(
+    ("variants", "heads"),
+    [
+        ([{TAU: 2.5}, {TAU: 0.5}, {TAU: np.inf}], ["tau"]),
+        ([{"augmentation.htm": None}, {}], ["mixing"]),
+        ([{"devices": 1}, {"devices": 2}], ["devices"]),
+        ([{"dataset.limit": 60}, {"dataset.limit": 50, "model.depth": 3}], ["limit", "depth"]),
+        ([{TAU: 1, "recipe.epochs": 2}, {TAU: 2, "recipe.epochs": 28}], ["tau", "epochs"]),
+    ],
+)
+def test_the_columns_are_the_settings_that_differ(
+    trained: Run, variants: list[Settings], heads: list[str]
+):
+    for number, settings in enumerate(variants):
+        write(trained, str(number), settings, top1_last=60.0 + number)
+    _, text = table()
+    titles = next(line for line in text.splitlines() if line.startswith("|"))
+    first = [title.strip() for title in titles.split("|")[1:]]
+    assert first[: len(heads)] == heads and first[len(heads)] == "n"
+    if heads == ["tau"]:
+        rows = [line.split("|")[1].strip() for line in text.splitlines()[2:] if line[:1] == "|"]
+        assert rows[-3:] == ["0.5", "2.5", "inf"]
+
+
+def test_auto_stands_with_its_number(trained: Run):
+    numbers = {"tau": [1.0], "rho": [0.02]}
+    for seed in range(3):
+        write(trained, f"auto{seed}", {}, seed, htm=numbers)
+        write(trained, f"2-{seed}", {TAU: 2.0}, seed, htm=numbers, top1_last=85.0 + seed**2)
+    frame, text = table("--against", "tau=auto")
+    assert "auto (1)" in text and frame.test_p.notna().sum() == 1
+
+
+def test_a_row_that_mixed_nothing_says_so(trained: Run):
+    for seed in range(3):
+        write(trained, f"auto{seed}", {}, seed, mixed_share=0.5, mixed_tokens=9.0)
+        idle = {"mixed_share": 1.0, "mixed_tokens": 0.0, "top1_last": 80.0 + seed**2}
+        write(trained, f"idle{seed}", {RHO: 1.0}, seed, **idle)
+    _, text = table("--against", "rho=auto")
+    rows = [line for line in text.splitlines() if "mixed nothing" in line]
+    assert len(rows) == 1 and rows[0].startswith("|") and "100.0" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("variants", "is_drawn"),
+    [
+        ([{"recipe.lr": 0.1}, {"recipe.lr": 0.2}], True),
+        ([{"recipe.lr": x, "recipe.epochs": y} for x in (0.1, 0.2) for y in (1, 2)], True),
+        ([{"recipe.lr": 0.1}], False),
+    ],
+)
+def test_a_plot_shows_one_or_two_settings(trained: Run, variants: list[Settings], is_drawn: bool):
+    for number, settings in enumerate(variants):
+        write(trained, str(number), settings, top1_last=60.0 + number)
+    result = script("runs", "outputs", "--plot", "plot.png")
+    assert (result.status == 0) == is_drawn == Path("plot.png").exists()
+    assert Path("plot.pdf").exists() == is_drawn
+
+
+def test_a_plot_shows_the_validation_split(trained: Run, drawn_texts: dict[str, list[str]]):
+    for lr in (0.1, 0.2):
+        split = {"selected_epoch": 1, "top1_selected": 50.0, "top5_selected": 90.0}
+        split |= {"val_top1_last": 70 + 100 * lr, "val_top1_selected": 90.0}
+        write(trained, str(lr), {"recipe.lr": lr, "dataset.validation": 0.1}, **split)
+    assert script("runs", "outputs", "--plot", "plot.png").status == 0
+    assert any(text.startswith("validation top-1") for text in drawn_texts["plot"])
+
+
+def test_a_sweep_ends_with_its_table_and_plot():
+    words = ("augmentation.htm.tau=0.5,inf", "seed=0,1", "recipe.max_steps=2", *SMALL)
+    result = train("-m", *words, "augmentation=[htm]")
+    assert result.status == 0, result.err
+    (row,) = (x for x in result.out.splitlines() if x.startswith("| inf"))
+    assert row.split("|")[2].strip() == "2" and "100.0" in row  # two seeds, all samples mixed
+    assert {path.name for path in Path("outputs/report").iterdir()} == {
+        *("tau.csv", "tau.png", "tau.pdf")
+    }
+
+
+def test_a_failed_point_is_shown_in_the_table_of_its_sweep():
+    diverging = ("recipe.lr=0.001,1e30", "recipe.optimizer=sgd", "recipe.clip_grad_norm=null")
+    result = train("-m", "augmentation=[]", *SMALL, *diverging, "recipe.max_steps=3")
+    assert result.status == 1 and "failed" in result.out and "1e+30" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["nowhere"], "nowhere"),
+        (["outputs", "--plot", "x.pdf"], "x.pdf"),
+        (["empty"], "no runs"),
+        (["outputs", "--against", "lr=1"], "lr=1"),
+        (["outputs", "--against", "tau=7"], "tau=7"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_a_line(trained: Run, words: list[str], part: str):
+    several(trained, {1.0: {0: 2.0}, 2.0: {0: 3.0}})
+    Path("empty").mkdir()
+    result = script("runs", *words)
+    assert (result.status, len(result.lines)) == (2, 1) and part in result.err
+
+
+ROWS = """
+title: Mine
+tested: loss_last
+overrides: [model.embed_dim=16, dataset.limit=60, dataset.eval_limit=60, recipe.batch_size=20,
+  recipe.epochs=1, recipe.max_steps=1, device=cpu]
+rows:
+  none: ['augmentation=[]']
+  a: {overrides: ['augmentation=[vtm]'], against: none, role: untested}
+  b: {overrides: ['augmentation=[htm]'], against: none, role: primary}
+  c: {overrides: ['augmentation=[htm]', augmentation.htm.tau=1], against: none}
+  d: {overrides: ['augmentation=[htm]', augmentation.htm.tau=2], against: c}
+"""
+
+
+def study(text: str, seeds: int) -> pd.DataFrame:
+    """Trains a study, or finds it trained, and returns the numbers of its table."""
+    Path("mine.yaml").write_text(text)
+    result = script("reproduce", "mine.yaml", "--seeds", str(seeds))
+    assert result.status == 0, result.err
+    return pd.read_csv("outputs/report/mine.csv").set_index("row")
+
+
+def copy(run: Run, seed: int, **summary: Any) -> None:
+    """Copies a trained run of the study as that of another seed."""
+    write(run, f"{run.path.name}-{seed}", {"seed": seed, "resume": "auto"}, seed, **summary)
+
+
+def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
+    study(ROWS, 1)
+    trained = {name: Run(*Path("outputs").glob(f"mine-{name}-s0-*")) for name in ("none", *"abcd")}
+    rng, losses = np.random.default_rng(1), {}
+    for name, run in trained.items():
+        losses[name] = [float(x) for x in rng.normal(1, 0.1, 4)]
+        for seed in range(1, 5):
+            copy(run, seed, loss=losses[name][seed - 1], top1_last=float(rng.normal(80)))
+        shutil.rmtree(run.path)
+    rows = study(ROWS.replace("rows:", "first_seed: 1\nrows:"), 4)
+    assert (rows.n == 4).all() and rows.loss_last_mean["d"] == pytest.approx(fmean(losses["d"]))
+    p = {}
+    for name, base in {"a": "none", "b": "none", "c": "none", "d": "c"}.items():
+        gaps = [x - y for x, y in zip(losses[name], losses[base], strict=True)]
+        assert rows.difference[name] == pytest.approx(fmean(gaps))
+        assert rows.loss_last_below[name] == sum(gap < 0 for gap in gaps)
+        p[name] = ttest_rel(losses[name], losses[base]).pvalue
+    assert rows.test_p[["b", "c", "d"]].tolist() == pytest.approx([p[x] for x in "bcd"])
+    assert rows.test_p_holm[["c", "d"]].to_dict() == pytest.approx(holm({x: p[x] for x in "cd"}))
+    assert rows[["test_p", "test_p_holm"]].loc["a"].isna().all() and pd.isna(rows.test_p_holm["b"])
+    text = Path("outputs/report/mine.md").read_text()
+    assert "primary" in text and "untested" in text
+
+
+def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
+    run = write(trained, "mine", {})
+    shutil.copytree(trained.path / "checkpoints", run / "checkpoints")
+    words = ("publish", str(run), "--results", "results")
+    written = json.loads((run / "summary.json").read_text())
+    for changes, part in (
+        ({"status": "interrupted"}, "not finished"),
+        ({"steps": 9}, "last step"),
+        ({"mixed_share": ...}, "mixed_share"),
+    ):
+        changed = {key: x for key, x in {**written, **changes}.items() if x is not ...}
+        (run / "summary.json").write_text(json.dumps(changed))
+        result = script(*words)
+        assert (result.status, len(result.lines)) == (2, 1) and part in result.err
+        assert not Path("results").exists()
+    (run / "summary.json").write_text(json.dumps(written))
+    digests = set()
+    for _ in range(2):  # the line of the same run is replaced
+        assert script(*words).status == 0
+        (line,) = map(json.loads, Path("results/others.jsonl").read_text().splitlines())
+        digests.add(line["weights_sha256"])
+    assert len(digests) == 1 and line["name"] == "mine" and line["config"][TAU] == "auto"
+
+
+def test_training_writes_what_tables_read():
+    words = (*SMALL, "name=mine", f"{TAU}=inf", "recipe.epochs=3", "recipe.evaluate_every=2")
+    assert train(*words).status == 0
+    run = Run("outputs/mine")
+    assert run.summary["mixed_share"] == 1 and run.summary["mixed_samples"] == 20
+    assert [line["epoch"] for line in run.summary["log"]] == [2, 3]
+    last = [line for line in run.steps if line["epoch"] == 3]
+    tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
+    mixed = sum(line["mixed_samples"] for line in last)
+    assert run.summary["mixed_tokens"] == pytest.approx(tokens / mixed)
+
+
+def test_resume_auto_finds_an_equal_run_under_any_name():
+    words = (*SMALL, "resume=auto", f"{TAU}=1", "recipe.max_steps=2")
+    assert train(*words).status == 0
+    (run,) = Path("outputs").glob("cct_*")
+    run.rename(run.with_name("mine"))
+    again = train(*words)
+    assert again.status == 0 and "mine: top-1" in again.out
+    assert [path.name for path in Path("outputs").iterdir()] == ["mine"]
+    assert train(*words, "seed=1", "name=2026_11_26").status == 0  # for Hydra a number
+    assert {path.name for path in Path("outputs").iterdir()} == {"mine", "2026_11_26"}
