@@ -165,7 +165,7 @@ chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with 
 	KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest tests/chaos -m slow
 
 check-models: .venv/installed-dev  ## train and evaluate the smallest supported model of each kind in timm
-	$(BIN)/python -m pytest tests/tokenmixup/test_timm_models.py -m "slow or not slow"
+	$(BIN)/python -m pytest tests/tokenmixup/test_models.py -m "slow or not slow"
 
 reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
 	$(STUDY) results/openmixup_cifar100.yaml

@@ -5,7 +5,7 @@ kind, `make test-all` all of them.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import CLASSES, small_cct, small_vit
-from tests.tokenmixup.test_adapters import MODELS
-from tests.tokenmixup.test_any_transformer import build as build_kind
-from tests.tokenmixup.test_hierarchical import built as build_stages
+from tests.tokenmixup.models import KINDS, build, of_each_kind
 from tokenmixup import TokenMixup, attach, training_loss
 
 HTM: dict[str, Any] = {"layer": 1, "rho": 0.0}
@@ -44,16 +42,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointing": {"htm": {**HTM, "layer": 0}, "checkpoint_blocks": True},
 }
 slow = pytest.mark.slow
-KINDS = ["eva02_tiny_patch14_224", "beit_base_patch16_224", "vit_relpos_small_patch16_224"]
-ADAPTED = ["torchvision", "vit", "encoder", "by hand"]
+OTHERS = ("eva02", "beit", "relpos", "torchvision", "hf vit", "encoder", "by hand")
+STAGES = ("swin, padded", "swin v2", "pvt v2, pooled", "hiera")
 STEPS = ((6, 3), (6, 0), (6, 6), (5, 2))  # samples and easy ones among them
 dropping_cct = partial(small_cct, 0.1, 0.1, depth=3)
 dropping_vit = partial(small_vit, attn_drop_rate=0.1, drop_path_rate=0.1, depth=3)
-
-
-def quick(names: Iterable[str], *quick: str) -> list[Any]:
-    """All of `names`, those marked slow that are not `quick`."""
-    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +63,9 @@ def mixing(module: TokenMixup) -> TokenMixup:
     return module.train()
 
 
-def pair(build: Callable[[], nn.Module], **settings: Any) -> tuple[TokenMixup, TokenMixup]:
+def pair(make: Callable[[], nn.Module], **settings: Any) -> tuple[TokenMixup, TokenMixup]:
     torch.manual_seed(0)
-    module = mixing(attach(build(), CLASSES, **settings))
+    module = mixing(attach(make(), CLASSES, **settings))
     return module, copy.deepcopy(module)
 
 
@@ -107,14 +100,14 @@ def assert_same_steps(one: nn.Module, other: nn.Module, pixels: int, steps: Any 
 
 
 @pytest.mark.parametrize(
-    ("build", "pixels"),
+    ("make", "pixels"),
     [
         pytest.param(dropping_cct, 16, id="cct", marks=slow),
         pytest.param(dropping_vit, 32, id="vit"),
     ],
 )
-def test_one_graph_for_each_size_whatever_the_number_of_easy_samples(build: Any, pixels: int):
-    eager, module = pair(build, **BOTH)
+def test_one_graph_for_each_size_whatever_the_number_of_easy_samples(make: Any, pixels: int):
+    eager, module = pair(make, **BOTH)
     names, counter = list(module.state_dict()), compiled(module)
     assert_same_steps(module, eager, pixels)
     assert counter.frame_count == 2
@@ -122,7 +115,7 @@ def test_one_graph_for_each_size_whatever_the_number_of_easy_samples(build: Any,
     assert not any("forward" in vars(part) for part in module.modules())
 
 
-@pytest.mark.parametrize("name", quick(SETTINGS, "published", "gradient"))
+@pytest.mark.parametrize("name", of_each_kind(SETTINGS, ("published", "gradient")))
 def test_every_method_is_one_graph(name: str):
     eager, module = pair(dropping_vit, **SETTINGS[name])
     counter = compiled(module)
@@ -130,32 +123,15 @@ def test_every_method_is_one_graph(name: str):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", quick(ADAPTED, "torchvision"))
-def test_models_by_other_names_are_one_graph(name: str):
-    if name == "vit" and torch.__version__ < (2, 13):
+@pytest.mark.parametrize("name", of_each_kind(OTHERS + STAGES, ("eva02", "torchvision")))
+def test_every_kind_of_model_is_one_graph(name: str):
+    if name == "hf vit" and torch.__version__ < (2, 13):
         pytest.skip("torch 2.11 tells transformers that it exports, which then passes a mask")
-    torch.manual_seed(0)
-    model, adapter, _ = MODELS[name]()
-    eager, module = pair(lambda: model, adapter=adapter, **BOTH)
+    model, adapter = build(name)
+    settings = {"htm": {**HTM, "layer": KINDS[name].layers[1]}} if KINDS[name].stages else BOTH
+    eager, module = pair(lambda: model, adapter=adapter, **settings)
     counter = compiled(module)
-    assert_same_steps(module, eager, 32, STEPS[:2])
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("name", quick(KINDS, "eva02_tiny_patch14_224"))
-def test_kinds_of_attention_are_one_graph(name: str):
-    eager, module = pair(partial(build_kind, name), **BOTH)
-    counter = compiled(module)
-    assert_same_steps(module, eager, 64, STEPS[:2])
-    assert counter.frame_count == 1
-
-
-@slow
-@pytest.mark.parametrize("kind", ["swin", "swin v2", "pvt v2, pooled", "hiera"])
-def test_models_with_stages_are_one_graph(kind: str):
-    eager, module = pair(partial(build_stages, kind), htm={**HTM, "layer": 3})
-    counter = compiled(module)
-    assert_same_steps(module, eager, 64, STEPS[:2])
+    assert_same_steps(module, eager, KINDS[name].pixels, STEPS[:2])
     assert counter.frame_count == 1
 
 
@@ -189,28 +165,6 @@ def test_the_end_of_mixing_is_one_new_graph():
 
 
 @slow
-def test_a_wrapped_module_is_the_same_graph():
-    eager, module = pair(dropping_vit, **BOTH)
-    counter = CompileCounterWithBackend("aot_eager")
-    wrapped = torch.compile(module, backend=counter, fullgraph=True, dynamic=False)
-    assert_same_steps(wrapped, eager, 32, STEPS[:2])
-    assert counter.frame_count == 1
-
-
-@slow
-def test_a_copy_runs_eagerly_with_its_own_weights():
-    _, module = pair(small_vit, **BOTH)
-    compiled(module)
-    before = step(module, 32, 6, 3)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in module.model.parameters():
-            parameter.zero_()
-    for found, expected in zip(step(twin, 32, 6, 3), before, strict=True):
-        assert torch.equal(found, expected)
-
-
-@slow
 def test_errors_are_those_of_an_eager_pass():
     _, module = pair(small_vit, **BOTH)
     compiled(module)
@@ -219,11 +173,6 @@ def test_errors_are_those_of_an_eager_pass():
         module(images)
     with pytest.raises(ValueError, match="must be probabilities b c"):
         module(images, targets[:3])
-    detect = module.detect
-    module.detect = lambda block: torch.ones(block.tokens.shape[:2])
-    with pytest.raises(ValueError, match=r"returns \[6, 17\], must be"):
-        module(images, targets)
-    module.detect = detect
     images[0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
         module(images, targets)

@@ -1,15 +1,25 @@
-"""Settings that `attach` refuses: in one line that begins with the key and its value."""
+"""What is refused in one line: settings by their key, models when attached or first trained."""
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import timm
 import torch
 import torchvision
+from timm.layers import PatchDropout
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import CLASSES, small_cct, small_vit
-from tokenmixup import VTM, attach
+from tests.tokenmixup.models import ENCODED
+from tests.tokenmixup.models import build as build_kind
+from tests.tokenmixup.test_changed_models import BOTH, batch, encoded, hf_vit, vit
+from tokenmixup import VTM, Adapter, attach, check_adapter, why_not
 
 NAN, INF = math.nan, math.inf
 VALUES: dict[str, dict[str, list[Any]]] = {  # beside layer=1
@@ -84,3 +94,309 @@ def test_the_number_of_classes_is_that_of_the_head():
     model: Any = small_vit()
     model.reset_classifier(0)  # another head follows outside of the model
     attach(model, 100)
+
+
+# Models: each row is what is done to one, which may return another, and what the line tells
+
+
+class Row(NamedTuple):
+    told: str
+    change: Callable[[Any], Any]
+    build: Callable[[], Any] = vit
+    adapter: Adapter | None = None
+    settings: dict[str, Any] = BOTH
+    pixels: int = 32
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(told: str, **more: Any) -> Any:
+    def enter(change: Any) -> Any:
+        ROWS[change.__name__] = Row(told, change, **more)
+        return change
+
+    return enter
+
+
+class Skipping(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self):
+            x = x if index == 1 else block(x)
+        return x
+
+
+class Twice(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class Rerunning(nn.Sequential):
+    """Recomputes its blocks in the backward pass, by one of torch's two ways."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class AtOnce(Rerunning):
+    reentrant = False
+
+
+class Merging(Block):
+    """Merges tokens, as classes that are swapped do."""
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return super().forward(x, **given)[:, :-1]
+
+
+@row("block 2")
+def class_of_a_block_swapped(model: Any) -> None:
+    model.blocks[2].__class__ = Merging
+
+
+@row("block 0")
+def source_replaced(model: Any) -> None:
+    model.blocks[0] = nn.Identity()
+
+
+@row("block 1")
+def attention_without_a_softmax(model: Any) -> None:
+    model.blocks[1].attn.forward = lambda x, **given: x
+
+
+@row("BatchNorm1d")
+def batch_norm(model: Any) -> None:
+    model.blocks[1].norm1 = nn.BatchNorm1d(17)
+
+
+@row("block 1")
+def block_skipped(model: Any) -> None:
+    model.blocks = Skipping(*model.blocks)
+
+
+@row("block 1", settings={"manifold_mixup": {"layers": [1]}})
+def block_of_manifold_mixup_skipped(model: Any) -> None:
+    model.blocks = Skipping(*model.blocks)
+
+
+@row("block 1", settings={"checkpoint_blocks": True})
+def block_that_would_run_again_skipped(model: Any) -> None:
+    model.blocks = Skipping(*model.blocks)
+
+
+@row("block 2|blocks 0..1")
+def too_few_blocks(model: Any) -> None:
+    model.blocks = model.blocks[:2]
+
+
+@row("vtm.layer|no block|attention")
+def model_with_stages_instead(model: Any) -> Any:
+    return build_kind("swin")[0]
+
+
+@row("more than once")
+def block_shared(model: Any) -> None:
+    model.blocks[1] = model.blocks[2]
+
+
+@row("runs again|run once")
+def blocks_run_twice(model: Any) -> None:
+    model.blocks = Twice(*model.blocks)
+
+
+@row("checkpoint_blocks=True")
+def reentrant_checkpoint(model: Any) -> None:
+    model.blocks = Rerunning(*model.blocks)
+
+
+@row("checkpoint_blocks=True")
+def checkpoint_that_is_not_reentrant(model: Any) -> None:
+    model.blocks = AtOnce(*model.blocks)
+
+
+@row("checkpoint_blocks=True")
+def timms_checkpointing(model: Any) -> None:
+    model.set_grad_checkpointing()
+
+
+@row("checkpoint_blocks=True", build=hf_vit)
+def transformers_checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
+STAGES: dict[str, Any] = {"settings": {"htm": {"layer": 1}}, "pixels": 64}
+
+
+@row("checkpoint_blocks=True", build=lambda: build_kind("swin")[0], **STAGES)
+def checkpointing_of_stages(model: Any) -> None:
+    model.set_grad_checkpointing()
+
+
+@row("9 tokens|patch dropout")
+def patches_dropped(model: Any) -> None:
+    model.patch_drop = PatchDropout(0.5)
+
+
+@row("19 tokens")
+def prompts_behind_the_patches(model: Any) -> None:
+    model.norm_pre.register_forward_hook(lambda m, args, x: torch.cat([x, x[:, :2]], dim=1))
+
+
+@row("forward_head")
+def head_of_ones_own(model: Any) -> None:
+    class PoolsItself(VisionTransformer):
+        def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+            return self.head(x[:, 1:].mean(dim=1))
+
+    model.__class__ = PoolsItself
+
+
+@row("_pos_embed")
+def class_token_placed_last(model: Any) -> None:
+    class TokenLast(VisionTransformer):
+        def _pos_embed(self, x: Tensor) -> Tensor:
+            return torch.cat([x, self.cls_token.expand(len(x), -1, -1)], dim=1)
+
+    model.__class__ = TokenLast
+
+
+@row("global_pool=''")
+def pooling_of_ones_own(model: Any) -> None:
+    class PoolsLater(VisionTransformer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, 0]
+
+    model.__class__, model.global_pool = PoolsLater, ""
+
+
+@row("its own pool")
+def pooling_patched_in_place(model: Any) -> None:
+    model.pool = lambda x, *args: x[:, -1]
+
+
+@row("mask|causal", build=encoded, adapter=ENCODED)
+def causal_attention(model: Any) -> None:
+    mask = nn.Transformer.generate_square_subsequent_mask(16)
+    model.masks = {"mask": mask, "is_causal": True}
+
+
+@row("keyword", build=encoded, adapter=ENCODED)
+def tokens_by_keyword(model: Any) -> None:
+    layers = model.encoder.layers
+    model.encoder.forward = lambda x: functools.reduce(lambda y, f: f(src=y), layers, x)
+
+
+@row("block 0 gets", build=lambda: vit(class_token=False, global_pool="avg"))
+def tokens_in_a_pair(model: Any) -> None:
+    model.blocks.forward = lambda x: model.blocks[0]((x, x))
+
+
+@row("block 0", build=lambda: timm.create_model("xcit_nano_12_p8_224", num_classes=CLASSES))
+def attention_over_channels(model: Any) -> None:
+    pass
+
+
+@row("block 0", build=lambda: timm.create_model("mixer_s32_224", num_classes=CLASSES, img_size=32))
+def no_attention(model: Any) -> None:
+    pass
+
+
+def two_maps() -> Any:
+    sizes = {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 3}
+    return timm.create_model("vit_dwee_patch16_reg1_gap_256", num_classes=CLASSES, **sizes)
+
+
+@row("block 0", build=two_maps)
+def difference_of_two_maps(model: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_model_that_cannot_be_served_is_refused_in_one_line(name: str, late: bool):
+    of = ROWS[name]
+    model, told = of.build(), {"adapter": of.adapter, **of.settings}
+    with pytest.raises(ValueError, match=of.told) as error:
+        if late:  # once a pass has run, where the model had been served
+            module = attach(model, CLASSES, **told).train()
+            module(*batch(of.pixels))
+            module.model = of.change(model) or model
+        else:
+            module = attach(of.change(model) or model, CLASSES, **told).train()
+        module.train()(*batch(of.pixels))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "build", "settings"),
+    [
+        ("compiled", lambda: torch.compile(vit(), backend="eager"), BOTH),
+        ("DataParallel", lambda: nn.DataParallel(vit()), BOTH),
+        ("already attached", lambda: attach(vit(), CLASSES), BOTH),
+        ("patch dropout", lambda: vit(patch_drop_rate=0.5), BOTH),
+        ("does not support", lambda: timm.create_model("resnet18", num_classes=CLASSES), BOTH),
+        (
+            "class token",
+            lambda: build_kind("cait")[0],
+            {"htm": {"layer": 1, "pooling": "class_token"}},
+        ),
+        ("vtm.layer=2", lambda: build_kind("swin")[0], {"vtm": {"layer": 2}}),
+        (
+            "rollout_steps=1",
+            lambda: build_kind("swin")[0],
+            {"htm": {"layer": 1, "rollout_steps": 1}},
+        ),
+        ("htm.layer", lambda: build_kind("swin")[0], {"htm": {"layer": [1, 2]}}),
+        ("htm.layer=8", lambda: build_kind("swin")[0], {"htm": {"layer": 8}}),
+        ("gradient", lambda: build_kind("hiera")[0], {"htm": {"layer": 1, "detector": "gradient"}}),
+        (
+            "rollout_steps=1",
+            lambda: build_kind("rope of each block")[0],
+            {"htm": {"layer": 0, "rollout_steps": 1}},
+        ),
+        ("needs an Adapter", encoded, BOTH),
+    ],
+)
+def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings: Any):
+    with pytest.raises(ValueError, match=told) as error:
+        attach(build(), CLASSES, **settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "wrong"),
+    [
+        ("Adapter.blocks='encode.layers': Encoded has no 'encode'", {"blocks": "encode.layers"}),
+        ("Adapter.blocks='head'", {"blocks": "head"}),
+        ("Adapter.embed_dim='head.width': Linear has no 'width'", {"embed_dim": "head.width"}),
+        ("embed_dim", {"embed_dim": "head.weight"}),
+        ("embed_dim", {"embed_dim": 33}),
+        ("num_prefix_tokens", {"num_prefix_tokens": -1}),
+        ("num_prefix_tokens", {"num_prefix_tokens": 99}),
+        ("reads_class_token", {"reads_class_token": True}),
+        ("patch_embed", {"patch_embed": "patches"}),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_found_out(told: str, wrong: dict[str, Any]):
+    with pytest.raises(ValueError) as error:
+        check_adapter(encoded(), replace(ENCODED, **wrong), batch()[0])
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_gradient_detector_needs_a_grid():
+    htm = {"layer": 1, "detector": "gradient"}
+    bare = replace(ENCODED, patch_embed=None)
+    with pytest.raises(ValueError, match="grid of the patches"):
+        attach(encoded(), CLASSES, htm=htm, adapter=bare).train()(*batch())
+    square = replace(bare, square_patches=True)
+    assert attach(encoded(), CLASSES, htm=htm, adapter=square).train()(*batch()).layers
+
+
+def test_why_not_tells_the_reason_and_nothing_of_a_model_that_is_served():
+    assert why_not(vit()) is None and why_not(hf_vit()) is None
+    assert why_not(encoded(), adapter=ENCODED) is None
+    assert "Adapter" in str(why_not(encoded()))

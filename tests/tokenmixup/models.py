@@ -1,0 +1,288 @@
+"""Models of every kind that `attach` serves, small, with random weights, and what they attend to.
+
+The maps are seen by running a model without fused kernels; nothing of the library is used.
+Letters: b batch, h heads, n tokens with prefix, t spatial tokens, w windows, d width.
+"""
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tests.conftest import CLASSES, small_cct, small_vit_lite
+from tokenmixup import Adapter, torch_encoder
+
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32},
+    **{"intermediate_size": 64, "patch_size": 8, "num_labels": CLASSES},
+}
+SWIN: dict[str, Any] = {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2, 2, 2)}
+PVT: dict[str, Any] = {"embed_dims": (16, 32, 40, 64), "depths": (1, 2, 1, 1)}
+
+
+class Encoded(nn.Module):
+    """Patches, torch's own encoder, the mean of the tokens."""
+
+    def __init__(self, patch: Any = 8, **options: Any):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 32, patch, stride=patch)
+        told = {"norm_first": True, "batch_first": True, "dropout": 0.0, **options}
+        layer = nn.TransformerEncoderLayer(32, 4, 64, **told)
+        with warnings.catch_warnings(action="ignore"):  # of nested tensors, which nobody wants
+            self.encoder = nn.TransformerEncoder(layer, 3)
+        self.head = nn.Linear(32, CLASSES)
+        self.masks: dict[str, Any] = {}
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embed(images).flatten(2).mT
+        return self.head(self.encoder(tokens, **self.masks).mean(dim=1))
+
+
+ENCODED = torch_encoder("encoder", 32, patch_embed="embed")
+
+
+def by_hand() -> tuple[nn.Module, Adapter]:
+    """The model and the adapter of the page, run as they stand there."""
+    code = re.search(r"## A ViT by hand\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    return names["HandMade"](CLASSES), names["adapter"]
+
+
+def huggingface(name: str, **more: Any) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(**SIZES | more)
+    return getattr(transformers, f"{name}ForImageClassification")(config)
+
+
+class Kind(NamedTuple):
+    """How a model is built, and what `attach` must find out about it."""
+
+    build: Callable[[], Any]  # a model, or it and its adapter
+    prefix: int = 0
+    reads: bool = False  # whether the class is read from the class token
+    pixels: int = 32
+    blocks: str = "blocks"
+    layers: tuple[int, ...] = (0, 1, 2)
+    stages: bool = False  # HTM alone
+    unused: str = "-"  # a parameter without a gradient in the model's own training, too
+
+
+def of_timm(name: str, prefix: int = 1, reads: bool = False, **options: Any) -> Kind:
+    told = {"img_size": 64, **SMALL, **options}
+    build = partial(timm.create_model, name, num_classes=CLASSES, **told)
+    return Kind(build, prefix, reads, pixels=64)
+
+
+def staged(name: str, layers: tuple[int, ...], pixels: int, blocks: str, **options: Any) -> Kind:
+    told = {"num_classes": CLASSES, "drop_path_rate": 0.0, **options}
+    build = partial(timm.create_model, name, **told)
+    return Kind(build, pixels=pixels, blocks=blocks, layers=layers, stages=True)
+
+
+KINDS: dict[str, Kind] = {
+    "vit": of_timm("vit_tiny_patch16_224", 1, True),  # fused qkv
+    "siglip": of_timm("vit_base_patch16_siglip_224", 0),  # attention pooling
+    "registers": of_timm("vit_small_patch14_reg4_dinov2", 5, True, patch_size=16),  # layer scale
+    "registers alone": of_timm("vit_little_patch16_reg4_gap_256", 4),
+    "distilled": of_timm("deit_tiny_distilled_patch16_224", 2, True),
+    "deit3": of_timm("deit3_small_patch16_224", 1, True),  # positions without the class token
+    "normed queries": of_timm(
+        "vit_small_patch16_224", 1, True, qk_norm=True, dynamic_img_size=True
+    ),
+    "naflexvit": of_timm("naflexvit_base_patch16_gap", 4),
+    "eva02": of_timm("eva02_tiny_patch14_224", patch_size=16),  # rotary, SwiGLU
+    "eva02 of clip": of_timm("eva02_base_patch16_clip_224", 1, True),  # q, k, v apart, a norm
+    "rope of each block": of_timm("vit_small_patch16_rope_mixed_224", 1, True),
+    "rope": of_timm("vit_betwixt_patch16_rope_reg4_gap_256", 4),
+    "dinov3": of_timm("vit_small_patch16_dinov3_qkvb", 5),  # rotates halves
+    "grouped": of_timm(
+        *("vit_small_patch16_dinov3_qkvb", 5),
+        **{"num_kv_heads": 1, "qkv_fused": False, "qk_norm": True, "attn_type": "rope"},
+    ),
+    "perception encoder": of_timm("vit_pe_core_tiny_patch16_384", 1),
+    "beit": of_timm("beit_base_patch16_224"),  # a relative position table in each block
+    "relpos": of_timm("vit_relpos_small_patch16_224", 0),  # an MLP of them in each block
+    "relpos, shared": of_timm("vit_srelpos_small_patch16_224", 0),  # and one for all
+    "relpos, class token": of_timm("vit_relpos_medium_patch16_cls_224", 1, True),
+    "cait": of_timm("cait_xxs24_224", 0, depth_token_only=1),  # talking heads
+    "cct": Kind(small_cct, pixels=16),
+    "vit-lite": Kind(small_vit_lite, 1, True, 16),
+    "torchvision": Kind(
+        lambda: torchvision.models.VisionTransformer(32, 8, 3, 4, 32, 64, num_classes=CLASSES),
+        *(1, True),
+        blocks="encoder.layers",
+    ),
+    "hf vit": Kind(partial(huggingface, "ViT"), 1, True, blocks="vit.layers"),
+    "hf deit": Kind(partial(huggingface, "DeiT"), 2, True, blocks="deit.layers"),
+    "hf dinov2": Kind(
+        partial(huggingface, "Dinov2"),
+        *(1, False),
+        blocks="dinov2.encoder.layer",
+        unused="dinov2.embeddings.mask_token",
+    ),
+    "encoder": Kind(lambda: (Encoded(), ENCODED), blocks="encoder.layers"),
+    "by hand": Kind(by_hand, 1, True, blocks="layers"),
+    "swin": staged(
+        "swin_tiny_patch4_window7_224", (0, 1, 2, 3, 5, 6), 64, "layers.*.blocks", **SWIN
+    ),
+    "swin, padded": staged(
+        "swin_tiny_patch4_window7_224", (1, 3), 56, "layers.*.blocks", **SWIN | {"img_size": 56}
+    ),
+    "swin, any size": staged(
+        *("swin_tiny_patch4_window7_224", (1,), 96, "layers.*.blocks"),
+        **SWIN | {"strict_img_size": False},
+    ),
+    "swin v2": staged("swinv2_tiny_window8_256", (0, 1, 3), 64, "layers.*.blocks", **SWIN),
+    "pvt v2": staged("pvt_v2_b0", (0, 1, 2, 4), 64, "stages.*.blocks", **PVT),
+    "pvt v2, pooled": staged("pvt_v2_b2_li", (0, 1, 2, 4), 64, "stages.*.blocks", **PVT),
+    "hiera": staged("hiera_tiny_224", (0, 1, 3, 5, 9), 64, "blocks", img_size=64, embed_dim=24),
+}
+QUICK = (  # the others are like one of these
+    *("vit", "normed queries", "naflexvit", "eva02", "rope of each block", "dinov3", "grouped"),
+    *("beit", "relpos, class token", "cait", "cct", "torchvision", "hf vit", "encoder", "by hand"),
+    *("swin, padded", "swin v2", "pvt v2", "hiera"),
+)
+TO_ALL = [name for name, kind in KINDS.items() if not kind.stages]
+
+
+def of_each_kind(names: Iterable[str] = KINDS, quick: Iterable[str] = QUICK) -> list[Any]:
+    """All of `names`, those that are not `quick` marked slow."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
+
+
+def build(name: str) -> tuple[Any, Adapter | None]:
+    """A model with random positions, biases and layer scales as well, without dropout."""
+    torch.manual_seed(0)
+    built = KINDS[name].build()
+    model, adapter = built if isinstance(built, tuple) else (built, None)
+    noise = 0.2 if KINDS[name].pixels == 64 and not KINDS[name].stages else 0.1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            setattr(module, "fused_attn", True)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model, adapter
+
+
+def batch_of(name: str, size: int = 4) -> tuple[Tensor, Tensor]:
+    generator, pixels = torch.Generator().manual_seed(1), KINDS[name].pixels
+    targets = torch.randn(size, CLASSES, generator=generator).softmax(dim=1)
+    return torch.randn(size, 3, pixels, pixels, generator=generator), targets
+
+
+def blocks_of(name: str, model: Any) -> list[Any]:
+    blocks = [model]
+    for path in KINDS[name].blocks.split(".*."):
+        blocks = [block for stage in blocks for block in stage.get_submodule(path)]
+    return blocks
+
+
+def logits_of(out: Any) -> Tensor:
+    return getattr(out, "logits", out)
+
+
+# What the model itself attends to
+
+
+class Call(NamedTuple):
+    """What enters a block, and the map that it computes there, `b h (w) n m`."""
+
+    args: tuple[Any, ...]
+    given: dict[str, Any]
+    attn: Tensor | None = None
+
+
+class Maps(TorchFunctionMode):
+    """Keeps the attention maps of a model that computes them by softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            told = {"need_weights": True, "average_attn_weights": False}
+            _, attn = func(*args, **kwargs | told)
+            self.maps.append(attn)
+        out = func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "softmax":
+            self.maps.append(out)
+        return out
+
+
+def calls_of(name: str, model: Any, images: Tensor) -> list[Call]:
+    """Runs a copy of the model without fused kernels; a call of each block."""
+    model, calls = copy.deepcopy(model).train(), list[Call]()
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            setattr(module, "fused_attn", False)
+    if isinstance(model, transformers.PreTrainedModel):
+        model.set_attn_implementation("eager")
+    for block in blocks_of(name, model):
+        block.register_forward_pre_hook(
+            lambda _, args, given: calls.append(Call(args, given)), with_kwargs=True
+        )
+    with torch.no_grad(), Maps() as mode:
+        model(images)
+    return [x._replace(attn=attn) for x, attn in zip(calls, mode.maps, strict=False)]
+
+
+def saliency_of(name: str, block: Any, call: Call) -> Tensor:
+    """Eq. 3 by a block's own map, token by token: `b t`."""
+    kind, attn, x = KINDS[name], call.attn, call.args[0]
+    assert attn is not None
+    if not kind.stages:
+        attn = attn.mean(dim=1)
+        return (attn[:, 0] if kind.reads else attn.mean(dim=1))[:, kind.prefix :]
+    received = attn.mean(dim=-2).mean(dim=1)  # over queries and heads
+    if hasattr(block, "shift_size"):
+        return of_windows(block, received, *x.shape[:3])
+    if len(call.args) == 2:
+        return of_fewer_keys(received, *call.args[1])
+    if attn.ndim == 4:  # of all tokens
+        return received
+    windows = received.shape[1]  # token i of Hiera is in window i % windows
+    tokens = [received[:, i % windows, i // windows] for i in range(x.shape[1])]
+    return torch.stack(tokens, dim=1) / windows
+
+
+def of_windows(block: Any, received: Tensor, b: int, rows: int, columns: int) -> Tensor:
+    (height, width), (down, right) = block.window_size, block.shift_size
+    across = -(-columns // width)
+    received = received.view(b, -1, height * width)
+    saliency = torch.empty(b, rows, columns)
+    for y in range(rows):
+        for x in range(columns):
+            # the place in the shifted map, which is padded at the bottom and on the right
+            i, j = (y - down) % rows, (x - right) % columns
+            window = (i // height) * across + j // width
+            saliency[:, y, x] = received[:, window, (i % height) * width + j % width]
+    return (saliency / saliency.sum(dim=(1, 2), keepdim=True)).flatten(1)
+
+
+def of_fewer_keys(received: Tensor, rows: int, columns: int) -> Tensor:
+    side = math.isqrt(received.shape[1])
+    keys = [
+        (y * side // rows) * side + x * side // columns for y in range(rows) for x in range(columns)
+    ]
+    return received[:, keys] / received[:, keys].sum(dim=1, keepdim=True)

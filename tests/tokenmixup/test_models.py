@@ -1,0 +1,363 @@
+"""One model of every kind beside what its own blocks compute; the smallest of each kind in timm."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.conftest import CLASSES
+from tests.tokenmixup.models import (
+    ENCODED,
+    KINDS,
+    TO_ALL,
+    Call,
+    Encoded,
+    batch_of,
+    blocks_of,
+    build,
+    calls_of,
+    huggingface,
+    logits_of,
+    of_each_kind,
+    saliency_of,
+)
+from tokenmixup import TokenMixup, attach, check_adapter, mix_horizontal, training_loss
+
+INF = math.inf
+ALL: dict[str, Any] = {"tau": INF, "rho": 0.0}
+LAYER, KAPPA = 2, 3  # of VTM
+
+
+def attached(name: str, model: Any = None, **settings: Any) -> TokenMixup:
+    own, adapter = build(name)
+    return attach(model or own, CLASSES, adapter=adapter, **settings).train()
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_a_step_mixes_and_evaluation_is_the_plain_model(name: str):
+    images, targets = batch_of(name)
+    settings: dict[str, Any] = {"manifold_mixup": {"layers": [0]}}
+    if not KINDS[name].stages:
+        settings["vtm"] = {"layer": LAYER, "kappa": KAPPA}
+    for layer in KINDS[name].layers if KINDS[name].stages else (1,):
+        module = attached(name, htm={"layer": layer, **ALL}, **settings)
+        output = module(images, targets)
+        assert output.stats["mixed_samples"] == 4 and output.stats["mixed_tokens"] > 0
+        loss = training_loss(output, 0.5)
+        loss.backward()
+        lost = {key for key, p in module.model.named_parameters() if p.grad is None}
+        assert loss.isfinite() and lost <= {KINDS[name].unused}
+        assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+        plain = build(name)[0].eval()
+        with torch.no_grad():
+            assert torch.equal(module.eval()(images), logits_of(plain(images)))
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_a_pass_that_replaces_no_token_is_the_models_own(name: str):
+    """Logits and gradients, also where untouched blocks run twice."""
+    plain, (images, targets) = build(name)[0].train(), batch_of(name)
+    layer = KINDS[name].layers[1:2] or KINDS[name].layers
+    htm = {"layer": layer, "tau": INF, "rho": INF, "stop_gradient": True}
+    module = attached(name, htm=htm, checkpoint_blocks=True)
+    output, expected = module(images, targets), logits_of(plain(images))
+    torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=1e-4)
+    F.cross_entropy(output.logits, targets).backward()
+    F.cross_entropy(expected, targets).backward()
+    assert_same_gradients(module.model, plain)
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
+    """Within rounding errors of a model whose largest gradient is 1."""
+    largest = max(float(p.grad.abs().max()) for p in other.parameters() if p.grad is not None)
+    for (key, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        if p.grad is None or q.grad is None:
+            assert p.grad is q.grad, key
+        else:
+            torch.testing.assert_close(p.grad, q.grad, atol=1e-5 * largest, rtol=1e-3, msg=key)
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_saliency_is_that_of_the_blocks_own_attention(name: str):
+    """And ScoreNet reads what the class is read from."""
+    images, targets = batch_of(name)
+    model = build(name)[0]
+    calls, kind, spread = calls_of(name, model, images), KINDS[name], 0.0
+    together = [[layer] for layer in kind.layers] if kind.stages else [[*kind.layers]]
+    for layers in together:
+        module = attached(name, htm={"layer": layers, "tau": INF, "rho": INF})
+        for mix in module(images, targets).layers:
+            expected = saliency_of(name, blocks_of(name, model)[mix.layer], calls[mix.layer])
+            torch.testing.assert_close(mix.saliency, expected, atol=1e-6, rtol=1e-4)
+            spread = max(spread, float(expected.std() / expected.mean()))
+        assert module.scorenet is not None
+        assert module.scorenet.pooling == ("class_token" if kind.reads else "attention")
+    assert spread > 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "reads"),
+    [
+        *(("vit", "avg", False), ("vit", "map", False)),
+        *(("eva02", "token", True), ("beit", "token", True)),
+    ],
+)
+def test_saliency_follows_what_the_class_is_read_from(name: str, pool: str, reads: bool):
+    images, targets = batch_of(name)
+    told: dict[str, Any] = {"global_pool": pool, "img_size": 64, "embed_dim": 48}
+    of_timm = KINDS[name].build.args[0]  # type: ignore[attr-defined]
+    patch = {"patch_size": 16, "depth": 2, "num_heads": 3}
+    torch.manual_seed(0)
+    model = timm.create_model(of_timm, num_classes=CLASSES, **told, **patch)
+    module = attach(model, CLASSES, htm={"layer": 1, **ALL}).train()
+    found, call = module(images, targets).layers[0].saliency, calls_of(name, model, images)[1]
+    assert call.attn is not None
+    rows = call.attn.mean(dim=1)
+    expected = (rows[:, 0] if reads else rows.mean(dim=1))[:, 1:]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert module.scorenet is not None
+    assert module.scorenet.pooling == ("class_token" if reads else "attention")
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_a_block_gets_the_tokens_that_are_mixed_by_hand(name: str):
+    """The plain model with Algorithm 1 before the block, logits, labels and gradients."""
+    images, targets = batch_of(name)
+    for layer in KINDS[name].layers[-2:]:
+        module, plain = attached(name, htm={"layer": layer, **ALL}), build(name)[0].train()
+        output, found = module(images, targets), list[Any]()
+
+        def mix(block: Any, args: Any, output: Any = output, found: Any = found) -> Any:
+            tokens, saliency = args[0].flatten(1, -2), output.layers[0].saliency
+            easy = torch.zeros(len(tokens))
+            found.append(mix_horizontal(tokens, targets, saliency, easy, 1.0, 0.0))
+            return found[0].tokens.view_as(args[0]), *args[1:]
+
+        blocks_of(name, plain)[layer].register_forward_pre_hook(mix)
+        expected = logits_of(plain(images))
+        torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=1e-4)
+        assert torch.equal(output.mask, found[0].mask) and found[0].mask.any()
+        assert torch.equal(output.targets, found[0].targets)
+        training_loss(output, 0.0).backward()
+        F.cross_entropy(expected, found[0].targets).backward()
+        assert_same_gradients(module.model, plain)
+
+
+# Eq. 13: the memory's tokens are further keys and values, at the positions that they come from
+
+
+class Asked(NamedTuple):
+    """What an attention module hands to the fused kernel."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+    def attended(self) -> Tensor:
+        scores = self.q @ self.k.mT / self.q.shape[-1] ** 0.5
+        return (scores if self.mask is None else scores + self.mask).softmax(dim=-1) @ self.v
+
+
+@contextmanager
+def answering(answer: Callable[[Asked], Tensor]) -> Iterator[None]:
+    """Lets `answer` stand in for the fused attention."""
+    fused = F.scaled_dot_product_attention
+
+    def stand_in(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+        assert dropout_p == 0 and not is_causal and scale in (None, q.shape[-1] ** -0.5)
+        return answer(Asked(q, k, v, attn_mask))
+
+    F.scaled_dot_product_attention = stand_in
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = fused
+
+
+def own_call(block: Any, tokens: Tensor, given: dict[str, Any]) -> Asked:
+    """What the block's own attention asks for on these tokens."""
+    asked: list[Asked] = []
+    with answering(lambda x: asked.append(x) or x.v):  # type: ignore[func-returns-value]
+        block.attn(block.norm1(tokens), **given)
+    return asked[0]
+
+
+def with_positions(name: str, model: Any, images: Tensor, places: list[Tensor]) -> Tensor:
+    """Logits where block LAYER also reads its own keys and values of the sources' tokens.
+
+    Of timm's models: by answering for the fused attention, with the positions of the places.
+    """
+    blocks, seen, count = blocks_of(name, model), list[Call](), 0
+
+    def answer(asked: Asked) -> Tensor:
+        nonlocal count
+        count += 1
+        if count != LAYER + 1:
+            return asked.attended()
+        rows, wide = torch.arange(len(images))[:, None], asked
+        for source, at in enumerate(places):
+            there = own_call(blocks[LAYER], seen[source].args[0], seen[LAYER].given)
+            k, v = (x[rows, :, at].transpose(1, 2) for x in (there.k, there.v))
+            mask = wide.mask
+            if asked.mask is not None and wide.mask is not None:
+                columns = asked.mask.expand(len(at), -1, -1, -1)[rows, :, :, at]
+                both = (wide.mask.expand(len(at), -1, -1, -1), columns.permute(0, 2, 3, 1))
+                mask = torch.cat(both, dim=3)
+            wide = Asked(asked.q, torch.cat([wide.k, k], 2), torch.cat([wide.v, v], 2), mask)
+        return wide.attended()
+
+    for block in blocks:
+        block.register_forward_pre_hook(
+            lambda _, args, given: seen.append(Call(args, given)), with_kwargs=True
+        )
+    with answering(answer):
+        return logits_of(model(images))
+
+
+def with_tokens(name: str, model: Any, images: Tensor, places: list[Tensor]) -> Tensor:
+    """Logits where block LAYER runs on its tokens and the memory's, and is cut to its own."""
+    blocks, memory = blocks_of(name, model), list[Tensor]()
+    for block, at in zip(blocks, places, strict=False):
+        block.register_forward_pre_hook(
+            lambda _, args, at=at: memory.append(args[0][torch.arange(len(at))[:, None], at])
+        )
+    own = blocks[LAYER].forward
+
+    def wide(x: Tensor, *args: Any, **given: Any) -> Tensor:
+        return own(torch.cat([x, *memory], dim=1), *args, **given)[:, : x.shape[1]]
+
+    blocks[LAYER].forward = wide
+    return logits_of(model(images))
+
+
+@pytest.mark.parametrize("name", of_each_kind(TO_ALL))
+def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
+    (images, targets), kind = batch_of(name), KINDS[name]
+    model, module = build(name)[0].train(), attached(name, vtm={"layer": LAYER, "kappa": KAPPA})
+    plain, places = logits_of(copy.deepcopy(model)(images)), list[Tensor]()
+    for block, call in zip(
+        blocks_of(name, model)[:LAYER], calls_of(name, model, images), strict=False
+    ):
+        places.append(saliency_of(name, block, call).topk(KAPPA).indices + kind.prefix)
+    by = with_positions if kind.pixels == 64 and name != "cait" else with_tokens
+    expected = by(name, model, images, places)
+    output = module(images, targets)
+    torch.testing.assert_close(output.logits, expected, atol=1e-4, rtol=1e-3)
+    assert (plain - expected).abs().max() > 1e-3, "the memory must matter"
+    training_loss(output).backward()
+    F.cross_entropy(expected, targets).backward()
+    assert_same_gradients(module.model, model)
+
+
+@pytest.mark.parametrize("more", [{"detector": "gradient"}, {"rollout_steps": 1}], ids=str)
+@pytest.mark.parametrize("name", ["torchvision", "hf vit", "encoder", "by hand", "swin, padded"])
+def test_other_detectors_mix(name: str, more: dict[str, Any]):
+    settings: dict[str, Any] = {"htm": {"layer": 1, **ALL, **more}}
+    if KINDS[name].stages and "rollout_steps" in more:
+        with pytest.raises(ValueError, match="rollout_steps"):
+            attached(name, **settings)
+        return
+    module = attached(name, **settings, vtm=None if KINDS[name].stages else {"layer": 2})
+    output = module(*batch_of(name))
+    assert output.stats["mixed_tokens"] > 0 and training_loss(output).isfinite()
+
+
+@pytest.mark.parametrize("name", ["swin, padded", "pvt v2", "hiera", "hf vit", "encoder"])
+def test_autocast_mixes_as_well(name: str):
+    module = attached(name, htm={"layer": 2, **ALL})
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(*batch_of(name))
+    assert output.logits.isfinite().all() and output.stats["mixed_tokens"] > 0
+
+
+def test_layers_of_one_stage_are_counted_over_all_blocks():
+    output = attached("swin", htm={"layer": [4, 5], **ALL})(*batch_of("swin"))
+    assert [mix.layer for mix in output.layers] == [4, 5]
+    assert output.mask is not None and output.mask.shape == (4, 16)
+
+
+@pytest.mark.parametrize("told", ["encoder", "hf vit"])
+def test_the_gradient_detector_takes_the_grid_of_oblong_patches(told: str):
+    """8 rows of 2: a grid of another shape would pool to other numbers."""
+    htm, (images, targets) = {"layer": 1, "detector": "gradient", **ALL}, batch_of("encoder")
+    torch.manual_seed(0)
+    model = Encoded((4, 16)) if told == "encoder" else huggingface("ViT", patch_size=(4, 16))
+    plain = copy.deepcopy(model).eval()
+    adapter = ENCODED if told == "encoder" else None
+    output = attach(model, CLASSES, htm=htm, adapter=adapter).train()(images, targets)
+    images.requires_grad_()
+    F.cross_entropy(logits_of(plain(images)), targets, reduction="sum").backward()
+    assert images.grad is not None
+    cells = F.avg_pool2d(images.grad.square().sum(dim=1).sqrt()[:, None], (4, 16)).flatten(1)
+    expected = cells / cells.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(output.layers[0].saliency, expected, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["encoder", "by hand"])
+def test_an_adapter_that_fits_is_found_to(name: str):
+    (model, adapter), (images, _) = build(name), batch_of(name)
+    assert adapter is not None
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert check_adapter(model, adapter, images) == (64 if name == "by hand" else 16)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(part.training and not part._forward_hooks for part in model.modules())
+
+
+# Models of timm as they are; those marked slow run in `make check-models`
+
+SERVED = [
+    *("beit_base_patch16_224", "cait_xxs24_224", "deit_tiny_distilled_patch16_224"),
+    *("deit3_small_patch16_224", "eva02_tiny_patch14_224", "flexivit_small", "hiera_tiny_224"),
+    *("naflexvit_base_patch16_gap", "pvt_v2_b0", "pvt_v2_b2_li", "swin_tiny_patch4_window7_224"),
+    *("swinv2_tiny_window8_256", "test_vit2", "test_vit3", "test_vit4", "test_vit_relpos"),
+    *("vit_base_mci_224", "vit_base_patch16_siglip_224", "vit_little_patch16_reg4_gap_256"),
+    *("vit_medium_patch16_clip_224", "vit_pe_core_tiny_patch16_384", "vit_small_r26_s32_224"),
+    *("vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "vit_tiny_r_s16_p8_224"),
+    *("vit_small_patch16_rope_mixed_ape_224", "vit_srelpos_small_patch16_224"),
+]
+
+
+def create(name: str, **options: Any) -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # deprecated names
+        return timm.create_model(name, num_classes=CLASSES, **options)
+
+
+def small(name: str, stages: bool) -> tuple[nn.Module, int]:
+    """Returns the model for small images, or for timm's default size if that is fixed."""
+    with torch.device("meta"):
+        full: Any = create(name)
+    embedding = getattr(full, "patch_embed", None) or full.embeds
+    size = 64 if stages else 4 * embedding.feat_ratio(as_scalar=True)
+    try:
+        return create(name, img_size=size), size
+    except (TypeError, AssertionError):
+        return create(name), full.pretrained_cfg["input_size"][-1]
+
+
+@pytest.mark.parametrize("name", of_each_kind(["test_vit", *SERVED], ["test_vit"]))
+def test_a_model_of_timm_trains_and_evaluates_as_the_plain_one(name: str):
+    torch.manual_seed(0)
+    stages = name.startswith(("hiera", "pvt", "swin"))
+    model, size = small(name, stages)
+    plain, vtm = copy.deepcopy(model), None if stages else {"layer": 2}
+    mixed = {"layers": [0, 1]}
+    module = attach(model, CLASSES, htm={"layer": 1, **ALL}, vtm=vtm, manifold_mixup=mixed)
+    images = torch.randn(2, 3, size, size)
+    output = module.train()(images, torch.eye(CLASSES)[:2])
+    assert output.stats["mixed_samples"] == 2 and output.stats["mixed_tokens"] > 0
+    loss = training_loss(output, 1.0)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+    plain.load_state_dict(model.state_dict())  # for batch norm statistics of hybrid models
+    with torch.no_grad():
+        assert torch.equal(module.eval()(images), plain.eval()(images))
