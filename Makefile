@@ -10,13 +10,12 @@ STUDIES_OF_PAPER := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 
   sweep-tau sweep-rho sweep-kappa
 $(foreach target,$(STUDIES_OF_PAPER) study,$(eval USED_BY_$(target) := $(SETTINGS) DRY_RUN JOBS))
 USED_BY_study += FILE
-USED_BY_cost := $(SETTINGS) STUDIES
+USED_BY_cost := SEEDS STUDIES
 USED_BY_status := $(SETTINGS) FILE
 USED_BY_report := $(filter-out SEEDS,$(SETTINGS))
 USED_BY_runs := RUNS OUTPUTS AGAINST
-USED_BY_bench := PAIRS COMPARE OUTPUTS
+USED_BY_bench := ROUNDS COMPARE OUTPUTS
 USED_BY_check-gpu := OUTPUTS
-USED_BY_on-gpu := MINUTES PARTS JOBS OUTPUTS
 USED_BY_chaos := KILLS
 USED_BY_publish := RUN
 USED_BY_check-published := WEIGHTS DATA OUTPUTS
@@ -32,7 +31,7 @@ $(if $(filter DRY_RUN,$(USED)),$(if $(filter-out 0 1,$(DRY_RUN)),$(error DRY_RUN
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit check-models report clean status runs \
-  $(STUDIES_OF_PAPER) study publish check-published cost bench on-gpu check-gpu chaos
+  $(STUDIES_OF_PAPER) study publish check-published cost bench check-gpu chaos
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -92,8 +91,7 @@ COMMON_OPTIONS = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DAT
   $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
 REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS)
 STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(JOBS),--jobs $(JOBS))
-LATENCY = $(if $(filter-out 0,$(DRY_RUN)),,$(BIN)/python -m scripts.benchmark.latency \
-  $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)"))
+LATENCY = $(if $(filter-out 0,$(DRY_RUN)),,$(BIN)/python -m scripts.latency $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2))
 
 reproduce-table1:  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
 reproduce-table2:  ## train Table 2: ViT-B/16 on ImageNet-1K
@@ -121,7 +119,7 @@ reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=s
 	$(LATENCY)
 
 cost: .venv/installed  ## estimate the hours of all runs on this machine; STUDIES="table1 sweep-tau" selects studies
-	$(BIN)/python -m scripts.benchmark.cost $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS) $(STUDIES)
+	$(BIN)/python -m scripts.cost $(if $(SEEDS),--seeds $(SEEDS)) $(STUDIES)
 
 status: .venv/installed  ## show the progress of the paper's runs; FILE=results/NAME.yaml shows your study
 	$(REPRODUCE) --status $(or $(FILE),all)
@@ -148,13 +146,9 @@ lock: .venv-tools/installed  ## lock the newest packages that the requirements a
 audit: .venv-tools/installed  ## check the locked packages for known vulnerabilities; needs a network
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-dev.lock
 
-bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; PAIRS=40 COMPARE=old.json
-	$(BIN)/python -m scripts.benchmark $(if $(PAIRS),--pairs $(PAIRS)) $(if $(COMPARE),--compare "$(COMPARE)") \
-	  $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
-
-on-gpu: .venv/installed  ## measure on a GPU, within MINUTES=8: kernel, values, steps, profile, seeds; PARTS=a,b,c,d,e
-	$(BIN)/python -m scripts.on_gpu $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PARTS),--parts $(PARTS)) \
-	  $(if $(JOBS),--jobs $(JOBS)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+bench: .venv/installed  ## measure what HTM and VTM add to a step on this machine; ROUNDS=40 COMPARE=old.json
+	$(BIN)/python -m scripts.bench $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(COMPARE),--compare "$(COMPARE)") \
+	  $(if $(OUTPUTS),--out "$(OUTPUTS)/bench.json")
 
 # A test that hangs or crashes ends its worker, and the next one goes on.
 check-gpu: .venv/installed-dev  ## check a GPU against the CPU

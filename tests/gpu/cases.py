@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from reproduction import build_trainer
 from reproduction.training.loop import Trainer
 from reproduction.training.metrics import BatchMetrics, Line
-from scripts.benchmark.steps import TOLERANCES
-from scripts.benchmark.trainers import CCT, VIT, sharp_trainer, step_config
 from tokenmixup.rules import CHOICES
 
-SMALL = "cct_2_3x2"
+SMALL, CCT, VIT = "cct_2_3x2", "cct_7_3x1", "vit_base_patch16_224"
+TRAINED_AS = {  # model -> words of its own recipe, classes, factor on its q, k and v
+    SMALL: (["dataset=digits", "recipe=quickstart"], 10, 12),
+    CCT: (["dataset=cifar100", "recipe=cifar_cct"], 100, 6),
+    VIT: (["dataset=imagenet1k", "recipe=imagenet_vit"], 1000, 3),
+}
+# precision -> tolerated relative difference of the losses of equal steps, computed otherwise
+TOLERANCES = {"float32": 1e-3, "bf16": 4e-2, "float16": 1e-2}
 BOTH, ALL = ["htm", "vtm"], ["mixup", "cutmix", "manifold_mixup", "htm", "vtm"]
 EVERY_STACK: list[list[str]] = [[], ["htm"], ["vtm"], BOTH]
 NO_DROPOUT = ("model.drop_path=0", "model.attn_drop=0")
@@ -114,8 +120,7 @@ class DrawnOnHost(TorchFunctionMode):
 def train(device: torch.device, case: Case) -> Trained:
     """Runs the steps of a case on a device."""
     overrides = (*NO_DROPOUT, "recipe.transforms.erasing_mode=const", *case.overrides)
-    config = step_config(case.model, case.stack, case.precision, *overrides)
-    trainer = sharp_trainer(config, device)
+    trainer = small_trainer(device, case.stack, case.precision, *overrides, model=case.model)
     with DrawnOnHost():
         lines = steps_of(trainer, case.batch, case.steps)
     states = [trainer.optimizer.state[p] for p in trainer.module.parameters()]
@@ -126,8 +131,19 @@ def train(device: torch.device, case: Case) -> Trained:
 def small_trainer(
     device: torch.device, stack: list[str], precision: str, *overrides: str, model: str = SMALL
 ) -> Trainer:
-    """A trainer of a new model with sharp attention, with equal weights on every device."""
-    return sharp_trainer(step_config(model, stack, precision, *overrides), device)
+    """A trainer of a new model with sharp attention, with equal weights on every device.
+
+    HTM mixes every sample, unless it is overridden.
+    """
+    recipe, classes, sharpness = TRAINED_AS[model]
+    words = [f"model={model}", *recipe, f"device={device.type}", f"recipe.precision={precision}"]
+    words += [f"augmentation=[{','.join(stack)}]", *["augmentation.htm.tau=inf"] * ("htm" in stack)]
+    trainer = build_trainer([*words, *overrides], classes)
+    blocks: Any = trainer.module.model.blocks
+    with torch.no_grad():
+        for block in blocks:
+            block.attn.qkv.weight.mul_(sharpness)
+    return trainer
 
 
 def steps_of(trainer: Trainer, batch: int, steps: int) -> list[Line]:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import eval as eval_script
 import train as train_script
+from reproduction import build_trainer
 from reproduction.config import Config, Dataset
 from reproduction.data import sources
 from reproduction.data.sources import Source, _open, build_source
@@ -31,7 +31,6 @@ from reproduction.training import distributed
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts import export as export_script
-from scripts.benchmark.trainers import bare_trainer
 from tests.conftest import sharpened
 
 ROOT = Path(__file__).parents[2]
@@ -125,18 +124,11 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
     return int(end.value.code or 0)
 
 
-def _goes_by_doors(module: Any) -> bool:
-    """Whether a module of tests starts programs by tests/doors.py, which needs none of these."""
-    names = (getattr(x, "func", x) for x in vars(module).values())
-    return any(getattr(x, "__module__", "") == "tests.doors" for x in names)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures() -> Iterator[None]:
     """Skips the figures of reports, which take longer than a small run."""
     with pytest.MonkeyPatch.context() as patch:
-        if not _goes_by_doors(request.module):
-            patch.setattr(report, "_draw", lambda folder, config: [])
+        patch.setattr(report, "_draw", lambda folder, config: [])
         yield
 
 
@@ -153,9 +145,8 @@ def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
         few = source.held_out.take(range(60)) if name == "digits" else source.held_out
         return replace(source, held_out=few)
 
-    marked = request.node.get_closest_marker("all_digits") is not None
     with pytest.MonkeyPatch.context() as patch:
-        if not marked and not _goes_by_doors(request.module):
+        if request.node.get_closest_marker("all_digits") is None:
             patch.setattr(sources, "_open", opened)
         yield
 
@@ -218,7 +209,7 @@ def small_trainer(stack: list[str], *overrides: str, device: str = "cpu") -> Tra
     """
     args = [f"augmentation=[{','.join(stack)}]", *overrides]
     args += ["augmentation.htm.tau=inf"] if "htm" in stack else []
-    trainer = bare_trainer(config_of(*args), torch.device(device), classes=10)
+    trainer = build_trainer([*args, f"device={device}"])
     sharpened(trainer.module.model)
     return trainer
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from scripts.on_gpu.matrices import Matrix, deficit, matrices
+from tests.tokenmixup.matrices import Matrix, deficit, matrices
 
 pytest.importorskip("triton")
 

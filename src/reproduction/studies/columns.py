@@ -109,13 +109,6 @@ def _accuracy_untested(row: TableRow, text: Callable[[TableRow, str], str]) -> s
     return NOTHING if row.tested == TESTED else text(row, TESTED)
 
 
-def _latency(row: TableRow) -> str:
-    """Formats as `60.0 (58.0 to 66.0)`: median and quartiles."""
-    if pd.isna(median := getattr(row, "latency_ms", None)):
-        return NOTHING
-    return f"{median:.1f} ({row.latency_low_ms:.1f} to {row.latency_high_ms:.1f})"
-
-
 def _mean(title: str, tables: str, name: str, read: Any = None, spec: str = ".2f") -> Column:
     return Column(title, tables, lambda row: spread(row, name, spec), name, read)
 
@@ -167,10 +160,6 @@ COLUMNS = (
     Column("95 % interval of top-1", "L", lambda row: _accuracy_untested(row, interval)),
     _mixed("mixed samples", "S", lambda row: spread(row, "mixed_samples"), "mixed_samples"),
     _mixed("mixed tokens", "S", lambda row: spread(row, "mixed_tokens"), "mixed_tokens"),
-    Column("latency (ms)", "P", _latency),
-    _number("ratio", "P", "latency_ratio", ".1f"),
-    _number("paper (ms)", "P", "paper_latency_ms", ".0f"),
-    _number("paper's ratio", "P", "paper_latency_ratio", ".1f"),
     Column("parameters (M)", "M", lambda row: form(row.parameters / 1e6, ".2f")),
     _number("paper (M)", "M", "paper_parameters_m", ""),
     Column("MACs (G)", "M", lambda row: form(row.macs / 1e9, ".2f")),

@@ -5,7 +5,6 @@ from typing import Any
 
 import pandas as pd
 
-from reproduction.studies import latency
 from reproduction.studies.columns import METRICS, difference, p_text
 from reproduction.studies.plan import Point, keys_of, points_of
 from reproduction.studies.runs import left, newest, read_runs, state_text
@@ -70,15 +69,13 @@ def _table(
     runs: pd.DataFrame,
     settings: Settings,
 ) -> Table:
-    mark, measured = mark_of(points, settings), latency.read_latency(settings.root)
+    mark = mark_of(points, settings)
     runs, level, looks = own_runs(study, runs), LEVEL, list[str]()
     if study.looks and settings.scale == FULL:
         runs, level, note = _at_look(study, {point.key for point in points}, runs)
         looks = [note]
-    numbers = study_rows(study, points, keys, runs, mark, measured)
+    numbers = study_rows(study, points, keys, runs, mark)
     notes = [*looks, *notes_of(study, numbers, keys, runs, level)]
-    if "latency_ms" in numbers:
-        notes.append(latency.note(measured, settings.scale))
     kind, title, heads = "O", study.title, {"row": "row"}
     if name in TABLES:
         kind, title = "P", f"Table {name[-1]}: {title}"
@@ -130,7 +127,6 @@ def study_rows(
     keys: Mapping[str, str],
     runs: pd.DataFrame,
     mark: str | None,
-    measured: latency.Measurement | None,
 ) -> pd.DataFrame:
     """Returns the rows of a study with their results, the quoted ones first, by column.
 
@@ -142,7 +138,7 @@ def study_rows(
         for name, columns in study.quoted.items()
         for column, values in columns.items()
     ]
-    rows = [*quoted, *(_row(study, point, keys, mark, measured) for point in points)]
+    rows = [*quoted, *(_row(study, point, keys, mark) for point in points)]
     columns = dict.fromkeys(point.row.column for point in points) | dict.fromkeys(
         row["column"] for row in quoted
     )
@@ -158,7 +154,6 @@ def _row(
     point: Point,
     keys: Mapping[str, str],
     mark: str | None,
-    measured: latency.Measurement | None,
 ) -> dict[str, Any]:
     """Returns what is known of a row without its runs."""
     printed = {} if mark is not None and study.sweep else point.row.printed
@@ -173,8 +168,6 @@ def _row(
         both = point.row.printed.get("top1"), base.printed.get("top1")
         if None not in both and study.sweep is None:
             row["paper_difference"] = both[0] - both[1]  # type: ignore[operator]
-    if "latency_ms" in printed:
-        row |= latency.latency_row(measured, point.row.row, study)
     return row
 
 

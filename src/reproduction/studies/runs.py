@@ -19,7 +19,7 @@ from tokenmixup.settings import AUTO
 
 REPORT = "report"
 # folders under outputs/ that are no runs, unless they hold one
-NO_RUNS = (REPORT, "data", "benchmark", "check-gpu", "on-gpu", "evaluations", "published")
+NO_RUNS = (REPORT, "data", "check-gpu", "evaluations", "published")
 FACTS = ("devices", "hardware", "threads", "git_revision")
 WHOLE = ("seed", "devices", "threads", "planned")
 RUN_COLUMNS = (

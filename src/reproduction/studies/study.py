@@ -32,7 +32,7 @@ class Row:
     """What to train: an `experiment`, `overrides` of train.py or both.
 
     `value` has the overrides that count more than those of a scale, as a sweep's does. `row` and
-    `column` are shown, `printed` holds top1, top5 (percent) and latency_ms, `against` names the row
+    `column` are shown, `printed` holds top1 and top5 in percent, `against` names the row
     that it is tested against: `row` or `study/row`. By its `role` the difference is shown without a
     test, or it is the one that the study was made for, which is not corrected for the others.
     """
@@ -42,7 +42,7 @@ class Row:
     value: list[str] = Field(default_factory=list)
     row: str = ""
     column: str = ""
-    printed: dict[Literal["top1", "top5", "latency_ms"], float] = Field(default_factory=dict)
+    printed: dict[Literal["top1", "top5"], float] = Field(default_factory=dict)
     against: str | None = None
     role: Literal["", "untested", "primary"] = ""
 

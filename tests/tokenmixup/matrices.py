@@ -18,6 +18,7 @@ from torch import Tensor
 from tokenmixup.assignment import gain_matrix
 
 TOKENS = 64
+SALIENCIES = Path(__file__).parents[1] / "fixtures" / "saliencies.npz"
 
 
 class Matrix(NamedTuple):
@@ -38,7 +39,7 @@ def matrices(b: int, share: float, seed: int = 0) -> Iterator[Matrix]:
         is_easy[torch.randperm(b, generator=g)[:easy]] = True
         return Matrix(kind, gain.double(), is_easy)
 
-    for name, saliency in np.load(Path(__file__).with_name("saliencies.npz")).items():
+    for name, saliency in np.load(SALIENCIES).items():
         some = torch.from_numpy(saliency)[torch.randperm(len(saliency), generator=g)[:b]].float()
         yield matrix(f"trained, {name}", gain_matrix(some, 0.005 if "late" in name else 0.0005))
     for sharpness in (0.1, 1.0, 3.0):

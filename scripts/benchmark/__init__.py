@@ -1,1 +1,0 @@
-"""Benchmarks training on this machine: `python -m scripts.benchmark`."""

@@ -1,0 +1,83 @@
+"""Estimates the hours of studies on this machine, and on an H200: `make cost STUDIES="table1 ..."`.
+
+A training step of each row is timed on random images, at the row's own batch if the device has the
+memory for it; on a CPU at 16 images for every row. HTM mixes every sample, its most expensive case.
+Hours: all epochs, in which a held-out image costs a third of a training image; images are not
+loaded. A CPU trains in float32.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+from reproduction.config import Config
+from reproduction.data.sources import build_source
+from reproduction.studies.plan import plan
+from reproduction.studies.study import SWEEPS, TABLES, Settings
+from reproduction.system.errors import PlainError
+from reproduction.system.hardware import hardware_name
+from reproduction.system.terminal import Parser, one_line_errors, positive, say
+from reproduction.training.distributed import resolve_device
+from scripts.bench import in_turns, training_step
+
+ON_CPU = 16  # images
+SIZES = {"cifar10": (50_000, 10_000, 10), "cifar100": (50_000, 10_000, 100)}  # train, held out, ...
+SIZES["imagenet1k"] = (1_281_167, 50_000, 1000)  # ... classes
+H200 = {  # images/s of a step as a graph, 128 images in bf16, by model and method: performance.md
+    "cct_7_3x1": {"": 20_437, "htm": 18_906, "vtm": 19_464, "htm+vtm": 17_740},
+    "vit_base_patch16_224": {"": 3_461, "htm+vtm": 3_383},
+}
+
+
+def speed(words: Sequence[str], config: Config, classes: int, device: str) -> dict[str, Any]:
+    """Times a training step: the images in it, and images per second."""
+    images = config.recipe.batch_size if device == "cuda" else ON_CPU
+    words = [*words, "devices=1", *["augmentation.htm.tau=inf"] * bool(config.augmentation.htm)]
+    words += ["recipe.precision=float32"] * (device == "cpu")
+    while True:
+        try:
+            step = training_step(words, classes, images)
+            ms = in_turns({"step": step}, 3, device)["step"].median()
+            return {"timed with": images, "images/s": 1000 * images / ms}
+        except (torch.OutOfMemoryError, PlainError):
+            if images == 1:
+                raise
+            images //= 2
+
+
+@one_line_errors("cost.py")
+def main() -> None:
+    parser = Parser(prog="cost.py", description=__doc__)
+    parser.add_argument("studies", nargs="*", default=[*TABLES, *SWEEPS], help="such as table1")
+    parser.add_argument("--seeds", type=positive, help="seeds per run (default: the study's)")
+    args = parser.parse_args()
+    device, rows = resolve_device("auto", 1), dict[str, Any]()
+    for run in (run for study in args.studies for run in plan(study, Settings(), args.seeds)):
+        config, label = run.config, run.labels[0]
+        if label not in rows:
+            say(f"measuring {label}")
+            if config.dataset.name not in SIZES:
+                data = build_source(config.dataset)
+                SIZES[config.dataset.name] = len(data.train), len(data.per_epoch), len(data.classes)
+            train, held_out, classes = SIZES[config.dataset.name]
+            images = config.recipe.epochs * (train + held_out / 3)
+            method = "+".join(x for x in config.augmentation.stack if x in ("htm", "vtm"))
+            there = H200.get(config.model.name, {}).get(method, float("nan"))
+            row: dict[str, Any] = {"runs": 0, "batch": config.recipe.batch_size}
+            row |= speed(run.overrides, config, classes, device)
+            row |= {"hours": images / row["images/s"] / 3600, "H200 hours": images / there / 3600}
+            rows[label] = row
+        rows[label]["runs"] += 1
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    total = table[["hours", "H200 hours"]].mul(table.runs, axis=0)
+    sums = total.groupby(lambda label: label.partition("/")[0], sort=False).sum(min_count=1)
+    say(f"\n{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}\n")
+    for title, frame in (("A run", table), ("All runs", sums)):
+        say(f"{title}:\n\n{frame.to_markdown(floatfmt=',.1f')}\n")
+
+
+if __name__ == "__main__":
+    main()

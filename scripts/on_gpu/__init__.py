@@ -1,1 +1,0 @@
-"""What is measured on a machine with a GPU, part by part: `python -m scripts.on_gpu`."""

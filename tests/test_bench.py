@@ -1,0 +1,126 @@
+"""`make bench`, `make cost` and Table 3's latency: what they print and write, at tiny size."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.doors import Result, script
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they would measure the GPU")
+MODEL = "cct_2_3x2"
+STEPS = ["plain", "plain again", "HTM", "VTM", "both"]
+
+
+def rows_of(result: Result) -> dict[str, list[str]]:
+    """The rows of all printed tables, by their first cell."""
+    lines = [line for line in result.out.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in cells}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A measurement of two rounds, and its file."""
+    path = tmp_path_factory.mktemp("bench") / "new" / "bench.json"
+    result = script("bench", MODEL, "--rounds", "2", "--out", str(path))
+    assert result.status == 0, result.err
+    return result, path
+
+
+def test_bench_times_plain_steps_beside_htm_and_vtm(measured: tuple[Result, Path]):
+    result, path = measured
+    report = json.loads(path.read_text())
+    assert report["rounds"] == 2 and report["torch"] == torch.__version__
+    steps, assignment = report["tables"][f"{MODEL}, eager"], report["tables"]["assignment"]
+    assert [*steps] == STEPS and len(assignment) == 4
+    for name, row in steps.items():
+        assert row["images/s"] == pytest.approx(128_000 / row["ms"]["median"])
+        assert (row["tokens"] > 1) == (name in ("HTM", "both")) and row["tokens"] < 64
+        assert row["ratio"]["median"] == 1 or name != "plain"
+    for each in [row["ms"] for row in (*steps.values(), *assignment.values())]:
+        assert 0 < each["least"] <= each["low"] <= each["median"] <= each["high"] <= each["most"]
+    shown = rows_of(result)
+    assert {*STEPS, *assignment} <= {*shown}
+    assert shown["HTM"][0].startswith(f"{steps['HTM']['ms']['median']:.4g} (")
+
+
+def compared(path: Path, old: dict[str, Any]) -> Result:
+    """Measures one round and compares it with another report."""
+    path.write_text(json.dumps(old))
+    words = ("--rounds", "1", "--out", f"{path}.new", "--compare", str(path))
+    return script("bench", MODEL, *words)
+
+
+def test_bench_names_what_got_slower(measured: tuple[Result, Path], here: Path):
+    """Ratios are not scaled: only the times of the report are."""
+    old = json.loads(measured[1].read_text())
+    for name, row in old["tables"][f"{MODEL}, eager"].items():
+        row["ms"] = {x: value * (1e-3 if name == "VTM" else 1e3) for x, value in row["ms"].items()}
+        row["ratio"] = dict.fromkeys(row["ratio"], 1e3)
+    for row in old["tables"]["assignment"].values():
+        row["ms"] = dict.fromkeys(row["ms"], 1e6)
+    result = compared(here / "old.json", old)
+    (line,) = [line for line in result.out.splitlines() if line.startswith("slower")]
+    assert line.startswith(f"slower: {MODEL}, eager: VTM: ms ")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("bench", "resnet18"), "models=resnet18"),
+        (("bench", MODEL, "--rounds", "0"), "rounds"),
+        (("bench", MODEL, "--compare", "nowhere.json"), "nowhere.json"),
+        (("bench", MODEL, "--compare", "text.json"), "text.json"),
+        (("cost", "table9"), "table9"),
+        (("cost", "--seeds", "x"), "seeds"),
+        (("latency", "--rounds", "-1"), "rounds"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_refused_in_one_line(here: Path, words: tuple[str, ...], part: str):
+    Path("text.json").write_text("no report")
+    result = script(*words)
+    assert (result.status, len(result.lines)) == (2, 1), result
+    assert part in result.lines[0] and [x.name for x in here.iterdir()] == ["text.json"]
+
+
+def test_a_report_of_another_machine_is_not_compared(measured: tuple[Result, Path], here: Path):
+    old = json.loads(measured[1].read_text()) | {"machine": "another"}
+    result = compared(here / "old.json", old)
+    assert (result.status, len(result.lines)) == (2, 1) and "another" in result.lines[0]
+
+
+def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Path):
+    study = "title: one\nrows:\n  tiny: [model.embed_dim=16, recipe.epochs=30000]\n"
+    Path("own.yaml").write_text(study)
+    result = script("cost", "own.yaml", "--seeds", "2")
+    assert result.status == 0, result.err
+    rows = rows_of(result)
+    runs, batch, timed, speed, hours, _ = (float(x) for x in rows["own/tiny"])
+    assert (runs, batch, timed) == (2, 64, 16)
+    assert hours == pytest.approx(30000 * (1437 + 360 / 3) / speed / 3600, rel=0.01)
+    assert float(rows["own"][0]) == pytest.approx(2 * hours, rel=0.01)
+    assert "load average" in result.out
+
+
+@pytest.mark.slow
+def test_cost_of_a_row_of_the_paper_on_an_h200(here: Path):
+    """1,510 epochs of 50,000 images and a third of 10,000 held-out ones, at 18,906 a second."""
+    result = script("cost", "figure4", "--seeds", "1")
+    assert rows_of(result)["table1/cifar100_htm"][5] == "1.2", result
+
+
+def test_latency_of_each_detector_stands_beside_the_papers():
+    result = script("latency", "--rounds", "1", "--images", "2")
+    rows = rows_of(result)
+    assert result.status == 0, result.err
+    printed = {
+        "attention": ["16.0", "1.0"],
+        "gradient": ["236.0", "14.8"],
+        "random": ["5.0", "0.3"],
+    }
+    assert {name: rows[name][4:] for name in printed} == printed
+    assert rows["attention"][3] == "1.0"
