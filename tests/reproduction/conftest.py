@@ -124,11 +124,18 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
     return int(end.value.code or 0)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_pictures() -> Iterator[None]:
+def _goes_by_doors(module: Any) -> bool:
+    """Whether a module of tests starts programs by tests/doors.py, which needs none of these."""
+    names = (getattr(x, "func", x) for x in vars(module).values())
+    return any(getattr(x, "__module__", "") == "tests.doors" for x in names)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Skips the figures of reports, which take longer than a small run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_draw", lambda folder, config: [])
+        if not _goes_by_doors(request.module):
+            patch.setattr(report, "_draw", lambda folder, config: [])
         yield
 
 
@@ -145,8 +152,9 @@ def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
         few = source.held_out.take(range(60)) if name == "digits" else source.held_out
         return replace(source, held_out=few)
 
+    marked = request.node.get_closest_marker("all_digits") is not None
     with pytest.MonkeyPatch.context() as patch:
-        if request.node.get_closest_marker("all_digits") is None:
+        if not marked and not _goes_by_doors(request.module):
             patch.setattr(sources, "_open", opened)
         yield
 

@@ -1,98 +1,32 @@
-"""Mistyped commands end with one line that names the mistake, status 2 and an unchanged disk."""
+"""A mistake ends with status 2 and one line that names it, and leaves nothing behind."""
 
-import io
 import os
 import pickle
 import re
-import runpy
 import shlex
-import sys
-import tempfile
-from contextlib import chdir, redirect_stderr
-from dataclasses import asdict
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
-from reproduction.config import CONF_DIR
-from reproduction.data.sources import _open
-from reproduction.models.build import build_model
-from reproduction.runs import compose as composing
-from reproduction.runs.folder import RunFolder
-from reproduction.start import command as cli
-from tests.reproduction.conftest import (
-    SMALL,
-    SMALL_VIT,
-    Command,
-    config_of,
-    snapshot,
-    write_images,
-)
+from tests import doors
+from tests.doors import ROOT, SMALL, Run, evaluate, eventually, snapshot, started, train
+from tests.images import write_images
 
-ROOT = Path(__file__).parents[2]
-REFUSED = Path(__file__).with_name("refused.yaml")  # kind -> command -> error line
-TABLE: dict[str, dict[str, str]] = yaml.safe_load(REFUSED.read_text())
-TABLE["texts that cannot be read"] |= {  # too long for the file
-    f"train.py seed={'1' * 5000}": "train.py: seed=111...: cannot be read: ValueError: ...",
-    f"train.py 'name={'[' * 400}'": "train.py: name=[[[...: cannot be read, a bracket ...",
-}
-CLEAR = (  # phrases that state what is allowed, or what is wrong
-    *("must", "allowed", "needs", "choose", "or add", "add -m", "leave", "goes with"),
-    *("resume it with", "set exactly one", "only one", "quote", "expected", "required"),
-    *("is not 1 or more", "not available", "unknown", "does not", "cannot", "there is no"),
-    *("there are", "no such", "is not a ", "is no ", "no value", "exists", "omit name"),
-    *("not readable", "not measured", "unrecognized", "more than once", "another run", "holds no"),
-    *("has 12 blocks", "has no points", "refuses", "name the folder", "Did you mean"),
-    *("Could not", "invalid"),
+pytestmark = pytest.mark.all_digits  # conftest.few_digits would keep open data
+TABLE: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("bad_input.yaml").read_text()
 )
-BROKEN = {  # contents of a run folder's config.yaml
+CONFIGS = {
     "brackets": "a: [1",
-    "list": "[1]",
-    "empty": "",
-    "tag": "!!python/object/apply:os.mknod [executed]",
-    "twice": "seed: 0\nseed: 1\n",
+    "unknown": {"lrr": 1},
+    "negative": {"lr": -1},
+    "none": {},
+    "good": {},
 }
-
-
-def write_files(folder: Path) -> None:
-    """Writes the files and folders that the commands of the table name."""
-    (folder / "folder").mkdir()
-    (folder / "outputs").mkdir()
-    (folder / "file.txt").write_text("text")
-    (folder / "table.csv").touch()
-    rows = "{a: {overrides: [dataset=image_folder]}}"
-    (folder / "study.yaml").write_text(f"title: x\nrows: {rows}\n")
-    (folder / "empty.pt").touch()
-    (folder / "zip.pt").write_bytes(b"PK")
-    (folder / "noise.pt").write_bytes(bytes(range(256)) * 8)
-    (folder / "evil.pt").write_bytes(pickle.dumps(Trap(), protocol=2))
-    (folder / "text.safetensors").write_text("text")
-    torch.save({"weight": torch.ones(2)}, folder / "other.pt")
-    write_images(folder / "images", ["cat", "dog"], train=1, held_out=1)
-    (folder / "images" / "val" / "dog").rename(folder / "images" / "val" / "dogs")
-    write_images(folder / "same", ["cat"], train=1, held_out=1)
-    config = asdict(config_of("name=good", "output_root=runs"))
-    saved = {name: yaml.safe_dump(config) for name in ("good", "none", "summary")}
-    for name, change in (("unknown", {"lrr": 1}), ("negative", {"lr": -1})):
-        saved[name] = yaml.safe_dump({**config, "recipe": {**config["recipe"], **change}})
-    recipe = {key: value for key, value in config["recipe"].items() if key != "lr"}
-    saved["missing"] = yaml.safe_dump({**config, "recipe": recipe})
-    for name, text in (saved | BROKEN).items():
-        run = RunFolder(folder / "runs" / name)
-        run.last_path.parent.mkdir(parents=True)
-        run.config_path.write_text(text)
-        if name != "none":
-            run.last_path.write_bytes((folder / "other.pt").read_bytes())
-    (folder / "runs" / "summary" / "summary.json").write_text('{"status":')
-    (folder / "runs" / "folder" / "config.yaml").mkdir(parents=True)
-    (folder / "runs" / "thesis").mkdir()
-    (folder / "runs" / "thesis" / "thesis.txt").write_text("not ours")
 
 
 class Trap:
@@ -102,218 +36,136 @@ class Trap:
         return os.mknod, ("executed",)
 
 
+def write_files() -> None:
+    """Writes the files that the table names."""
+    Path("folder").mkdir()
+    Path("table.csv").write_text("not ours\n")
+    Path("noise.pt").write_bytes(bytes(range(256)))
+    Path("evil.pt").write_bytes(pickle.dumps(Trap(), protocol=2))
+    torch.save({"weight": torch.ones(2)}, "other.pt")
+    write_images(Path("images"), ["cat", "dog"], train=1, held_out=1)
+    Path("images/val/dog").rename("images/val/dogs")
+    write_images(Path("same"), ["cat"], train=1, held_out=1)
+    config, _ = doors.dry("name=good", "output_root=runs")
+    for name, change in CONFIGS.items():
+        folder = Path("runs", name, "checkpoints")
+        folder.mkdir(parents=True)
+        broken = (
+            change if isinstance(change, str) else {**config, "recipe": config["recipe"] | change}
+        )
+        folder.with_name("config.yaml").write_text(yaml.safe_dump(broken).strip("'\n"))
+        if name != "none":
+            (folder / "last.pt").write_bytes(Path("other.pt").read_bytes())
+    Path("runs/thesis").mkdir()
+    Path("runs/thesis/thesis.txt").write_text("not ours")
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    write_files(folder)
+    with chdir(folder):
+        write_files()
     return folder
 
 
-def run_here(arguments: list[str]) -> tuple[int, str]:
-    """Runs a command in this process; returns its status and stderr."""
-    script, *rest = arguments
-    err = io.StringIO()
-    with (
-        patch.object(sys, "argv", [script, *rest]),
-        redirect_stderr(err),
-        pytest.raises(SystemExit) as end,
-    ):
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    return int(end.value.code or 0), err.getvalue()
-
-
 @pytest.mark.parametrize("kind", TABLE)
-def test_bad_input_is_refused_in_one_clear_line(
+def test_a_mistake_is_refused_in_one_line_that_names_it(
     kind: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(files)
-    monkeypatch.setenv("HOME", "/nonexistent")  # without wandb credentials
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    for command, line in TABLE[kind].items():
-        before = snapshot(files)
-        status, err = run_here(shlex.split(command))
-        assert status == 2, (command, err)
-        assert err.endswith("\n") and err[:-1].isprintable() and len(err) < 2100, (command, err)
-        assert err.startswith(f"{Path(shlex.split(command)[0]).name}: ")
-        assert any(word in err for word in CLEAR), (command, err)
-        assert fits(portable(err, files), line), (command, err, f"python -m {__name__} rewrites it")
-        assert snapshot(files) == before, command
-
-
-def portable(err: str, files: Path) -> str:
-    """Replaces the folders of this machine in an error line."""
-    return err.strip().replace(str(files), "FILES").replace(str(ROOT), "ROOT")
-
-
-def fits(line: str, recorded: str) -> bool:
-    """Returns whether a line matches the recorded one, in which `...` stands for any text."""
-    return re.fullmatch(".*".join(map(re.escape, recorded.split("..."))), line) is not None
-
-
-def record() -> None:
-    """Rewrites the lines that have changed; replace words of libraries in them by `...`."""
-    table = yaml.safe_load(REFUSED.read_text())
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        write_files(Path(folder))
-        for lines in table.values():
-            for command, recorded in lines.items():
-                line = portable(run_here(shlex.split(command))[1], Path(folder))
-                lines[command] = recorded if fits(line, recorded) else line
-    head = "".join(REFUSED.read_text().splitlines(keepends=True)[:2])
-    text = yaml.safe_dump(table, sort_keys=False, width=10**6, allow_unicode=True)
-    REFUSED.write_text(head + text)
-    print(f"written to {REFUSED}")
-
-
-def test_table_has_lost_no_line():
-    assert sum(map(len, TABLE.values())) >= 354 and len(TABLE) >= 49
+    for command, named in TABLE[kind].items():
+        words = shlex.split(command, posix="${" not in command)
+        program = words.pop(0) if words[0].endswith(".py") else "train.py"
+        before = snapshot()
+        result = doors.run(program, *words)
+        assert result.status == 2, (command, result)
+        line = result.err.removesuffix("\n")
+        assert line.isprintable() and 0 < len(line) < 2100, (command, result.err)
+        assert line.startswith(f"{Path(program).name}: ") and named in line, (command, line)
+        assert snapshot() == before, command
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has a GPU")
-def test_train_refuses_a_missing_gpu(command: Command, tmp_path: Path):
-    result = command("train", "device=cuda")
-    assert (result.status, len(result.lines)) == (2, 1)
-    assert "device=cuda" in result.err and "allowed is cpu" in result.err
-    assert list(tmp_path.iterdir()) == []
+def test_a_missing_gpu_is_named(here: Path):
+    for words in (["device=cuda"], ["compile=cuda-graph", "device=cpu"]):
+        result = train(*words)
+        assert (result.status, len(result.lines)) == (2, 1) and words[0] in result.err
+    assert not [*here.iterdir()]
 
 
-def test_experiment_cannot_enable_augmentations_outside_its_stack(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Not even by giving all settings of the augmentation."""
-    conf = tmp_path / "conf"
-    for path in CONF_DIR.rglob("*.yaml"):
-        copied = conf / path.relative_to(CONF_DIR)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_text(path.read_text())
-    htm = yaml.safe_load((CONF_DIR / "augmentation" / "htm.yaml").read_text())
-    experiment = {"defaults": [{"override /augmentation": ["mixup"]}], "augmentation": htm}
-    text = "# @package _global_\n" + yaml.safe_dump(experiment, sort_keys=False)
-    (conf / "experiment").mkdir(exist_ok=True)
-    (conf / "experiment" / "sly.yaml").write_text(text)
-    monkeypatch.setattr(cli, "CONF_DIR", conf)
-    monkeypatch.setattr(composing, "CONF_DIR", conf)
-    result = command("train", "experiment=sly")
-    assert result.status == 2
-    assert "augmentation=[mixup] does not name htm" in result.err
-    assert not (tmp_path / "outputs").exists()
+def test_existing_run_is_refused_or_resumed(here: Path):
+    assert train("name=mine", *SMALL).status == 0
+    before = Run("outputs/mine").summary
+    again = train("name=mine", *SMALL)
+    assert again.status == 2 and "resume=auto" in again.err
+    other = train("name=mine", "resume=auto", "seed=5", *SMALL)
+    assert other.status == 2 and "seed=5 instead of 0" in other.err
+    same = train("name=mine", "resume=auto", "dataset.workers=1", *SMALL)
+    assert same.status == 0 and "mine: top-1" in same.out
+    assert Run("outputs/mine").summary == before
 
 
-def test_existing_run_is_refused_or_resumed(command: Command, tmp_path: Path):
-    assert command("train", "name=mine", *SMALL).status == 0
-    before = (tmp_path / "outputs/mine/summary.json").read_text()
-    again = command("train", "name=mine", *SMALL)
-    assert again.status == 2
-    assert "resume=auto" in again.err and "another name" in again.err
-    other = command("train", "name=mine", "resume=auto", "seed=5", *SMALL)
-    assert other.status == 2
-    assert "holds another run, this one has seed=5 instead of 0; choose another name=" in other.err
-    same = command("train", "name=mine", "resume=auto", "dataset.workers=1", *SMALL)
-    assert same.status == 0
-    assert "mine: top-1" in same.out
-    assert (tmp_path / "outputs/mine/summary.json").read_text() == before
+def test_a_run_that_was_killed_before_its_first_file_can_begin_again(here: Path):
+    Path("outputs/mine/checkpoints").mkdir(parents=True)
+    assert train("name=mine", *SMALL).status == 0
 
 
-def test_eval_refuses_checkpoints_that_do_not_fit_the_model(command: Command, tmp_path: Path):
-    assert command("train", "name=mine", *SMALL).status == 0
-    file = tmp_path / "outputs/mine/checkpoints/last.pt"
-    wide = command("eval", f"checkpoint={file}", "model.embed_dim=32")
-    assert wide.status == 2
-    assert "the model has" in wide.err
-    deep = command("eval", f"checkpoint={file}", "model.embed_dim=16", "model.depth=3")
-    assert deep.status == 2
-    assert "blocks.2" in deep.err
-    file.write_bytes(file.read_bytes()[:1000])
-    cut = command("eval", f"checkpoint={file}")
-    assert cut.status == 2
-    assert "not readable" in cut.err
-    assert len(cut.lines) == 1
-
-
-def test_eval_refuses_other_classes(command: Command, tmp_path: Path):
-    root = write_images(tmp_path / "images", ["cat", "dog"], train=4, held_out=2)
-    small = [x for x in SMALL if "limit" not in x]
+def test_weights_of_another_model_or_of_other_classes_are_refused(here: Path):
+    root = write_images(Path("images"), ["cat", "dog"], train=4, held_out=2)
     data = ["dataset=image_folder", f"dataset.root={root}", "dataset.workers=0"]
-    assert command("train", "name=mine", *data, *small).status == 0
-    for split in ("train", "val"):
-        (root / split / "cat").rename(root / split / "elk")
-    for which in (["run=outputs/mine"], ["run=outputs/mine", "weights=best"]):
-        _open.cache_clear()
-        result = command("eval", *which)
-        assert result.status == 2
-        assert "cat, dog" in result.err and "dog, elk" in result.err
-
-
-def test_eval_does_not_need_the_initial_weights(command: Command, tmp_path: Path):
-    vit = ["model=vit_tiny_patch16_224", "model.image_size=32", *SMALL_VIT]
-    start = tmp_path / "start.pth"
-    vit += ["dataset.limit=10", "device=cpu"]
-    config = config_of(*vit)
-    torch.save(build_model(config.model, 10).state_dict(), start)
-    args = [*vit, f"model.weights={start}", "recipe.epochs=1", "recipe.batch_size=10"]
-    assert command("train", "name=mine", *args).status == 0
-    start.unlink()
-    assert command("eval", "run=outputs/mine").status == 0
-
-
-def test_rank_variable_without_torchrun_is_ignored(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("RANK", "1")  # as some clusters set it
-    assert command("train", "name=mine", *SMALL).status == 0
-    again = command("train", "name=mine", "seed=7", *SMALL)
-    assert again.status == 2
-    assert "resume=auto" in again.err
-
-
-def test_run_killed_before_writing_its_config_can_restart(command: Command, tmp_path: Path):
-    (tmp_path / "outputs/mine/checkpoints").mkdir(parents=True)
-    assert command("train", "name=mine", *SMALL).status == 0
-    (tmp_path / "outputs/other").mkdir()
-    (tmp_path / "outputs/other/thesis.txt").write_text("not ours")
-    refused = command("train", "name=other", "resume=auto", *SMALL)
-    assert refused.status == 2
-    assert "is not a run folder" in refused.err
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_broken_image_is_named(command: Command, tmp_path: Path, workers: int):
-    root = write_images(tmp_path / "images", ["cat", "dog"], train=4, held_out=2)
-    broken = root / "val" / "dog" / "1.png"
-    broken.write_bytes(broken.read_bytes()[:60])
     small = [x for x in SMALL if "limit" not in x]
-    data = ["dataset=image_folder", f"dataset.root={root}", f"dataset.workers={workers}"]
-    data += ["augmentation.htm.tau=0.5"]  # with 2 classes, a higher tau causes a warning
-    held = command("train", "name=mine", *data, *small)
-    assert (held.status, len(held.lines)) == (2, 1)
-    assert f"{broken}: no readable image" in held.err
-    count = "1 of 4 images of this folder are broken"
-    assert held.err.endswith(f"; {count}; dataset.broken_images=skip leaves such files out\n")
-    result = command("train", "name=mine", "dataset.memory_mib=0", *data, *small)
-    assert (result.status, len(result.lines)) == (1, 1)
-    assert f"{broken}: no readable image" in result.err
-    assert "dataset.broken_images=skip leaves such files out" in result.err
+    assert train("name=mine", *data, *small).status == 0
+    for half in ("train", "val"):
+        Path(root, half, "cat").rename(Path(root, half, "elk"))
+    for which in ("last", "best"):
+        result = evaluate("run=outputs/mine", f"weights={which}")
+        assert result.status == 2 and "cat" in result.err and "elk" in result.err
+    weights = "model.weights=outputs/mine/checkpoints/best.safetensors"
+    for change, named in [
+        ("model.embed_dim=32", "best.safetensors"),
+        ("model.depth=3", "blocks.2"),
+    ]:
+        result = train(weights, *SMALL, change)
+        assert (result.status, len(result.lines)) == (2, 1) and named in result.err
+    assert not Path("outputs/cct_2_3x2-digits").exists() and len([*Path("outputs").iterdir()]) == 1
 
 
-def test_images_of_more_than_8_bits_are_refused(command: Command, tmp_path: Path):
-    root = write_images(tmp_path / "images", ["cat", "dog"], train=2, held_out=2)
-    for path in (root / "train").rglob("*.png"):
-        Image.fromarray(np.full((8, 8), 3000, dtype=np.uint16)).save(path)
-    result = command("train", "dataset=image_folder", f"dataset.root={root}", "dataset.workers=0")
-    assert result.status == 2
-    assert "convert them to 8 bits" in result.err and ".png" in result.err
-    assert not (tmp_path / "outputs").exists()
+def test_a_run_outlives_its_terminal(here: Path):
+    with started("name=mine", *SMALL) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        process.stderr.close()
+        eventually(lambda: process.poll() is not None)
+    assert process.returncode == 0 and Run("outputs/mine").summary["status"] == "finished"
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"PK"])
-def test_eval_refuses_unreadable_files(command: Command, tmp_path: Path, content: bytes):
-    for name in ("x.pt", "x.safetensors"):
-        (tmp_path / name).write_bytes(content)
-        result = command("eval", f"checkpoint={name}")
-        assert result.status == 2, result.err
-        assert f"checkpoint={name}: not readable" in result.err
-        assert len(result.lines) == 1
+@pytest.mark.parametrize("model", ["cct_2_3x2", "vit_tiny_patch16_224"])
+def test_help_says_what_is_allowed_for_every_key(here: Path, model: str):
+    stack = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
+    words = [f"model={model}", stack, "logger=[wandb,tensorboard]"]
+    allowed = dict(re.findall(r"^([\w.]+) +(\S.*)$", train(*words, "--help").out, re.MULTILINE))
+    shown = yaml.safe_load(train(*words, "--cfg", "job").out)
+    for key in keys_of(shown):
+        assert key in allowed, key
+    assert "auto" in allowed["augmentation.htm.tau"] and "cuda-graph" in allowed["compile"]
+    assert "float16" in allowed["recipe.precision"] and ">= 1" in allowed["recipe.epochs"]
+    assert ("model.conv_layers" in allowed) == (model == "cct_2_3x2")
+    assert not [*here.iterdir()]
 
 
-if __name__ == "__main__":
-    record()
+def keys_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        inner = keys_of(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        found += [f"{prefix}{key}"] if inner is None else inner
+    return found
+
+
+@pytest.mark.parametrize("group", ["augmentation", "dataset", "logger", "model", "recipe", ""])
+def test_every_key_has_a_comment_in_one_file_of_its_group(group: str):
+    paths = (ROOT / "conf" / group).glob("*.yaml") if group else [ROOT / "conf" / "train.yaml"]
+    text = "\n".join(
+        re.sub(r"(?ms)^(defaults|hydra):.*?(?=^\S|\Z)", "", x.read_text()) for x in paths
+    )
+    keys = re.findall(r"^ *(\w+): +[^ #\n].*?( #.*)?$", text, re.MULTILINE)
+    assert keys and {key for key, _ in keys} == {key for key, comment in keys if comment}

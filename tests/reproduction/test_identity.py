@@ -18,6 +18,7 @@ from reproduction.studies.runs import read_store
 from reproduction.studies.study import Settings
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command, config_of
+from tokenmixup import HTM, VTM, ManifoldMixup
 
 STACK = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
 WORDS = {
@@ -129,6 +130,12 @@ def test_runs_of_earlier_revisions_are_found_and_read(command: Command):
     run.config_path.write_text(yaml.safe_dump({**saved, "recipe": skips["recipe"]}))
     result = command("train", "name=mine", "resume=auto", *SMALL)
     assert result.status == 2 and "recipe.non_finite=skip" in result.err
+
+
+def test_files_of_the_method_list_all_options_of_the_library():
+    for kind in (HTM, VTM, ManifoldMixup):
+        content = yaml.safe_load((CONF_DIR / "augmentation" / f"{kind.key}.yaml").read_text())
+        assert [*content[kind.key]] == [option.name for option in dataclasses.fields(kind)]
 
 
 SHARED = [  # experiments that are one run

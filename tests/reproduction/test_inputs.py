@@ -1,48 +1,102 @@
-"""Inputs on the device: normalisation, mixing and erasing, drawn by seed, step and rank."""
+"""Inputs of a step: the order of images, augmentation, mixing and erasing, by seed, as timm's."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from timm.data import create_transform
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from reproduction.config import Augmentation, CutMix, InputMix
-from reproduction.data.build import build_training_images, build_training_inputs
-from reproduction.data.inputs import (
-    Erasing,
-    InputMixing,
-    Mixed,
-    TrainingInputs,
-    build_input_mixing,
-    build_normalize,
-)
+from reproduction import build_trainer, step
+from reproduction.data.build import build_training_images
+from reproduction.data.inputs import Mixed, TrainingInputs
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from tests.reproduction.conftest import config_of, load_source
+from tests.doors import SMALL, config_of, train
+from tests.images import OWN, recorded
 
 CPU = torch.device("cpu")
-MIXUP, CUTMIX = InputMix(alpha=0.8, prob=1.0), CutMix(alpha=1.0, prob=1.0)
-
-
-def mixed_by(mixer: InputMixing | None, images: Tensor, targets: Tensor, *key: int) -> Mixed:
-    return TrainingInputs(lambda x: x, mixer)(images, targets, *key)
-
-
-def erased_by(erase: Erasing, images: Tensor, *key: int) -> Tensor:
-    return erase.fill(images, erase.draw(images.shape, *key))
+UNSCALED = ("dataset.mean=[0,0,0]", "dataset.std=[1,1,1]")
+IMAGES = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+RUN = (*OWN, *(x for x in SMALL if "limit" not in x), "augmentation=[]")
 
 
 def inputs_of(*overrides: str) -> TrainingInputs:
-    return build_training_inputs(config_of(*overrides), CPU)
+    return build_trainer(["model.embed_dim=16", *overrides], steps_per_epoch=1).inputs
+
+
+def erasing(prob: float = 1.0, mode: str = "const", count: int = 1, *more: str) -> TrainingInputs:
+    settings = {"prob": prob, "mode": mode, "count": count}
+    words = [f"recipe.transforms.erasing_{key}={value}" for key, value in settings.items()]
+    return inputs_of("augmentation=[]", *UNSCALED, *words, *more)
+
+
+def prepared(inputs: TrainingInputs, images: Tensor, *key: int) -> Mixed:
+    torch.rand(3)  # anything may draw between two steps
+    return inputs(images, torch.arange(len(images)) % 10, *key)
+
+
+# The order of images
+
+
+def order_of(log: Path, ranks: int = 1) -> list[list[list[int]]]:
+    """The training images by epoch and rank; before the run, it tries the first image."""
+    lines = [line.split() for line in log.read_text().splitlines()][1:]
+    shares = [
+        [int(i) for half, i, r in lines if half == "train" and int(r) == rank]
+        for rank in range(ranks)
+    ]
+    return [
+        [x[: len(x) // 2] for x in shares],
+        [x[len(x) // 2 :] for x in shares],
+    ]
+
+
+def test_each_epoch_reads_every_image_once_in_an_order_by_seed_and_epoch(here: Path):
+    orders = []
+    for seed, workers in ((0, 0), (0, 1), (1, 0)):
+        log = here / f"log-{seed}-{workers}"
+        words = [f"name={log.name}", f"seed={seed}", f"dataset.workers={workers}"]
+        with recorded(log):
+            assert train(*RUN, *words).status == 0
+        orders += [epoch[0] for epoch in order_of(log)]
+    assert all(sorted(order) == [*range(60)] for order in orders)
+    first, second, again, later, other, _ = orders
+    assert (first, second) == (again, later)
+    assert len({tuple(x) for x in (first, second, other, range(60))}) == 4
+
+
+def test_two_ranks_share_the_batches_of_one_process(here: Path):
+    for ranks in (1, 2):
+        with recorded(here / f"log-{ranks}"):
+            result = train(*RUN, f"name=run-{ranks}", f"devices={ranks}", "recipe.batch_size=22")
+        assert result.status == 0, result.err
+    alone, shared = order_of(here / "log-1"), order_of(here / "log-2", ranks=2)
+    for (whole,), (first, second) in zip(alone, shared, strict=True):
+        for batch in np.split(np.array(whole), 3):  # 20 images each, not 22, 22 and 16
+            assert batch.tolist() == first[:10] + second[:10]
+            del first[:10], second[:10]
+
+
+def test_batches_of_fewer_images_than_ranks_are_refused(here: Path):
+    result = train(*RUN, "dataset.limit=10", "recipe.batch_size=4", "devices=4")
+    assert result.status == 2 and len(result.lines) == 1 and "devices=4" in result.err
+
+
+# Augmentation
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_augmentation_and_normalisation_equal_timm(seed: int):
     """Compares values after the recipe's complete augmentation."""
-    config = config_of("recipe=cifar_cct", "dataset=digits", f"seed={seed}")
-    source = load_source("digits", None, 12)
-    ours = build_training_images(config, source.train)
-    transforms = config.recipe.transforms
+    config = config_of("recipe=cifar_cct", f"seed={seed}")
+    pixels = np.random.default_rng(seed).integers(0, 256, (12, 32, 32, 3), np.uint8)
+    pictures = [(Image.fromarray(image), i) for i, image in enumerate(pixels)]
+    ours = build_training_images(config, pictures)
+    transforms, data = config.recipe.transforms, config.dataset
     timms = create_transform(
         (3, 32, 32),
         is_training=True,
@@ -53,179 +107,163 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
         color_jitter=0.4,
         auto_augment=transforms.auto_augment,
         re_prob=0.0,
-        mean=config.dataset.mean,
-        std=config.dataset.std,
+        mean=data.mean,
+        std=data.std,
     )
-    normalize = build_normalize(config.dataset.mean, config.dataset.std, CPU)
-    for index in range(12):
-        image, _ = ours[(1, index)]
-        assert image.dtype == torch.uint8
+    normalize = inputs_of("recipe=cifar_cct", "augmentation=[]").normalize
+    batch = ours.__getitems__([(1, index) for index in range(12)])
+    for index, (image, target) in enumerate(batch):
+        assert image.dtype == torch.uint8 and target == index
         with seeded(Purpose.AUGMENT, seed, 1, index):
-            expected = timms(source.train[index][0])
+            expected = timms(pictures[index][0])
         torch.testing.assert_close(normalize(image[None])[0], expected, atol=2e-6, rtol=0)
+        assert torch.equal(ours[(1, index)][0], image)  # whatever batch it is in
+        assert not torch.equal(ours[(2, index)][0], image)
+
+
+# Erasing
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_erased_boxes_equal_timms_image_by_image(count: int):
-    images = torch.randn(64, 3, 32, 32)
-    erased = erased_by(Erasing(0.5, "const", count, CPU), images, 0, 3, 0)
+    images = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8)
+    erased = prepared(erasing(0.5, "const", count), images, 0, 3, 0).images
     timms = RandomErasing(0.5, mode="const", max_count=count, device="cpu")
     with seeded(Purpose.ERASE_BOXES, 0, 3, 0):
-        expected = torch.stack([timms(image.clone()) for image in images])
-    assert torch.equal(erased, expected)
-    assert not torch.equal(erased, images)
+        expected = torch.stack([timms(image.clone()) for image in images / 255])
+    torch.testing.assert_close(erased, expected)
+    assert (expected == 0).any()
 
 
 @pytest.mark.parametrize(("mode", "colours"), [("pixel", None), ("rand", 1)])
 def test_erased_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
-    images = torch.full((400, 3, 32, 32), 100.0)
-    erased = erased_by(Erasing(1.0, mode, 1, CPU), images, 0, 0, 0)
-    is_box = (erased != 100).any(dim=1)  # b h w
+    inputs = erasing(1.0, mode, 1, "dataset.std=[0.01,0.01,0.01]")
+    images = torch.full((400, 3, 32, 32), 255, dtype=torch.uint8)
+    erased = prepared(inputs, images, 0, 0, 0).images
+    is_box = (erased < 50).any(dim=1)  # b h w
     filled = erased.movedim(1, -1)[is_box]  # pixels 3
     assert abs(filled.mean()) < 0.1 and abs(filled.std() - 1) < 0.1
     first = erased[0].movedim(0, -1)[is_box[0]]
-    distinct = len(first.unique(dim=0))
-    assert distinct == (colours or len(first))
+    assert len(first.unique(dim=0)) == (colours or len(first))
     assert len(filled.unique(dim=0)) >= 390  # no two images share their noise
 
 
-def test_a_quarter_of_the_images_is_erased():
-    """2,000 images with the recipe's probability; mixing after erasing would touch 44 %."""
-    inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
-    assert inputs.erase is not None
+@pytest.mark.parametrize("stack", ["mixup", "cutmix", "mixup,cutmix"])
+def test_a_quarter_of_the_images_is_erased_after_mixing(stack: str):
+    """1,000 images with the recipe's probability; erasing before would touch 44 %."""
+    words = ["recipe=cifar_cct", f"augmentation=[{stack}]"]
+    ours, plain = inputs_of(*words), inputs_of(*words, "recipe.transforms.erasing_prob=0")
     touched = 0
-    for step in range(20):
-        flat = torch.zeros(100, 3, 32, 32)
-        touched += int((erased_by(inputs.erase, flat, 0, step, 0) != 0).flatten(1).any(dim=1).sum())
-    assert 440 <= touched <= 560
-
-
-@pytest.mark.parametrize("stack", ["mixup", "cutmix"])
-def test_erased_boxes_are_not_mixed(stack: str):
-    """With probability 1, every box holds its own image's noise, unscaled by mixing."""
-    overrides = [f"augmentation=[{stack}]", "recipe.transforms.erasing_mode=pixel"]
-    inputs, plain = (
-        inputs_of(*overrides, f"recipe.transforms.erasing_prob={prob}") for prob in (1.0, 0.0)
-    )
-    assert inputs.erase is not None and plain.erase is None
-    for step in range(20):
-        images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
-        erased, mixed = (of(images, torch.arange(8), 0, step, 0) for of in (inputs, plain))
-        noise = erased_by(inputs.erase, torch.full_like(mixed.images, torch.inf), 0, step, 0)
-        assert (noise != torch.inf).flatten(1).any(dim=1).all()
-        assert torch.equal(erased.images, torch.where(noise == torch.inf, mixed.images, noise))
+    for number in range(10):
+        images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
+        erased, mixed = (prepared(x, images, 0, number, 0) for x in (ours, plain))
+        differs = (erased.images != mixed.images).flatten(1).any(dim=1)
+        touched += int(differs.sum())
         assert torch.equal(erased.targets(10, 0.1), mixed.targets(10, 0.1))
+    assert 200 <= touched <= 300
 
 
-def test_inputs_are_a_function_of_seed_step_and_rank():
-    inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
-    images = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8)
+# Draws by seed, step and rank
 
-    def prepared(*key: int) -> tuple[Tensor, Tensor]:
-        torch.rand(3)  # unrelated draws
-        mixed = inputs(images, torch.arange(16) % 10, *key)
-        return mixed.images, mixed.targets(10, 0.1)
 
+@pytest.mark.parametrize("stack", ["mixup", "cutmix", "mixup,cutmix", ""])
+def test_inputs_are_a_function_of_seed_step_and_rank(stack: str):
+    words = [f"augmentation=[{stack}]", "recipe.transforms.erasing_prob=1"]
+    inputs = inputs_of(*words, "recipe.transforms.erasing_mode=pixel")
+    before, state = IMAGES.clone(), torch.get_rng_state()
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    results = [prepared(*key) for key in keys]
-    for key, (mixed, targets) in zip(keys, results, strict=True):
-        again = prepared(*key)
-        assert torch.equal(again[0], mixed) and torch.equal(again[1], targets)
-    assert len({tuple(mixed.flatten().tolist()) for mixed, _ in results}) == len(keys)
-    assert len({tuple(targets.flatten().tolist()) for _, targets in results}) == len(keys)
-    assert inputs.erase is not None
-    flat = torch.zeros_like(results[0][0])
-    erased = [erased_by(inputs.erase, flat, *key) for key in keys]
-    boxes = {tuple((x != 0).flatten().tolist()) for x in erased}
-    assert len(boxes) == len(keys)
+    results = [inputs(IMAGES, torch.arange(8), *key) for key in keys]
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(IMAGES, before)
+    for key, mixed in zip(keys, results, strict=True):
+        again = prepared(inputs, IMAGES, *key)
+        assert torch.equal(again.images, mixed.images)
+        assert torch.equal(again.targets(10, 0.1), mixed.targets(10, 0.1))
+    assert len({tuple(mixed.images.flatten().tolist()) for mixed in results}) == len(keys)
+    labels = {tuple(mixed.targets(10, 0.1).flatten().tolist()) for mixed in results}
+    assert len(labels) == (len(keys) if stack else 1)
 
 
-def test_erasing_noise_differs_from_dropout_draws_of_the_same_step():
-    blank = torch.full((4, 3, 32, 32), torch.inf)
-    noise = erased_by(Erasing(1.0, "pixel", 1, CPU), blank, 0, 1, 0)
+def test_purposes_have_different_random_streams():
+    """Not even the noise of a box equals what dropout draws in that step."""
+    noise = prepared(erasing(1.0, "pixel"), torch.zeros_like(IMAGES), 0, 1, 0).images.flatten()
     with seeded(Purpose.AUGMENT):  # restores the generator
         seed_device(CPU, Purpose.DROPOUT, 0, 1, 0)
-        assert not torch.isclose(noise, torch.randn(blank.shape)).any()
+        dropout = torch.randn(noise.shape)
+    assert (noise == dropout).sum() < 3  # by chance
+    draws = set()
+    for purpose in Purpose:
+        with seeded(purpose, 0, 7, 0):
+            draws.add(float(torch.rand(1)))
+    assert len(draws) == len(Purpose)
 
 
-def test_inputs_leave_images_and_global_generators_unchanged():
-    inputs = inputs_of("recipe=cifar_cct", "augmentation=[mixup,cutmix]")
-    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
-    before, state = images.clone(), torch.get_rng_state()
-    inputs(images, torch.arange(4), 0, 0, 0)
-    assert torch.equal(images, before)
-    assert torch.equal(torch.get_rng_state(), state)
+# Mixing
 
 
 @pytest.mark.parametrize("n", [6, 7, 1])
-@pytest.mark.parametrize(
-    "stack",
-    [{"mixup": MIXUP}, {"cutmix": CUTMIX}, {"mixup": MIXUP, "cutmix": CUTMIX}],
-)
-def test_input_mixing_equals_timm_and_accepts_odd_batches(n, stack):
-    ours = build_input_mixing(Augmentation(**stack))
-    theirs = Mixup(
-        mixup_alpha=0.8 if "mixup" in stack else 0.0,
-        cutmix_alpha=1.0 if "cutmix" in stack else 0.0,
-        label_smoothing=0.1,
-        num_classes=4,
-    )
-    for step in range(8):
-        images, targets = torch.randn(n, 3, 8, 8), torch.arange(n) % 4
-        mixed = mixed_by(ours, images.clone(), targets, 0, step)
-        soft = mixed.targets(4, 0.1)
+@pytest.mark.parametrize("stack", ["mixup", "cutmix", "mixup,cutmix"])
+def test_input_mixing_equals_timm_and_accepts_odd_batches(n: int, stack: str):
+    alphas = {f"{name}_alpha": 0.8 if name in stack else 0.0 for name in ("mixup", "cutmix")}
+    words = [f"augmentation.{x}.{k}" for x in stack.split(",") for k in ("alpha=0.8", "prob=1")]
+    words += [f"augmentation=[{stack}]", "recipe.transforms.erasing_prob=0", *UNSCALED]
+    ours = inputs_of(*words)
+    theirs = Mixup(**alphas, label_smoothing=0.1, num_classes=10)
+    for number in range(8):
+        images, classes = torch.randint(256, (n, 3, 8, 8), dtype=torch.uint8), torch.arange(n) % 4
+        mixed = ours(images, classes, 0, number, 0)
+        soft = mixed.targets(10, 0.1)
         torch.testing.assert_close(soft.sum(dim=1), torch.ones(n))
         if n % 2 == 0:
-            with seeded(Purpose.MIX_INPUTS, 0, step):
-                expected = theirs(images.clone(), targets)
-            assert torch.equal(mixed.images, expected[0])
+            with seeded(Purpose.MIX_INPUTS, 0, number, 0):
+                expected = theirs(images / 255, classes)
+            torch.testing.assert_close(mixed.images, expected[0])
             assert torch.equal(soft, expected[1])
 
 
 def test_input_mixing_has_the_configured_probabilities():
-    mixup, cutmix = InputMix(alpha=1.0, prob=0.2), CutMix(alpha=1.0, prob=0.6)
-    mixer = build_input_mixing(Augmentation(mixup=mixup, cutmix=cutmix))
+    shares = {"mixup": 0.2, "cutmix": 0.6}
+    words = [f"augmentation.{name}.prob={share}" for name, share in shares.items()]
+    words += [f"augmentation.{name}.alpha=1" for name in shares]
+    erase = "recipe.transforms.erasing_prob=0"
+    inputs = inputs_of("augmentation=[mixup,cutmix]", *words, erase, *UNSCALED)
     kinds = {"none": 0, "mixup": 0, "cutmix": 0}
-    for step in range(2000):
-        images = torch.stack([torch.zeros(1, 8, 8), torch.ones(1, 8, 8)])
-        values = mixed_by(mixer, images, torch.tensor([0, 1]), step).images[0].unique()
+    images = torch.stack([torch.zeros(3, 8, 8), torch.full((3, 8, 8), 255)]).byte()
+    for number in range(2000):
+        values = inputs(images, torch.tensor([0, 1]), 0, number, 0).images[0].unique()
         soft = bool(((values > 0) & (values < 1)).any())
         kinds["mixup" if soft else "cutmix" if (values == 1).any() else "none"] += 1
     assert kinds["mixup"] / 2000 == pytest.approx(0.1, abs=0.03)
     assert kinds["cutmix"] / 2000 == pytest.approx(0.3, abs=0.05)  # some boxes are empty
 
 
-def test_targets_are_smoothed_like_timms_without_input_mixing():
-    mixer = build_input_mixing(Augmentation())
-    soft = mixed_by(mixer, torch.zeros(2, 3, 4, 4), torch.tensor([1, 3])).targets(4, 0.1)
-    torch.testing.assert_close(soft[0], torch.tensor([0.025, 0.925, 0.025, 0.025]))
-
-
-def test_mixup_of_odd_batches_mixes_labels_like_images():
-    mixer = build_input_mixing(Augmentation(mixup=InputMix(alpha=1.0, prob=1.0)))
-    for step in range(5):
-        images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
-        mixed = mixed_by(mixer, images, torch.arange(5), step)
+def test_labels_are_mixed_like_images_and_smoothed_like_timms():
+    words = ["augmentation.mixup.prob=1", "recipe.transforms.erasing_prob=0"]
+    inputs = inputs_of("augmentation=[mixup]", *words, *UNSCALED)
+    images = (50 * torch.arange(5))[:, None, None, None].expand(5, 3, 2, 2).byte()
+    for number in range(5):
+        mixed = inputs(images, torch.arange(5), 0, number, 0)
         soft = mixed.targets(5, 0.0)
-        expected = soft @ torch.arange(5.0)  # the pixel value that the labels imply
-        torch.testing.assert_close(mixed.images[:, 0, 0, 0], expected)
+        values = soft @ torch.arange(5.0) * 50 / 255  # the pixel value that the labels imply
+        torch.testing.assert_close(mixed.images[:, 0, 0, 0], values)
         assert 0 < soft[0, 0] < 1
-
-
-def test_purposes_have_different_random_streams():
-    with seeded(Purpose.AUGMENT, 0, 7, 0):
-        first = torch.rand(2)
-    with seeded(Purpose.MIX_INPUTS, 0, 7, 0):
-        assert not torch.equal(first, torch.rand(2))
-
-
-def test_stop_mixing_keeps_label_smoothing():
-    mixer = build_input_mixing(Augmentation(mixup=MIXUP))
-    inputs = TrainingInputs(lambda x: x, mixer)
-    images = torch.randn(4, 3, 8, 8)
-    assert not torch.equal(inputs(images.clone(), torch.arange(4), 0, 0, 0).images, images)
     inputs.stop_mixing()
-    for step in range(5):
-        mixed = inputs(images.clone(), torch.arange(4), 0, step, 0)
-        assert torch.equal(mixed.images, images)
-        torch.testing.assert_close(mixed.targets(4, 0.1), 0.9 * torch.eye(4) + 0.025)
+    mixed = inputs(images, torch.arange(5), 0, 0, 0)
+    torch.testing.assert_close(mixed.images, images / 255)
+    torch.testing.assert_close(mixed.targets(5, 0.1), 0.9 * torch.eye(5) + 0.02)
+
+
+def test_dropout_is_a_function_of_seed_and_step():
+    still = ["recipe.lr=1e-9", "recipe.min_lr=0", "recipe.warmup_epochs=0", "augmentation=[]"]
+    words = [
+        *still,
+        "model.embed_dim=16",
+        "model.drop_path=0.5",
+        "recipe.transforms.erasing_prob=0",
+    ]
+
+    def losses(*more: str) -> list[float]:
+        trainer = build_trainer([*words, *more])
+        return [step(trainer, IMAGES, torch.arange(8)).losses[0] for _ in range(3)]
+
+    first, again, other = losses(), losses(), losses("seed=1")
+    assert first == again and len({*first, *other}) == 6
