@@ -171,8 +171,8 @@ publish: .venv/installed  ## add the line of a finished run to results/; RUN=out
 	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
-	$(BIN)/python scripts/check_published.py "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" \
-	  $(if $(DATA),--data "$(DATA)") $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
+	$(if $(DATA),DATA="$(DATA)") $(BIN)/python scripts/check_published.py \
+	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
 
 report: .venv/installed  ## write tables, sweeps and figures with our results to outputs/report
 	$(BIN)/python scripts/report.py $(COMMON_OPTIONS)

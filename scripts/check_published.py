@@ -1,74 +1,56 @@
-"""Evaluates up to nine published checkpoints and compares them with the printed accuracies."""
+"""Evaluates up to nine published checkpoints and compares them with the printed accuracies.
 
-from dataclasses import replace
+python scripts/check_published.py FOLDER [key=value ...]: the words are train.py's, such as
+`dataset.root=folder`. As published, CCT is evaluated in float16 on a GPU, all else in float32.
+"""
+
+import sys
 from pathlib import Path
 
-from reproduction.data.folders import missing_data
-from reproduction.studies.plan import Point, points_of
-from reproduction.studies.study import Settings, papers_studies
+import torch
+
+from reproduction.runs.compose import config_of
 from reproduction.system.errors import PlainError, UserError
-from reproduction.system.terminal import Parser, one_line_errors, say
+from reproduction.system.terminal import one_line_errors, say
+from reproduction.training.evaluate import evaluate_checkpoint
 
-STACKS = {"HTM": "htm", "VTM": "vtm", "HVTM": "htm_vtm"}
-DATA = {
-    "cct_cifar10": "table1/cifar10",
-    "cct_cifar100": "table1/cifar100",
-    "vit_imagenet": "table2/imagenet1k",
+PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
+    "cct_cifar10_HTM": ("table1/cifar10_htm", 97.57),
+    "cct_cifar10_VTM": ("table1/cifar10_vtm", 97.78),
+    "cct_cifar10_HVTM": ("table1/cifar10_htm_vtm", 97.75),
+    "cct_cifar100_HTM": ("table1/cifar100_htm", 83.56),
+    "cct_cifar100_VTM": ("table1/cifar100_vtm", 83.54),
+    "cct_cifar100_HVTM": ("table1/cifar100_htm_vtm", 83.57),
+    "vit_imagenet_HTM": ("table2/imagenet1k_htm", 82.37),
+    "vit_imagenet_VTM": ("table2/imagenet1k_vtm", 82.30),
+    "vit_imagenet_HVTM": ("table2/imagenet1k_htm_vtm", 82.32),
 }
-FILES = {  # file name without suffix -> row of the paper
-    f"{name}_{suffix}": f"{experiment}_{stack}"
-    for name, experiment in DATA.items()
-    for suffix, stack in STACKS.items()
-}
 
 
-def weights_in(folder: Path) -> dict[str, Path]:
-    """The published files in a folder by name; UserError if there are none."""
-    names = {path: path.name.partition(".")[0] for path in sorted(folder.glob("*"))}
-    files = {name: path for path, name in names.items() if name in FILES and path.is_file()}
-    if not files:
-        known = ", ".join(f"{name}.*" for name in FILES)
-        raise UserError(f"weights={folder}: holds none of {known}; put the published files there")
-    return files
-
-
-def outcome(point: Point, file: Path | None, outputs: Path) -> str:
-    """The accuracy and its difference to the printed one, or the reason why there is none."""
-    import torch
-
-    from reproduction.training.evaluate import evaluate_checkpoint
-
-    if file is None:
-        return "no such file"
-    config = point.config
-    if reason := missing_data(config.dataset.name, config.dataset.root):
-        return f"not evaluated, {reason}"
-    # As published: CCT in float16 autocast, ViT in float32. A CPU always uses float32.
-    in_half = point.study == "table1" and torch.cuda.is_available()
-    recipe = replace(config.recipe, precision="float16" if in_half else "float32")
-    result = outputs / "evaluations" / f"{file.name.partition('.')[0]}.json"
-    top1 = evaluate_checkpoint(replace(config, recipe=recipe), [file], result)["top1"]
-    return f"{top1:.2f} % ({top1 - point.row.printed['top1']:+.2f})"
+def top1(file: Path, experiment: str, words: list[str]) -> float:
+    in_half = file.name.startswith("cct") and torch.cuda.is_available()
+    precision = f"recipe.precision={'float16' if in_half else 'float32'}"
+    config = config_of([f"experiment={experiment}", precision, *words])
+    result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
+    return evaluate_checkpoint(config, [file], result)["top1"]
 
 
 @one_line_errors("check_published.py")
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("weights", type=Path, help="folder with the published files")
-    parser.add_argument("--data", default="data", help="folder with CIFAR and imagenet/")
-    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of results")
-    args = parser.parse_args()
-    files = weights_in(args.weights)
-    studies = {name: papers_studies()[name] for name in ("table1", "table2")}
-    points = {point.label: point for point in points_of(studies, Settings(data=args.data))}
-    for name, label in FILES.items():
-        point = points[label]
+    folder, *words = sys.argv[1:] or ["--help"]
+    if folder == "--help":
+        say(str(__doc__))
+        return
+    files = {path.name.partition(".")[0]: path for path in sorted(Path(folder).glob("*.*"))}
+    if not {*files} & {*PRINTED}:
+        raise UserError(f"{folder}: holds none of {', '.join(f'{name}.*' for name in PRINTED)}")
+    for name, (experiment, printed) in PRINTED.items():
         try:
-            result = outcome(point, files.get(name), args.outputs)
+            found = top1(files[name], experiment, words) if name in files else None
+            text = "no such file" if found is None else f"{found:.2f} % ({found - printed:+.2f})"
         except (UserError, PlainError) as error:
-            result = str(error)
-        row, printed = point.row, point.row.printed["top1"]
-        say(f"{name}: {row.row} on {row.column}, printed {printed:.2f} %: {result}")
+            text = str(error)
+        say(f"{name}: {experiment}, printed {printed:.2f} %: {text}")
 
 
 if __name__ == "__main__":

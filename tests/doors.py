@@ -27,15 +27,21 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from reproduction import build_trainer, load_run, step  # noqa: F401
 from reproduction.config import ROOT, Config
-from reproduction.models.build import build_model  # noqa: F401
+from reproduction.models.build import (
+    build_model,
+    build_module,
+    load_initial_weights,
+    without_weights,
+)
 from reproduction.models.cct import CCT  # noqa: F401
 from reproduction.runs.compose import compose
 from reproduction.runs.identity import run_hash
 from reproduction.runs.parse import parse
+from tokenmixup import TokenMixup
 
 Line = dict[str, Any]
 
@@ -244,6 +250,21 @@ def dry(*words: str) -> tuple[dict[str, Any], str]:
     """The configuration of a command line as nested mappings, and the hash of its run."""
     config = config_of(*words, needs_data=False)
     return asdict(config), run_hash(config)
+
+
+def initial_model(*words: str, classes: int = 10) -> nn.Module:
+    """The plain model with which a run of these words begins."""
+    config = config_of(*words, needs_data=False).model
+    model = build_model(config, classes)
+    load_initial_weights(config, model)
+    return model
+
+
+def meta_module(*words: str, classes: int = 10) -> TokenMixup:
+    """The module of a run, without values and weights from files."""
+    config = config_of(*words, needs_data=False)
+    with torch.device("meta"):
+        return build_module(without_weights(config.model), config.augmentation, classes)
 
 
 def snapshot(folder: str | Path = ".") -> dict[str, object]:
