@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 if TYPE_CHECKING:
-    from tokenmixup.adapters import Adapter, torch_encoder
+    from tokenmixup.adapters import Adapter, blocks_of, torch_encoder
     from tokenmixup.assignment import gain_matrix, optimal_assignment
-    from tokenmixup.attention import Parts
-    from tokenmixup.encoder import find_encoder, why_not
-    from tokenmixup.fitting import check_adapter
     from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
-    from tokenmixup.module import TokenMixup, attach
+    from tokenmixup.module import TokenMixup, attach, check_adapter, why_not
     from tokenmixup.output import Output, training_loss
     from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
     from tokenmixup.scorenet import ScoreNet, difficulty
     from tokenmixup.timm_task import TokenMixupTask as TokenMixupTask  # not for `import *`
-    from tokenmixup.vertical import salient_indices, vertical_attention
+    from tokenmixup.vertical import salient_indices
 
 __version__ = "0.2.0"
 __all__ = [
@@ -32,15 +29,14 @@ __all__ = [
     "HorizontalMix",
     "ManifoldMixup",
     "Output",
-    "Parts",
     "Rules",
     "ScoreNet",
     "TokenMixup",
     "attach",
     "attention_saliency",
+    "blocks_of",
     "check_adapter",
     "difficulty",
-    "find_encoder",
     "gain_matrix",
     "gradient_saliency",
     "mix_horizontal",
@@ -49,21 +45,17 @@ __all__ = [
     "salient_indices",
     "torch_encoder",
     "training_loss",
-    "vertical_attention",
     "why_not",
 ]
+HOMES = ("adapters", "assignment", "horizontal", "module", "output", "saliency", "scorenet")
 
 
 def __getattr__(name: str) -> Any:
     if name == "TokenMixupTask":
         return import_module(f"{__name__}.timm_task").TokenMixupTask
-    if name in __all__:
-        for home in (
-            *("adapters", "assignment", "attention", "encoder", "fitting", "horizontal"),
-            *("module", "output", "saliency", "scorenet", "vertical"),
-        ):
-            if hasattr(found := import_module(f"{__name__}.{home}"), name):
-                return getattr(found, name)
+    for home in (*HOMES, "vertical") if name in __all__ else ():
+        if hasattr(found := import_module(f"{__name__}.{home}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,228 +1,150 @@
-"""Adapters: where a model keeps the modules that TokenMixup needs.
+"""Where the blocks of a model are, and which of their tokens are patches.
 
-`adapter_of` has those of timm's models and of other known classes; `encoder.py` resolves them.
-Letters: b batch, h heads, n tokens with prefix, d width, e head width, m memory.
+`adapter_of` has the adapters of timm's models and of other known classes.
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, w windows.
 """
 
+import math
+import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tokenmixup import hierarchical
-from tokenmixup.attention import POSITIONAL, Parts, Projection
-from tokenmixup.contexts import evaluating
+from tokenmixup.watch import AttentionMap, Looking
 
-
-def _itself(out: Any) -> Any:
-    return out
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.flatten(1, -2)
+SAY_BY_ADAPTER = "an Adapter must say num_prefix_tokens and reads_class_token"
+HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
+JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
+# Methods of timm's models that decide which tokens are the prefix and what the head reads.
+DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Describes where a model keeps the modules that TokenMixup needs.
+    """Describes where a model keeps its blocks, and what their tokens are.
 
-    Paths are dotted, such as `encoder.layers`; in `blocks`, `*` is every module of a sequence. HTM
-    and VTM work with `parts`: attention over all tokens. The block must then call `attn` for
-    self-attention without a mask, with the normed tokens as its first argument. HTM alone works
-    with `saliency`, whatever the attention, or with neither and the gradient detector.
+    Paths are dotted, such as `encoder.layers`; in `blocks`, `*` is every module of a sequence. A
+    block gets its tokens first, `b n d` or a map `b rows columns d`, and returns them first. HTM
+    and VTM work with blocks that compute one softmax over all of their tokens. HTM alone works with
+    `geometry`, the maps of windows or of fewer keys, and with `saliency`, whatever the attention.
     """
 
     blocks: str  # path from the model to the sequence of blocks, such as `layers.*.blocks`
     embed_dim: str | int  # width of the tokens, or the path to it from the model or from `block`
-    parts: Callable[[Any], Parts] | None = None  # of the attention, whenever they are needed
-    norm: str | None = None  # path from a block to the layer norm before its attention
-    attn: str | None = None  # path from a block to its attention module
-    # The block and its arguments -> saliency `b t` of its input by its own attention, sum 1.
-    saliency: Callable[..., Tensor] | None = None
-    own_classes: bool = False  # whether block and attention must be of the model's Python module
-    # A block's input -> tokens `b n d`, and back: tokens and the input -> one of its shape.
-    tokens: tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = (
-        _flat,
-        torch.Tensor.view_as,
-    )
-    in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
+    num_prefix_tokens: int = 0  # tokens before the spatial tokens
+    reads_class_token: bool = False  # whether the head reads token 0 and no other token
     # Path from the model to the module whose output has a token for each patch: `b t d`,
     # `b rows columns d`, or of a convolution `b d rows columns`. By default `patch_embed` beside
     # the blocks, if there is one.
     patch_embed: str | None = None
     square_patches: bool = False  # whether their grid has the image's aspect ratio
-    num_prefix_tokens: int = 0  # tokens before the spatial tokens
-    reads_class_token: bool = False  # whether the head reads token 0 and no other token
-    returns: Callable[[Tensor], Any] = _itself  # tokens -> the attention module's return value
-    logits: Callable[[Any], Tensor] = _itself  # the model's return value -> logits `b c`
-    arguments: tuple[str, ...] = ()  # further ones of the attention, of POSITIONAL's meaning
+    in_rows: bool = True  # whether spatial tokens are in the order of the image, row by row
+    # The block, its attention map and its arguments -> saliency `b t` of its input
+    geometry: Callable[..., Tensor] | None = None
+    # The block and its arguments -> saliency `b t`, if it computes no softmax
+    saliency: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.parts is not None and (self.saliency or not (self.norm and self.attn)):
-            raise ValueError("Adapter: parts needs norm and attn, and excludes saliency")
+        prefix = self.num_prefix_tokens
+        if type(prefix) is not int or prefix < 0:
+            raise ValueError(f"Adapter.num_prefix_tokens={prefix!r}: must be an int >= 0")
+        if self.reads_class_token and not prefix:
+            raise ValueError("Adapter.reads_class_token=True: needs num_prefix_tokens >= 1")
 
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether each block computes a softmax over all of its tokens."""
+        return self.geometry is None and self.saliency is None
 
-def multihead_parts(attention: nn.MultiheadAttention) -> Parts:
-    """Returns the Parts of torch's MultiheadAttention, batch-first and with one projection."""
-    if type(attention) is not nn.MultiheadAttention:
-        raise ValueError(f"is a {type(attention).__name__}, not torch's own MultiheadAttention")
-    if not attention.batch_first or attention.in_proj_weight is None:
-        raise ValueError("MultiheadAttention must have batch_first=True and one width for q, k, v")
-    if attention.bias_k is not None or attention.add_zero_attn:
-        raise ValueError("MultiheadAttention must have neither add_bias_kv nor add_zero_attn")
-    return Parts(
-        num_heads=attention.num_heads,
-        qkv=Projection(attention.in_proj_weight, attention.in_proj_bias),
-        proj=attention.out_proj,
-        dropout=attention.dropout,
-        training=attention.training,
-    )
-
-
-def huggingface_parts(attention: Any) -> Parts:
-    """Returns the Parts of the attention of ViT, DeiT and DINOv2 in transformers >= 5.18."""
-    home, name = class_path(attention)
-    if name not in ("ViTAttention", "DeiTAttention", "Dinov2Attention") or package(home) != HF:
-        raise ValueError(f"is a {name}, not one of transformers' own")
-    if not torch.compiler.is_compiling():  # it has been looked at before
-        _check_config(attention.config, type(attention).forward)
-    if not hasattr(attention, "o_proj"):
-        raise ValueError(f"{type(attention).__name__} has no o_proj: needs transformers >= 5.18")
-    return Parts(
-        num_heads=attention.num_attention_heads,
-        scale=attention.scaling,
-        q_proj=attention.q_proj,
-        k_proj=attention.k_proj,
-        v_proj=attention.v_proj,
-        proj=attention.o_proj,
-        dropout=attention.attention_dropout,
-        training=attention.training,
-    )
-
-
-def _check_config(config: Any, forward: Any) -> None:
-    """Raises ValueError if the model attends by a function of another's, or returns its maps."""
-    if getattr(config, "output_attentions", False):
-        raise ValueError("config.output_attentions=True: a block that TokenMixup touches has none")
-    names, kind = getattr(forward, "__globals__", {}), config._attn_implementation
-    functions = names.get("ALL_ATTENTION_FUNCTIONS", {})
-    function = functions.get(kind, names.get("eager_attention_forward"))
-    if package(getattr(function, "__globals__", {}).get("__name__", "")) != HF:
-        raise ValueError(
-            f"config._attn_implementation={kind!r}: its function is not transformers' own"
-        )
-
-
-def _with_weights(out: Tensor) -> tuple[Tensor, None]:
-    return out, None
-
-
-def _logits(out: Any) -> Tensor:
-    return out.logits
-
-
-def multihead(blocks: str, norm: str, attn: str, **more: Any) -> Adapter:
-    """Returns the adapter of blocks around torch's MultiheadAttention."""
-    parts: dict[str, Any] = {"parts": multihead_parts, "returns": _with_weights}
-    return Adapter(blocks=blocks, norm=norm, attn=attn, **{**parts, **more})
+    def looking(self, tokens: Tensor, graph: Any = None) -> Looking:
+        """Returns what a block that gets these tokens, `b n d`, is watched for."""
+        b, n = tokens.shape[:2]
+        return Looking(b, n, any_shape=self.geometry is not None, graph=graph)
 
 
 def torch_encoder(encoder: str, embed_dim: str | int, **more: Any) -> Adapter:
     """Returns the adapter of a model that contains an nn.TransformerEncoder at the path `encoder`.
 
-    Its layers must be `norm_first` and `batch_first`. `more`: further fields of Adapter.
+    Its layers must be `batch_first`. `more`: further fields of Adapter.
     """
-    return multihead(f"{encoder}.layers", "norm1", "self_attn", embed_dim=embed_dim, **more)
+    return Adapter(blocks=f"{encoder}.layers", embed_dim=embed_dim, **more)
 
 
-def _huggingface(blocks: str, norm: str, **more: Any) -> Adapter:
+def swin(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
+    """Saliency of a block of Swin or Swin-V2, `b rows columns d`: attention over shifted windows.
+
+    Windows that overlap the edge are padded; the share of the padding is lost.
+    """
+    rows, columns, (i, j), shift = *x.shape[1:3], block.window_size, block.shift_size
+    down, across = -(-rows // i), -(-columns // j)
+    sewn = rearrange(seen.received(), "(b y x) (i j) -> b (y i) (x j)", y=down, x=across, i=i)
+    return torch.roll(sewn[:, :rows, :columns], tuple(shift), dims=(1, 2)).flatten(1)
+
+
+def pvt_v2(block: Any, seen: AttentionMap, x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Saliency of a block of PVT-v2, `b t d` in the grid `size`: that of fewer keys, resized."""
+    received = seen.received()
+    rows = round(math.sqrt(received.shape[1] * size[0] / size[1]))
+    grid = received.unflatten(1, (rows, -1))[:, None]
+    return F.interpolate(grid, tuple(size), mode="nearest").flatten(1)
+
+
+def hiera(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
+    """Saliency of a block of Hiera, `b t d` in its own order: by mask units, or over all tokens."""
+    received = seen.received()
+    return received if received.ndim == 2 else rearrange(received, "b w n -> b (n w)")
+
+
+def _stages(blocks: str, geometry: Callable[..., Tensor], in_rows: bool = True) -> Adapter:
+    width = "block.attn.dim"
     return Adapter(
-        blocks=blocks,
-        norm=norm,
-        attn="attention",
-        parts=huggingface_parts,
+        blocks=blocks, embed_dim=width, geometry=geometry, in_rows=in_rows, square_patches=True
+    )
+
+
+def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = True) -> Adapter:
+    return Adapter(
+        blocks=f"{name}.{blocks}",
         embed_dim="config.hidden_size",
-        returns=_with_weights,
-        logits=_logits,
-        **more,
+        patch_embed=f"{name}.embeddings.patch_embeddings.projection",
+        num_prefix_tokens=prefix,
+        reads_class_token=reads_class_token,
     )
 
 
-def _timm_stages(blocks: str, saliency: Callable[..., Tensor], in_rows: bool = True) -> Adapter:
-    """Returns the adapter of a hierarchical model of timm."""
-    return Adapter(
-        blocks=blocks,
-        embed_dim="block.attn.dim",
-        attn="attn",
-        saliency=saliency,
-        own_classes=True,
-        in_rows=in_rows,
-        square_patches=True,
-    )
-
-
-BEFORE, HF = "layernorm_before", "transformers"
-EMBEDDINGS = "embeddings.patch_embeddings.projection"
-# by (module, class): models that work without an adapter of the user's
-ADAPTERS = {
-    ("torchvision.models.vision_transformer", "VisionTransformer"): multihead(
-        "encoder.layers",
-        "ln_1",
-        "self_attention",
+HF, STAGES = "transformers.models", "timm.models"
+ADAPTERS = {  # models that work without an adapter of the user's
+    "torchvision.models.vision_transformer.VisionTransformer": Adapter(
+        blocks="encoder.layers",
         embed_dim="hidden_dim",
         patch_embed="conv_proj",
         num_prefix_tokens=1,
         reads_class_token=True,
     ),
-    ("transformers.models.vit.modeling_vit", "ViTForImageClassification"): _huggingface(
-        "vit.layers",
-        BEFORE,
-        patch_embed=f"vit.{EMBEDDINGS}",
-        num_prefix_tokens=1,
-        reads_class_token=True,
-    ),
-    ("transformers.models.deit.modeling_deit", "DeiTForImageClassification"): _huggingface(
-        "deit.layers",
-        BEFORE,
-        patch_embed=f"deit.{EMBEDDINGS}",
-        num_prefix_tokens=2,
-        reads_class_token=True,
-    ),
+    f"{HF}.vit.modeling_vit.ViTForImageClassification": _huggingface("vit", "layers", 1),
+    f"{HF}.deit.modeling_deit.DeiTForImageClassification": _huggingface("deit", "layers", 2),
     # its head reads the class token and the mean of the patches
-    ("transformers.models.dinov2.modeling_dinov2", "Dinov2ForImageClassification"): _huggingface(
-        "dinov2.encoder.layer", "norm1", patch_embed=f"dinov2.{EMBEDDINGS}", num_prefix_tokens=1
+    f"{HF}.dinov2.modeling_dinov2.Dinov2ForImageClassification": _huggingface(
+        "dinov2", "encoder.layer", 1, reads_class_token=False
     ),
-    ("timm.models.swin_transformer", "SwinTransformer"): _timm_stages(
-        "layers.*.blocks", hierarchical.swin
-    ),
-    ("timm.models.swin_transformer_v2", "SwinTransformerV2"): _timm_stages(
-        "layers.*.blocks", hierarchical.swin_v2
-    ),
-    ("timm.models.pvt_v2", "PyramidVisionTransformerV2"): _timm_stages(
-        "stages.*.blocks", hierarchical.pvt_v2
-    ),
-    ("timm.models.hiera", "Hiera"): _timm_stages("blocks", hierarchical.hiera, in_rows=False),
+    f"{STAGES}.swin_transformer.SwinTransformer": _stages("layers.*.blocks", swin),
+    f"{STAGES}.swin_transformer_v2.SwinTransformerV2": _stages("layers.*.blocks", swin),
+    f"{STAGES}.pvt_v2.PyramidVisionTransformerV2": _stages("stages.*.blocks", pvt_v2),
+    f"{STAGES}.hiera.Hiera": _stages("blocks", hiera, in_rows=False),
 }
 
 
 def adapter_of(model: Any) -> Adapter:
     """Returns the adapter of a known model class; that of timm's names for any other class."""
-    return ADAPTERS.get(class_path(model)) or timm_adapter(model)
-
-
-def class_path(module: Any) -> tuple[str, str]:
-    """Returns module and name of the class; of that before `fully_shard`, which makes a new one."""
-    kind = next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
-    return kind.__module__, kind.__name__
-
-
-def package(path: str) -> str:
-    """Returns the first name of a dotted path."""
-    return path.partition(".")[0]
+    # fully_shard makes a class of its own
+    kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    return ADAPTERS.get(f"{kind.__module__}.{kind.__name__}") or timm_adapter(model)
 
 
 def timm_adapter(model: Any) -> Adapter:
@@ -232,11 +154,7 @@ def timm_adapter(model: Any) -> Adapter:
     pools_token = getattr(model, "global_pool", None) == "token"
     return Adapter(
         blocks="blocks",
-        norm="norm1",
-        attn="attn",
-        parts=timm_parts,
         embed_dim="embed_dim",
-        arguments=POSITIONAL,
         square_patches=True,
         num_prefix_tokens=prefix,
         reads_class_token=pools_token and prefix > 0 and has_class_token(model),
@@ -248,69 +166,133 @@ def has_class_token(model: nn.Module) -> bool:
     return any(name.rpartition(".")[2] == "cls_token" for name, _ in model.named_parameters())
 
 
-def timm_parts(attn: Any) -> Parts:
-    """Returns the Parts of an attention with timm's names, which may lack all but the first."""
-    gate = getattr(attn, "gate", None)
-    before, after = (getattr(attn, name, None) for name in ("proj_l", "proj_w"))
-    qkv: Any = getattr(attn, "qkv", None)
-    q_proj, k_proj, v_proj = (getattr(attn, f"{part}_proj", None) for part in "qkv")
-    return Parts(
-        num_heads=attn.num_heads,
-        scale=attn.scale,
-        training=attn.training,
-        dropout=attn.attn_drop.p,
-        qkv=qkv if getattr(attn, "q_bias", None) is None else _WithBiases(qkv, attn),
-        q_proj=q_proj,
-        k_proj=k_proj,
-        v_proj=v_proj,
-        q_norm=_norm(attn, "q_norm"),
-        k_norm=_norm(attn, "k_norm"),
-        num_kv_groups=getattr(attn, "num_kv_groups", 1),
-        rotate_half=getattr(attn, "rotate_half", False),
-        bias=partial(_own_bias, attn) if _has_bias(attn) else None,
-        mix_scores=None if before is None else partial(_mix_heads, before),
-        mixing_dtype=None if before is None else before.weight.dtype,
-        mix_weights=None if after is None else partial(_mix_heads, after),
-        norm=_norm(attn, "norm"),
-        gate=(lambda x: gate(x).sigmoid()) if isinstance(gate, nn.Module) else None,
-        proj=lambda x: attn.proj_drop(attn.proj(x)),
-        fused=getattr(attn, "fused_attn", True) and after is None,
+def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
+    """Returns the blocks of a transformer, over all stages.
+
+    Raises ValueError with the one-line reason if there are none, or if nobody tells which of
+    their tokens are the prefix.
+    """
+    kind = type(model).__name__
+    if adapter is None:
+        adapter = adapter_of(model)
+        if reason := _why_not_timm(model, adapter):
+            raise ValueError(f"{kind} {reason}")
+    blocks = [model]
+    for path in adapter.blocks.split(".*."):
+        stages, blocks = blocks, []
+        for stage in stages:
+            part = _follow(stage, path, "blocks")
+            if not isinstance(part, nn.Sequential | nn.ModuleList) or not len(part):
+                found = f"is {type(part).__name__}, needs a Sequential or ModuleList of blocks"
+                raise ValueError(f"Adapter.blocks={path!r}: {found}")
+            blocks += part
+    if len({id(block) for block in blocks}) < len(blocks):
+        raise ValueError(f"Adapter.blocks={adapter.blocks!r}: holds one block more than once")
+    return blocks
+
+
+def name_of(index: int, block: nn.Module) -> str:
+    return f"block {index} ({type(block).__name__})"
+
+
+def width_of(model: Any, block: nn.Module, adapter: Adapter) -> int:
+    """Returns the width of the tokens that enter a block."""
+    width = told = adapter.embed_dim
+    if isinstance(told, str):
+        start = block if told.startswith("block.") else model
+        width = _follow(start, told.removeprefix("block."), "embed_dim")
+    if type(width) is not int:
+        kind = type(model).__name__
+        raise ValueError(f"{kind}: Adapter.embed_dim={told!r} is not the path of an int")
+    return width
+
+
+def patch_embed_of(model: Any, adapter: Adapter) -> nn.Module | None:
+    """Returns the module whose output has one token for each patch, if it is known."""
+    if adapter.patch_embed is not None:
+        return _follow(model, adapter.patch_embed, "patch_embed")
+    if not adapter.attends_to_all:
+        return None
+    beside = model.get_submodule(adapter.blocks.rpartition(".")[0])
+    embed = getattr(beside, "patch_embed", None)
+    return embed if isinstance(embed, nn.Module) else None
+
+
+def _follow(start: Any, path: str, field: str) -> Any:
+    """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
+    part = start
+    for name in path.split("."):
+        if not hasattr(part, name):
+            modules = ", ".join(dict(part.named_children())) if isinstance(part, nn.Module) else ""
+            has = f", its modules are {modules}" if modules else ""
+            raise ValueError(
+                f"Adapter.{field}={path!r}: {type(part).__name__} has no {name!r}{has}"
+            )
+        part = getattr(part, name)
+    return part
+
+
+def _why_not_timm(model: Any, adapter: Adapter) -> str | None:
+    """Returns why a model that no adapter was given for is not served."""
+    if adapter.blocks == "blocks" and adapter.embed_dim == "embed_dim":
+        if not isinstance(getattr(model, "blocks", None), nn.Sequential | nn.ModuleList):
+            return "has no sequence named blocks; a transformer of other names needs an Adapter"
+        if not isinstance(getattr(model, "embed_dim", None), int):
+            return "has no embed_dim, the width of its tokens; it needs an Adapter"
+    kinds = type(model).__mro__
+    if not any(kind.__module__.startswith("timm.") for kind in kinds):
+        return None  # the names are its own
+    for name in DECIDING:
+        home = next((kind.__module__ for kind in kinds if name in vars(kind)), "timm.")
+        if not home.startswith("timm.") or name in vars(model):
+            return f"has its own {name}: {SAY_BY_ADAPTER}"
+    return (
+        f"has global_pool='': {SAY_BY_ADAPTER}"
+        if getattr(model, "global_pool", None) == ""
+        else None
     )
 
 
-def _norm(attn: Any, name: str) -> nn.Module | None:
-    norm = getattr(attn, name, None)
-    return None if isinstance(norm, nn.Identity) or not isinstance(norm, nn.Module) else norm
+def why_not_wrapped(model: Any) -> str | None:
+    """Returns why a model cannot be attached to, since something else holds it."""
+    if hasattr(model, "_orig_mod"):
+        return f"{type(model).__name__} is already compiled: attach first, then compile the module"
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        return f"it is in a {type(model).__name__}: attach first, then wrap"
+    if is_sharded(model):
+        return "it is sharded by fully_shard: attach first, then shard"
+    return "TokenMixup is already attached to it" if hasattr(model, "scorenets") else None
 
 
-class _WithBiases(NamedTuple):
-    """A fused projection without a bias, and the module that has those of q, k and v: BEiT, EVA."""
-
-    layer: nn.Linear
-    attn: Any
-
-    @property
-    def weight(self) -> Tensor:
-        return self.layer.weight
-
-    @property
-    def bias(self) -> Tensor:
-        return torch.cat([self.attn.q_bias, self.attn.k_bias, self.attn.v_bias])
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
 
 
-def _mix_heads(mix: nn.Module, x: Tensor) -> Tensor:
-    """Mixes heads linearly (talking-heads attention, Shazeer et al., 2020)."""
-    return mix(x.movedim(1, -1)).movedim(-1, 1)
+def head_size(model: Any) -> int | None:
+    """Returns the number of logits of a linear head; None if the model does not say it."""
+    classifier = getattr(model, "get_classifier", None)
+    heads = (getattr(model, name, None) for name in HEADS)
+    head = classifier() if classifier else next((x for x in heads if x is not None), None)
+    while isinstance(head, nn.Sequential | tuple) and len(head):
+        head = head[-1]
+    return head.out_features if isinstance(head, nn.Linear) else None
 
 
-def _has_bias(attn: Any) -> bool:
-    table, own = (getattr(attn, name, None) for name in ("relative_position_bias_table", "rel_pos"))
-    return table is not None or own is not None
+def layer_group(groups: Any, name: str) -> Any:
+    """Returns timm's ordinal of a parameter of the attached module, as of the plain model's.
 
-
-def _own_bias(attn: Any, dropout: bool) -> Tensor:
-    """Returns the relative position bias of an attention that has one, `1 h n n`."""
-    if getattr(attn, "relative_position_bias_table", None) is not None:
-        return attn._get_rel_pos_bias()
-    with nullcontext() if dropout else evaluating(attn.rel_pos):
-        return attn.rel_pos.get_bias()
+    `groups`: what the model's `group_matcher` returns: a function of names, or regular expressions.
+    """
+    own = name.removeprefix("model.")
+    if own == name:  # of a ScoreNet
+        return JOINS_LAST
+    if callable(groups):
+        return groups(own)
+    for ordinal, patterns in enumerate(groups.values()):
+        pairs = [(patterns, None)] if isinstance(patterns, str) else patterns or ()
+        for pattern, suffix in pairs:
+            if found := re.match(pattern, own):
+                return tuple(map(float, (ordinal, *found.groups(), *(suffix or ()))))
+    return (math.inf,)

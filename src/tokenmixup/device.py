@@ -16,11 +16,6 @@ HAS_TRITON = find_spec("triton") is not None
 LIBRARY = torch.library.Library("tokenmixup", "FRAGMENT")
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether the operators take `x`."""
-    return x.is_cuda and HAS_TRITON
-
-
 def operator(
     schema: str, kernel: str, reference: Callable[..., Tensor], like: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:

@@ -4,15 +4,13 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokenmixup.assignment import gain_matrix, optimal_donors
-from tokenmixup.device import has_kernels, operator
 
 
 class HorizontalMix(NamedTuple):
@@ -25,69 +23,7 @@ class HorizontalMix(NamedTuple):
     gain: Tensor  # b t, saliency of the donor's token minus that of the replaced one, else 0
     keep_ratio: Tensor  # b 1, weight of a sample's own label
     is_easy: Tensor  # b bool
-    rows: Tensor | None  # (b n) int64: the token that each is read from; None: by donor and mask
-
-    def exchange(self, x: Tensor) -> Tensor:
-        """Moves `b n k`, such as projections, as the tokens have been moved."""
-        if self.rows is None:
-            return cast(Tensor, Exchange.apply(x, self.donor, self.mask))
-        return exchanged(x, self.rows)
-
-
-def exchanged(x: Tensor, rows: Tensor) -> Tensor:
-    """Reads the tokens of `b n d` from `rows`, `(b n)` int64."""
-    return x.flatten(0, 1).index_select(0, rows).view_as(x)
-
-
-class Exchange(torch.autograd.Function):
-    """`exchanged` by `rows_of(donor, mask, n)` on a GPU, with a backward pass that gathers too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(donor, mask)
-        return exchange_on_device(x, donor, mask)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return exchange_backward_on_device(grad, *ctx.saved_tensors), None, None
-
-
-def rows_of(donor: Tensor, mask: Tensor, n: int) -> Tensor:
-    """Returns the rows that take the spatial tokens in `mask`, `b t`, from `donor`, `b`: `(b n)`.
-
-    Every row is gathered, kept ones from themselves: gathering only replaced rows would make the
-    host wait for their number.
-    """
-    rows = torch.arange(len(mask) * n, device=mask.device).view(-1, n)  # b n
-    replace = F.pad(mask, (n - mask.shape[1], 0))  # b n
-    return torch.where(replace, rows[donor], rows).flatten()
-
-
-def exchange_by_rows(x: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
-    """What `Exchange` computes, `b n d`, by functions of torch."""
-    return exchanged(x, rows_of(donor, mask, x.shape[1]))
-
-
-def exchange_gradient_by_rows(grad: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
-    """The gradient of `exchange_by_rows` by the tokens, `b n d`, as torch's own."""
-    out, rows = torch.zeros_like(grad), rows_of(donor, mask, grad.shape[1])
-    out.flatten(0, 1).index_add_(0, rows, grad.flatten(0, 1))
-    return out
-
-
-exchange_on_device = operator(
-    "exchange(Tensor x, Tensor donor, Tensor mask) -> Tensor",
-    "kernels.exchange",
-    exchange_by_rows,
-    lambda x, donor, mask: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-exchange_backward_on_device = operator(
-    "exchange_backward(Tensor grad, Tensor donor, Tensor mask) -> Tensor",
-    "kernels.exchange_backward",
-    exchange_gradient_by_rows,
-    lambda grad, donor, mask: torch.empty_like(grad, memory_format=torch.contiguous_format),
-)
+    saliency: Tensor  # b t float32, what was compared
 
 
 def gaining_tokens(own: Tensor, offered: Tensor, is_easy: Tensor, rho: float) -> Tensor:
@@ -104,23 +40,8 @@ def saliency_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
 
     `saliency`: `b t`, of the mixed tokens; `mask`: `b t`, the tokens taken. Returns `b 1`.
     """
-    if has_kernels(saliency):
-        return ratio_on_device(saliency, mask)
-    return ratio_by_sums(saliency, mask)
-
-
-def ratio_by_sums(saliency: Tensor, mask: Tensor) -> Tensor:
-    """`saliency_ratio` by functions of torch."""
     kept = saliency.masked_fill(mask, 0).sum(dim=1, keepdim=True)
     return (kept / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
-
-
-ratio_on_device = operator(
-    "ratio(Tensor saliency, Tensor mask) -> Tensor",
-    "kernels.ratio",
-    ratio_by_sums,
-    lambda saliency, mask: saliency.new_empty(len(saliency), 1),
-)
 
 
 class Rules(NamedTuple):
@@ -165,18 +86,33 @@ def mix_horizontal(
     is_easy = difficulty < tau  # 3: Eq. 8
     gain = rules.score(saliency, rho)  # 4: Eq. 6, b b
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
+    failed = donor[:, None] < 0  # of a gain that is not finite, on a GPU
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
     targets = targets if targets.is_floating_point() else targets.float()
     mixed_saliency = torch.where(mask, offered, saliency)
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
     gained = (mixed_saliency - saliency).nan_to_num(0)  # saliency may be nan where rho is inf
-    if donor.is_cuda:  # where a gain that is not finite gives no donor, instead of an exception
-        failed = donor[:, None] < 0
-        keep_ratio, gained = (x.masked_fill(failed, torch.nan) for x in (keep_ratio, gained))
-    rows = None if has_kernels(tokens) else rows_of(donor, mask, tokens.shape[1])
-    mix = HorizontalMix(tokens, targets, donor, mask, gained, keep_ratio, is_easy, rows)
-    return mix._replace(
-        tokens=mix.exchange(tokens),  # 6: Eq. 10, where(mask, tokens[donor], tokens)
-        targets=targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
+    keep_ratio, gained = (x.masked_fill(failed, torch.nan) for x in (keep_ratio, gained))
+    return HorizontalMix(
+        exchanged(tokens, donor, mask),  # 6: Eq. 10
+        targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
+        donor,
+        mask,
+        gained,
+        keep_ratio,
+        is_easy,
+        saliency,
     )
+
+
+def exchanged(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
+    """Returns where(mask, tokens[donor], tokens) by one gather: `b n d`, `b`, `b t` -> `b n d`.
+
+    Every row is read once, kept ones from themselves: reading only replaced rows would make the
+    host wait for their number.
+    """
+    b, n, _ = tokens.shape
+    row = torch.arange(b * n, device=mask.device).view(b, n)
+    row = torch.where(F.pad(mask, (n - mask.shape[1], 0)), row[donor], row)
+    return tokens.flatten(0, 1).index_select(0, row.flatten()).view_as(tokens)

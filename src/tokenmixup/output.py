@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenmixup.device import has_kernels, operator
-
 
 class LayerMix(NamedTuple):
     """Results of HTM at one layer."""
@@ -57,8 +55,7 @@ class Output(NamedTuple):
         """What `stats` are made of, which adds up over micro-batches and ranks."""
         if self.is_easy is None or self.mask is None or self.gain is None:
             return {"mixed_samples": Stat(0), "mixed_tokens": Stat(0, 0)}
-        first, *others = (mix.difficulty.detach() for mix in self.layers)
-        difficulty = torch.cat([first, *others]) if others else first
+        difficulty = torch.cat([mix.difficulty.detach() for mix in self.layers])
         sums = _sums(self.is_easy, self.mask, self.gain, difficulty)
         for mix in self.layers if len(self.layers) > 1 else ():
             of_layer = _sums(mix.is_easy, mix.mask, mix.gain, mix.difficulty.detach())
@@ -81,32 +78,14 @@ class Output(NamedTuple):
 
 
 def _sums(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> dict[str, Stat]:
-    find = totals_on_device if has_kernels(gain) else totals_by_sums
-    mixed, replaced, nats, gained, largest = find(is_easy, mask, gain, difficulty)
+    mixed, replaced = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
     return {
         "mixed_samples": Stat(mixed),
         "mixed_tokens": Stat(replaced, mixed),
-        "difficulty": Stat(nats, difficulty.numel()),
-        "gain_max": Stat(largest, is_max=True),
-        "gain_mean": Stat(gained, replaced),
+        "difficulty": Stat(difficulty.sum(), difficulty.numel()),
+        "gain_max": Stat(gain.amax(), is_max=True),
+        "gain_mean": Stat(gain.sum(), replaced),
     }
-
-
-def totals_by_sums(is_easy: Tensor, mask: Tensor, gain: Tensor, difficulty: Tensor) -> Tensor:
-    """Returns easy samples, replaced tokens, difficulty, gain and the largest gain, summed: `5`.
-
-    `is_easy`: `b` bool; `mask`: `b t` bool; `gain`: `b t`; `difficulty`: `(k b)`.
-    """
-    counts = (x.sum(dtype=torch.float32) for x in (is_easy, mask))
-    return torch.stack([*counts, difficulty.sum(), gain.sum(), gain.amax()])
-
-
-totals_on_device = operator(
-    "totals(Tensor is_easy, Tensor mask, Tensor gain, Tensor difficulty) -> Tensor",
-    "kernels.totals",
-    totals_by_sums,
-    lambda is_easy, mask, gain, difficulty: gain.new_empty(5),
-)
 
 
 def _value(stat: Stat) -> Any:

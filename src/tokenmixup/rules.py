@@ -11,25 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenmixup.assignment import (
-    Match,
-    check_finite,
-    easy_rows,
-    gain_matrix,
-    on_host,
-    optimal_donors,
-)
-from tokenmixup.detectors import DETECTORS
-from tokenmixup.device import has_kernels
-from tokenmixup.horizontal import (
-    HorizontalMix,
-    Rules,
-    gaining_tokens,
-    rows_of,
-    saliency_ratio,
-)
+from tokenmixup.assignment import check_finite, gain_matrix, optimal_donors
+from tokenmixup.horizontal import HorizontalMix, Rules, gaining_tokens, saliency_ratio
+from tokenmixup.saliency import DETECTORS
 from tokenmixup.settings import HTM
 
+Match = Callable[[Tensor, Tensor], Tensor]
 Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
@@ -57,25 +44,15 @@ def rules_of(htm: HTM) -> Rules:
 def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns a random donor for each easy sample, no donor twice: `b` int64.
 
-    A gain of an easy sample that is not finite is told as by `optimal_donors`.
+    A gain of an easy sample that is not finite is told as by `optimal_donors`; by a compiler as on
+    a GPU.
     """
-    return drawn_on_device(gain, is_easy) if has_kernels(gain) else drawn_on_host(gain, is_easy)
-
-
-@on_host
-def drawn_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
-    check_finite(easy_rows(gain, is_easy)[1])
-    return _drawn(is_easy)
-
-
-def drawn_on_device(gain: Tensor, is_easy: Tensor) -> Tensor:
-    failed = ~gain.isfinite() & is_easy[:, None]
-    return _drawn(is_easy).masked_fill(failed.any() & is_easy, -1)
-
-
-def _drawn(is_easy: Tensor) -> Tensor:
-    b, device = len(is_easy), is_easy.device
-    return torch.where(is_easy, torch.randperm(b, device=device), torch.arange(b, device=device))
+    if gain.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_finite(gain[is_easy])
+    own = torch.arange(len(is_easy), device=is_easy.device)
+    drawn = torch.randperm(len(is_easy), device=is_easy.device)
+    failed = (~gain.isfinite() & is_easy[:, None]).any()
+    return torch.where(is_easy, drawn.masked_fill(failed, -1), own)
 
 
 def random_tokens(
@@ -107,17 +84,13 @@ def in_place(mix: HorizontalMix) -> HorizontalMix:
 
 
 def in_published_order(mix: HorizontalMix) -> HorizontalMix:
-    """Moves easy samples to the front: tokens, targets and `rows`, and nothing else.
+    """Moves easy samples to the front: tokens and targets, and nothing else.
 
     VTM's memory of earlier blocks is not reordered, nor is the saliency by which VTM selects tokens
     at this block: both then belong to other samples.
     """
     order = (~mix.is_easy).to(torch.uint8).argsort(stable=True)
-    rows = mix.rows
-    if rows is None:
-        rows = rows_of(mix.donor, mix.mask, mix.tokens.shape[1])
-    rows = rows.view(len(order), -1)[order].flatten()
-    return mix._replace(tokens=mix.tokens[order], targets=mix.targets[order], rows=rows)
+    return mix._replace(tokens=mix.tokens[order], targets=mix.targets[order])
 
 
 MATCHINGS: dict[str, Match] = {

@@ -1,13 +1,21 @@
-"""Saliency of tokens (Section 3.2) from attention maps or from the input gradient.
+"""Saliency of tokens (Section 3.2 and Table 3), and the detectors of the tokens of a block.
 
-Letters: b batch, h heads, n tokens with prefix, t spatial tokens.
+Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, h w image.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from tokenmixup.adapters import Adapter
+from tokenmixup.contexts import evaluating
+from tokenmixup.settings import HTM
+from tokenmixup.watch import AttentionMap, Watching, map_of
 
 
 @torch.no_grad()
@@ -79,3 +87,121 @@ def gradient_saliency(
         raise ValueError(f"{num_tokens} tokens form no grid over an image of {height} x {width}")
     pooled = F.adaptive_avg_pool2d(pixels[:, None], (rows, columns)).flatten(1)
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
+
+
+@dataclass
+class BlockInput:
+    """What enters a block in one pass: that from which a detector computes saliency, `b t`."""
+
+    tokens: Tensor  # b n d
+    args: tuple[Any, ...]  # of the block: the tokens in its own shape first
+    kwargs: Mapping[str, Any]
+    adapter: Adapter
+    blocks: Sequence[nn.Module]  # this one and those behind it
+    name: str = "the block"
+    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
+    grid: tuple[int, int] | None = None  # rows and columns of patches, if known
+    _map: AttentionMap | None = None
+    _own: Tensor | None = None
+
+    def attention_map(self) -> AttentionMap:
+        """Returns the map that the block itself computes; runs it as far as that, once."""
+        if self._map is None:
+            looking = self.adapter.looking(self.tokens)
+            self._map = map_of(self.blocks[0], self.name, looking, self.args, self.kwargs)
+        return self._map
+
+    @torch.no_grad()
+    def own_saliency(self) -> Tensor:
+        """Returns the saliency by the block's own attention, `b t`; computed once."""
+        block, by_block = self.blocks[0], self.adapter.saliency
+        if self._own is None and by_block is not None:
+            self._own = _to_sum_1(by_block(block, *self.args, **self.kwargs))
+        elif self._own is None:
+            self._own = saliency_by(self.attention_map(), self.adapter, block, self.args)
+        return self._own
+
+
+def saliency_by(
+    seen: AttentionMap,
+    adapter: Adapter,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    class_token: bool | None = None,
+) -> Tensor:
+    """Returns the saliency that a block's own map gives the tokens of `args[0]`, `b t` (Eq. 3).
+
+    `class_token`: by its row, else by the mean over all rows; by default as the head reads it.
+    """
+    if adapter.geometry is not None:
+        return _to_sum_1(adapter.geometry(block, seen, *args))
+    by_row = adapter.reads_class_token if class_token is None else class_token
+    n = args[0].shape[1:-1].numel()
+    return seen.received(slice(int(by_row) or n), slice(n))[:, adapter.num_prefix_tokens :]
+
+
+def _to_sum_1(saliency: Tensor) -> Tensor:
+    return saliency / saliency.sum(dim=1, keepdim=True)
+
+
+def by_attention(entry: BlockInput) -> Tensor:
+    """Saliency by the block's own attention map."""
+    return entry.own_saliency()
+
+
+def by_mean_attention(entry: BlockInput) -> Tensor:
+    """Saliency by Eq. 3 as printed, also if there is a class token: the mean over all queries."""
+    if entry.adapter.saliency is not None:
+        return entry.own_saliency()
+    seen, block = entry.attention_map(), entry.blocks[0]
+    return saliency_by(seen, entry.adapter, block, entry.args, class_token=False)
+
+
+def by_gradient(entry: BlockInput) -> Tensor:
+    """Saliency by the gradient of the loss with respect to the image."""
+    assert entry.pixels is not None, "the gradient is computed before the forward pass"
+    if entry.grid is None and not entry.adapter.square_patches:
+        raise ValueError(
+            "htm.detector=gradient: the grid of the patches is not known; "
+            "Adapter needs patch_embed, or square_patches=True"
+        )
+    num_tokens = entry.tokens.shape[1] - entry.adapter.num_prefix_tokens
+    return gradient_saliency(entry.pixels, num_tokens, entry.grid)
+
+
+@torch.no_grad()
+def by_rollout(steps: int, entry: BlockInput) -> Tensor:
+    """Saliency by attention rollout over `steps` further blocks, without dropout."""
+    adapter, (x, *others), maps = entry.adapter, entry.args, []
+    for step, block in enumerate(entry.blocks[: steps + 1]):
+        name, looking = f"{entry.name} + {step}", adapter.looking(x)
+        with evaluating(block):
+            if step == steps:
+                last = map_of(block, name, looking, (x, *others), entry.kwargs)
+                maps.append(last.rows(slice(int(adapter.reads_class_token) or None)))
+                break
+            looking.keeps_map = True
+            with Watching(looking):
+                x = block.forward(x, *others, **entry.kwargs)
+        looking.check(name)
+        assert looking.map is not None, "it has been counted"
+        maps.append(looking.map.rows())
+        if not isinstance(x, Tensor):
+            kind = type(x).__name__
+            raise ValueError(f"htm.rollout_steps: {name} returns a {kind}, must be its tokens")
+    return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
+
+
+Detector = Callable[[BlockInput], Tensor]
+DETECTORS: dict[str, Detector] = {
+    "attention": by_attention,
+    "mean_attention": by_mean_attention,
+    "gradient": by_gradient,
+    "random": by_attention,  # for the pairs; `rules.py` draws the tokens at random
+}
+
+
+def detector_of(htm: HTM) -> Detector:
+    """Returns the configured detector."""
+    steps = htm.rollout_steps
+    return partial(by_rollout, steps) if steps > 0 else DETECTORS[htm.detector]

@@ -18,7 +18,8 @@ from reproduction.training.metrics import BatchMetrics, Line, NonFinite
 from tests.reproduction.conftest import SMALL, Command, small_trainer
 from tests.reproduction.test_average import trainer_of as average_trainer
 from tests.reproduction.test_training import MIXED, assert_same_result, folder, interrupt_at
-from tokenmixup import assignment, module
+from tokenmixup import assignment
+from tokenmixup.watch import AttentionMap
 
 pytestmark = pytest.mark.usefixtures("unevaluated")
 
@@ -51,8 +52,8 @@ def outputs(module: nn.Module, value: float) -> Callable[[], None]:
 
 def of_attention(value: float) -> Poison:
     def poison(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
-        own = module.received
-        patch.setattr(module, "received", lambda *args: own(*args).fill_(value))
+        own = AttentionMap.received
+        patch.setattr(AttentionMap, "received", lambda *args: own(*args).fill_(value))
 
     return poison
 

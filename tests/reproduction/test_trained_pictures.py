@@ -26,8 +26,6 @@ from reproduction.reporting.gallery import (
 from reproduction.reporting.trained import (
     TrainedRun,
     batch_size,
-    block_inputs,
-    observe,
     some_images,
 )
 from reproduction.runs.folder import RunFolder
@@ -63,15 +61,6 @@ def test_large_models_get_fewer_images_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module_of_trained, "LARGEST_FOR_A_CPU", 1.0)
     assert batch_size(run) == 1
     assert batch_size(run._replace(device=torch.device("cuda"))) == 20
-
-
-def test_block_inputs_stop_at_the_requested_block():
-    run = trained("model=cct_7_3x1", "model.embed_dim=16", "model.depth=4")
-    images = some_images(run, 3).images
-    full, part = (block_inputs(run.module.model, images, last) for last in (9, 1))
-    assert (len(full), len(part)) == (4, 2)
-    assert torch.equal(full[1].tokens, part[1].tokens)
-    assert not any(block._forward_pre_hooks for block in run.module.model.blocks)
 
 
 def test_draw_pairs_is_reproducible_with_any_class_names(tmp_path: Path):
@@ -129,8 +118,7 @@ def test_deciding_saliency_is_what_the_mask_compares():
     run = trained(*MIXING)
     sample = some_images(run, 20)
     mix = run.module.mixed_pairs(sample.images, sample.targets)
-    _, saliency = observe(run.module, 1, sample.images, sample.targets)
-    gaps = saliency[mix.donor] - saliency
+    gaps = mix.saliency[mix.donor] - mix.saliency
     assert mix.mask.any() and bool((gaps[mix.mask] > 0).all())
 
 

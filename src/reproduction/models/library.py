@@ -11,8 +11,8 @@ from timm.models.resnet import ResNet
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
+import tokenmixup
 from reproduction.system.errors import UserError, first_line
-from tokenmixup import find_encoder
 
 
 def build_vit(
@@ -83,7 +83,7 @@ def _set_mlp_dropout(model: Any, architecture: str, rate: float) -> None:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Returns the blocks of a transformer over all stages; none of a model of another kind."""
     try:
-        return [block.module for block in find_encoder(model, last_layer=-1).blocks]
+        return tokenmixup.blocks_of(model)
     except ValueError:
         return []
 

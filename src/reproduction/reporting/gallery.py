@@ -4,7 +4,6 @@ Letters: b batch, c classes, t spatial tokens, g tokens along a side, h w image.
 """
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from matplotlib.patheffects import withStroke
 from torch import Tensor
 
 from reproduction.reporting.figures import BLUE, NO_ROLLOUT, ORANGE, figure
-from reproduction.reporting.trained import Sample, TrainedRun, block_inputs, displayable, observe
-from tokenmixup import HorizontalMix, find_encoder
-from tokenmixup.detectors import Detector, by_gradient, by_rollout
-from tokenmixup.module import BlockPass
-from tokenmixup.saliency import input_gradient
+from reproduction.reporting.trained import Sample, TrainedRun, displayable
+from tokenmixup import HorizontalMix, attach, blocks_of
+from tokenmixup.adapters import adapter_of
 
 PAIRS = 3
 LONGEST_LABEL = 13  # characters of a class name
@@ -46,7 +43,7 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
     if not chosen:
         number, block = len(sample.images), htm.layers[0]
         raise ValueError(f"the trained model mixes none of {number} images at block {block}")
-    _, saliency = observe(trained.module, htm.layers[0], sample.images, sample.targets)
+    saliency = mix.saliency.cpu()
     pictures = displayable(sample.images, trained.config)
     names = [_quote(trained.source.classes[target]) for target in sample.classes]
     settings: Any = {"squeeze": False, "width_ratios": (1, 1, 1, 1, 1, BAR)}
@@ -182,22 +179,18 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
     grid.
     """
     model, layer = module.model.eval(), module.htm.layers[0]
-    encoder = find_encoder(model)
-    steps = len(encoder.blocks) - 1 - layer if encoder.has_parts else 0
-    if steps > 0 and encoder.own_positions:
-        raise ValueError("each of its blocks has rotary positions of its own")
-    detectors: dict[str, Detector] = {"gradient": by_gradient}
+    steps = len(blocks_of(model)) - 1 - layer if adapter_of(model).attends_to_all else 0
+    detectors: dict[str, dict[str, Any]] = {"gradient": {"detector": "gradient"}}
     if steps > 0:
-        detectors["full_rollout"] = partial(by_rollout, steps)
-    detectors["one_step"] = BlockPass.own_saliency
-    parts: dict[str, list[Tensor]] = {name: [] for name in detectors}
-    batches = (part.split(GRADIENTS_AT_ONCE) for part in (images, targets))
-    for batch, labels in zip(*batches, strict=True):
-        entry = block_inputs(model, batch, layer)[layer]
-        entry.pixels = input_gradient(model, batch, labels)
-        for name, detect in detectors.items():
-            parts[name].append(detect(entry).cpu())
-    return {name: torch.cat(maps) for name, maps in parts.items()}
+        detectors["full_rollout"] = {"rollout_steps": steps}
+    detectors["one_step"] = {}
+    maps = {}
+    for name, settings in detectors.items():
+        mixing = attach(model, targets.shape[1], htm={"layer": layer, **settings})
+        batches = zip(*(x.split(GRADIENTS_AT_ONCE) for x in (images, targets)), strict=True)
+        mixes = [mixing.mixed_pairs(*batch) for batch in batches]
+        maps[name] = torch.cat([mix.saliency.cpu() for mix in mixes if mix is not None])
+    return maps
 
 
 def entropy(saliency: Tensor) -> float:

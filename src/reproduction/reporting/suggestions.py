@@ -3,6 +3,7 @@
 Letters: b batch, t spatial tokens.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple, cast
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from reproduction.config import Config
 from reproduction.data.build import build_training_inputs
-from reproduction.reporting.trained import load_trained, observe, training_batches
+from reproduction.reporting.trained import load_trained, training_batches
 from reproduction.runs.folder import RunFolder
-from tokenmixup import HTM, difficulty, mix_horizontal
+from tokenmixup import HTM, attach, mix_horizontal
 from tokenmixup.rules import rules_of
 
 SHOWN_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -48,8 +49,14 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     Each layer is measured as if earlier ones did not mix. Raises UserError without HTM.
     """
     trained = load_trained(config, folder, config.device)
-    assert trained.module.htm is not None
-    each, scorenets = trained.module.htm.each, trained.module.scorenets
+    htm, model = trained.module.htm, trained.module.model
+    assert htm is not None
+    each = htm.each
+    nothing = dataclasses.replace(htm, tau=[0.0] * len(each) if len(each) > 1 else 0.0)
+    module = attach(model, len(trained.source.classes), htm=nothing)
+    module.scorenets = trained.module.scorenets
+    module.train()
+    model.eval()
     observed: dict[int, list[Observed]] = {layer: [] for layer in each}
     inputs = build_training_inputs(config, trained.device)
     parts = config.devices * config.recipe.grad_accum_steps  # pairs are matched within each
@@ -57,11 +64,9 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> list[Layer]:
     for step, (pixels, classes) in enumerate(training_batches(trained, size, batches)):
         mixed = inputs(pixels, classes, config.seed, step, 0)
         targets = mixed.targets(len(trained.source.classes), config.recipe.label_smoothing)
-        for layer in each:
-            entry, saliency = observe(trained.module, layer, mixed.images, targets)
-            with torch.no_grad():
-                scores = scorenets[str(layer)](entry.tokens, entry.num_prefix_tokens)
-            observed[layer].append((difficulty(scores, targets).cpu(), saliency))
+        with torch.no_grad():
+            for seen in module(mixed.images, targets).layers:
+                observed[seen.layer].append((seen.difficulty.cpu(), seen.saliency.cpu()))
     taus = {tau for tau in TAUS if tau < math.log(len(trained.source.classes))}
     return [_layer(layer, htm, observed[layer], taus) for layer, htm in each.items()]
 

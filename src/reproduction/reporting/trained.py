@@ -1,17 +1,16 @@
-"""The model of a trained run, sample images, and the inputs of its blocks.
+"""The model of a trained run, and sample images.
 
-Letters: b batch, n tokens with prefix, c classes, d width, h w image.
+Letters: b batch, c classes, h w image.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from timm.data.mixup import mixup_target
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
@@ -23,10 +22,7 @@ from reproduction.models.build import build_module, count_macs, without_weights
 from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
-from tokenmixup import TokenMixup, find_encoder
-from tokenmixup.detectors import detector_of
-from tokenmixup.module import BlockPass
-from tokenmixup.saliency import input_gradient
+from tokenmixup import TokenMixup
 
 BATCH = 64  # images per batch, if the batches of the run are not smaller
 LARGEST_FOR_A_CPU = 5e9  # MACs of one image; on a CPU, larger models get fewer images
@@ -105,41 +101,3 @@ def displayable(images: Tensor, config: Config) -> np.ndarray:
     """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
     mean, std = (torch.tensor(x)[:, None, None] for x in config.dataset.normalization)
     return (images.cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
-
-
-class _Enough(Exception):
-    """Ends a forward pass before the remaining blocks."""
-
-
-@torch.no_grad()
-def block_inputs(model: Any, images: Tensor, last: int) -> list[BlockPass]:
-    """Returns the inputs of blocks 0..`last` of the plain model for `images`, `b 3 h w`."""
-    inputs: list[BlockPass] = []
-    encoder = find_encoder(model, last_layer=last)
-
-    def record(block: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
-        index = len(inputs)
-        tokens = encoder.blocks[index].adapter.tokens[0](args[0])
-        inputs.append(BlockPass(encoder, index, tokens, kwargs, called=args))
-        if index == last:
-            raise _Enough
-
-    modules = [block.module for block in encoder.blocks]
-    handles = [block.register_forward_pre_hook(record, with_kwargs=True) for block in modules]
-    try:
-        with suppress(_Enough):
-            model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return inputs
-
-
-@torch.no_grad()
-def observe(module: Any, layer: int, images: Tensor, targets: Tensor) -> tuple[BlockPass, Tensor]:
-    """Returns the input of an HTM block, and the saliency `b t` by the block's own detector."""
-    htm, entry = module.htm.each[layer], block_inputs(module.model, images, layer)[layer]
-    if htm.detector == "gradient":
-        with torch.enable_grad():
-            entry.pixels = input_gradient(module.model, images, targets)
-    return entry, detector_of(htm)(entry).float().cpu()

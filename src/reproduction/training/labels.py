@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from reproduction.data.inputs import Box, Mixed
 from reproduction.system.errors import UserError
-from tokenmixup.detectors import block_map
-from tokenmixup.encoder import Encoder, find_encoder
-from tokenmixup.saliency import attention_saliency
+from tokenmixup import blocks_of
+from tokenmixup.adapters import adapter_of
+from tokenmixup.saliency import BlockInput
 
 KEY = "augmentation.cutmix.labels=attention"
 
@@ -31,43 +31,40 @@ def attended_share(saliency: Tensor, box: Box, size: torch.Size) -> Tensor:
     return (saliency * grid).sum(dim=1, keepdim=True) / saliency.sum(dim=1, keepdim=True)
 
 
-def encoder_with_attention(model: nn.Module) -> Encoder:
-    """Returns the model's encoder; UserError unless its blocks attend to all tokens."""
+def last_block(model: nn.Module) -> nn.Module:
+    """Returns the model's last block; UserError unless its blocks attend to all tokens."""
     try:
-        encoder = find_encoder(model)
+        *_, last = blocks_of(model)
     except ValueError as error:
         raise UserError(f"{KEY}: {error}; allowed is area") from error
-    if not encoder.has_parts:
+    if not adapter_of(model).attends_to_all:
         kind = type(model).__name__
         raise UserError(f"{KEY}: blocks of {kind} do not attend to all tokens; allowed is area")
-    return encoder
+    return last
 
 
 class AttentionLabels:
     """Weighs the classes of CutMix's images by the last block's attention in the same pass.
 
     It is that of the class token, or the mean over all queries if the model pools no class token.
-    Raises the errors of `encoder_with_attention`.
+    Raises the errors of `last_block`.
     """
 
     def __init__(self, model: nn.Module):
-        self.encoder = encoder_with_attention(model)
-        # Tokens that entered the last block, b n d, and its keyword arguments
-        self.entered: tuple[Tensor, dict[str, Any]] | None = None
-        self.encoder.blocks[-1].module.register_forward_pre_hook(self._note, with_kwargs=True)
+        self.block, self.adapter = last_block(model), adapter_of(model)
+        self.entered: BlockInput | None = None
+        self.block.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        self.entered = (args[0].detach(), kwargs) if block.training else None
+        args = (args[0].detach(), *args[1:])
+        entering = BlockInput(args[0], args, kwargs, self.adapter, [block])
+        self.entered = entering if block.training else None
 
-    @torch.no_grad()
     def __call__(self, mixed: Mixed) -> Mixed:
         """Returns the batch of the last pass with new weights; as it is without a box."""
         entered, self.entered = self.entered, None
         if mixed.box is None:
             return mixed
         assert entered is not None, "the last block has not run"
-        prefix, by_class_token = self.encoder.num_prefix_tokens, self.encoder.reads_class_token
-        attn = block_map(self.encoder.blocks[-1], *entered, by_class_token)
-        saliency = attention_saliency(attn, prefix, by_class_token)
-        share = attended_share(saliency, mixed.box, mixed.images.shape[-2:])
+        share = attended_share(entered.own_saliency(), mixed.box, mixed.images.shape[-2:])
         return mixed._replace(weight=1 - share, rest=None)

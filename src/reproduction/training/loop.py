@@ -128,8 +128,8 @@ class Trainer:
             is_last = len(losses) == count - 1
             with nullcontext() if is_last else no_sync():
                 with autocast(device, self.recipe.precision):
-                    # This is TokenMixup.forward, which runs the model with stand-ins for its
-                    # blocks; the method is in TokenMixup._run_block (tokenmixup/module.py).
+                    # This is TokenMixup.forward; what it does to the blocks of the model is in
+                    # Pass.run_block (tokenmixup/module.py).
                     output: Output = self.parallel(part.images, part.targets(*labels))
                     if self.attention_labels is not None:
                         targets = self.attention_labels(part).targets(*labels)

@@ -22,7 +22,7 @@ from reproduction.models.library import timm_name
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.ranks import is_first_rank
 from reproduction.training.distributed import resolve_device
-from reproduction.training.labels import encoder_with_attention
+from reproduction.training.labels import last_block
 
 MOST_PARAMETERS = 10**10
 
@@ -63,7 +63,7 @@ def preflight(config: Config, here: bool = True) -> None:
     _check_size(module, config)
     cutmix = config.augmentation.cutmix
     if cutmix is not None and cutmix.labels == "attention":
-        encoder_with_attention(module.model)
+        last_block(module.model)
     load_initial_weights(config.model, module.model)
     fewest = batches.global_size(len(batches) - 1) // config.devices
     _check_micro_batches(fewest, module.model, config)

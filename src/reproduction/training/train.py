@@ -241,8 +241,7 @@ def _htm_numbers(config: Config, trainer: Trainer) -> dict[str, list[float | str
         return {}
     each, tokens = htm.each.values(), config.model.tokens
     rows = {"tau": [x.tau for x in each], "rho": [x.rho_for(tokens) for x in each]}
-    encoder = trainer.module.encoder
-    if encoder is not None and not encoder.has_parts and any(x.rho == "auto" for x in each):
+    if not trainer.module.adapter.attends_to_all and any(x.rho == "auto" for x in each):
         del rows["rho"]  # by the tokens of a stage, which the configuration does not say
     return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
 

@@ -1,0 +1,253 @@
+"""One training pass through a model: what manifold mixup, HTM and VTM do at its blocks.
+
+Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tokenmixup.adapters import Adapter, name_of
+from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
+from tokenmixup.manifold import ManifoldMix
+from tokenmixup.output import LayerMix, Output
+from tokenmixup.rules import ORDERS
+from tokenmixup.saliency import BlockInput, Detector, by_gradient, saliency_by
+from tokenmixup.scorenet import difficulty
+from tokenmixup.settings import HTM, VTM
+from tokenmixup.vertical import INDICES
+from tokenmixup.watch import OWN_CHECKPOINTING, Watching, graph_now
+
+
+@dataclass
+class Pass:
+    """The state of a training pass."""
+
+    adapter: Adapter
+    blocks: list[nn.Module]
+    htm: Mapping[int, HTM]  # by layer
+    vtm: Mapping[int, VTM]
+    scorenets: Any
+    rules: Rules
+    detect: Detector
+    targets: Tensor  # b c, as mixed so far
+    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
+    manifold: ManifoldMix | None = None
+    num_patches: int | None = None  # of the patch embedding's output
+    grid: tuple[int, int] | None = None  # rows and columns of patches
+    is_detecting: bool = False  # blocks are run as they are
+    entered: list[int] = field(default_factory=list)
+    # by layer of VTM: of each source, its tokens, b kappa d, and their places in 0..n-1, b kappa
+    memories: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    layers: list[LayerMix] = field(default_factory=list)
+    mixes: list[HorizontalMix] = field(default_factory=list)  # of HTM's layers
+
+    def __post_init__(self) -> None:
+        self.graph = graph_now()
+
+    def run_block(self, index: int, plain: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs a block, whose `forward` is `plain`, on what the methods make of its input."""
+        x, grid = self._enter(index, args)
+        shape, n, block = args[0].shape, x.shape[1], self.blocks[index]
+        if self.manifold is not None and self.manifold.layer == index:
+            x, self.targets = self.manifold(x), self.manifold(self.targets)
+        later = [layer for layer in self.vtm if layer > index]
+        saliency, needs_map = None, bool(later)
+        if (htm := self.htm.get(index)) is not None:
+            own = (x.view(shape), *args[1:])
+            name, blocks = name_of(index, block), self.blocks[index:]
+            entry = BlockInput(x, own, kwargs, self.adapter, blocks, name, self.pixels, grid)
+            x, saliency = self._mix(index, htm, entry, is_source=bool(later))
+            needs_map = needs_map or self.detect is not by_gradient
+        tokens, looking = x, self.adapter.looking(x, self.graph)
+        looking.keeps_map = bool(later) and saliency is None
+        if (memory := self.memories.get(index)) is not None:  # Eq. 13
+            tokens = torch.cat([x, *(kept for kept, _ in memory)], dim=1)
+            looking.memory = torch.cat([places for _, places in memory], dim=1)
+            kwargs = _with_places(kwargs, looking.memory, self.adapter.num_prefix_tokens)
+            needs_map = True
+        is_watched = needs_map and self.adapter.saliency is None
+        with Watching(looking) if is_watched else nullcontext():
+            out = plain(tokens if len(shape) == 3 else x.view(shape), *args[1:], **kwargs)
+        if is_watched:
+            looking.check(name_of(index, block))
+        for layer in later:
+            if saliency is None:
+                assert looking.map is not None, "it has been counted"
+                saliency = saliency_by(looking.map, self.adapter, block, (x,))
+            self._remember(layer, x, saliency)
+        return self._own_tokens(index, out, n, tokens.shape[1])
+
+    def _enter(self, index: int, args: tuple[Any, ...]) -> tuple[Tensor, tuple[int, int] | None]:
+        """Returns the tokens that enter a block, `b n d`, and their grid if it is known.
+
+        Raises ValueError for a block that runs out of order, or gets what are no tokens.
+        """
+        name, prefix = name_of(index, self.blocks[index]), self.adapter.num_prefix_tokens
+        if not args:
+            raise ValueError(f"{name} gets its tokens by keyword: must be first argument")
+        x, dims = args[0], (3,) if index in self.vtm else (3, 4)
+        width = self.scorenets[str(index)].head.in_features if index in self.htm else None
+        if not isinstance(x, Tensor) or x.ndim not in dims or width not in (None, x.shape[-1]):
+            found = [*getattr(x, "shape", [])] or type(x).__name__
+            raise ValueError(
+                f"{name} gets {found}: must be tokens b n {width or 'd'} (Adapter.embed_dim)"
+            )
+        if any(index <= other for other in self.entered):
+            raise ValueError(f"{name} runs again: must run once in a forward pass, in order")
+        if self.graph != graph_now():
+            raise ValueError(f"{name} {OWN_CHECKPOINTING}")
+        self.entered.append(index)
+        n = x.shape[1:-1].numel()
+        patches = n - prefix if self.num_patches is None else self.num_patches
+        if self.adapter.attends_to_all and (n != prefix + patches or n <= prefix):
+            raise ValueError(
+                f"{name} gets {n} tokens for {patches} patches, but must get {prefix} more, which "
+                f"come first (num_prefix_tokens={prefix})"
+            )
+        grid = self.grid if patches == n - prefix else None
+        return x.flatten(1, -2), (x.shape[1], x.shape[2]) if x.ndim == 4 else grid
+
+    def _mix(
+        self, index: int, htm: HTM, entry: BlockInput, is_source: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mixes tokens and targets by Algorithm 1.
+
+        Returns the tokens and, of a source of VTM, their saliency by the block's own attention.
+        """
+        x, prefix = entry.tokens, self.adapter.num_prefix_tokens
+        score_logits = self.scorenets[str(index)](x, prefix)
+        hard = difficulty(score_logits, self.targets, htm.difficulty)
+        self.is_detecting = True
+        saliency = self.detect(entry)
+        own = entry.own_saliency() if is_source else None
+        self.is_detecting = False
+        if [*saliency.shape] != (expected := [len(x), x.shape[1] - prefix]):
+            raise ValueError(
+                f"htm.detector returns {[*saliency.shape]}, must be samples x spatial tokens, "
+                f"{expected}"
+            )
+        tau, rho = cast(float, htm.tau), htm.rho_for(saliency.shape[1])
+        mix = mix_horizontal(x, self.targets, saliency, hard, tau, rho, self.rules)
+        found = (score_logits, hard, mix.is_easy, mix.mask, mix.gain, mix.saliency, mix.donor)
+        self.layers.append(LayerMix(index, *found))
+        if own is not None and htm.order == "in_place":
+            own = torch.where(mix.mask, own[mix.donor], own)
+        self.mixes.append(mix := ORDERS[htm.order](mix))
+        self.targets = mix.targets
+        return mix.tokens, own
+
+    def _remember(self, layer: int, x: Tensor, saliency: Tensor) -> None:
+        """Stores the most salient of a block's tokens for a later layer of VTM."""
+        vtm, prefix = self.vtm[layer], self.adapter.num_prefix_tokens
+        places = INDICES[vtm.class_token_offset](saliency, cast(int, vtm.kappa), prefix)
+        x = x.detach() if vtm.stop_gradient else x
+        kept = x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
+        self.memories.setdefault(layer, []).append((kept, places))
+
+    def _own_tokens(self, index: int, out: Any, n: int, total: int) -> Any:
+        """Returns what a block has returned for n of its tokens, without those of a memory."""
+        first = out if isinstance(out, Tensor) else out[0]
+        count = first.shape[1:-1].numel()
+        if self.adapter.attends_to_all and count != total:
+            name = name_of(index, self.blocks[index])
+            raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
+        if n == total:
+            return out
+        return first[:, :n] if first is out else (first[:, :n], *out[1:])
+
+    def note_patches(self, embedding: Any, images: Any, out: Any) -> None:
+        """Keeps number and grid of the patches, by what Adapter.patch_embed returns."""
+        if not isinstance(out, Tensor) or out.ndim not in (3, 4):
+            return
+        out = out.movedim(1, -1) if isinstance(embedding, nn.Conv2d) else out
+        self.num_patches = out.shape[1:-1].numel()
+        if out.ndim == 4:
+            self.grid = (out.shape[1], out.shape[2])
+        elif hasattr(embedding, "dynamic_feat_size"):
+            rows, columns = embedding.dynamic_feat_size(tuple(images.shape[-2:]))
+            self.grid = (rows, columns) if rows * columns == self.num_patches else None
+
+    def output(self, logits: Any, score_loss_weight: float) -> Output:
+        """Returns the output of the pass.
+
+        Raises ValueError if a block has not run that must, or the logits are not `b c`.
+        """
+        drawn = () if self.manifold is None else (self.manifold.layer,)
+        for index in (*self.htm, *range(max(self.vtm, default=-1) + 1), *drawn):
+            if index not in self.entered:
+                name = name_of(index, self.blocks[index])
+                raise ValueError(f"{name} did not run: TokenMixup touches it")
+        shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
+        if shape != (expected := [*self.targets.shape]):
+            raise ValueError(f"the model returned {shape}, not one tensor of logits {expected}")
+        if not self.layers:
+            return Output(logits, self.targets)
+        return Output(
+            logits,
+            self.targets,
+            reduce(torch.add, [mix.difficulty.mean() for mix in self.layers]),
+            reduce(torch.logical_or, [mix.is_easy for mix in self.layers]),
+            reduce(torch.logical_or, [mix.mask for mix in self.layers]),
+            reduce(torch.add, [mix.gain for mix in self.layers]),
+            tuple(self.layers),
+            score_loss_weight,
+        )
+
+
+def _with_places(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mapping[str, Any]:
+    """Appends the rotary positions of a memory, `b m` in 0..n-1, to a block's argument `rope`.
+
+    It has sines, then cosines, of each spatial token, `.. t 2e`; the prefix is not rotated.
+    """
+    rope = kwargs.get("rope")
+    if rope is None:
+        return kwargs
+    rope = rope[(None,) * (4 - rope.ndim)].expand(len(places), -1, -1, -1)
+    still = rope.new_zeros(*rope.shape[:2], prefix, rope.shape[3])
+    still.chunk(2, dim=-1)[1].fill_(1)  # sine 0, cosine 1
+    of_memory = torch.cat([still, rope], dim=2).take_along_dim(places[:, None, :, None], dim=2)
+    return {**kwargs, "rope": torch.cat([rope, of_memory], dim=2)}
+
+
+@dataclass
+class Current:
+    """The pass that runs, if one does. The stand-ins for `forward` hold it, and no model."""
+
+    state: Pass | None = None
+
+    @property
+    def acting(self) -> Pass | None:
+        """The pass, unless a detector runs blocks as they are."""
+        return None if self.state is None or self.state.is_detecting else self.state
+
+
+# Stand-ins for the `forward` of a module, which is `plain`.
+
+
+def embed(current: Current, module: Any, plain: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+    """That of the patch embedding."""
+    out = plain(images, *args, **kwargs)
+    if (state := current.acting) is not None:
+        state.note_patches(module, images, out)
+    return out
+
+
+def run_block(current: Current, index: int, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """That of a block that HTM, VTM or manifold mixup touches."""
+    if (state := current.acting) is None:
+        return plain(*args, **kwargs)
+    return state.run_block(index, plain, args, kwargs)
+
+
+def rerun(current: Current, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """That of a block that the backward pass runs again."""
+    if current.acting is None:
+        return plain(*args, **kwargs)
+    return checkpoint(plain, *args, use_reentrant=False, **kwargs)

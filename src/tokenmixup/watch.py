@@ -1,0 +1,285 @@
+"""Sees the softmax attention that a block computes, whatever the block consists of.
+
+A block runs under `Watching`, which sees its calls of scaled_dot_product_attention, softmax and
+multi_head_attention_forward. Those over all tokens of the block are its attention maps. VTM's
+memory is further tokens, behind the block's own n; what they would ask for is left out.
+
+Letters: b batch, h heads, n queries, m keys, e head width, d width.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tokenmixup.contexts import without_autocast
+from tokenmixup.device import HAS_TRITON, operator
+
+SDPA, MULTIHEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
+SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
+ALL = slice(None)
+# Attention scores computed at once: on a CPU as many as each core's cache holds, else 64 MiB.
+CACHED_SCORES, HELD_SCORES = 2**17, 2**24
+OWN_CHECKPOINTING = (
+    "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
+    "without TokenMixup: use attach(..., checkpoint_blocks=True)"
+)
+HALF = (torch.float16, torch.bfloat16)
+HELD_KEYS = 2**15  # numbers of a head's keys, in powers of two, that the kernel holds: 64 KiB
+
+
+@dataclass
+class AttentionMap:
+    """An attention map, `b h .. n m`, given by queries and keys or by its weights."""
+
+    q: Tensor | None = None  # b h .. n e
+    k: Tensor | None = None  # b h .. m e
+    bias: Tensor | None = None  # added to the scaled scores; or bool, the scores that count
+    scale: float | None = None  # of the scores; None: 1 / sqrt(e)
+    weights: Tensor | None = None  # b h .. n m, after softmax
+
+    @torch.no_grad()
+    def rows(self, rows: slice = ALL, keys: slice = ALL) -> Tensor:
+        """Returns the map of some queries over some keys, each row with the sum 1.
+
+        It is computed in float32 at least, whose scores float16 could not hold.
+        """
+        if self.weights is not None:
+            part = self.weights[..., rows, keys]
+            part = part.to(torch.promote_types(part.dtype, torch.float32))
+            return part if keys == ALL else part / part.sum(dim=-1, keepdim=True)
+        assert self.q is not None and self.k is not None, "given if there are no weights"
+        q, k, bias = self.q[..., rows, :], self.k[..., keys, :], self.bias
+        if q.shape[1] != k.shape[1]:  # heads share their keys
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        with without_autocast(q.device.type):
+            flat = [x.to(exact).flatten(0, -3) for x in (q, k)]
+            empty = q.new_empty((), dtype=exact)
+            scores = torch.baddbmm(empty, flat[0], flat[1].mT, beta=0, alpha=scale)  # one kernel
+            scores = scores.unflatten(0, q.shape[:-2])
+            if bias is not None:
+                bias = bias[..., rows if bias.shape[-2] > 1 else ALL, keys]
+                is_seen = bias.dtype == torch.bool
+                scores = scores.masked_fill(~bias, -torch.inf) if is_seen else scores + bias
+            return scores.softmax(dim=-1)
+
+    @torch.no_grad()
+    def received(self, rows: slice = ALL, keys: slice = ALL) -> Tensor:
+        """Returns what each key receives, `b .. m`: the mean over heads and queries."""
+        if self.q is None or self.k is None:
+            return self.rows(rows, keys).mean(dim=(1, -2))
+        q, k, scale = self.q[..., rows, :], self.k[..., keys, :], self.scale
+        if self.bias is None and _has_kernel(q, k):
+            return received_on_device(q, k, q.shape[-1] ** -0.5 if scale is None else scale)
+        cached = q.device.type == "cpu" and not torch.compiler.is_compiling()
+        limit = CACHED_SCORES * torch.get_num_threads() if cached else HELD_SCORES
+        size = max(1, limit * len(q) // (q.shape[:-1].numel() * k.shape[-2]))
+        parts = []
+        for first in range(0, len(q), size):
+            at = slice(first, first + size)
+            bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[at]
+            part = AttentionMap(self.q[at], self.k[at], bias, scale)
+            parts.append(part.rows(rows, keys).mean(dim=(1, -2)))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _has_kernel(q: Tensor, k: Tensor) -> bool:
+    """Whether one kernel takes these: float16 or bf16, `b h n e`, and a head's keys fit into it."""
+    if not (q.is_cuda and HAS_TRITON and q.ndim == 4 and q.shape[:2] == k.shape[:2]):
+        return False
+    held = int(2 ** (math.ceil(math.log2(k.shape[2])) + math.ceil(math.log2(k.shape[3]))))
+    return q.dtype in HALF and held <= HELD_KEYS
+
+
+def received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """What keys receive, at once: `b h n e`, `b h m e` -> `b m` in float32."""
+    return AttentionMap(q, k, scale=scale).rows().mean(dim=(1, -2))
+
+
+received_on_device = operator(
+    "received(Tensor q, Tensor k, float scale) -> Tensor",
+    "kernels.received",
+    received_exactly,
+    lambda q, k, scale: k.new_empty(len(k), k.shape[2], dtype=torch.float32),
+)
+
+
+class Found(Exception):
+    """Ends the run of a block whose map is all that was asked for."""
+
+
+@dataclass
+class Looking:
+    """What a block is watched for, and what has been seen."""
+
+    b: int
+    n: int  # its own tokens
+    any_shape: bool = False  # whether maps of windows, or with fewer keys, count too
+    graph: Any = None  # what `graph_now` must be
+    keeps_map: bool = False  # the first one
+    only_map: bool = False  # the block is left as soon as it is known
+    memory: Tensor | None = None  # b m, the place of each token of a memory among the n
+    count: int = 0  # of maps
+    map: AttentionMap | None = None
+    is_rerun: bool = False
+
+    @property
+    def total(self) -> int:
+        """The number of tokens, with those of a memory."""
+        return self.n if self.memory is None else self.n + self.memory.shape[1]
+
+    def is_map(self, *shape: int) -> bool:
+        """Whether `b .. n m` is the shape of a map over all tokens."""
+        over_all = shape[0] == self.b and shape[-2] == shape[-1] == self.total
+        return len(shape) > 2 and (over_all or self.any_shape)
+
+    def note(self, found: Callable[[], AttentionMap]) -> None:
+        """Counts a map, and keeps it if it is asked for."""
+        self.count += 1
+        self.is_rerun |= self.graph is not None and self.graph != graph_now()
+        if self.keeps_map and self.map is None:
+            self.map = found()
+        if self.only_map:
+            raise Found
+
+    def check(self, name: str) -> None:
+        """Raises ValueError unless the block has computed one map, which nothing runs again."""
+        if self.is_rerun:
+            raise ValueError(f"{name} {OWN_CHECKPOINTING}")
+        if self.count != 1:
+            found = f"computes {self.count} attention maps over its tokens"
+            raise ValueError(f"{name} {found}, must be 1")
+
+
+def graph_now() -> tuple[bool, Any]:
+    """Returns whether gradients are recorded, and by which checkpoint (of torch, not reentrant)."""
+    if torch.compiler.is_compiling():  # it reruns rightly
+        return torch.is_grad_enabled(), None
+    packing = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    checkpointing = packing is not None and packing[0].__module__ == "torch.utils.checkpoint"
+    return torch.is_grad_enabled(), packing[0] if checkpointing else None
+
+
+class Watching(TorchFunctionMode):
+    """While it is entered, `at` gets the maps of the block that runs."""
+
+    def __init__(self, at: Looking):
+        super().__init__()
+        self.at = at
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is SDPA:
+            return _fused(self.at, *args, **kwargs)
+        if func is MULTIHEAD:
+            _multihead(self.at, *args, **kwargs)
+        if func is F.dropout and self.at.memory is not None:
+            return _dropout(self.at, *args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in SOFTMAX and self.at.is_map(*out.shape):
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            if dim in (-1, out.ndim - 1):
+                weights = out.detach() if out.ndim > 3 else out.detach()[:, None]
+                self.at.note(lambda: AttentionMap(weights=weights))
+        return out
+
+
+def _fused(
+    at: Looking,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attends as scaled_dot_product_attention; only the block's own tokens ask the memory."""
+    if is_causal:
+        raise ValueError("TokenMixup does not support causal attention")
+    over_all = at.is_map(*query.shape[:-1], key.shape[-2])
+    bias = None if attn_mask is None else attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
+    if asks_memory := over_all and at.memory is not None:
+        query, bias = query[..., : at.n, :], _with_columns(bias, at)
+    if over_all:
+        q, k = (x.detach() if x.ndim > 3 else x.detach()[:, None] for x in (query, key))
+        at.note(lambda: AttentionMap(q, k, bias, scale))
+    out = SDPA(query, key, value, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    return F.pad(out, (0, 0, 0, at.total - at.n)) if asks_memory else out
+
+
+def _with_columns(bias: Tensor | None, at: Looking) -> Tensor | None:
+    """Appends to the bias of n keys, `b|1 h|1 n|1 n`, that of the memory at its places."""
+    if bias is None or at.memory is None or bias.shape[-1] != at.n:
+        return bias
+    bias = bias.expand(at.b, -1, -1, -1)
+    return torch.cat([bias, bias.take_along_dim(at.memory[:, None, None], dim=3)], dim=3)
+
+
+def _dropout(at: Looking, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Draws for the block's own tokens alone, as without a memory."""
+    if input.ndim < 3 or input.shape[-2] != at.total:
+        return F.dropout(input, *args, **kwargs)
+    return F.pad(F.dropout(input[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total - at.n))
+
+
+def _multihead(
+    at: Looking,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    heads: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    bias_k: Tensor | None,
+    *args: Any,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """Notes the map of multi_head_attention_forward, `n b d`, which hides its own calls."""
+    if not at.is_map(query.shape[1], heads, len(query), len(key)):
+        return
+    adds_zeros = args[1]
+    others = (key_padding_mask, attn_mask, bias_k)
+    if weight is None or adds_zeros or any(x is not None for x in others):
+        raise ValueError(
+            "TokenMixup supports torch's multi-head attention without a mask, further keys, and "
+            "separate widths"
+        )
+
+    def project() -> AttentionMap:
+        own = None if bias is None else bias[: 2 * embed_dim]
+        both = F.linear(query, weight[: 2 * embed_dim], own).detach()
+        q, k = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in both.chunk(2, dim=-1))
+        return AttentionMap(q, k)
+
+    at.note(project)
+
+
+@torch.no_grad()
+def map_of(
+    block: nn.Module, name: str, looking: Looking, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> AttentionMap:
+    """Runs a block until its first map is known, and returns it. Raises ValueError without one.
+
+    Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
+    """
+    looking.keeps_map = looking.only_map = True
+    try:
+        with Watching(looking):
+            block.forward(*args, **kwargs)
+    except Found:
+        pass
+    looking.check(name)
+    assert looking.map is not None, "it has been counted"
+    return looking.map
