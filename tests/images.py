@@ -35,7 +35,7 @@ def disturbed(event: str, at: int, half: str = "train", rank: int = 0) -> Iterat
 
     The name of a signal sends it to the rank (which may be SIGKILL), or two names with a plus
     between them; `hang` sends SIGTERM and then waits for a second; `interrupt` raises
-    KeyboardInterrupt; `fail` an error; `memory` that of torch where memory is short.
+    KeyboardInterrupt; `fail` an error.
     """
     read.update(train=0, held_out=0)
     with mock.patch.dict(os.environ, {EVENT: f"{event} {at} {half} {rank}"}):
@@ -94,8 +94,6 @@ def _happen(half: str, index: int) -> None:
         raise KeyboardInterrupt
     if event == "fail":
         raise ZeroDivisionError("what\never")
-    if event == "memory":
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     for name in ("SIGTERM" if event == "hang" else event).split("+"):
         os.kill(_trainer(), getattr(signal, name))
     if event == "hang":
