@@ -156,7 +156,7 @@ check-gpu: .venv/installed-dev  ## check a GPU against the CPU
 	  -o faulthandler_exit_on_timeout=true --report "$(or $(OUTPUTS),outputs)/check-gpu/check.md"
 
 chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with undisturbed ones; KILLS=10 of each run
-	KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest tests/chaos -m slow
+	KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest tests/reproduction/test_kills.py -m slow
 
 check-models: .venv/installed-dev  ## train and evaluate the smallest supported model of each kind in timm
 	$(BIN)/python -m pytest tests/tokenmixup/test_models.py -m "slow or not slow"

@@ -24,8 +24,8 @@ from reproduction.system.errors import RunInterrupted, RunLocked, UserError
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts.reproduce import reproduce
+from tests.doors import Run, same
 from tests.reproduction.conftest import SMALL, Command
-from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
 STUDY = """
@@ -123,7 +123,7 @@ def test_interrupted_run_resumes_from_its_last_epoch(small, monkeypatch):
     steps.clear()
     assert call() == 0
     assert steps == [("random", 2), ("random", 3)]
-    assert_same_result(three()[2].folder, RunFolder("other/random"))
+    assert same(Run(three()[2].folder.path), Run("other/random")) == []
 
 
 def test_failed_run_is_listed_with_its_error_and_a_second_start_trains_it(

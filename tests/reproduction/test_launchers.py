@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from reproduction.runs.compose import compose
-from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.runs.folder import find_runs
 from reproduction.start import command as starting
 from reproduction.start.command import run
 from reproduction.start.processes import Processes, shares
 from reproduction.system.errors import RunInterrupted
 from reproduction.system.hardware import CORES
 from reproduction.training import distributed
+from tests.doors import Run, same
 from tests.reproduction.conftest import ROOT, SCRIPTS, SMALL, Command, trained_run
-from tests.reproduction.test_training import assert_same_result
 
 pytestmark = pytest.mark.all_digits
 
@@ -106,7 +106,7 @@ def test_a_job_of_submitit_goes_on_after_sigusr1_as_if_nothing_had_been(tmp_path
     printed = [path.read_text() for path in tmp_path.glob("outputs/.slurm/*/*.out")]
     assert [text.count("Requeued job") for text in printed] == [1]
     undisturbed = trained_run(tmp_path / "whole", *args)
-    assert_same_result(RunFolder(metrics[0].parent), undisturbed)
+    assert same(Run(metrics[0].parent), Run(undisturbed.path)) == []
 
 
 COMMANDS = {  # instead of SLURM's, and of the run's Python

@@ -79,6 +79,7 @@ def test_two_ranks_equal_one_process_and_read_every_image_once(here: Path, one: 
     assert order[-28:] != order[-56:-28]  # another one in each epoch
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_with_micro_batches_equal_one_process_also_after_a_restart(
     here: Path, one: Run
 ):
@@ -111,33 +112,36 @@ def test_ranks_evaluate_the_saved_weights(here: Path, mixing: Run, ranks: int):
     assert counts == {("held_out", i): 1 for i in range(31)}
 
 
-def test_a_failing_rank_ends_the_run_with_its_error(here: Path, mixing: Run):
-    for event, rank, parts in (
-        ("fail", 1, ["rank 1", "ZeroDivisionError"]),
-        ("SIGKILL", 1, ["rank 1", "SIGKILL"]),
-    ):
-        with disturbed(event, at=40, rank=rank):
-            result = train(*MIXING)
-        assert result.status == 1 and len(result.lines) == 1, result.err
-        assert all(part in result.err for part in (*parts, "outputs/mine"))
-        assert Run("outputs/mine").summary["status"] == "failed"
-    assert train(*MIXING).status == 0
-    assert same(Run("outputs/mine"), mixing) == []
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_ranks_stop_after_the_same_step_and_resume_there(here: Path, mixing: Run, name: str):
-    """The signal comes to one of them."""
-    with disturbed(name, at=40, rank=int(name == "SIGTERM")):
-        result = train(*MIXING)
-    assert (result.status, len(result.lines)) == (130, 1), result.err
+@pytest.mark.parametrize(
+    "events",
+    [
+        [("SIGTERM", 1), ("fail", 1)],
+        pytest.param([("SIGUSR1", 0), ("SIGKILL", 1), ("fail", 0)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_happens_to_one_rank_ends_all_and_they_resume(
+    here: Path, mixing: Run, events: list[tuple[str, int]]
+):
+    """A signal ends them after the same step, with a checkpoint."""
     run = Run("outputs/mine")
-    assert run.summary["status"] == "interrupted"
-    assert run.checkpoint()["step"] == run.steps[-1]["step"] < 18
+    for event, rank in events:
+        with disturbed(event, at=33, rank=rank):
+            result = train(*MIXING)
+        is_stop = event in ("SIGTERM", "SIGUSR1")
+        assert (result.status, len(result.lines)) == (130 if is_stop else 1, 1), result.err
+        assert run.summary["status"] == ("interrupted" if is_stop else "failed")
+        if is_stop:
+            assert run.checkpoint()["step"] == run.steps[-1]["step"] < 18
+        else:
+            reason = event if event == "SIGKILL" else "ZeroDivisionError"
+            assert f"rank {rank}: " in result.err and reason in result.err
+        assert "outputs/mine" in result.err
     assert train(*MIXING).status == 0
     assert same(run, mixing) == []
 
 
+@pytest.mark.slow
 def test_mistakes_within_ranks_end_in_one_line(here: Path, mixing: Run):
     shutil.copytree(mixing.path, "outputs/mine")
     summary = here / "outputs/mine/summary.json"

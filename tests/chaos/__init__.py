@@ -1,1 +1,0 @@
-"""Runs that are killed, compared with undisturbed ones: `make chaos`."""
