@@ -1,12 +1,10 @@
 """Fixtures for all tests: small models, batches, and the texts drawn in figures."""
 
 import os
-import re
 import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import hypothesis
@@ -135,16 +133,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, which is empty."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def documented_matching() -> Any:
-    """The matching that docs/library.md shows."""
-    page = Path(__file__).parents[1].joinpath("docs", "library.md").read_text()
-    (code,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.S) if "def my_matching" in x)
-    namespace: dict[str, Any] = {}
-    exec(dedent(f"  {code.lstrip()}"), namespace)
-    return namespace["my_matching"]
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from reproduction.models.cct import CCT
 from tokenmixup import TokenMixup
 
 
@@ -78,7 +77,7 @@ class Oracle(nn.Module):
 
 
 def is_cct(model: Any) -> bool:
-    return isinstance(model, CCT)
+    return hasattr(model, "tokenizer")
 
 
 def embed(model: Any, images: Tensor) -> Tensor:

@@ -127,15 +127,6 @@ def test_rules_of_htm_add_no_wait(option: str, name: Any):
     assert counts == {"copy": COPIES}
 
 
-def test_the_matching_of_the_library_page_adds_no_wait(documented_matching: Any):
-    trainer = trainer_on("meta", ["htm"])
-    module = trainer.module
-    module.rules = module.rules._replace(match=documented_matching)
-    with counted() as counts:
-        step(trainer)
-    assert counts == {"copy": COPIES}
-
-
 def test_synchronisations_are_counted():
     x = torch.zeros(4, device="meta")
     with counted() as counts:

@@ -6,11 +6,9 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens, w windows, d 
 
 import copy
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from tests.conftest import CLASSES, small_cct, small_vit_lite
 from tokenmixup import Adapter, torch_encoder
 
-PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
 SIZES: dict[str, Any] = {
     **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32},
@@ -56,13 +53,57 @@ class Encoded(nn.Module):
 ENCODED = torch_encoder("encoder", 32, patch_embed="embed")
 
 
-def by_hand() -> tuple[nn.Module, Adapter]:
-    """The model and the adapter of the page, run as they stand there."""
-    code = re.search(r"## A ViT by hand\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert code is not None
-    names: dict[str, Any] = {}
-    exec(code[1], names)
-    return names["HandMade"](CLASSES), names["adapter"]
+class Attention(nn.Module):
+    """Attention that calls no function for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(32, 32) for _ in "qkv")
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.queries, self.keys, self.values)
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in layers)
+        attn = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.out((attn @ v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mix = nn.LayerNorm(32), Attention()
+        self.mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        x = x + self.mix(self.before(x))
+        return x + self.mlp(x), "and something else"
+
+
+class HandMade(nn.Module):
+    """A ViT by names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 4, stride=4)
+        self.first = nn.Parameter(torch.zeros(1, 1, 32))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.classify = nn.Linear(32, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], dim=1)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.classify(x[:, 0])
+
+
+BY_HAND = Adapter(
+    blocks="layers",
+    embed_dim=32,
+    patch_embed="patches",
+    num_prefix_tokens=1,
+    reads_class_token=True,
+)
 
 
 def huggingface(name: str, **more: Any) -> nn.Module:
@@ -121,6 +162,8 @@ KINDS: dict[str, Kind] = {
     "relpos, shared": of_timm("vit_srelpos_small_patch16_224", 0),  # and one for all
     "relpos, class token": of_timm("vit_relpos_medium_patch16_cls_224", 1, True),
     "cait": of_timm("cait_xxs24_224", 0, depth_token_only=1),  # talking heads
+    "norms behind": of_timm("vit_base_patch16_rpn_224", 0),  # the attention
+    "parallel": of_timm("vit_base_patch16_xp_224", 1, True),  # attention and MLP
     "cct": Kind(small_cct, pixels=16),
     "vit-lite": Kind(small_vit_lite, 1, True, 16),
     "torchvision": Kind(
@@ -137,7 +180,7 @@ KINDS: dict[str, Kind] = {
         unused="dinov2.embeddings.mask_token",
     ),
     "encoder": Kind(lambda: (Encoded(), ENCODED), blocks="encoder.layers"),
-    "by hand": Kind(by_hand, 1, True, blocks="layers"),
+    "by hand": Kind(lambda: (HandMade(), BY_HAND), 1, True, blocks="layers"),
     "swin": staged(
         "swin_tiny_patch4_window7_224", (0, 1, 2, 3, 5, 6), 64, "layers.*.blocks", **SWIN
     ),
@@ -155,7 +198,17 @@ KINDS: dict[str, Kind] = {
 }
 QUICK = (  # the others are like one of these
     *("vit", "normed queries", "naflexvit", "eva02", "rope of each block", "dinov3", "grouped"),
-    *("beit", "relpos, class token", "cait", "cct", "torchvision", "hf vit", "encoder", "by hand"),
+    *(
+        "beit",
+        "relpos, class token",
+        "cait",
+        "parallel",
+        "cct",
+        "torchvision",
+        "hf vit",
+        "encoder",
+        "by hand",
+    ),
     *("swin, padded", "swin v2", "pvt v2", "hiera"),
 )
 TO_ALL = [name for name, kind in KINDS.items() if not kind.stages]

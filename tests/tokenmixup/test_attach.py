@@ -296,6 +296,9 @@ def test_what_a_model_loses_is_freed(batch):
     module.model.blocks[1] = small_vit().blocks[0]  # type: ignore
     module(*batch)
     assert gone() is None
+    whole = weakref.ref(module.model)
+    del module  # at once, without the collector
+    assert whole() is None
 
 
 def factors(model: nn.Module, **options: Any) -> dict[str, tuple[float, float]]:

@@ -2,6 +2,8 @@
 
 Each row is a surgery. Off: with tau=0, logits and gradients are the plain model's. On: with HTM,
 VTM and manifold mixup at each layer in turn, all is as if it had been done before `attach`.
+A twin is a change of the attention beside the same model with the change merged into its weights:
+what HTM compares, masks, labels and logits are the same.
 """
 
 import copy
@@ -14,12 +16,14 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
-from timm.layers import Attention, LayerScale
+import transformers
+from timm.layers import Attention
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrize
 
 from tests.conftest import CLASSES
-from tests.tokenmixup.models import ENCODED, Encoded, huggingface
+from tests.tokenmixup.models import ENCODED, Encoded, huggingface, logits_of
 from tokenmixup import Adapter, TokenMixup, attach, training_loss
 
 HTM: dict[str, Any] = {"layer": 1, "rho": 0.0, "score_loss_weight": 0.0}
@@ -121,50 +125,15 @@ def attention_replaced(model: Any) -> None:
 
 
 @row()
-def queries_normed(model: Any) -> None:
-    model.blocks[1].attn.q_norm = randomized(nn.LayerNorm(8))
-
-
-@row()
 def composed_attention(model: Any) -> None:
     for index in (0, 2):
         model.blocks[index].attn.fused_attn = False
 
 
 @row()
-def mlp_removed_and_layers_scaled(model: Any) -> None:
-    model.blocks[1].mlp = nn.Identity()
-    for block in model.blocks:
-        block.ls1 = LayerScale(24, 0.5)
-
-
-@row()
-def dropout_set(model: Any) -> None:
-    for block in model.blocks[3:]:
-        block.attn.proj_drop.p = block.attn.attn_drop.p = block.mlp.drop1.p = 0.2
-
-
-@row()
-def weights_of_the_rest_normed_and_pruned(model: Any) -> None:
-    parametrizations.weight_norm(model.blocks[1].mlp.fc1)
-    prune.l1_unstructured(model.blocks[1].attn.proj, "weight", 0.5)
-
-
-@row()
-def blocks_frozen(model: Any) -> None:
-    randomized(model.blocks)
-    model.blocks[:2].requires_grad_(False)
-
-
-@row()
 def hook_on_a_block(model: Any) -> None:
     model.blocks[1].register_forward_pre_hook(lambda block, args: (args[0] * 1.5,))
     model.blocks[2].register_forward_hook(lambda block, args, out: out * 1.5)
-
-
-@row()
-def hook_on_an_attentions_output(model: Any) -> None:
-    model.blocks[1].attn.register_forward_hook(lambda attn, args, out: out * 1.5)
 
 
 @row()
@@ -254,3 +223,205 @@ def test_a_model_that_has_been_changed_is_the_model(name: str):
     output, gradients = step(late)
     plain = step(changed(of, of.build()).train())
     torch.testing.assert_close((output.logits, gradients), plain, rtol=1e-5, atol=1e-5)
+
+
+# Twins
+
+
+class Twin(NamedTuple):
+    """A change, made also by a patch of a class, and the same merged into the weights."""
+
+    change: Callable[[Any, Patch], Any]
+    merge: Callable[[Any], Any]
+    build: Callable[[], Any] = vit
+    adapter: Adapter | None = None
+
+
+TWINS: dict[str, Twin] = {}
+
+
+def twin(merge: Callable[[Any], Any], **more: Any) -> Any:
+    def enter(change: Any) -> Any:
+        TWINS[change.__name__] = Twin(change, merge, **more)
+        return change
+
+    return enter
+
+
+class LowRank(nn.Module):
+    """A frozen projection and a product of low rank beside it (LoRA)."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(0.3 * torch.randn(2, base.in_features, generator=generator))
+        self.up = nn.Parameter(0.3 * torch.randn(base.out_features, 2, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class Times(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * x
+
+
+class Louder(Attention):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return 1.5 * super().forward(x, **given)
+
+
+def scaled(layer: nn.Linear, bias: float = 1.5) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+        layer.bias.mul_(bias)
+
+
+def louder(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A `forward` whose output, or the first of several, is larger."""
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        out = own(self, *args, **given)
+        return (1.5 * out[0], *out[1:]) if isinstance(out, tuple) else 1.5 * out
+
+    return forward
+
+
+def each_block(do: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda model: [do(block) for block in model.blocks] and None
+
+
+def with_product(base: nn.Linear) -> None:
+    low = LowRank(base)
+    with torch.no_grad():
+        base.weight.add_(low.up @ low.down)
+
+
+@twin(each_block(lambda block: with_product(block.attn.qkv)))
+def low_rank_adapters(model: Any, patch: Patch) -> None:
+    for block in model.blocks:
+        block.attn.qkv = LowRank(block.attn.qkv)
+
+
+def merged_low_rank(model: Any) -> None:
+    for layer in model.vit.layers:
+        with_product(layer.attention.q_proj)
+        with_product(layer.attention.v_proj)
+
+
+@twin(merged_low_rank, build=hf_vit)
+def low_rank_adapters_in_transformers(model: Any, patch: Patch) -> None:
+    for layer in model.vit.layers:
+        layer.attention.q_proj = LowRank(layer.attention.q_proj)
+        layer.attention.v_proj = LowRank(layer.attention.v_proj)
+
+
+@twin(lambda model: scaled(model.blocks[1].attn.qkv, bias=1))
+def weight_parametrized(model: Any, patch: Patch) -> None:
+    parametrize.register_parametrization(model.blocks[1].attn.qkv, "weight", Times())
+
+
+@twin(lambda model: scaled(model.blocks[1].attn.qkv, bias=1))
+def hook_before_a_projection(model: Any, patch: Patch) -> None:
+    model.blocks[1].attn.qkv.register_forward_pre_hook(lambda _, args: (1.5 * args[0],))
+
+
+@twin(lambda model: None)
+def backward_hooks(model: Any, patch: Patch) -> None:
+    for module in (model.blocks[1].attn, model.blocks[1].attn.qkv):
+        module.register_full_backward_hook(lambda module, inner, outer: None)
+
+
+@twin(each_block(lambda block: scaled(block.attn.proj)))
+def attention_of_a_subclass(model: Any, patch: Patch) -> None:
+    for block in model.blocks:
+        block.attn.__class__ = Louder
+
+
+@twin(each_block(lambda block: scaled(block.attn.proj)))
+def attention_patched_in_its_class(model: Any, patch: Patch) -> None:
+    patch.setattr(Attention, "forward", louder(Attention.forward))
+
+
+@twin(each_block(lambda block: block.register_forward_hook(lambda _, args, out: 1.5 * out)))
+def block_patched_in_its_class(model: Any, patch: Patch) -> None:
+    patch.setattr(Block, "forward", louder(Block.forward))
+
+
+def merged_outputs(model: Any) -> None:
+    for layer in model.encoder.layers:
+        scaled(layer.self_attn.out_proj)
+
+
+@twin(merged_outputs, build=encoded, adapter=ENCODED)
+def torchs_attention_patched(model: Any, patch: Patch) -> None:
+    kind = nn.MultiheadAttention
+    patch.setattr(kind, "forward", louder(kind.forward))
+
+
+@twin(lambda model: scaled(model.blocks[1].attn.proj, bias=1))
+def dropout_of_another_class(model: Any, patch: Patch) -> None:
+    model.blocks[1].attn.fused_attn, model.blocks[1].attn.attn_drop = False, Times()
+
+
+def merged_queries(model: Any) -> None:
+    for layer in model.vit.layers:
+        scaled(layer.attention.q_proj)
+
+
+def sharper(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any) -> Any:
+    attn = (1.5 * q @ k.mT * given["scaling"]).softmax(dim=-1)
+    return (attn @ v).transpose(1, 2), attn
+
+
+@twin(merged_queries, build=hf_vit)
+def attention_function_registered(model: Any, patch: Patch) -> None:
+    transformers.AttentionInterface.register("sharper", sharper)
+    model.config._attn_implementation = "sharper"
+
+
+@twin(lambda model: model.set_attn_implementation("eager"), build=hf_vit)
+def maps_asked_for(model: Any, patch: Patch) -> None:
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+
+
+@twin(lambda model: None, build=hf_vit)
+def layers_compiled_one_by_one(model: Any, patch: Patch) -> None:
+    for index, layer in enumerate(model.vit.layers):
+        model.vit.layers[index] = torch.compile(layer, backend="eager")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", TWINS)
+def test_a_changed_attention_mixes_as_the_same_merged_into_its_weights(name: str, late: bool):
+    of, settings = TWINS[name], {**BOTH, "manifold_mixup": {"layers": [0]}}
+    merged = of.build()
+    of.merge(merged)
+    images, targets = batch()
+    torch.manual_seed(0)
+    expected = attach(merged, CLASSES, adapter=of.adapter, **settings).train()
+    torch.manual_seed(5)
+    theirs = expected(images, targets)
+    model = of.build()
+    with pytest.MonkeyPatch.context() as patch:
+        if not late:
+            of.change(model, patch)
+        torch.manual_seed(0)
+        module = attach(model, CLASSES, adapter=of.adapter, **settings).train()
+        if late:
+            module(images, targets)
+            of.change(model, patch)
+        torch.manual_seed(5)
+        ours = module(images, targets)
+        training_loss(ours).backward()
+        with torch.no_grad():
+            plain = logits_of(model.eval()(images))
+            assert torch.equal(module.eval()(images), plain)
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-5)
+    (one,), (other,) = ours.layers, theirs.layers
+    assert torch.equal(one.mask, other.mask) and one.mask.any()
+    torch.testing.assert_close(one.saliency, other.saliency, rtol=1e-4, atol=1e-6)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -1,10 +1,10 @@
-"""One model of every kind beside what its own blocks compute; the smallest of each kind in timm."""
+"""One model of every kind beside what its own blocks compute."""
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +29,7 @@ from tests.tokenmixup.models import (
     of_each_kind,
     saliency_of,
 )
-from tokenmixup import TokenMixup, attach, check_adapter, mix_horizontal, training_loss
+from tokenmixup import Adapter, TokenMixup, attach, check_adapter, mix_horizontal, training_loss
 
 INF = math.inf
 ALL: dict[str, Any] = {"tau": INF, "rho": 0.0}
@@ -232,8 +232,10 @@ def with_tokens(name: str, model: Any, images: Tensor, places: list[Tensor]) -> 
         )
     own = blocks[LAYER].forward
 
-    def wide(x: Tensor, *args: Any, **given: Any) -> Tensor:
-        return own(torch.cat([x, *memory], dim=1), *args, **given)[:, : x.shape[1]]
+    def wide(x: Tensor, *args: Any, **given: Any) -> Any:
+        out = own(torch.cat([x, *memory], dim=1), *args, **given)
+        n = x.shape[1]
+        return out[:, :n] if isinstance(out, Tensor) else (out[0][:, :n], *out[1:])
 
     blocks[LAYER].forward = wide
     return logits_of(model(images))
@@ -248,7 +250,8 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
         blocks_of(name, model)[:LAYER], calls_of(name, model, images), strict=False
     ):
         places.append(saliency_of(name, block, call).topk(KAPPA).indices + kind.prefix)
-    by = with_positions if kind.pixels == 64 and name != "cait" else with_tokens
+    has_positions = kind.pixels == 64 and name not in ("cait", "norms behind", "parallel")
+    by = with_positions if has_positions else with_tokens
     expected = by(name, model, images, places)
     output = module(images, targets)
     torch.testing.assert_close(output.logits, expected, atol=1e-4, rtol=1e-3)
@@ -258,15 +261,16 @@ def test_vtm_is_the_block_on_its_own_tokens_and_the_memory(name: str):
     assert_same_gradients(module.model, model)
 
 
-@pytest.mark.parametrize("more", [{"detector": "gradient"}, {"rollout_steps": 1}], ids=str)
-@pytest.mark.parametrize("name", ["torchvision", "hf vit", "encoder", "by hand", "swin, padded"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, {"detector": "gradient"}) for name in ("torchvision", "by hand", "swin, padded")),
+        *((name, {"rollout_steps": 1}) for name in ("torchvision", "hf vit", "encoder")),
+    ],
+)
 def test_other_detectors_mix(name: str, more: dict[str, Any]):
-    settings: dict[str, Any] = {"htm": {"layer": 1, **ALL, **more}}
-    if KINDS[name].stages and "rollout_steps" in more:
-        with pytest.raises(ValueError, match="rollout_steps"):
-            attached(name, **settings)
-        return
-    module = attached(name, **settings, vtm=None if KINDS[name].stages else {"layer": 2})
+    vtm = None if KINDS[name].stages else {"layer": 2}
+    module = attached(name, htm={"layer": 1, **ALL, **more}, vtm=vtm)
     output = module(*batch_of(name))
     assert output.stats["mixed_tokens"] > 0 and training_loss(output).isfinite()
 
@@ -312,52 +316,48 @@ def test_an_adapter_that_fits_is_found_to(name: str):
     assert all(part.training and not part._forward_hooks for part in model.modules())
 
 
-# Models of timm as they are; those marked slow run in `make check-models`
+class Rows(nn.Module):
+    """Blocks without a softmax, which get a map of tokens."""
 
-SERVED = [
-    *("beit_base_patch16_224", "cait_xxs24_224", "deit_tiny_distilled_patch16_224"),
-    *("deit3_small_patch16_224", "eva02_tiny_patch14_224", "flexivit_small", "hiera_tiny_224"),
-    *("naflexvit_base_patch16_gap", "pvt_v2_b0", "pvt_v2_b2_li", "swin_tiny_patch4_window7_224"),
-    *("swinv2_tiny_window8_256", "test_vit2", "test_vit3", "test_vit4", "test_vit_relpos"),
-    *("vit_base_mci_224", "vit_base_patch16_siglip_224", "vit_little_patch16_reg4_gap_256"),
-    *("vit_medium_patch16_clip_224", "vit_pe_core_tiny_patch16_384", "vit_small_r26_s32_224"),
-    *("vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "vit_tiny_r_s16_p8_224"),
-    *("vit_small_patch16_rope_mixed_ape_224", "vit_srelpos_small_patch16_224"),
-]
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, stride=4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "abc")
+        self.head = nn.Linear(8, CLASSES)
 
-
-def create(name: str, **options: Any) -> nn.Module:
-    with warnings.catch_warnings(action="ignore"):  # deprecated names
-        return timm.create_model(name, num_classes=CLASSES, **options)
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).permute(0, 2, 3, 1)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(dim=(1, 2)))
 
 
-def small(name: str, stages: bool) -> tuple[nn.Module, int]:
-    """Returns the model for small images, or for timm's default size if that is fixed."""
-    with torch.device("meta"):
-        full: Any = create(name)
-    embedding = getattr(full, "patch_embed", None) or full.embeds
-    size = 64 if stages else 4 * embedding.feat_ratio(as_scalar=True)
-    try:
-        return create(name, img_size=size), size
-    except (TypeError, AssertionError):
-        return create(name), full.pretrained_cfg["input_size"][-1]
+def test_blocks_without_a_softmax_get_their_saliency_from_the_adapter():
+    def magnitude(block: nn.Module, x: Tensor) -> Tensor:
+        return x.square().mean(dim=-1).flatten(1)
+
+    adapter = Adapter(blocks="blocks", embed_dim=8, patch_embed="stem", saliency=magnitude)
+    images, targets = torch.randn(3, 3, 32, 48), torch.eye(CLASSES)[:3]
+    assert check_adapter(Rows(), adapter, images) == 96
+    for detector in ("attention", "gradient"):
+        htm = {"layer": 1, **ALL, "detector": detector}
+        output = attach(Rows(), CLASSES, htm=htm, adapter=adapter).train()(images, targets)
+        assert output.mask.any() and output.mask.shape == (3, 96)
+        torch.testing.assert_close(output.layers[0].saliency.sum(dim=1), torch.ones(3))
+    with pytest.raises(ValueError, match="vtm"):
+        attach(Rows(), CLASSES, vtm={"layer": 1}, adapter=adapter)
 
 
-@pytest.mark.parametrize("name", of_each_kind(["test_vit", *SERVED], ["test_vit"]))
-def test_a_model_of_timm_trains_and_evaluates_as_the_plain_one(name: str):
-    torch.manual_seed(0)
-    stages = name.startswith(("hiera", "pvt", "swin"))
-    model, size = small(name, stages)
-    plain, vtm = copy.deepcopy(model), None if stages else {"layer": 2}
-    mixed = {"layers": [0, 1]}
-    module = attach(model, CLASSES, htm={"layer": 1, **ALL}, vtm=vtm, manifold_mixup=mixed)
-    images = torch.randn(2, 3, size, size)
-    output = module.train()(images, torch.eye(CLASSES)[:2])
-    assert output.stats["mixed_samples"] == 2 and output.stats["mixed_tokens"] > 0
-    loss = training_loss(output, 1.0)
-    loss.backward()
-    assert loss.isfinite()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
-    plain.load_state_dict(model.state_dict())  # for batch norm statistics of hybrid models
-    with torch.no_grad():
-        assert torch.equal(module.eval()(images), plain.eval()(images))
+def test_the_page_lists_the_models_that_are_served():
+    """Of each kind an example, with and without VTM."""
+    page = Path(__file__).parents[2].joinpath("docs/library.md").read_text()
+    others = {
+        **{"torchvision": "torchvision.models.VisionTransformer", "cct": "CCT", "vit-lite": "CCT"},
+        **{"hf vit": "ViTForImageClassification", "hf deit": "DeiTForImageClassification"},
+        **{"hf dinov2": "Dinov2ForImageClassification", "encoder": "adapter", "by hand": "adapter"},
+    }
+    rows = [row for row in page.splitlines() if row.startswith("| ")]
+    for name, kind in KINDS.items():
+        listed = others.get(name) or kind.build.args[0]  # type: ignore[attr-defined]
+        (row,) = (row for row in rows if f"{listed}`" in row or f" {listed}," in row)
+        assert row.endswith("| no |" if kind.stages else "| yes |"), name
