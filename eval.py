@@ -24,9 +24,7 @@ def main(settings: WeightsTask) -> None:
     if not is_first_rank():
         return
     if settings.images is not None:
-        broken = result.get("broken_images", 0)
-        left_out = f", {broken} left out" if broken else ""
-        say(f"{result['checkpoint']}: {result['images']} images of {settings.images}{left_out}")
+        say(f"{result['checkpoint']}: {result['images']} images of {settings.images}")
         say(f"written to {settings.predictions}")
         return
     place = ""

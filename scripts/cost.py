@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from reproduction.config import Config
-from reproduction.data.sources import build_source
+from reproduction.data.sources import opened
 from reproduction.studies.plan import plan
 from reproduction.studies.study import SWEEPS, TABLES, Settings
 from reproduction.system.errors import PlainError
@@ -60,7 +60,7 @@ def main() -> None:
         if label not in rows:
             say(f"measuring {label}")
             if config.dataset.name not in SIZES:
-                data = build_source(config.dataset)
+                data = opened(config.dataset)
                 SIZES[config.dataset.name] = len(data.train), len(data.per_epoch), len(data.classes)
             train, held_out, classes = SIZES[config.dataset.name]
             images = config.recipe.epochs * (train + held_out / 3)

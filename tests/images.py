@@ -10,13 +10,17 @@ the command of a disturbed run also resumes it:
     assert train(*OWN, "name=mine", "resume=auto").status == 0
 """
 
+import hashlib
 import os
+import pickle
 import signal
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -119,3 +123,30 @@ def write_images(
                 pixels = noise + 190 * label // max(1, len(classes) - 1)
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
     return root
+
+
+def write_cifar(folder: Path, kind: Any, patch: Any) -> Path:
+    """Writes a small archive of CIFAR, which torchvision's class then takes for the whole one."""
+    content, rng = folder / "content", np.random.default_rng(0)
+    content.mkdir(parents=True)
+    label, number = ("fine_labels", 100) if kind.__name__ == "CIFAR100" else ("labels", 10)
+    for name, _ in (*kind.train_list, *kind.test_list):
+        data = rng.integers(0, 256, (number, 3072)).astype(np.uint8)
+        (content / name).write_bytes(pickle.dumps({"data": data, label: [*range(number)]}))
+    classes = {kind.meta["key"]: [f"class {i}" for i in range(number)]}
+    (content / kind.meta["filename"]).write_bytes(pickle.dumps(classes))
+    archive = folder / kind.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(content, kind.base_folder)
+
+    def digest(path: Path) -> str:
+        return hashlib.md5(path.read_bytes()).hexdigest()
+
+    for listing in ("train_list", "test_list"):
+        entries = [[name, digest(content / name)] for name, _ in getattr(kind, listing)]
+        patch.setattr(kind, listing, entries)
+    patch.setattr(kind, "meta", {**kind.meta, "md5": digest(content / kind.meta["filename"])})
+    patch.setattr(kind, "url", "http://127.0.0.1:1/archive")  # where nobody answers
+    patch.setenv("no_proxy", "127.0.0.1")
+    patch.setattr(kind, "tgz_md5", digest(archive))
+    return archive

@@ -31,7 +31,7 @@ def build_trainer(
     """Returns the trainer of a train.py command line, without data, run folder and checkpoint."""
     import torch
 
-    from reproduction.data.build import build_training_inputs
+    from reproduction.data.inputs import build_training_inputs
     from reproduction.models.build import build_module, place, without_weights
     from reproduction.runs.compose import config_of
     from reproduction.training.distributed import World, allow_tf32, resolve_device

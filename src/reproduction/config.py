@@ -2,12 +2,11 @@
 
 import os
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from tokenmixup import HTM, VTM, ManifoldMixup
@@ -15,6 +14,7 @@ from tokenmixup.settings import LARGEST, built
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF_DIR, TRAIN = ROOT / "conf", ROOT / "train.py"
+SOURCES = "reproduction.data.sources"  # the module that opens the data sets
 STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
 FORBID = ConfigDict(extra="forbid")  # shared by all settings classes
 LONGEST_NAME = 200  # bytes; most file systems allow 255
@@ -41,14 +41,6 @@ def function_name(value: str) -> str:
 
 def number_as_text(value: Any) -> Any:
     return str(value) if type(value) in (int, float) else value
-
-
-def auto_or(value: Any, check: Callable[[Any], Any]) -> Any:
-    if value == "auto":
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be auto or a list of 3 numbers")
-    return check(value)
 
 
 def compile_mode(value: Any) -> Any:
@@ -83,8 +75,8 @@ Flag = Annotated[bool, Field(strict=True)]
 Compile = Annotated[Flag | Literal["cuda-graph"], BeforeValidator(compile_mode)]
 Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # for pixel values in 0..1
 Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
-Channels = Annotated[list[Mean], Field(min_length=3, max_length=3), WrapValidator(auto_or)]
-Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3), WrapValidator(auto_or)]
+Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
+Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
@@ -191,9 +183,7 @@ AnyModel = CCT | ViT | Library
 class Dataset:
     """A data set, its normalisation statistics and loading options.
 
-    The names are those of `data.folders.DATASETS`. `source`, `options` and `content` belong to
-    `custom`; a command sets `content`, which identifies the images that the function returned. A
-    run sets `statistics`, which it has measured if `mean` and `std` are `auto`.
+    The function `source` opens it; its arguments are `options`, and `root` unless this is null.
     """
 
     name: FolderName
@@ -204,26 +194,15 @@ class Dataset:
     eval_limit: Count | None = None
     workers: ProcessCount = 0
     memory_mib: Whole | None = None
-    broken_images: Literal["refuse", "skip"]
     validation: Rate = 0.0
     validation_seed: Whole = 0
-    source: FunctionName | None = None
+    source: FunctionName
     options: dict[str, Any] = Field(default_factory=dict)
-    content: str | None = None
-    statistics: tuple[Channels, Scales] | None = None
 
     @property
-    def measures(self) -> bool:
-        return self.mean == "auto"
-
-    @property
-    def normalization(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation per channel, for `auto` the measured ones."""
-        return (self.measures and self.statistics) or (self.mean, self.std)
-
-    @property
-    def skips(self) -> bool:
-        return self.broken_images == "skip"
+    def is_own(self) -> bool:
+        """Whether a function of yours opens it."""
+        return not self.source.startswith(f"{SOURCES}:")
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -358,11 +337,10 @@ class Config:
     @property
     def preprocessing(self) -> dict[str, Any]:
         """How an image becomes the model's input in evaluation, for timm's `create_transform`."""
-        mean, std = self.dataset.normalization
         return {
             "image_size": self.model.image_size,
             "crop_pct": self.recipe.transforms.eval_crop_pct,
             "interpolation": "bicubic",
-            "mean": mean,
-            "std": std,
+            "mean": self.dataset.mean,
+            "std": self.dataset.std,
         }

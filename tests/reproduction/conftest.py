@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import train as train_script
 from reproduction import build_trainer
 from reproduction.config import Config, Dataset
 from reproduction.data import sources
-from reproduction.data.sources import Source, _open, build_source
+from reproduction.data.sources import Data, opened
 from reproduction.reporting import report
 from reproduction.runs.compose import compose
 from reproduction.runs.folder import RunFolder
@@ -97,17 +96,17 @@ def command(
 
 def load_source(
     name: str, root: str | None, limit: int | None, eval_limit: int | None = None, **more: Any
-) -> Source:
+) -> Data:
     """Opens a data set; the settings that do not change its images have any value."""
     others: dict[str, Any] = {
         "mean": [0.0] * 3,
         "std": [1.0] * 3,
         "workers": 0,
         "memory_mib": None,
-        "broken_images": "refuse",
+        "source": f"{sources.__name__}:{name}",
     }
-    return build_source(
-        Dataset(name=name, root=root, limit=limit, eval_limit=eval_limit, **others, **more)
+    return opened(
+        Dataset(name=name, root=root, limit=limit, eval_limit=eval_limit, **others | more)
     )
 
 
@@ -145,18 +144,14 @@ def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Modules marked `all_digits` evaluate all: they compare with runs in other processes.
     """
-    original = sources._open
-
-    def opened(name: str, root: str | None) -> sources.Source:
-        source = original(name, root)
-        few = source.held_out.take(range(60)) if name == "digits" else source.held_out
-        return replace(source, held_out=few)
-
+    train, held_out = sources.digits()
     marked = request.node.get_closest_marker("all_digits") is not None
     with pytest.MonkeyPatch.context() as patch:
         if not marked and not _goes_by_doors(request.module):
-            patch.setattr(sources, "_open", opened)
+            patch.setattr(sources, "digits", lambda: [train, held_out[:60]])
+        sources._whole.cache_clear()
         yield
+        sources._whole.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +221,7 @@ def write_images(
     root: Path, classes: list[str], train: int, held_out: int, size: int = 32, test: int = 0
 ) -> Path:
     """Writes images whose brightness encodes the class to root/train, val and, if any, test."""
-    _open.cache_clear()  # older versions of pytest use the path of a deleted folder again
+    sources._whole.cache_clear()  # older versions of pytest use the path of a folder again
     rng = np.random.default_rng(0)
     for split, number in (("train", train), ("val", held_out), ("test", test)):
         for label, name in enumerate(classes if number else ()):

@@ -1,15 +1,12 @@
 """Image folders and CIFAR: which files are read and how, what is left out, and what is refused."""
 
 import csv
-import hashlib
 import io
-import pickle
+import shutil
 import struct
-import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -19,9 +16,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from tests.doors import Run, evaluate, load_run, same, train
-from tests.images import write_images
+from tests.images import write_cifar, write_images
 
-pytestmark = pytest.mark.all_digits
 TINY = (
     *("model.image_size=32", "model.embed_dim=16", "recipe.epochs=1", "recipe.batch_size=4"),
     *("recipe.transforms.eval_crop_pct=1", "dataset.workers=0", "device=cpu", "augmentation=[]"),
@@ -201,13 +197,42 @@ def test_classes_are_the_folders_and_what_is_left_out_is_counted(images: Path):
     for name in ("a.heic", "b.HEIC", "notes.txt", "README", "._0.png"):
         (images / "train" / "dog" / name).touch()
     (images / "train" / "list.csv").touch()
+    RGB.save(images / "train" / "beside.png")
     (images / "val").rename(images / "test")
     result = train(*FOLDER, "name=run")
     assert result.status == 0, result.err
     assert "on 7 images of image_folder, 2 classes, 4 held out" in result.out
     (line,) = result.lines
-    assert all(part in line for part in ("2 .heic", "1 .txt", "1 without"))
+    assert all(part in line for part in ("2 .heic", "1 .txt", "1 without", "1 image beside"))
     assert load_run("outputs/run").classes == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("kind", ["link", "copy"])
+def test_validation_on_the_training_images_is_said_in_one_line(images: Path, kind: str):
+    shutil.rmtree(images / "val")
+    if kind == "link":
+        (images / "val").symlink_to("train")
+    else:
+        shutil.copytree(images / "train", images / "val")
+    result = train(*FOLDER)
+    (line,) = result.lines
+    assert result.status == 0 and "images/val" in line and "images/train" in line
+
+
+def test_imagenet_is_seen_as_it_is_stored(images: Path):
+    """As the published accuracies see it."""
+    RGB.save(images / "val" / "cat" / "0.png", exif=oriented(8))
+    words = ["dataset=imagenet1k", "dataset.root=images", *TINY, "name=run"]
+    assert train(*words).status == 0
+    assert evaluate("run=outputs/run", "predictions=x.csv").status == 0
+    model, transform, classes = load_run("outputs/run")
+    with open("x.csv", newline="") as file:
+        row = next(csv.DictReader(file))
+    with torch.no_grad():
+        stored, turned = model(transform([RGB, RGB.rotate(90)])).softmax(1)
+    place = classes.index(row["predicted"])
+    assert float(row["probability"]) == pytest.approx(float(stored[place]), abs=1e-5)
+    assert float(row["probability"]) != pytest.approx(float(turned[place]), abs=1e-5)
 
 
 def _emptied(folder: str) -> Callable[[Path], Any]:
@@ -223,7 +248,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {  # change -> part of t
     "a class without images": (_emptied("train/cat"), "cat"),
     "a held-out class without images": (_emptied("val/dog"), "dog"),
     "one class": (_one_class, "two classes"),
-    "a held-out class of its own": (lambda r: copytree(r / "val/dog", r / "val/elk"), "elk"),
+    "a held-out class of its own": (lambda r: shutil.copytree(r / "val/dog", r / "val/elk"), "elk"),
     "no held-out images": (lambda r: (r / "val").rename(r / "valid"), "val"),
     "no folder": (lambda r: r.rename("elsewhere"), "images"),
 }
@@ -255,33 +280,6 @@ def re_named(line: str) -> set[str]:
 
 
 # CIFAR
-
-
-def write_cifar(folder: Path, kind: Any, patch: pytest.MonkeyPatch) -> Path:
-    """Writes a small archive of CIFAR, which torchvision's class then takes for the whole one."""
-    content, rng = folder / "content", np.random.default_rng(0)
-    content.mkdir(parents=True)
-    label, number = ("fine_labels", 100) if kind is CIFAR100 else ("labels", 10)
-    for name, _ in (*kind.train_list, *kind.test_list):
-        data = rng.integers(0, 256, (number, 3072)).astype(np.uint8)
-        (content / name).write_bytes(pickle.dumps({"data": data, label: [*range(number)]}))
-    classes = {kind.meta["key"]: [f"class {i}" for i in range(number)]}
-    (content / kind.meta["filename"]).write_bytes(pickle.dumps(classes))
-    archive = folder / kind.filename
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(content, kind.base_folder)
-
-    def digest(path: Path) -> str:
-        return hashlib.md5(path.read_bytes()).hexdigest()
-
-    for listing in ("train_list", "test_list"):
-        entries = [[name, digest(content / name)] for name, _ in getattr(kind, listing)]
-        patch.setattr(kind, listing, entries)
-    patch.setattr(kind, "meta", {**kind.meta, "md5": digest(content / kind.meta["filename"])})
-    patch.setattr(kind, "url", "http://127.0.0.1:1/archive")  # where nobody answers
-    patch.setenv("no_proxy", "127.0.0.1")
-    patch.setattr(kind, "tgz_md5", digest(archive))
-    return archive
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cifar10", CIFAR10), ("cifar100", CIFAR100)])

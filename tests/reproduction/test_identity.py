@@ -29,7 +29,7 @@ WORDS = {
 }
 NO_RESULT = (  # keys and groups that change no result, and so not the run; every other key counts
     *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib", "dataset.statistics", "model.checkpoint_blocks"),
+    *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
 )
 OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just be changed
     **{
@@ -43,8 +43,7 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
     **{"model.mlp_drop_rate": 0.1, "model.package": "torchvision", "model.stem": "cifar"},
     **{"dataset.root": "x", "dataset.mean": [0.1, 0.2, 0.3], "dataset.std": [0.1, 0.2, 0.3]},
     **{"dataset.limit": 9, "dataset.eval_limit": 9, "dataset.memory_mib": 9},
-    **{"dataset.broken_images": "skip", "dataset.source": "own:others", "dataset.content": "x"},
-    **{"dataset.statistics": [[0.1] * 3, [0.2] * 3], "augmentation.off_epoch": 1},
+    **{"dataset.source": "own:others", "augmentation.off_epoch": 1},
     **{"augmentation.cutmix.labels": "attention", "augmentation.manifold_mixup.layers": [1]},
     **{
         "augmentation.htm.tau": 1.0,

@@ -12,8 +12,8 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
 from reproduction import build_trainer, step
-from reproduction.data.build import build_training_images
 from reproduction.data.inputs import Mixed, TrainingInputs
+from reproduction.data.loaders import build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
 from tests.doors import SMALL, config_of, train
 from tests.images import OWN, recorded

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from tests.doors import ROOT, SMALL, Run, dry, evaluate, snapshot, train
 from tests.images import OWN, digits, recorded, write_images
 
-pytestmark = pytest.mark.all_digits
 HERE = "tests.reproduction.test_own_images"
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
 NAMES = ["cat", "dog", "ant"]

@@ -32,7 +32,6 @@ from tests.doors import (
 )
 from tests.images import OWN, write_images
 
-pytestmark = pytest.mark.all_digits
 CLASSES = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]
 NO_LIMITS = [x for x in SMALL if "limit" not in x]
 FOLDER = (

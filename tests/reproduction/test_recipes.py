@@ -14,7 +14,7 @@ from tests.reproduction.conftest import config_of
 DOCS = ROOT / "docs"
 LEFT_OUT = (  # besides where and how a run is made, which `settings_of` leaves out
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
-    *("dataset.name", "dataset.broken_images", "recipe.log_every", "recipe.evaluate_every"),
+    *("dataset.name", "dataset.source", "recipe.log_every", "recipe.evaluate_every"),
 )
 EXPERIMENTS = {  # of the paper's first two tables, and as the published code trains them
     f"{folder}/{path.stem}": [f"experiment={folder}/{path.stem}"]

@@ -256,11 +256,11 @@ def test_digits_are_written_as_two_halves(tmp_path: Path, monkeypatch: pytest.Mo
         assert np.array_equal(np.asarray(image), np.round(digits.images[7] * 255 / 16))
 
 
-def test_openmixup_study_at_smoke_scale_uses_stand_ins():
+def test_openmixup_study_at_smoke_scale_trains_on_digits():
     runs = plan(str(RESULTS / "openmixup_cifar100.yaml"), Settings(scale="smoke", outputs="x"))
     assert len(runs) == 4 and {run.config.seed for run in runs} == {0}
     for run in runs:
-        assert run.config.dataset.root == "x/smoke/data/cifar100"
+        assert run.config.dataset.name == "digits"
         htm = run.config.augmentation.htm
         assert htm is None or (htm.tau, htm.rho) == (float("inf"), 0)
         assert run.config.recipe.clip_grad_norm == 5 and run.config.recipe.max_steps == 4
@@ -290,7 +290,7 @@ def test_find_runs_prefers_the_finished_folder_of_a_run(tmp_path: Path):
         ({"dataset": "digits"}, "table1/cifar100_htm", None),
         ({"dataset": "digits", "scale": "smoke"}, "table1/cifar100_htm", None),
         ({"data": "/d", "scale": "smoke"}, "table1/cifar100_htm", "/d"),
-        ({"scale": "smoke"}, "table1/cifar100_htm", "outputs/smoke/data/cifar100"),
+        ({"scale": "smoke"}, "table1/cifar100_htm", None),
     ],
 )
 def test_settings_choose_the_folder_of_the_data(changes: Any, label: str, root: str | None):

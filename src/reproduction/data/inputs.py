@@ -14,7 +14,7 @@ from timm.data.mixup import Mixup, cutmix_bbox_and_lam, one_hot
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from reproduction.config import Augmentation
+from reproduction.config import Augmentation, Config
 from reproduction.data.seeding import Purpose, seed_of, seeded
 
 Normalize = Callable[[Tensor], Tensor]  # b 3 h w: uint8 -> float32
@@ -107,6 +107,17 @@ class TrainingInputs:
     def generators(self) -> list[torch.Generator]:
         """Those on the device that `apply` draws from."""
         return [] if self.erase is None else [self.erase.generator]
+
+
+def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:
+    """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
+    settings, erasing = config.recipe.transforms, None
+    if settings.erasing_prob > 0:
+        erasing = Erasing(
+            settings.erasing_prob, settings.erasing_mode, settings.erasing_count, device
+        )
+    normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
+    return TrainingInputs(normalize, build_input_mixing(config.augmentation), erasing)
 
 
 def build_normalize(

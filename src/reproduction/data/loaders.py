@@ -4,43 +4,35 @@ import math
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from reproduction.data.images import LEFT_OUT, NO_IMAGE, ImageSource
+from reproduction.config import Config
+from reproduction.data.images import read, rgb, upright
+from reproduction.data.inputs import build_normalize
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
+from reproduction.data.sources import Half, cached
 from reproduction.system.errors import STOP_SIGNALS, UserError
 
-LONGEST_FOLDER = 75  # bytes: a socket's path has 107, multiprocessing appends 32
-SHORT_FOLDER = "/tmp"  # noqa: S108 - the workers create a private folder in it
-SHARED = Path("/dev/shm")  # noqa: S108 - workers send batches through it
-SEMAPHORES = 2**15  # bytes for each worker of both loaders: 3 semaphores, which are pages
-ENLARGE = (
-    "enlarge it, as by docker run --shm-size=8g, or choose dataset.workers=0, which needs none"
-)
-START = "fork"  # shares images in memory; spawned ranks would default to another method
 Transform = Callable[[Image.Image], Tensor]
 Example = tuple[Tensor, int]
+Loader = Iterable[list[Tensor]]  # images `b 3 s s` uint8, classes `b`
 
 
 class TrainingImages(Dataset[Example]):
-    """Augmented images. The augmentation depends on (seed, epoch, index) only.
+    """Augmented images. The augmentation depends on (seed, epoch, index) only."""
 
-    The next readable image replaces one that is left out, so that batches keep their size.
-    """
-
-    def __init__(self, source: ImageSource, transform: Transform, seed: int):
-        self.source, self.transform, self.seed = source, transform, seed
+    def __init__(self, half: Half, transform: Transform, seed: int):
+        self.half, self.transform, self.seed = half, transform, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Example:
         return self.__getitems__([key])[0]
@@ -51,27 +43,19 @@ class TrainingImages(Dataset[Example]):
             return [self._augmented(*key) for key in keys]
 
     def _augmented(self, epoch: int, index: int) -> Example:
-        image, target = self._readable(index)
+        image, target = self.half[index]
         seed_generators(Purpose.AUGMENT, self.seed, epoch, index)
         return self.transform(image), target
 
-    def _readable(self, index: int) -> tuple[Image.Image, int]:
-        number = len(self.source)
-        for other in range(index, index + number):
-            image, target = self.source[other % number]
-            if target != LEFT_OUT:
-                return image, target
-        raise RuntimeError(f"{NO_IMAGE} among the {number} training images")
-
 
 class EvaluationImages(Dataset[Example]):
-    """Images in evaluation; one that is left out keeps its class LEFT_OUT."""
+    """Images in evaluation."""
 
-    def __init__(self, source: ImageSource, transform: Transform):
-        self.source, self.transform = source, transform
+    def __init__(self, half: Half, transform: Transform):
+        self.half, self.transform = half, transform
 
     def __getitem__(self, index: int) -> Example:
-        image, target = self.source[index]
+        image, target = self.half[index]
         return self.transform(image), target
 
 
@@ -117,55 +101,83 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
             yield [(self.epoch, int(index)) for index in share]
 
 
-def evaluation_batches(num_images: int, size: int, rank: int = 0, ranks: int = 1) -> BatchSampler:
-    """Splits the images over all ranks, each exactly once, without padding."""
-    return BatchSampler(range(rank, num_images, ranks), size, drop_last=False)
+def build_training_images(config: Config, half: Half) -> TrainingImages:
+    """Returns the training images with timm's augmentation: `3 s s` uint8."""
+    settings, size = config.recipe.transforms, config.model.image_size
+    try:
+        transform = create_transform(
+            (3, size, size),
+            is_training=True,
+            scale=(settings.scale[0], settings.scale[1]),
+            ratio=(settings.ratio[0], settings.ratio[1]),
+            interpolation=settings.interpolation,
+            hflip=settings.hflip,
+            color_jitter=settings.color_jitter,  # ignored by timm if auto-augment is set
+            auto_augment=settings.auto_augment,
+            mean=tuple(config.dataset.mean),  # fill colour of auto-augment
+            normalize=False,
+        )
+    except (ValueError, AssertionError, NotImplementedError) as error:  # invalid policy
+        policy = settings.auto_augment
+        raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
+    return TrainingImages(half, transform, config.seed)
 
 
-def data_loader(
+def build_evaluation_transform(config: Config) -> Transform:
+    """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
+    settings = config.preprocessing
+    return create_transform(
+        (3, settings["image_size"], settings["image_size"]),
+        is_training=False,
+        interpolation=settings["interpolation"],
+        crop_pct=settings["crop_pct"],
+        normalize=False,
+    )
+
+
+def build_training_loader(
+    config: Config, half: Half, batches: TrainingBatches, pin: bool
+) -> Loader:
+    """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
+    return _loader(config, build_training_images(config, _cached(config, half)), batches, pin)
+
+
+def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, pin: bool) -> Loader:
+    """Returns the loader of this rank's share of the images: each exactly once, without padding."""
+    images = EvaluationImages(_cached(config, half), build_evaluation_transform(config))
+    size = max(1, config.recipe.batch_size // ranks)
+    batches = BatchSampler(range(rank, len(half), ranks), size, drop_last=False)
+    return _loader(config, images, batches, pin)
+
+
+def _cached(config: Config, half: Half) -> Half:
+    return cached(half, config.dataset.memory_mib, max(1, config.dataset.workers))
+
+
+def _loader(
+    config: Config,
     images: TrainingImages | EvaluationImages,
     batches: Iterable[list[Any]],
-    workers: int,
-    pin_memory: bool,
+    pin: bool,
 ) -> DataLoader[Example]:
-    """Returns a loader of `batches`, which are lists of keys."""
-    if workers:
-        _check_places(workers)
+    workers = config.dataset.workers
     return DataLoader(
         images,
         batch_sampler=batches,
         num_workers=workers,
-        multiprocessing_context=START if workers else None,
+        # shares images in memory; spawned ranks would default to another method
+        multiprocessing_context="fork" if workers else None,
         persistent_workers=workers > 0,
-        pin_memory=pin_memory,
-        worker_init_fn=_prepare_worker,
+        pin_memory=pin,
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # worker seeds must not draw from dropout's generator
     )
 
 
-def _prepare_worker(worker: int) -> None:
+def _ignore_signals(worker: int) -> None:
     """Keeps a worker running until its parent ends it, if a signal reaches the process group."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
-    tempfile.tempdir = _socket_folder()
-
-
-def _socket_folder() -> str:
-    """The temporary folder, or /tmp if the paths of sockets in it would be too long to listen at.
-
-    Workers send batches through sockets: the loader would wait forever.
-    """
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= LONGEST_FOLDER else SHORT_FOLDER
-
-
-def _check_places(workers: int) -> None:
-    """Raises UserError if the sockets or semaphores of workers have no place."""
-    if not os.access(_socket_folder(), os.W_OK | os.X_OK):
-        longest = f"{LONGEST_FOLDER} bytes at most, as {SHORT_FOLDER} is not writable"
-        raise UserError(f"TMPDIR={tempfile.gettempdir()}: {longest}; or choose dataset.workers=0")
-    if SHARED.is_dir() and (free := disk_usage(SHARED).free) < SEMAPHORES * (workers + 2):
-        raise UserError(f"{SHARED}: has only {free} bytes of shared memory left; {ENLARGE}")
 
 
 def _end_workers() -> None:
@@ -180,3 +192,29 @@ def _end_workers() -> None:
 
 
 Finalize(None, _end_workers, exitpriority=0)  # also runs at the end of multiprocessing processes
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """A PIL image of any mode, or a path -> the model's input in evaluation, `3 s s` float32.
+
+    A list of n of them gives `n 3 s s`. Images are seen upright and on white. RuntimeError names a
+    broken file; ValueError for a PIL image of more than 8 bits a channel.
+    """
+
+    crop: Transform
+    mean: list[float]
+    std: list[float]
+
+    def __call__(self, images: Any) -> Tensor:
+        if isinstance(images, list | tuple):
+            return torch.stack([self(image) for image in images])
+        is_path = isinstance(images, str | os.PathLike)
+        image = read(os.fspath(images)) if is_path else rgb(upright(images))
+        return build_normalize(self.mean, self.std, "cpu")(self.crop(image))
+
+
+def build_input_transform(config: Config) -> InputTransform:
+    return InputTransform(
+        build_evaluation_transform(config), config.dataset.mean, config.dataset.std
+    )

@@ -1,264 +1,346 @@
-"""Opens the data sets with their published splits, as (PIL image, class index)."""
+"""The data sets: `dataset.source` names the function that opens one, of this module or your own.
 
+A function returns its training and held-out images, and perhaps images for validation. Each is what
+torchvision calls a data set: it has `len`, and item i is an image (PIL or a uint8 array) with its
+class (a name or an integer). If it has `targets`, no image is read for its class, and if it has
+`classes`, these are the names of integers. `dataset.root` and `dataset.options` are the arguments.
+"""
+
+import json
 import os
-import socket
-import tarfile
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from hashlib import file_digest, sha256
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from traceback import extract_tb
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
-from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import download_and_extract_archive
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torchvision.datasets import CIFAR10, CIFAR100, DatasetFolder, ImageFolder
 
 from reproduction.config import Dataset
-from reproduction.data.custom import load as load_own
-from reproduction.data.folders import (
-    DATASETS,
-    EXTENSIONS,
-    class_names,
-    image_files,
-    split_folders,
-)
-from reproduction.data.images import ArrayImages, FileImages, ImageSource, SkippedFiles
-from reproduction.data.stand_ins import STAND_INS, cifar_stand_ins
+from reproduction.data.images import ENDINGS, NO_IMAGE, is_hidden, read, rgb, size
 from reproduction.system.errors import UserError, first_line
-from reproduction.system.terminal import warn
 
-HELD_OUT_DIGITS = 360  # out of 1,797, stratified
-DOWNLOAD_TIMEOUT = 60  # seconds without data from the server
+HELD_OUT_DIGITS = 360  # of 1,797, stratified
+MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
 
 
-@dataclass(frozen=True)
-class Source:
-    """A data set: its images, class names and other files by ending.
+class Half:
+    """Images at `places` of `items`: `half[i]` is an RGB image and the index of its class."""
 
-    `held_out` is the test set. `validation` is a part of the training images that `train` lacks, or
-    a folder of its own. `unread` is a folder of other classes.
-    """
+    def __init__(self, items: Any, targets: Sequence[int], places: Sequence[int] | None = None):
+        self.items, self.targets = items, [*targets]
+        self.places = range(len(self.targets)) if places is None else places
 
-    train: ImageSource
-    held_out: ImageSource
-    classes: list[str]
-    others: Counter[str] = field(default_factory=Counter)
-    validation: ImageSource | None = None
-    unread: Path | None = None
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        try:
+            return rgb(self.items[self.places[index]][0]), self.targets[index]
+        except Exception as error:  # from any code
+            text = f"dataset.source: image {self.name(index)}: {NO_IMAGE}: {first_line(error)}"
+            raise RuntimeError(str(error) if NO_IMAGE in str(error) else text) from error
 
     @property
-    def per_epoch(self) -> ImageSource:
+    def has_files(self) -> bool:
+        return isinstance(self.items, DatasetFolder)
+
+    def name(self, index: int) -> str:
+        """The path of an image, or its place in the data set."""
+        place = self.places[index]
+        return str(self.items.samples[place][0] if self.has_files else place)
+
+    def take(self, indices: Sequence[int]) -> "Half":
+        targets, places = ([part[i] for i in indices] for part in (self.targets, self.places))
+        return Half(self.items, targets, places)
+
+    def content(self, classes: list[str]) -> Iterator[str]:
+        """What tells images from others: names and sizes of files, else their classes."""
+        for i, target in enumerate(self.targets):
+            if not self.has_files:
+                yield classes[target]
+                continue
+            name, root = self.name(i), str(self.items.root)
+            bytes_ = os.path.getsize(name) if len(self) <= MOST_SIZES else ""
+            yield f"{bytes_} {name.removeprefix(root).lstrip('/')}"
+
+
+class Data(NamedTuple):
+    """A data set. `validation` is a part of the training images, or a folder of its own."""
+
+    train: Half
+    held_out: Half
+    classes: list[str]
+    validation: Half | None = None
+    remarks: tuple[str, ...] = ()  # what was left out
+
+    @property
+    def per_epoch(self) -> Half:
         """The images to evaluate on after an epoch: for validation, else the held-out ones."""
         return self.held_out if self.validation is None else self.validation
 
 
-def report_other_files(source: Source) -> None:
-    """Warns of files that are left out by their ending, and of a folder of other classes."""
-    if source.others:
-        counts = ", ".join(f"{count:,} {ending}" for ending, count in source.others.most_common())
-        warn(f"warning: files left out by their ending: {counts}")
-    if source.unread is not None:
-        warn(f"warning: {source.unread} is not read, it has other classes than train/")
+def opened(dataset: Dataset) -> Data:
+    """Opens a data set, downloading CIFAR on first use; UserError for whatever fails.
 
-
-def build_source(dataset: Dataset) -> Source:
-    """Opens a data set, downloading CIFAR on first use; own data by their function, see custom.py.
-
-    Keeps `limit` training images and `eval_limit` held-out images, if given, and sets the share
-    `validation` of the training images apart. Broken files are left out if they are to be skipped,
-    see `SkippedFiles`. Raises UserError when the download fails, a limit is out of range, or there
-    are too few images for validation, or a folder of them.
+    Keeps `limit` and `eval_limit` images, and sets the share `validation` of those for training
+    apart, stratified by class.
     """
-    source = open_source(dataset)
-    parts = [
-        _limited(key, images, getattr(dataset, key), len(source.classes))
-        for key, images in (("limit", source.train), ("eval_limit", source.held_out))
-    ]
-    if dataset.validation and source.validation is not None:
-        place = Path(str(dataset.root), "val")
-        allowed = f"{place} holds the images for validation, allowed is 0"
-        raise UserError(f"dataset.validation={dataset.validation}: {allowed}")
-    if dataset.validation:
-        parts[0], held_back = _split(parts[0], dataset.validation, dataset.validation_seed)
-        parts.append(held_back)
-    if source.validation is not None:
-        parts.append(source.validation)
-    if dataset.skips:
-        parts = [_skipped(part) for part in parts]
-    train, held_out, *rest = parts
-    validation = rest[0] if rest else None
-    return replace(source, train=train, held_out=held_out, validation=validation)
-
-
-def open_source(dataset: Dataset) -> Source:
-    """Opens all images of a data set. Raises UserError when the download or the function fails."""
-    if dataset.source is None:
-        return _open(dataset.name, dataset.root)
-    return Source(*load_own(dataset.source, dataset.options))
+    data = _whole(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
+    train = _limited("limit", data.train, dataset.limit)
+    held_out = _limited("eval_limit", data.held_out, dataset.eval_limit)
+    validation, share = data.validation, dataset.validation
+    if share and validation is not None:
+        reason = "the data set has images for validation, allowed is 0"
+        raise UserError(f"dataset.validation={share}: {reason}")
+    if share:
+        train, validation = _split(train, share, dataset.validation_seed)
+    return data._replace(train=train, held_out=held_out, validation=validation)
 
 
 @lru_cache(maxsize=1)
-def _open(name: str, root: str | None) -> Source:
-    """Opens a data set. Cached across the points of a sweep, as it is immutable."""
-    opens = DATASETS[name].opens
-    assert opens is not None, "checked by parse()"
-    source: Source = resolve_name(opens)(name, root)
-    return source
-
-
-@lru_cache(maxsize=1)
-def _split(images: ImageSource, share: float, seed: int) -> tuple[ImageSource, ImageSource]:
-    """Splits images into the rest and a stratified `share`, both in their order."""
-    from sklearn.model_selection import train_test_split
-
-    targets = np.asarray(images.targets)
+def _whole(source: str, root: str | None, options: str) -> Data:
+    """Calls the function of a data set; the last result serves all points of a sweep."""
+    arguments = json.loads(options) | ({} if root is None else {"root": root})
+    is_own = not source.startswith(f"{__name__}:")
     try:
-        parts = train_test_split(
-            np.arange(len(targets)), test_size=share, stratify=targets, random_state=seed
+        parts = [*resolve_name(source)(**arguments)]
+        labels = [_labels(part) for part in parts]
+        classes = getattr(parts[0], "classes", None) or sorted({*labels[0]})
+        index = {name: i for i, name in enumerate(classes)}
+        if len(classes) < 2:
+            raise ValueError(f"needs two classes or more, all training images are of {classes[0]}")
+        if odd := {*labels[0], *labels[1]} - {*labels[0]}:
+            raise ValueError(f"held-out images are of class {min(odd)!r}, no training image is")
+        halves = [
+            Half(part, [index[label] for label in names])
+            for part, names in zip(parts, labels, strict=True)
+        ]
+        train, held_out, *validation = halves
+    except UserError:
+        raise
+    except Exception as error:  # from any code
+        place = extract_tb(error.__traceback__)[-1]
+        where = f" ({place.filename}:{place.lineno})" if is_own else ""
+        key = f"dataset.root={root or 'null'}" if options == "{}" else f"dataset.options={options}"
+        key = f"dataset.source={source}" if is_own else key
+        raise UserError(f"{key}: {first_line(error)}{where}") from error
+    names = [str(name) for name in classes]
+    return Data(train, held_out, names, next(iter(validation), None), (*_remarks(halves, names),))
+
+
+def _labels(part: Any) -> list[Any]:
+    """The name of each image's class, or its number if `part` does not name its classes."""
+    targets = getattr(part, "targets", None)
+    if targets is None:
+        targets = [part[i][1] for i in range(len(part))]
+    labels = [np.asarray(target).item() for target in targets]  # also [3], as medmnist has them
+    if len(labels) != len(part) or not labels:
+        raise ValueError(f"{len(part)} images, {len(labels)} classes")
+    names = getattr(part, "classes", None)
+    return labels if names is None else [names[label] for label in labels]
+
+
+def _remarks(halves: list[Half], classes: list[str]) -> Iterator[str]:
+    """Says which files of image folders are left out, and if halves hold the same files."""
+    folders = [half for half in halves if isinstance(half.items, Folder)]
+    if left_out := sum((half.items.left_out for half in folders), Counter[str]()):
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common())
+        yield f"files left out: {counts}"
+    for half in folders[1:]:
+        first = folders[0]
+        if len(half) == len(first) and [*half.content(classes)] == [*first.content(classes)]:
+            yield f"{half.items.root} holds the same files as {first.items.root}"
+
+
+def _limited(key: str, half: Half, limit: int | None) -> Half:
+    """Returns the first `limit` images in round-robin order of classes, so they stay balanced."""
+    if limit is None:
+        return half
+    targets = np.asarray(half.targets)
+    classes = np.unique(targets)
+    if not len(classes) <= limit <= len(half):
+        allowed = f"{len(classes)}..{len(half)}, its classes and images"
+        raise UserError(f"dataset.{key}={limit}: allowed is {allowed}")
+    turn = np.empty(len(targets), dtype=np.int64)
+    for label in classes:
+        members = np.flatnonzero(targets == label)
+        turn[members] = np.arange(len(members))
+    return half.take(np.lexsort((targets, turn))[:limit].tolist())
+
+
+def _split(half: Half, share: float, seed: int) -> tuple[Half, Half]:
+    """Splits images into the rest and a stratified `share`, both in their order."""
+    try:
+        rest, part = train_test_split(
+            np.arange(len(half)), test_size=share, stratify=half.targets, random_state=seed
         )
     except ValueError as error:
         reason = f"must give images of every class: {error}"
         raise UserError(f"dataset.validation={share}: {reason}") from error
-    if lost := {*targets.tolist()} - {*targets[parts[0]].tolist()}:
+    train, validation = (half.take(sorted(x.tolist())) for x in (rest, part))
+    if lost := {*half.targets} - {*train.targets}:
         raise UserError(f"dataset.validation={share}: leaves class {min(lost)} no training image")
-    rest, validation = (images.take(sorted(part.tolist())) for part in parts)
-    return rest, validation
+    return train, validation
 
 
-@lru_cache(maxsize=3)
-def _skipped(images: ImageSource) -> ImageSource:
-    """Returns the same object again for the same images, so that each is reported once."""
-    assert isinstance(images, FileImages), "checked by parse()"
-    return SkippedFiles(images.samples(), images.as_seen)
+def cached(half: Half, mib: int | None, threads: int) -> Half:
+    """Decodes the images of files if they fit into `mib`; forked workers share the memory.
+
+    UserError names a broken file and how many there are.
+    """
+    room = (mib or 0) * 2**20
+    for i in range(len(half) if half.has_files else 0):
+        room -= size(half.name(i))
+        if room < 0:
+            return half
+    if not half.has_files:
+        return half
+    images = _read_all(half, np.array, threads)
+    if broken := [image for image in images if isinstance(image, RuntimeError)]:
+        count = f"{len(broken):,} of {len(half):,} images of this folder are broken"
+        raise UserError(f"{broken[0]}; {count}")
+    return Half([*zip(images, half.targets, strict=True)], half.targets)
 
 
-@lru_cache(maxsize=2)
-def _limited(key: str, images: ImageSource, limit: int | None, classes: int) -> ImageSource:
-    """Returns the first `limit` images in round-robin order of classes, so they stay balanced."""
-    if limit is None:
-        return images
-    if not classes <= limit <= len(images):
-        raise UserError(
-            f"dataset.{key}={limit}: there are {len(images)} images of {classes} classes, allowed "
-            f"is {classes}..{len(images)}"
-        )
-    targets = np.asarray(images.targets)
-    turn = np.empty(len(targets), dtype=np.int64)
-    for label in np.unique(targets):
-        members = np.flatnonzero(targets == label)
-        turn[members] = np.arange(len(members))
-    return images.take(np.lexsort((targets, turn))[:limit].tolist())
+def _read_all(half: Half, keep: Callable[[Image.Image], Any], threads: int = 8) -> list[Any]:
+    """What to keep of each image, or the RuntimeError that names it if it is broken."""
+
+    def each(index: int) -> Any:
+        try:
+            return keep(half[index][0])
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
+        return [*pool.map(each, range(len(half)))]
 
 
-def digits(name: str, root: str | None) -> Source:
-    """Opens scikit-learn's digits: 1,437 images and 360 held out."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+def record(data: Data, weights: str | None = None) -> dict[str, str]:
+    """What a run is trained on: summary.json keeps it, and it is compared before it is reused.
 
+    Counts training, validation and held-out images, with a digest of their `content`, and, if a
+    run starts from a file of your own, the digest of this file.
+    """
+    parts = [x for x in (data.train, data.validation, data.held_out) if x is not None]
+    digest = sha256()
+    for part in parts:
+        digest.update("\0".join([*part.content(data.classes), ""]).encode(errors="replace"))
+    counts = " + ".join(f"{len(part):,}" for part in parts)
+    classes = f"{len(data.classes):,} classes"
+    found = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
+    if weights is not None:
+        with open(weights, "rb") as file:
+            digest = file_digest(file, "sha256")
+        found["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
+    return found
+
+
+class Folder(ImageFolder):
+    """Images by class: root/<class>/..., but for what editors and systems hide.
+
+    `left_out` counts other files by their ending.
+    """
+
+    def __init__(self, root: Path, as_seen: bool = True):
+        self.left_out = Counter[str]()
+        loader = partial(read, as_seen=as_seen)
+        super().__init__(root, loader=loader, is_valid_file=self._is_image)
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        beside = [name for name in os.listdir(directory) if not is_hidden(name)]
+        names = sorted(name for name in beside if Path(directory, name).is_dir())
+        images = {name for name in beside if name.lower().endswith(ENDINGS)} - {*names}
+        if images:
+            self.left_out["image beside the class folders"] = len(images)
+        return names, {name: i for i, name in enumerate(names)}
+
+    def _is_image(self, path: str) -> bool:
+        if is_hidden(path.removeprefix(str(self.root))):
+            return False
+        ending = os.path.splitext(path)[1].lower()
+        if ending not in ENDINGS:
+            self.left_out[ending or "without an ending"] += 1
+        return ending in ENDINGS
+
+
+class Unlabelled(Folder):
+    """All images below a folder, however deep, as if of one class."""
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        return [""], {"": 0}
+
+
+def image_folder(root: str) -> list[Folder]:
+    """Opens root/train/<class>/, and val/ or test/ likewise; with both, val/ is for validation."""
+    found = [x for x in ("test", "val") if any(y.is_dir() for y in Path(root, x).glob("[!.]*"))]
+    held_out, *validation = found or ["val"]
+    return [Folder(Path(root, part)) for part in ("train", held_out, *validation)]
+
+
+def imagenet1k(root: str) -> list[Folder]:
+    """Opens root/train/<wnid>/ and root/val/<wnid>/, as the published accuracies see the files."""
+    return [Folder(Path(root, part), as_seen=False) for part in ("train", "val")]
+
+
+def unlabelled(folder: Path, classes: list[str]) -> Data:
+    """Opens all images below a folder as held-out images of the first class.
+
+    Remarks name the broken ones, which are left out. UserError if there is no other.
+    """
+    try:
+        items = Unlabelled(folder)
+    except OSError as error:
+        raise UserError(f"images={folder}: {error} ({', '.join(ENDINGS)})") from error
+    half = Half(items, items.targets)
+    problems = _read_all(half, lambda image: None)
+    broken = tuple(f"left out: {x}" for x in problems if x is not None)
+    if len(broken) == len(half):
+        raise UserError(f"images={folder}: {problems[0]}; none of its images is readable")
+    half = half.take([i for i, problem in enumerate(problems) if problem is None])
+    return Data(half, half, classes, remarks=(*_remarks([half], classes), *broken))
+
+
+def digits() -> list[Any]:
+    """Returns scikit-learn's digits: 1,437 images of 8x8 pixels, and 360 held out."""
     bunch = load_digits()
     images = np.round(bunch.images * 255 / 16).astype(np.uint8)  # 16 levels of ink
-    train, held_out = train_test_split(
-        np.arange(len(images)),
-        test_size=HELD_OUT_DIGITS,
-        stratify=bunch.target,
-        random_state=0,
+    parts = train_test_split(
+        np.arange(len(images)), test_size=HELD_OUT_DIGITS, stratify=bunch.target, random_state=0
     )
-    return Source(
-        ArrayImages(images[train], bunch.target[train]),
-        ArrayImages(images[held_out], bunch.target[held_out]),
-        [str(digit) for digit in bunch.target_names],
-    )
+    return [[(images[i], bunch.target[i]) for i in part] for part in parts]
 
 
-def cifar(name: str, root: str | None) -> Source:
-    """Opens CIFAR by torchvision, which checks each file's MD5 before unpickling it."""
-    kind: Any = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
-    place = Path(str(root))
-    if os.path.lexists(place / kind.base_folder / STAND_INS):
-        train, held_out = (ArrayImages(*half) for half in cifar_stand_ins(name))
-        return Source(train, held_out, [f"stand-in {label}" for label in sorted({*train.targets})])
-    with suppress(OSError, RuntimeError):  # missing or damaged
-        return _read_cifar(kind, place)
-    try:
-        return _download_cifar(kind, place)
-    except (OSError, RuntimeError, ValueError, tarfile.TarError) as error:
-        raise UserError(
-            f"dataset.root={root}: {name} is missing and could not be downloaded "
-            f"({first_line(error)}); put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into "
-            f"{place.absolute()}"
-        ) from error
+def cifar10(root: str) -> list[Any]:
+    return _cifar(CIFAR10, root)
 
 
-def _read_cifar(kind: Any, place: Path) -> Source:
-    """Reads CIFAR. Raises RuntimeError or OSError if a file is missing or damaged."""
+def cifar100(root: str) -> list[Any]:
+    return _cifar(CIFAR100, root)
+
+
+def _cifar(kind: Any, root: str) -> list[Any]:
+    """Reads CIFAR, or downloads it in one process while others wait."""
     with warnings.catch_warnings(action="ignore"):  # numpy's, about pickles of old versions
-        halves = [kind(place, train=is_train) for is_train in (True, False)]
-    train, held_out = (ArrayImages(half.data, half.targets) for half in halves)
-    return Source(train, held_out, halves[0].classes)
-
-
-def _download_cifar(kind: Any, place: Path) -> Source:
-    """Downloads and unpacks the archive in one process, while others wait."""
-    place.mkdir(parents=True, exist_ok=True)
-    with FileLock(place / f".{kind.filename}.lock"):
-        with suppress(OSError, RuntimeError):
-            return _read_cifar(kind, place)
-        timeout = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
+        with suppress(OSError, RuntimeError):  # missing or damaged
+            return [kind(root, train=is_train) for is_train in (True, False)]
         try:
-            download_and_extract_archive(kind.url, place, filename=kind.filename, md5=kind.tgz_md5)
-        finally:
-            socket.setdefaulttimeout(timeout)
-        return _read_cifar(kind, place)
-
-
-def folders(name: str, root: str | None) -> Source:
-    """Opens a folder of image files; UserError if a part of it is not readable."""
-    splits = split_folders(name, str(root))
-    assert splits is not None, "checked by parse()"
-    classes = class_names(splits.train)
-    others, parts = Counter[str](), []
-    as_seen = name == "image_folder"  # ImageNet's published results show images as stored
-    try:
-        for folder in filter(None, splits[:3]):
-            samples, more = _samples(folder, classes)
-            parts.append(FileImages(samples, as_seen))
-            others += more
-    except OSError as error:
-        raise UserError(f"dataset.root={root}: {error}") from error
-    validation = parts[2] if splits.validation else None
-    return Source(parts[0], parts[1], classes, others, validation, splits.unread)
-
-
-def unlabelled(folder: Path, classes: list[str]) -> Source:
-    """Opens all images below a folder, however deep, as held-out images of the first class.
-
-    Broken ones are left out. Raises UserError as image_files, or if there are none.
-    """
-    try:
-        files, others = image_files(folder)
-    except OSError as error:
-        raise UserError(f"images={folder}: {error}") from error
-    if not files:
-        raise UserError(f"images={folder}: holds no images ({', '.join(EXTENSIONS)})")
-    images = SkippedFiles([(file, 0) for file in files], as_seen=True)
-    return Source(images, images, classes, others)
-
-
-def _samples(folder: Path, classes: list[str]) -> tuple[list[tuple[str, int]], Counter[str]]:
-    """Returns image files with their classes, and the number of other files by their ending.
-
-    Raises OSError as image_files, or for an empty class.
-    """
-    samples, others = [], Counter[str]()
-    for label, name in enumerate(classes):
-        files, more = image_files(folder / name)
-        if not files:
-            raise FileNotFoundError(f"{folder / name} holds no images ({', '.join(EXTENSIONS)})")
-        samples += [(file, label) for file in files]
-        others += more
-    return samples, others
+            os.makedirs(root, exist_ok=True)
+            with FileLock(Path(root, f".{kind.filename}.lock")):
+                return [kind(root, train=is_train, download=True) for is_train in (True, False)]
+        except Exception as error:  # of any library
+            put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
+            raise UserError(
+                f"dataset.root={root}: CIFAR could not be downloaded ({first_line(error)}); {put}"
+            ) from error

@@ -131,8 +131,6 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
     elif evaluated:
         median = f"top-1, median of the last {len(evaluated) + 1} evaluated epochs"
         rows[median] = f"{summary['top1_median10']:.2f} %"
-    if broken := summary.get("broken_images"):
-        rows["broken held-out images, left out"] = f"{broken:,}"
     if initial := summary.get("initial_weights"):
         rows["initial weights"] = initial
     for name, numbers in summary.get("htm", {}).items():

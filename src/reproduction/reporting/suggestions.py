@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reproduction.config import Config
-from reproduction.data.build import build_training_inputs
+from reproduction.data.inputs import build_training_inputs
 from reproduction.reporting.trained import load_trained, training_batches
 from reproduction.runs.folder import RunFolder
 from tokenmixup import HTM, attach, mix_horizontal

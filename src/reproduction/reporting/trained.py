@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
-from reproduction.data.build import build_evaluation_transform, build_training_images
 from reproduction.data.inputs import build_normalize
-from reproduction.data.loaders import TrainingImages
-from reproduction.data.sources import Source, build_source
+from reproduction.data.loaders import (
+    TrainingImages,
+    build_evaluation_transform,
+    build_training_images,
+)
+from reproduction.data.sources import Data, opened
 from reproduction.models.build import build_module, count_macs, without_weights
 from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder
@@ -33,7 +36,7 @@ class TrainedRun(NamedTuple):
 
     config: Config
     module: TokenMixup
-    source: Source
+    source: Data
     device: torch.device
 
 
@@ -53,7 +56,7 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
     """
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
-    source = build_source(config.dataset)
+    source = opened(config.dataset)
     stack = dataclasses.replace(config.augmentation, manifold_mixup=None)
     module = build_module(without_weights(config.model), stack, len(source.classes))
     path, state = read_newest(folder.checkpoints() or [folder.last_path])
@@ -92,12 +95,12 @@ def some_images(trained: TrainedRun, count: int) -> Sample:
     images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
     pixels, classes = default_collate([images[(0, index)] for index in order[:count]])
-    normalized = build_normalize(*config.dataset.normalization, "cpu")(pixels)
+    normalized = build_normalize(config.dataset.mean, config.dataset.std, "cpu")(pixels)
     targets = mixup_target(classes, len(source.classes), 1.0, config.recipe.label_smoothing)
     return Sample(*(part.to(trained.device) for part in (normalized, classes, targets)))
 
 
 def displayable(images: Tensor, config: Config) -> np.ndarray:
     """Normalised `b 3 h w` -> `b h w 3` in 0..1."""
-    mean, std = (torch.tensor(x)[:, None, None] for x in config.dataset.normalization)
+    mean, std = (torch.tensor(x)[:, None, None] for x in (config.dataset.mean, config.dataset.std))
     return (images.cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from reproduction.config import Config
-from reproduction.data.folders import DATASETS
+from reproduction.config import SOURCES, Config
 from reproduction.runs.parse import typed
 from reproduction.system.errors import UserError
 
@@ -24,8 +23,9 @@ LONGEST_DEFAULT_NAME = 120  # bytes of a default name
 # Keys that do not change a result, and so not the identity of a run.
 NOT_IDENTITY = (
     *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib", "dataset.statistics", "model.checkpoint_blocks"),
+    *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
 )
+FIXED = ["digits", "cifar10", "cifar100", "imagenet1k"]  # data sets whose images are known
 PATHS = ("dataset.root", "model.weights")  # keys that count however they are spelled
 
 
@@ -43,6 +43,9 @@ UPGRADES: dict[str, Any] = {
     "recipe.non_finite": Gone("fail"),
     "augmentation.htm.non_finite": Gone("fail"),
     "augmentation.mode": Gone("batch"),
+    "dataset.broken_images": Gone("refuse"),
+    "dataset.content": Gone(),
+    "dataset.statistics": Gone(None),
     "augmentation.htm.tau": 2.0,
     "augmentation.htm.rho": 0.005,
 }
@@ -65,6 +68,9 @@ def upgraded(raw: Mapping[str, Any]) -> dict[str, Any]:
             group.setdefault(name, value)
         elif name in group and (found := group.pop(name)) not in (value.values or [found]):
             raise UserError(f"{key}={found}: was a setting of an earlier revision, and is gone")
+    data = tree.get("dataset")
+    if isinstance(data, dict) and data.get("source") is None:  # once named for own data alone
+        data["source"] = f"{SOURCES}:{data.get('name')}"
     return tree
 
 
@@ -100,8 +106,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     The folder of a fixed data set is not among them, as its images may be moved.
     """
     values = dict(flatten(config))
-    fixed = [name for name, entry in DATASETS.items() if entry.sizes is not None]
-    is_fixed = values.get("dataset.name") in fixed
+    is_fixed = values.get("dataset.name") in FIXED
     return {
         key: plain_path(value) if key in PATHS and isinstance(value, str) else value
         for key, value in values.items()

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from reproduction.config import CCT, AnyModel, Augmentation, Config, Dataset, Library, Recipe, ViT
-from reproduction.data.folders import DATASETS, IMAGE_FOLDERS, missing_data
 from reproduction.system.errors import UserError, in_one_line
 
 LONGEST_VALUE = 200  # characters of a value in an error line
@@ -24,11 +23,11 @@ MOST_TOKENS = 2**14  # one attention map of this size takes 1 GiB
 def parse(raw: dict[str, Any], needs_data: bool = True, trains: bool = True) -> Config:
     """Returns the typed configuration. UserError names each bad key, its value and the valid range.
 
-    With `needs_data=False` the images may be missing, as for a plan. With `trains=False` the global
-    batch need not be divisible by the world size, as for an evaluation.
+    With `trains=False` the global batch need not be divisible by the world size, as for an
+    evaluation. The images may be missing: `needs_data` does not matter any more.
     """
     config = typed(raw)
-    if lines := list(problems(config, needs_data, trains)):
+    if lines := list(problems(config, trains)):
         raise UserError("; ".join(lines))
     return config
 
@@ -60,7 +59,7 @@ def parse_saved(raw: dict[str, Any], needs_data: bool = True, named: bool = Fals
 
 def check_named(dataset: Dataset) -> None:
     """Raises UserError for own data whose function was not named on the command line."""
-    if dataset.source is not None:
+    if dataset.is_own:
         raise UserError(
             f"dataset.source={dataset.source}: the images come from this code, which runs only if "
             f"the command line names it: add dataset.source={dataset.source}"
@@ -119,7 +118,7 @@ def _keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def problems(config: Config, needs_data: bool = True, trains: bool = True) -> Iterator[str]:
+def problems(config: Config, trains: bool = True) -> Iterator[str]:
     """Yields inconsistencies between fields, one line each: key, value and what is allowed."""
     model, stack, recipe = config.model, config.augmentation, config.recipe
     if isinstance(model, CCT | ViT):
@@ -139,8 +138,7 @@ def problems(config: Config, needs_data: bool = True, trains: bool = True) -> It
         yield f"recipe.transforms.scale={scale}: shares of the area, must rise to 1 at most"
     if ratio[0] > ratio[1]:
         yield f"recipe.transforms.ratio={ratio}: width over height, must rise"
-    yield from _dataset_problems(config.dataset, needs_data)
-    yield from _statistics_problems(config.dataset, trains)
+    yield from _dataset_problems(config.dataset)
 
 
 def _stack_problems(model: CCT | ViT, stack: Augmentation) -> Iterator[str]:
@@ -235,30 +233,6 @@ def _model_problems(model: AnyModel) -> Iterator[str]:
         yield f"model.embed_dim={model.embed_dim}: {allowed}"
 
 
-def _statistics_problems(dataset: Dataset, trains: bool) -> Iterator[str]:
-    statistics = f"dataset.mean={dataset.mean} dataset.std={dataset.std}"
-    if dataset.measures != (dataset.std == "auto"):
-        yield f"{statistics}: auto measures both, allowed is auto for both or for none"
-    elif dataset.measures and dataset.statistics is None and not trains:
-        yield f"{statistics}: only a run that trains measures them, allowed are numbers"
-
-
-def _dataset_problems(dataset: Dataset, needs_data: bool) -> Iterator[str]:
-    name = dataset.name
-    if name not in DATASETS:
-        yield f"dataset.name={name}: must be one of {', '.join(DATASETS)}"
-        return
-    if name == "custom" and dataset.source is None:
-        yield "dataset.source=null: custom needs package.module:function, which returns its images"
-    for key in ("source", "options", "content") if name != "custom" else ():
-        if value := getattr(dataset, key):
-            yield f"dataset.{key}={value}: {name} does not use it; it is for dataset=custom"
+def _dataset_problems(dataset: Dataset) -> Iterator[str]:
     if (seed := dataset.validation_seed) and not dataset.validation:
         yield f"dataset.validation_seed={seed}: dataset.validation=0 splits nothing, allowed is 0"
-    if dataset.memory_mib is not None and name not in IMAGE_FOLDERS:
-        held = f"{name} is always held in memory, allowed is null"
-        yield f"dataset.memory_mib={dataset.memory_mib}: {held}"
-    if dataset.skips and name not in IMAGE_FOLDERS:
-        yield f"dataset.broken_images=skip: {name} has no image files, allowed is refuse"
-    if needs_data and (problem := missing_data(name, dataset.root)):
-        yield problem

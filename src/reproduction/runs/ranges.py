@@ -11,7 +11,7 @@ from tokenmixup.settings import LARGEST, allowed_of
 
 LIBRARY_SETTINGS = {kind.__name__: kind for kind in (HTM, VTM, ManifoldMixup)}
 FAMILIES = {"CCT": "cct", "ViT": "vit", "Library": "library"}
-OF_RUNS = ("content", "statistics")  # keys that a run sets
+
 SCHEMA_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPE_NAMES = {"boolean": "true, false", "string": "text", "object": "mapping", "null": "null"}
 
@@ -38,7 +38,7 @@ def _ranges(
         for name in inner:
             if FAMILIES.get(name, family) == family:
                 yield from _ranges(groups[name], groups, family, f"{prefix}{key}.")
-        if not inner and key not in OF_RUNS:
+        if not inner:
             yield prefix + key, " or ".join(map(_range, parts))
 
 

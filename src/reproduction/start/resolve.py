@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.config import Config
-from reproduction.data.folders import DATASETS, IMAGE_FOLDERS
 from reproduction.runs.compose import Composed, group_options
 from reproduction.runs.folder import PUBLISHED, RunFolder, check_writable, find_runs
 from reproduction.runs.identity import (
+    FIXED,
     PATHS,
     changes_result,
     default_name,
@@ -29,7 +29,6 @@ from reproduction.runs.parse import check_named, parse, parse_saved
 from reproduction.system.errors import UserError
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import temporary_name
-from reproduction.system.terminal import warn
 
 Keys = tuple[str, ...]
 CHANGEABLE = ("device", "devices", "dataset", "recipe.precision")  # for evaluating a run
@@ -60,7 +59,7 @@ def resolve(composed: Composed) -> Config:
         if composed.experiment is None or typed:
             raise
         raise UserError(f"experiment={composed.experiment}: {error}") from None
-    config = _with_content(config, composed)
+    _check_source(config, composed)
     name = config.name
     if name is None and config.resume == "auto":
         root = Path(config.output_root)
@@ -94,20 +93,10 @@ def _changes(composed: Composed) -> list[str]:
     ]
 
 
-def _with_content(config: Config, composed: Composed) -> Config:
-    """Opens own data, if their function is named on the command line, to identify them."""
-    data = config.dataset
-    for key in ("dataset.content", "dataset.statistics"):
-        if key in composed.overrides:
-            raise UserError(f"{composed.overrides[key]}: is found by the program, leave it out")
-    if data.source is None:
-        return config
+def _check_source(config: Config, composed: Composed) -> None:
+    """Raises UserError for own data whose function is not named on the command line."""
     if "dataset.source" not in composed.overrides:
-        check_named(data)
-    from reproduction.data.custom import load  # imports numpy
-
-    content = load(data.source, data.options).content
-    return dataclasses.replace(config, dataset=dataclasses.replace(data, content=content))
+        check_named(config.dataset)
 
 
 def check_all(configs: list[Config], here: bool = True) -> None:
@@ -145,19 +134,17 @@ def other_data(folder: RunFolder, config: Config) -> str | None:
     """Says how the data differ from those that the run in this folder was trained on.
 
     None if they agree, or if nothing is known: runs of before kept no record, one that ended before
-    its first checkpoint begins anew, and the images of a finished run on CIFAR or digits, which are
-    always the same, may be gone.
+    its first checkpoint begins anew, and the images of a finished run on a data set that is always
+    the same may be gone.
     """
     then, data = folder.read_summary().get("data"), config.dataset
     if not (folder.is_finished() or folder.checkpoints()):
         return None
-    is_fixed = DATASETS[data.name].sizes is not None and data.name not in IMAGE_FOLDERS
-    with_images = not (is_fixed and folder.is_finished())
-    if not then or not is_first_rank() or not (with_images or config.model.weights):
+    if not then or not is_first_rank() or (data.name in FIXED and folder.is_finished()):
         return None
-    from reproduction.data.record import record_of  # imports torch
+    from reproduction.data.sources import opened, record  # imports torch
 
-    gap = differing_data(then, record_of(config, with_images))
+    gap = differing_data(then, record(opened(data), config.model.weights))
     return None if gap is None else f"{data.root or data.source or data.name}: {gap}"
 
 
@@ -222,18 +209,16 @@ def resolve_evaluation(composed: Composed) -> WeightsTask:
     if saved is not None:
         named = "dataset.source" in composed.overrides
         config = parse_saved(_apply_overrides(deepcopy(saved), raw, composed), named=named)
-        config = _with_content(config, composed)
         folder = file.parent if file.name == PUBLISHED else file.parents[1]
         name = f"evaluation-{file.stem}"
         before = parse_saved(saved, needs_data=False)
-        if _place(config) == _place(before) and (gap := other_data(RunFolder(folder), config)):
-            warn(f"warning: {folder} was trained on other data: {gap}")
         if images_of(config) != images_of(before):
             name += f"-{config.dataset.name}-{short_digest(images_of(config))}"
         result = folder / f"{name}.json"
         check_writable(result, f"{folder}")
         return WeightsTask(config, files, result, predictions)
-    config = _with_content(parse(raw, trains=False), composed)
+    config = parse(raw, trains=False)
+    _check_source(config, composed)
     name = f"{file.stem}-{config.model.name}-{config.dataset.name}"
     digest = short_digest([str(file.resolve()), *images_of(config)])
     result = Path(config.output_root, "evaluations", f"{name}-{digest}.json")
@@ -258,15 +243,9 @@ def images_of(config: Config) -> list[Any]:
     """Returns the settings that identify the held-out images and their normalisation."""
     data = config.dataset
     limit = [] if data.eval_limit is None else [data.eval_limit]
-    own = [] if data.source is None else [data.source, data.options, data.content]
+    own = [data.source, data.options] if data.is_own else []
     root = data.root and plain_path(data.root)
     return [data.name, root, data.mean, data.std, *limit, *own]
-
-
-def _place(config: Config) -> list[Any]:
-    """Returns where the images are, whatever they are."""
-    data = config.dataset
-    return [data.name, data.root and plain_path(data.root), data.source, data.options]
 
 
 def _select_weights(
@@ -336,7 +315,7 @@ def _apply_overrides(
         elif head == "dataset":
             statistics = {
                 key: saved[head].get(key)
-                for key in ("mean", "std", "statistics")
+                for key in ("mean", "std")
                 if f"{head}.{key}" not in composed.overrides
             }
             saved[head] = raw[head] | statistics

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from reproduction.config import TRAIN
-from reproduction.data.folders import missing_data
-from reproduction.data.stand_ins import make_stand_ins
+from reproduction.runs.identity import FIXED
 from reproduction.runs.locking import is_held
 from reproduction.start.processes import Processes, Share
 from reproduction.start.resolve import check_all, check_data
@@ -35,18 +34,12 @@ Start = Callable[[PlannedRun, str], str | None]
 
 
 def prepare(runs: Sequence[PlannedRun], settings: Settings) -> None:
-    """Makes stand-in images if the settings use them, and checks all runs that are to be trained.
+    """Checks all runs that are to be trained.
 
     Downloads data sets where possible. Raises UserError before the first run starts.
     """
     is_done = [_is_done(run) for run in runs]
     pending = [run for run, done in zip(runs, is_done, strict=True) if done is False]
-    if settings.uses_stand_ins:
-        for name in {run.config.dataset.name for run in pending} - {"digits"}:
-            make_stand_ins(name, Path(str(settings.dataset_root(name))))
-    for run in pending:
-        if problem := missing_data(run.config.dataset.name, run.config.dataset.root):
-            raise UserError(problem)
     for run, done in zip(runs, is_done, strict=True):
         if done:
             _check_done(run)
@@ -65,7 +58,7 @@ def _is_done(run: PlannedRun) -> bool | None:
 def _check_done(run: PlannedRun) -> None:
     """Raises UserError if it was trained on other images than are there now, if any are."""
     data = run.config.dataset
-    if data.source is None and missing_data(data.name, data.root) is None:
+    if not data.is_own and data.name not in FIXED:
         check_data(run.folder, run.config)
 
 

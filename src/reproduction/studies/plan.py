@@ -234,7 +234,7 @@ def _overrides(row: Row, own: Study | None, settings: Settings) -> list[str]:
     `own` is a study of your own, whose file says what its scales change.
     """
     scale, full = settings.chosen, _composed(tuple(row.command))
-    dataset = settings.dataset or scale.dataset
+    dataset = settings.dataset or scale.dataset or ("digits" if settings.uses_stand_ins else None)
     root = settings.dataset_root(dataset or full.dataset.name)
     if own is None:
         changed = [*scale.overrides, *scale.columns.get(row.column, [])]

@@ -200,7 +200,7 @@ class Settings:
 
     @property
     def uses_stand_ins(self) -> bool:
-        """Whether to train on generated images: at smoke scale, unless `data` is set."""
+        """Whether to train on digits instead: at smoke scale, unless `data` is set."""
         return self.scale == SMOKE and self.data is None
 
     def dataset_root(self, name: str) -> str | None:

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import nn
 
 from reproduction.config import AnyModel
-from reproduction.data.build import InputTransform, build_input_transform
+from reproduction.data.loaders import InputTransform, build_input_transform
 from reproduction.models.build import build_model, constructor, count_classes, without_weights
 from reproduction.models.names import State
 from reproduction.models.weights import (

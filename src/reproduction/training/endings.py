@@ -5,7 +5,6 @@ All ranks stop, and save, after the same step.
 
 import errno
 import os
-import re
 import signal
 import threading
 import traceback
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from reproduction.config import Config, Recipe
-from reproduction.data.images import NO_IMAGE, OWN, SKIPPING
-from reproduction.data.loaders import ENLARGE, SHARED
+from reproduction.data.images import NO_IMAGE
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import (
     STOP_SIGNALS,
@@ -38,7 +36,6 @@ from reproduction.training.metrics import non_finite_error
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 PATH_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}  # only of the run's folder
 SECONDS_AFTER_A_DEATH = 10  # time for the other ranks to end by themselves
-SHARED_MEMORY = re.compile(r"shared memory|</torch_\d")  # in torch's messages
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -110,17 +107,14 @@ def explaining_step(step: int, config: Config) -> Iterator[None]:
 
 @contextmanager
 def explaining_data() -> Iterator[None]:
-    """Turns a broken image, a dead worker of the loader or full shared memory into a PlainError."""
+    """Turns a broken image or a dead worker of the loader into a PlainError."""
     try:
         yield
     except RuntimeError as error:
         text = str(error).strip()
-        if SHARED_MEMORY.search(text):
-            raise PlainError(f"{SHARED}: the shared memory is full; {ENLARGE}") from error
         last_line = text.rpartition("\n")[2]  # the reason, below a worker's traceback
         if NO_IMAGE in last_line:
-            hint = "" if OWN in last_line else f"; {SKIPPING}"
-            raise PlainError(f"{last_line.removeprefix('RuntimeError: ')}{hint}") from error
+            raise PlainError(last_line.removeprefix("RuntimeError: ")) from error
         reason = " ".join(text.split())
         if "DataLoader worker (pid" in reason:
             raise PlainError(

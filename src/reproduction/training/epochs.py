@@ -17,8 +17,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from reproduction.data.build import Loader
-from reproduction.data.loaders import TrainingBatches
+from reproduction.data.loaders import Loader, TrainingBatches
 from reproduction.models.names import State
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import Stopped, UserError, first_line
@@ -224,13 +223,11 @@ class Epochs:
         return history.Tests(last, selected)
 
     def _results(self, tests: history.Tests | None) -> dict[str, Any]:
-        last = self.figures[-1] if tests is None else tests.last
         images, skipped = self.batches.images(self.trainer.step), self.non_finite.skipped
         return {
             **history.accuracies(self.figures, tests),
             "steps": self.trainer.step,
             "images": images,
-            "broken_images": last.get("broken_images", 0),
             "seconds": round(self.seconds, 1),
             "images_per_second": round(images / self.metrics.seconds, 1),
             **({"skipped_steps": skipped} if self.trainer.uses_scaler else {}),

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.config import Config
-from reproduction.data.build import build_evaluation_loader
-from reproduction.data.images import LEFT_OUT
 from reproduction.data.inputs import Normalize, build_normalize
-from reproduction.data.sources import build_source, report_other_files, unlabelled
+from reproduction.data.loaders import build_evaluation_loader
+from reproduction.data.sources import opened, unlabelled
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.system.errors import PlainError
 from reproduction.system.progress import Progress
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
+from reproduction.system.terminal import warn
 from reproduction.training.checkpoint import load_plain, read_plain
 from reproduction.training.distributed import (
     World,
@@ -66,41 +66,35 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates on this rank's images and sums over the ranks: every image counts exactly once.
 
-    Returns `top1` and `top5` in percent and `eval_loss`, the mean cross-entropy in nats, and if
-    there are any, the number of `broken_images`. `loader` yields images `b 3 h w` (uint8) and
-    classes `b`, where images of class LEFT_OUT do not count. `recorder` keeps the predictions.
-    Raises PlainError if no image is readable or the loss is not finite.
+    Returns `top1` and `top5` in percent and `eval_loss`, the mean cross-entropy in nats. `loader`
+    yields images `b 3 h w` (uint8) and classes `b`. `recorder` keeps the predictions. Raises
+    PlainError if the loss is not finite.
     """
-    loaded, totals = 0, torch.zeros(4, dtype=torch.float64, device=world.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
     with evaluating(model):
         for batch in loader:
             images, targets = (x.to(world.device, non_blocking=True) for x in batch)
             with autocast(world.device, precision):
                 logits = model(normalize(images)).float()
-            loaded += len(images)
             totals += _count(logits, targets)  # does not wait for the device
             if recorder is not None:
                 recorder.add(logits, targets)
-    everything, images, top1, top5, loss = world.sum(
-        torch.cat([totals.new_full((1,), loaded), totals])
-    ).tolist()
-    if not images:
-        raise PlainError("none of the images is readable")
+    images, top1, top5, loss = world.sum(totals).tolist()
     if not math.isfinite(loss):
         raise PlainError(f"the held-out loss is {loss}")
     return {
         "top1": 100 * top1 / images,
         "top5": 100 * top5 / images,
         "eval_loss": loss / images,
-        **({"broken_images": round(everything - images)} if images < everything else {}),
     }
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Images that count, top-1 hits, top-5 hits and summed cross-entropy of a batch: `4`."""
+    """Images, top-1 hits, top-5 hits and summed cross-entropy of a batch: `4`."""
     hits = best_classes(logits) == targets[:, None]  # b k
-    loss = F.cross_entropy(logits, targets, ignore_index=LEFT_OUT, reduction="sum")
-    return torch.stack([(targets != LEFT_OUT).sum(), hits[:, 0].sum(), hits.sum(), loss]).double()
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    images = loss.new_full((), len(targets))
+    return torch.stack([images, hits[:, 0].sum(), hits.sum(), loss]).double()
 
 
 def evaluate_checkpoint(
@@ -141,15 +135,16 @@ def _evaluate_on_rank(
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     with join_world(device) as world:
         if images is None:
-            source = build_source(replace(config.dataset, limit=None, validation=0.0))
+            source = opened(replace(config.dataset, limit=None, validation=0.0))
         else:
             source = unlabelled(images, read_plain(checkpoints)[1])
         if world.is_main:
-            report_other_files(source)
+            for remark in source.remarks:
+                warn(f"warning: {remark}")
         model = build_model(without_weights(config.model), len(source.classes))
         loaded = load_plain(checkpoints, model, source.classes)
         pin = world.device.type == "cuda"
-        normalize = build_normalize(*config.dataset.normalization, world.device)
+        normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source.held_out, world.rank, world.size, pin)
         progress = Progress(world.is_main)
         with closing(progress), explaining_memory("evaluation", config.recipe), explaining_data():
@@ -164,7 +159,7 @@ def _evaluate_on_rank(
             )
             found = None if recorder is None else recorder.gather(world, source)
         facts = {
-            "images": len(source.held_out) - scores.get("broken_images", 0),
+            "images": len(source.held_out),
             "dataset": config.dataset.name,
             "root": config.dataset.root,
         }

@@ -1,6 +1,6 @@
 """What a model predicts for each held-out image, and the tables of it.
 
-Letters: b batch, n readable images, k the BEST most probable classes, or all if there are fewer.
+Letters: b batch, n images, k the BEST most probable classes, or all if there are fewer.
 """
 
 import csv
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reproduction.data.images import LEFT_OUT
-from reproduction.data.sources import Source
+from reproduction.data.sources import Data
 from reproduction.system.storage import write_text
 from reproduction.training.distributed import World
 
@@ -54,8 +53,8 @@ class Recorder:
         best = best_classes(logits)
         self.batches.append((targets, best, logits.softmax(dim=1).gather(1, best)))
 
-    def gather(self, world: World, source: Source) -> Predictions:
-        """Returns the predictions of all ranks, without images that are left out."""
+    def gather(self, world: World, source: Data) -> Predictions:
+        """Returns the predictions of all ranks."""
         own = [torch.cat(parts).cpu().numpy() for parts in zip(*self.batches, strict=True)]
         number, by_rank = len(source.held_out), world.gather(own)
         # rank r has evaluated the images r, r + size, ..., see `evaluation_batches`
@@ -63,12 +62,8 @@ class Recorder:
         order = np.argsort(np.concatenate(places))
         columns = zip(*(part for part in by_rank if part), strict=True)
         targets, best, probabilities = (np.concatenate(parts)[order] for parts in columns)
-        (readable,) = np.nonzero(targets != LEFT_OUT)
-        return Predictions(
-            [source.held_out.name(index) for index in readable.tolist()],
-            source.classes,
-            *(column[readable] for column in (targets, best, probabilities)),
-        )
+        names = [source.held_out.name(index) for index in range(number)]
+        return Predictions(names, source.classes, targets, best, probabilities)
 
 
 def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> None:

@@ -1,16 +1,12 @@
 """Checks of a run before anything is written."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from reproduction.config import Config, ViT
-from reproduction.data.build import build_training_images
-from reproduction.data.folders import IMAGE_FOLDERS
-from reproduction.data.images import NO_IMAGE, SKIPPING
-from reproduction.data.loaders import TrainingBatches
-from reproduction.data.sources import build_source
+from reproduction.data.images import NO_IMAGE
+from reproduction.data.loaders import TrainingBatches, build_training_images
+from reproduction.data.sources import opened
 from reproduction.models.build import (
     build_module,
     check_compiler,
@@ -40,16 +36,12 @@ def preflight(config: Config, here: bool = True) -> None:
             raise UserError("compile=cuda-graph: needs a GPU, allowed are false and true")
         if config.compile:
             check_compiler(device)
-    source = build_source(config.dataset)
-    grey = replace(config.dataset, statistics=([0.5] * 3, [0.5] * 3))  # are not measured yet
-    images = build_training_images(replace(config, dataset=grey), source.train)
+    source = opened(config.dataset)
+    images = build_training_images(config, source.train)
     try:
         images[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error) if NO_IMAGE in str(error) else first_line(error)
-        is_file = config.dataset.name in IMAGE_FOLDERS
-        if NO_IMAGE in str(error) and is_file and not config.dataset.skips:
-            reason = f"{reason}; {SKIPPING}"
         raise UserError(f"the first training image: {reason}") from error
     batches = TrainingBatches(
         len(source.train), config.recipe.batch_size, config.seed, ranks=config.devices

@@ -4,42 +4,34 @@ import math
 import platform
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from importlib.metadata import version
-from operator import length_hint
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from reproduction.config import Config, Library, ViT
-from reproduction.data.build import (
+from reproduction.config import Config, Library
+from reproduction.data.inputs import build_training_inputs
+from reproduction.data.loaders import (
     Loader,
+    TrainingBatches,
     build_evaluation_loader,
-    build_training_inputs,
     build_training_loader,
-    measure_statistics,
-    statistics_warning,
 )
-from reproduction.data.images import ImageSource
-from reproduction.data.loaders import TrainingBatches
-from reproduction.data.record import record_of
-from reproduction.data.sources import Source, build_source, report_other_files
+from reproduction.data.sources import Data, Half, opened, record
 from reproduction.models.build import (
     build_module,
     count_macs,
     count_parameters,
     load_initial_weights,
     place,
-    pretrained_statistics,
     without_weights,
 )
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.locking import hold
 from reproduction.system.errors import PlainError, RunInterrupted, Stopped, UserError
 from reproduction.system.hardware import hardware_name, join_hardware
-from reproduction.system.progress import Progress
 from reproduction.system.ranks import restarts
 from reproduction.system.terminal import say, warn
 from reproduction.training.checkpoint import load_last
@@ -112,15 +104,14 @@ def train(config: Config) -> dict[str, Any]:
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world, explaining_disk(RunFolder.of(config)), explaining_data():
-        source = build_source(config.dataset)  # downloaded by the first rank in preflight
-        config = _with_statistics(config, source, world)
+        source = opened(config.dataset)  # downloaded by the first rank in preflight
         epochs, initial_weights = build_epochs(config, world, source)
         trainer, folder = epochs.trainer, epochs.folder
         facts: dict[str, Any] = {}
         if world.is_main:
             _report_start(trainer, source, initial_weights)
             _warn_about_settings(config, trainer)
-            facts = _collect_facts(trainer, folder, initial_weights)
+            facts = _collect_facts(trainer, folder, source, initial_weights)
         logger = _open_logger(trainer, folder)
         status = "failed"
         try:
@@ -136,23 +127,7 @@ def train(config: Config) -> dict[str, Any]:
         return folder.write_summary(**result, status=status) if world.is_main else result
 
 
-def _with_statistics(config: Config, source: Source, world: World) -> Config:
-    """Adds what `dataset.mean=auto` stands for; a run that is resumed has measured it before."""
-    if not config.dataset.measures:
-        return config
-    folder = RunFolder.of(config)
-    saved = folder.read_config() if folder.checkpoints() else None
-    found = world.share(None if saved is None else saved["dataset"]["statistics"])
-    if found is None:
-        uncached = replace(config, dataset=replace(config.dataset, memory_mib=0))
-        loader = build_evaluation_loader(uncached, source.train, world.rank, world.size, False)
-        with closing(Progress(world.is_main)) as progress:
-            batches = progress.over(loader, "mean and deviation", length_hint(loader))
-            found = measure_statistics(batches, lambda x: world.sum(x.to(world.device)).cpu())
-    return replace(config, dataset=replace(config.dataset, statistics=found))
-
-
-def build_epochs(config: Config, world: World, source: Source) -> tuple[Epochs, str | None]:
+def build_epochs(config: Config, world: World, source: Data) -> tuple[Epochs, str | None]:
     """Builds the epochs of a run and restores its last checkpoint, if any; writes nothing.
 
     Also returns what was read from `model.weights`.
@@ -176,14 +151,14 @@ def build_epochs(config: Config, world: World, source: Source) -> tuple[Epochs, 
         steps_per_epoch=len(batches),
     )
 
-    def evaluation_loader(images: ImageSource) -> Loader:
+    def evaluation_loader(images: Half) -> Loader:
         return build_evaluation_loader(config, images, world.rank, world.size, pin)
 
     epochs = Epochs(
         trainer,
         folder,
         batches=batches,
-        train_loader=build_training_loader(config, source, batches, pin),
+        train_loader=build_training_loader(config, source.train, batches, pin),
         eval_loader=evaluation_loader(source.per_epoch),
         test_loader=None if source.validation is None else evaluation_loader(source.held_out),
     )
@@ -209,7 +184,7 @@ def _open_logger(trainer: Trainer, folder: RunFolder) -> Logs:
     return logger
 
 
-def _report_start(trainer: Trainer, source: Source, initial_weights: str | None) -> None:
+def _report_start(trainer: Trainer, source: Data, initial_weights: str | None) -> None:
     """Reports what is trained, and after a restart of the ranks from which step they resume."""
     config = trainer.config
     done, allowed = restarts()
@@ -224,12 +199,10 @@ def _report_start(trainer: Trainer, source: Source, initial_weights: str | None)
     device, ranks = trainer.world.device.type, trainer.world.size
     place = device if ranks == 1 else f"{ranks} ranks on {device}"
     say(f"{verb}: {config.model.name} on {data}, {mixing}, {place}")
-    report_other_files(source)
+    for remark in source.remarks:
+        warn(f"warning: {remark}")
     if initial_weights is not None:
         say(f"initial weights: {initial_weights}")
-    if config.dataset.measures:
-        mean, std = config.dataset.normalization
-        say(f"dataset: mean = {mean}, std = {std}, of the training images")
     for name, numbers in _htm_numbers(config, trainer).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in numbers)}")
 
@@ -254,14 +227,10 @@ def _warn_about_settings(config: Config, trainer: Trainer) -> None:
         if guessing <= cast(float, htm.tau) < math.inf:
             reason = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
             warn(f"warning: augmentation.htm.tau={htm.tau}: {reason}")
-    uses_pretrained = isinstance(config.model, ViT) and config.model.pretrained is not None
-    known = pretrained_statistics(module.model) if uses_pretrained else None
-    if warning := statistics_warning(config.dataset, known):
-        warn(warning)
 
 
 def _collect_facts(
-    trainer: Trainer, folder: RunFolder, initial_weights: str | None
+    trainer: Trainer, folder: RunFolder, source: Data, initial_weights: str | None
 ) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
     config, model, device = trainer.config, trainer.module.model, trainer.world.device
@@ -269,7 +238,7 @@ def _collect_facts(
     numbers = _htm_numbers(config, trainer)
     return {
         "name": config.name,
-        "data": record_of(config),
+        "data": record(source, config.model.weights),
         **({"htm": numbers} if numbers else {}),
         "parameters": count_parameters(trainer.module),
         "macs": count_macs(model, config.model.image_size).total,
