@@ -66,6 +66,17 @@ RUNS: dict[str, list[str]] = {
         *(*SMALL, "augmentation=[]", "recipe.epochs=3", "recipe.warmup_epochs=1"),
         *("recipe.schedule_step=batch", "recipe.ema_decay=0.8"),
     ],
+    "mean attention": [
+        *("model=vit_lite_6_4", "model.depth=3", "model.embed_dim=32", *BOTH),
+        *("augmentation.htm.detector=mean_attention", "augmentation.htm.difficulty=excess"),
+        *("augmentation.htm.layer=[1,2]", "augmentation.vtm.layer=2"),
+    ],
+    "transmix": [
+        *(*SMALL, "augmentation=[mixup,cutmix,vtm]", "augmentation.cutmix.labels=attention"),
+    ],
+    "manifold mixup": [
+        *(*SMALL, "augmentation=[manifold_mixup]", "augmentation.manifold_mixup.layers=[0,1]"),
+    ],
     "large rho": [*SMALL, *BOTH, "augmentation.htm.rho=0.002"],
     "rotary": [
         *("model=vit_tiny_patch16_224", "model.architecture=eva02_tiny_patch14_224", *BOTH),

@@ -1,32 +1,25 @@
-"""Updates in micro-batches equal those of full batches, except that HTM pairs within each."""
+"""The training step: micro-batches, clipping, the scaler, the schedule, the average, TransMix."""
 
-import time
-import traceback
-from collections.abc import Iterator
-from copy import deepcopy
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from reproduction.training.distributed import World, data_parallel
-from reproduction.training.loop import MicroBatch, Trainer
-from reproduction.training.metrics import BatchMetrics
-from tests.reproduction.conftest import Command, small_trainer
-from tokenmixup.horizontal import mix_horizontal
+from tests.doors import SMALL, SMALL_VIT, Run, build_trainer, evaluate, script, step, train
+from tests.images import OWN
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU)
-PLAIN = ["model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.warmup_epochs=0"]
-RHO = "augmentation.htm.rho=0.0002"  # of which tokens are replaced
-SGD = [*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1"]  # Adam's steps take the sign of noise
-
-
-def trainer_of(stack: list[str], count: int, *overrides: str) -> Trainer:
-    return small_trainer(stack, f"recipe.grad_accum_steps={count}", *overrides)
+STILL = ("model.drop=0", "model.attn_drop=0", "model.drop_path=0", "recipe.label_smoothing=0")
+PLAIN = (*STILL, "model.embed_dim=16", "recipe.warmup_epochs=0", "device=cpu")
+SGD = (  # Adam's steps take the sign of noise
+    *(*PLAIN, "recipe.optimizer=sgd", "recipe.lr=0.1", "recipe.momentum=0"),
+    *("recipe.weight_decay=0", "recipe.clip_grad_norm=null"),
+)
+MIX_ALL = ("augmentation=[htm]", "augmentation.htm.tau=inf", "augmentation.htm.rho=0")
+FOLDER = [word for word in SMALL if "limit" not in word]
 
 
 def images_of(count: int) -> tuple[Tensor, Tensor]:
@@ -35,168 +28,208 @@ def images_of(count: int) -> tuple[Tensor, Tensor]:
     return images, torch.arange(count) % 10
 
 
-class Twice(World):
-    """Two ranks with equal inputs."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        return 2 * values
-
-
-def line_of(parts: list[MicroBatch], world: World = ALONE) -> dict[str, float]:
-    metrics = BatchMetrics(world)
-    metrics.add({}, 1, [part.metrics for part in parts])
-    (line,) = metrics.fetch()
-    return line
+def parameters(trainer: Any) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in trainer.module.named_parameters()}
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
-@pytest.mark.parametrize("stack", [[], ["vtm"]], ids=str)
-def test_updates_in_micro_batches_equal_full_batches(stack: list[str], count: int):
+@pytest.mark.parametrize("stack", ["", "vtm"])
+def test_updates_in_micro_batches_equal_full_batches(stack: str, count: int):
     """7 images, so that sizes differ."""
-    full, cut = trainer_of(stack, 1, *SGD), trainer_of(stack, count, *SGD)
-    for _ in range(3):
-        ours, theirs = (line_of(x.train_step(*images_of(7), 7)) for x in (cut, full))
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-    for ours, theirs in zip(cut.module.parameters(), full.module.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_clipping_uses_the_unscaled_norm(precision: str):
-    """The length of a plain SGD step is the learning rate times the maximum norm."""
-    plain = [*SGD, "recipe.momentum=0", "recipe.weight_decay=0", "recipe.clip_grad_norm=0.01"]
-    trainer = trainer_of([], 1, *plain, f"recipe.precision={precision}")
-    before = [p.detach().clone() for p in trainer.module.parameters()]
-    trainer.train_step(*images_of(6), 6)
-    moved = [now - was for now, was in zip(trainer.module.parameters(), before, strict=True)]
-    length = torch.cat([x.detach().flatten() for x in moved]).norm()
-    assert float(length) == pytest.approx(0.1 * 0.01, rel=0.02)
+    words = (*SGD, f"augmentation=[{stack}]")
+    full = step(words, *images_of(7))
+    cut = step((*words, f"recipe.grad_accum_steps={count}"), *images_of(7))
+    sizes = [len(part.output.logits) for part in cut.parts]
+    assert len(sizes) == count and sum(sizes) == 7 and max(sizes) - min(sizes) <= 1
+    mean = sum(size * loss for size, loss in zip(sizes, cut.losses, strict=True)) / 7
+    assert mean == pytest.approx(full.losses[0], abs=1e-5)
+    for name, gradient in full.gradients.items():
+        torch.testing.assert_close(cut.gradients[name], gradient, atol=1e-5, rtol=1e-4)
+    ours, theirs = parameters(cut.trainer), parameters(full.trainer)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-5)
 
 
 def test_pairs_are_matched_within_a_micro_batch():
-    mixed = [
-        line_of(trainer_of(["htm"], count, *PLAIN, RHO).train_step(*images_of(6), 6))
-        for count in (1, 2, 6)
+    for count in (1, 2, 6):
+        words = (*PLAIN, *MIX_ALL, f"recipe.grad_accum_steps={count}")
+        stats = [part.output.stats for part in step(words, *images_of(6)).parts]
+        assert sum(int(of["mixed_samples"]) for of in stats) == 6
+        assert all((of["mixed_tokens"] > 0) == (count < 6) for of in stats)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
+    words = (*SGD, "augmentation=[]", "recipe.clip_grad_norm=0.01")
+    trainer = build_trainer((*words, f"recipe.precision={precision}"))
+    before = parameters(trainer)
+    done = step(trainer, *images_of(6))
+    norm = torch.cat([x.flatten() for x in done.gradients.values()]).norm()
+    assert float(norm) == pytest.approx(0.01, rel=0.02) and done.lr == 0.1
+    for name, value in parameters(trainer).items():
+        expected = before[name] - 0.1 * done.gradients[name]
+        torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_scaler_skips_an_update_that_is_not_finite():
+    """The loss is finite, the scaled gradient is not; no weight changes."""
+    trainer = build_trainer((*PLAIN, "augmentation=[]", "recipe.precision=float16"))
+    head: Any = trainer.module.model.head
+    with torch.no_grad():
+        head.weight.mul_(1e4)
+    before = parameters(trainer)
+    skipped = step(trainer, *images_of(6))
+    assert math.isfinite(skipped.losses[0])
+    assert all(torch.equal(x, before[name]) for name, x in parameters(trainer).items())
+    with torch.no_grad():
+        head.weight.mul_(1e-4)
+    for _ in range(12):  # the scale halves until the gradient is finite
+        done = step(trainer, *images_of(6))
+    assert done.gradients and all(x.isfinite().all() for x in done.gradients.values())
+    assert not torch.equal(head.weight, before["model.head.weight"] * 1e-4)
+
+
+@pytest.mark.parametrize("by", ["epoch", "batch"])
+def test_learning_rates_are_warmed_up_follow_the_cosine_and_cool_down(here: Path, by: str):
+    """Two epochs of three batches up, the cosine to the end of the fifth, the sixth at the end."""
+    words = (
+        *("recipe.epochs=6", "recipe.batch_size=10", "+dataset.options.train=30"),
+        *("recipe.lr=0.01", "recipe.min_lr=0.0001", "recipe.warmup_lr=0.00001"),
+        *("recipe.warmup_epochs=2", "recipe.cooldown_epochs=1", f"recipe.schedule_step={by}"),
+    )
+    assert train(*OWN, *FOLDER, *words, "name=mine").status == 0
+    rates = []
+    for number in range(18):
+        time = number / 3 if by == "batch" else number // 3
+        rate = 1e-4 + (0.01 - 1e-4) * (1 + math.cos(math.pi * min(time, 5) / 5)) / 2
+        rates.append(1e-5 + (0.01 - 1e-5) * time / 2 if time < 2 else rate)
+    assert [line["lr"] for line in Run("outputs/mine").steps] == pytest.approx(rates, rel=1e-6)
+
+
+def test_vectors_and_embeddings_do_not_decay():
+    words = ("model=vit_tiny_patch16_224", *SMALL_VIT, "augmentation=[htm]", "device=cpu")
+    trainer = build_trainer((*words, "augmentation.htm.layer=1", "recipe.weight_decay=0.3"))
+    groups = trainer.optimizer.param_groups
+    decay = {id(x): group["weight_decay"] for group in groups for x in group["params"]}
+    for name, x in trainer.module.named_parameters():
+        exempt = x.ndim == 1 or name in ("model.pos_embed", "model.cls_token", "model.reg_token")
+        assert decay[id(x)] == (0.0 if exempt else 0.3), name
+
+
+def test_sgd_has_plain_momentum():
+    words = (*SGD, "augmentation=[]", "recipe.momentum=0.9", "recipe.min_lr=0.1")
+    trainer = build_trainer(words)
+    name, buffer = "model.head.weight", 0.0
+    for _ in range(3):
+        before = parameters(trainer)[name]
+        buffer = 0.9 * buffer + step(trainer, *images_of(6)).gradients[name]
+        after = parameters(trainer)[name]
+        torch.testing.assert_close(after, before - 0.1 * buffer, atol=1e-6, rtol=1e-5)
+
+
+AVERAGED = (
+    *(*OWN, *FOLDER, "checkpoint.every_minutes=1e-6", "checkpoint.keep=99", "recipe.lr=0.01"),
+    *("+dataset.options.train=57", "recipe.warmup_epochs=0"),
+)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with an average, and a checkpoint after each step."""
+    root = tmp_path_factory.mktemp("averaged")
+    words = (*AVERAGED, "recipe.ema_decay=0.8", f"output_root={root}", "name=mine")
+    assert train(*words).status == 0
+    return Run(root / "mine")
+
+
+def test_the_average_follows_every_update(averaged: Run):
+    states = {}
+    for age in range(len(averaged.checkpoints)):
+        state = averaged.checkpoint(age)
+        states[state["step"]] = state
+    assert sorted(states) == [1, 2, 3, 4, 5, 6]
+    for number in range(2, 7):
+        before, now = states[number - 1], states[number]
+        for name, value in now["model_ema"].items():
+            new = now["module"][f"model.{name}"]
+            expected = 0.8 * before["model_ema"][name] + 0.2 * new
+            torch.testing.assert_close(value, expected, atol=1e-7, rtol=1e-5)
+            assert not torch.equal(value, new)
+
+
+def test_the_average_is_evaluated_saved_and_exported_and_changes_no_step(here: Path, averaged: Run):
+    assert train(*AVERAGED, "name=plain").status == 0
+    for ours, theirs in zip(averaged.lines, Run("outputs/plain").lines, strict=True):
+        key = "eval_loss" if "eval_loss" in ours else "loss"
+        assert (ours[key] == theirs[key]) == (key == "loss")
+    best = max(averaged.epochs, key=lambda line: line["top1"])
+    for weights, line in (("last", averaged.epochs[-1]), ("best", best)):
+        words = (f"run={averaged.path}", f"weights={weights}", OWN[1], "device=cpu")
+        assert evaluate(*words).status == 0
+        assert averaged.evaluation(weights)["eval_loss"] == line["eval_loss"]
+    exported = script("export", f"run={averaged.path}", "output=last.safetensors")
+    assert exported.status == 0, exported.err
+    average = averaged.checkpoint()["model_ema"]
+    torch.testing.assert_close(load("last.safetensors"), average, atol=0, rtol=0)
+
+
+def load(path: str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+CLASS_TOKEN = ("model=vit_lite_6_4", "model.depth=2", "model.vtm_layer=1", "model.htm_layer=1")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("more", [(), CLASS_TOKEN], ids=["pooled", "class token"])
+def test_transmix_weighs_classes_by_the_attention_to_the_pasted_box(
+    more: tuple[str, ...], count: int
+):
+    """Images of one colour each show which pixels CutMix has pasted."""
+    still = ("recipe.lr=1e-9", "recipe.min_lr=0", "recipe.weight_decay=0")
+    words = (*more, *PLAIN, *still, "augmentation=[cutmix]", f"recipe.grad_accum_steps={count}")
+    trainer = build_trainer((*words, "augmentation.cutmix.labels=attention"))
+    model, seen = trainer.module.model, []
+    sharpen(model)
+    images = torch.arange(6, dtype=torch.uint8).mul(40)[:, None, None, None].expand(6, 3, 32, 32)
+    handles = [
+        model.register_forward_pre_hook(lambda _, args: seen.append([args[0]])),
+        model.blocks[-1].register_forward_pre_hook(lambda _, args: seen[-1].append(args[0])),
     ]
-    assert [line["mixed_samples"] for line in mixed] == [6, 6, 6]
-    assert mixed[0]["mixed_tokens"] > 1 and mixed[1]["mixed_tokens"] > 1
-    assert mixed[2]["mixed_tokens"] == 0  # a micro-batch of one sample
+    done = step(trainer, images.contiguous(), torch.arange(6))
+    for handle in handles:
+        handle.remove()
+    shown = torch.cat([batch for batch, _ in seen])[:, 0]  # 6 32 32, normalised
+    colours = shown.flatten(1).unique().sort().values
+    assert len(colours) == 6  # darkest first, as the classes
+    found = torch.cat([part.output.targets for part in done.parts])
+    received = torch.cat([attention(model.blocks[-1], x, bool(more)) for _, x in seen])
+    side = math.isqrt(received.shape[1])
+    nearest = shown[:, :: 32 // side, :: 32 // side].flatten(1)  # the pixel of each token, b t
+    for target, tokens, saliency in zip(found, nearest, received, strict=True):
+        shares = torch.stack([saliency[tokens == x].sum() for x in colours]) / saliency.sum()
+        torch.testing.assert_close(target[:6], shares, atol=1e-4, rtol=1e-3)
+    assert any(0.01 < float(target.max()) < 0.99 for target in found)
 
 
-def test_metrics_of_an_update_average_over_all_images():
-    parts = trainer_of(["htm"], 2, *PLAIN, RHO).train_step(*images_of(5), 5)
-    assert [len(part.output.logits) for part in parts] == [3, 2]
-    line = line_of(parts)
-
-    def mean(values: list[Tensor | None]) -> float:
-        large, small = values
-        assert large is not None and small is not None
-        assert float(large.detach()) != float(small.detach())
-        return (3 * float(large.detach()) + 2 * float(small.detach())) / 5
-
-    stats = [part.output.stats for part in parts]
-    assert [of["difficulty"] for of in stats] == [part.output.score_loss for part in parts]
-    assert line["loss"] == pytest.approx(mean([part.loss for part in parts]), abs=1e-6)
-    assert line["difficulty"] == pytest.approx(mean([of["difficulty"] for of in stats]))
-    assert line["mixed_samples"] == 5
-    assert line["mixed_tokens"] == pytest.approx(mean([of["mixed_tokens"] for of in stats]))
-    both = line_of(parts, Twice(0, 1, CPU))
-    assert (both["mixed_samples"], both["loss"]) == (10, pytest.approx(line["loss"]))
-    assert (both["gain_max"], both["gain_mean"]) == (line["gain_max"], line["gain_mean"])
-    gains = torch.cat([part.output.gain[part.output.mask] for part in parts])
-    assert line["gain_max"] == gains.max() == max(of["gain_max"] for of in stats)
-    assert line["gain_mean"] == pytest.approx(float(gains.mean()))
+def sharpen(model: Any) -> None:
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(12)
 
 
-def test_images_per_second_cover_all_batches_since_the_last_fetch(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    now = [10.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    trainer = trainer_of([], 2, *PLAIN)
-    metrics = BatchMetrics(World(0, 1, CPU))
-    for seconds, batches, speed in ((2.0, 3, 9.0), (4.0, 2, 3.0)):
-        for step in range(batches):
-            parts = trainer.train_step(*images_of(6), 6)
-            metrics.add({"step": step}, 6, [x.metrics for x in parts])
-        now[0] += seconds
-        assert [line["images_per_second"] for line in metrics.fetch()] == [speed] * batches
+@torch.no_grad()
+def attention(block: Any, x: Tensor, by_class_token: bool) -> Tensor:
+    """What the tokens receive in the block, `b t`: of the class token, or of all on average."""
+    b, n, _ = x.shape
+    heads = block.attn.num_heads
+    q, k, _ = block.attn.qkv(block.norm1(x)).reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    rows = F.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1).mean(1)  # b n n
+    return rows[:, 0, 1:] if by_class_token else rows.mean(1)
 
 
-@pytest.mark.parametrize("modes", [("cuda-graph", "false"), ("false", "cuda-graph")])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_run_goes_on_in_a_graph_or_without(modes: tuple[str, str], optimizer: str):
-    """A learning rate that float32 holds, since a graph reads it from a tensor."""
-    same = [*PLAIN, f"recipe.optimizer={optimizer}", "recipe.lr=0.0625", "recipe.min_lr=0.0625"]
-    begun, resumed = (trainer_of([], 1, *same, f"compile={mode}") for mode in modes)
-    for trainer in (begun, resumed):
-        for step in range(2):
-            trainer.schedule(step, 0)
-            trainer.train_step(*images_of(6), 6)
-            trainer.step += 1
-        if trainer is begun:
-            state = deepcopy(begun.state())
-            resumed.restore("checkpoint", state)
-    for step in range(2, 4):
-        begun.schedule(step, 0)
-        begun.train_step(*images_of(6), 6)
-        begun.step += 1
-    assert begun.step == resumed.step == 4
-    for ours, theirs in zip(resumed.module.parameters(), begun.module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Initialises a process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_gradients_are_reduced_once_per_update(alone: None):
-    trainer = trainer_of([], 3, *PLAIN)
-    trainer.world = World(0, 2, CPU)
-    trainer.parallel = data_parallel(trainer.module, trainer.world)
-    sums = []
-
-    def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        sums.append(bucket.is_last())
-        done = torch.futures.Future[Tensor]()
-        done.set_result(bucket.buffer())
-        return done
-
-    trainer.parallel.register_comm_hook(None, count)
-    for _ in range(2):
-        trainer.train_step(*images_of(6), 12)
-    assert sums.count(True) == 2
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_tf32_follows_the_recipe(allowed: bool):
-    trainer_of([], 1, f"recipe.tf32={str(allowed).lower()}")
-    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is allowed
-
-
-def test_twelve_calls_lead_from_the_command_to_algorithm_1(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-):
-    """The twelfth is `mix_horizontal`; train.py itself and the plain model are not counted."""
-    stacks: list[list[str]] = []
-
-    def mix(*args: Any) -> Any:
-        frames = traceback.extract_stack()
-        parts = [{*Path(frame.filename).parts} for frame in frames]
-        own = [
-            {"reproduction", "tokenmixup", "train.py"} & x and not {"tests", "cct.py"} & x
-            for x in parts
-        ]
-        stacks.append([frame.name for frame, is_own in zip(frames, own, strict=True) if is_own])
-        return mix_horizontal(*args)
-
-    monkeypatch.setattr("tokenmixup.module.mix_horizontal", mix)
-    args = ["dataset.limit=10", "recipe.epochs=1", "recipe.batch_size=10", "dataset.workers=0"]
-    result = command("train", "model.embed_dim=16", *args)
-    assert result.status == 0, result.err
-    training = ["run", "_in_turn", "main", "run_training", "train", "fit", "train_step"]
-    assert stacks[0] == [*training, "_update", "forward", "_run", "_run_block"]
+def test_a_run_with_attention_labels_and_vtm_trains(here: Path):
+    words = ("augmentation=[mixup,cutmix,vtm]", "augmentation.cutmix.labels=attention")
+    assert train(*OWN, *FOLDER, *words, "name=mine").status == 0
