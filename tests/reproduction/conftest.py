@@ -13,7 +13,6 @@ from PIL import Image
 
 import eval as eval_script
 import train as train_script
-from reproduction import build_trainer
 from reproduction.config import Config, Dataset
 from reproduction.data import sources
 from reproduction.data.sources import Data, opened
@@ -30,7 +29,6 @@ from reproduction.training import distributed
 from reproduction.training.loop import Trainer
 from reproduction.training.train import run_training
 from scripts import export as export_script
-from tests.conftest import sharpened
 
 ROOT = Path(__file__).parents[2]
 # A run of seconds: a shallow, narrow CCT on a few digits, otherwise the defaults.
@@ -154,15 +152,6 @@ def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
         sources._whole.cache_clear()
 
 
-@pytest.fixture(scope="module")
-def unevaluated() -> Iterator[None]:
-    """Replaces evaluation by fixed results, as it takes as long as training here."""
-    with pytest.MonkeyPatch.context() as patch:
-        result = {"top1": 10.0, "top5": 50.0, "eval_loss": 2.5}
-        patch.setattr("reproduction.training.evaluate.evaluate", lambda *args: result)
-        yield
-
-
 @pytest.fixture(scope="session")
 def configs() -> dict[str, Config]:
     """Maps rows of the paper (`table1/cifar10_htm`, `sweep-tau/tau=2`) to full-scale configs."""
@@ -203,18 +192,6 @@ def trained_run(root: Path, *overrides: str) -> RunFolder:
     """Trains a run in this process and returns its folder, root/undisturbed."""
     run_training(resolve(compose("train", ["name=undisturbed", f"output_root={root}", *overrides])))
     return RunFolder(root / "undisturbed")
-
-
-def small_trainer(stack: list[str], *overrides: str, device: str = "cpu") -> Trainer:
-    """Builds a trainer without data or run folder: CCT-2/3x2 with sharp attention.
-
-    HTM mixes every sample.
-    """
-    args = [f"augmentation=[{','.join(stack)}]", *overrides]
-    args += ["augmentation.htm.tau=inf"] if "htm" in stack else []
-    trainer = build_trainer([*args, f"device={device}"])
-    sharpened(trainer.module.model)
-    return trainer
 
 
 def write_images(
