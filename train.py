@@ -10,7 +10,7 @@ from reproduction.system.terminal import say
 def main(config: Config) -> None:
     """Trains one run on its ranks and writes its report."""
     from reproduction.reporting.report import write_report
-    from reproduction.training.train import run_training
+    from reproduction.training.run import run_training
 
     summary = run_training(config)
     write_report(RunFolder.of(config), summary)

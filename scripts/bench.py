@@ -26,8 +26,8 @@ from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
-from reproduction.training.distributed import resolve_device
-from reproduction.training.train import git_revision
+from reproduction.training.ranks import resolve_device
+from reproduction.training.run import git_revision
 from tokenmixup.assignment import gain_matrix, optimal_donors
 
 Work = Callable[[], Any]

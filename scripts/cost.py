@@ -20,7 +20,7 @@ from reproduction.studies.study import SWEEPS, TABLES, Settings
 from reproduction.system.errors import PlainError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
-from reproduction.training.distributed import resolve_device
+from reproduction.training.ranks import resolve_device
 from scripts.bench import in_turns, training_step
 
 ON_CPU = 16  # images

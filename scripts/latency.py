@@ -14,7 +14,7 @@ import torch
 
 from reproduction.system.hardware import hardware_name
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
-from reproduction.training.distributed import resolve_device
+from reproduction.training.ranks import resolve_device
 from scripts.bench import CASES, in_turns, training_step
 
 MODEL = "cct_7_3x1"

@@ -63,13 +63,15 @@ def main() -> None:
     saved = folder.read_config()
     source = parse_saved(saved, needs_data=False).dataset.source
     config = parse_saved(saved, named=args.source == f"dataset.source={source}")
-    from reproduction.training.endings import explaining_data
+    from reproduction.training.stop import ending
 
-    with explaining_data():
+    try:
         if path is None:
             print_shares(folder, config, args.batches)
         else:
             draw(folder, config, path, args.images)
+    except Exception as error:
+        raise ending(error, config) from error
 
 
 if __name__ == "__main__":

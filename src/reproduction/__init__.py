@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from reproduction.training.checkpoint import Trained
-    from reproduction.training.distributed import World
-    from reproduction.training.loop import MicroBatch, Trainer
+    from reproduction.training.ranks import World
+    from reproduction.training.step import MicroBatch, Trainer
 
 
 def load_run(folder: str | Path, weights: str = "last") -> "Trained":
@@ -34,8 +34,8 @@ def build_trainer(
     from reproduction.data.inputs import build_training_inputs
     from reproduction.models.build import build_module, place, without_weights
     from reproduction.runs.compose import config_of
-    from reproduction.training.distributed import World, allow_tf32, resolve_device
-    from reproduction.training.loop import Trainer
+    from reproduction.training.ranks import World, allow_tf32, resolve_device
+    from reproduction.training.step import Trainer
 
     config = config_of([*overrides])
     device = torch.device(resolve_device(config.device, 1))
@@ -72,7 +72,7 @@ def step(
     trainer of an earlier step, or of `build_trainer`, which takes its next step. There are no
     gradients if float16's scaler skips the update, or in the replay of a CUDA graph.
     """
-    from reproduction.training.loop import Trainer
+    from reproduction.training.step import Trainer
 
     trainer = overrides
     if not isinstance(trainer, Trainer):
@@ -91,5 +91,4 @@ def step(
         parts = trainer.train_step(images, classes, len(images))
     finally:
         handle.remove()
-    trainer.step += 1
     return Step([float(part.loss) for part in parts], gradients, lr, parts, trainer)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reproduction import build_trainer
-from reproduction.training.loop import Trainer
-from reproduction.training.metrics import BatchMetrics, Line
+from reproduction.training.figures import BatchFigures, Line
+from reproduction.training.step import Trainer
 from tokenmixup.rules import CHOICES
 
 SMALL, CCT, VIT = "cct_2_3x2", "cct_7_3x1", "vit_base_patch16_224"
@@ -167,7 +167,7 @@ def scheduled_steps(trainer: Trainer) -> list[Line]:
 
 def _steps(trainer: Trainer, batches: list[int], scheduled: bool = False) -> list[Line]:
     generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
-    lines = BatchMetrics(trainer.world)
+    lines = BatchFigures(trainer.world)
     for epoch, batch in enumerate(batches):
         shape = (batch, 3, size, size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
@@ -178,10 +178,9 @@ def _steps(trainer: Trainer, batches: list[int], scheduled: bool = False) -> lis
                 if isinstance(group["lr"], float):
                     group["lr"] = float(torch.tensor(lr))
         micro_batches = trainer.train_step(images, classes, batch)
-        trainer.step += 1
         metrics = [part.metrics for part in micro_batches]
         lines.add({"step": trainer.step}, batch, metrics)
-    return lines.fetch()
+    return lines.fetch()[0]
 
 
 def distance(there: Trained, here: Trained) -> Distance:

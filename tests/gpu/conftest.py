@@ -13,8 +13,8 @@ from reproduction.runs.folder import check_writable
 from reproduction.system.errors import UserError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.storage import write_text
-from reproduction.training.distributed import resolve_device
-from reproduction.training.train import git_revision
+from reproduction.training.ranks import resolve_device
+from reproduction.training.run import git_revision
 
 WORDS = {"passed": "ok", "failed": "WRONG", "skipped": "not run"}
 

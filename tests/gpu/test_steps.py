@@ -4,6 +4,7 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from reproduction.config import ROOT
 from reproduction.models import build
 from reproduction.system.errors import PlainError
-from reproduction.training.distributed import join_world
-from reproduction.training.endings import explaining_step
 from reproduction.training.evaluate import evaluate
-from reproduction.training.loop import Trainer
-from reproduction.training.metrics import NonFinite
+from reproduction.training.figures import checked
+from reproduction.training.ranks import join_world
+from reproduction.training.step import Trainer
+from reproduction.training.stop import ending
 from tests.gpu.cases import (
     ALL,
     BOTH,
@@ -48,6 +49,7 @@ from tests.gpu.cases import (
     train,
 )
 from tests.gpu.conftest import device_of
+from tests.rehearsal import rehearsed
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -135,11 +137,11 @@ def test_a_gain_that_is_not_finite_is_named(device: torch.device):
     block: Any = trainer.module.model.blocks[trainer.module.htm.layers[0]]
     with torch.no_grad():
         block.attn.qkv.weight.fill_(torch.nan)
-    with (
-        pytest.raises(PlainError, match="step 1: the saliency gain is not finite"),
-        explaining_step(1, trainer.config),
-    ):
-        NonFinite(scales=False).check(steps_of(trainer, 6, 1))
+    try:
+        _, _, error = checked(steps_of(trainer, 6, 1), False, 0)
+    except FloatingPointError as raised:
+        error = ending(raised, trainer.config)
+    assert "the saliency gain is not finite" in str(error)
 
 
 def test_an_evaluation_waits_once(gpu: torch.device, record_property: Record):
@@ -161,15 +163,14 @@ def test_a_batch_beyond_the_memory_ends_in_one_line_and_a_smaller_one_works(
         GIB / torch.cuda.get_device_properties(gpu).total_memory
     )
     try:
-        with (
-            pytest.raises(PlainError, match="the GPU's memory") as error,
-            explaining_step(1, trainer.config),
-        ):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
             steps_of(trainer, 2048, 1)
+        said = str(ending(raised.value, trainer.config))
+        assert said.startswith("out of the GPU's memory: ")
         assert math.isfinite(steps_of(trainer, 8, 1)[-1]["loss"])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    record_property("beyond 1 GiB", str(error.value))
+    record_property("beyond 1 GiB", said)
 
 
 def parameters(trainer: Trainer) -> Tensor:
@@ -238,6 +239,14 @@ def test_compiled_steps_give_the_losses_of_eager_ones_by_one_graph(
     assert counters["stats"]["unique_graphs"] - before == is_compiled
 
 
+@pytest.fixture
+def graphs(device: torch.device) -> Iterator[None]:
+    """On a CPU the steps run that a graph would replay."""
+    with rehearsed() if device.type == "cpu" else nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
     ("precision", "more"),
     [
@@ -311,6 +320,7 @@ STILL = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("has_dropout", [True, False])
 def test_steps_of_a_graph_draw_new_random_numbers(has_dropout: bool, device: torch.device):
     """Weights and images stay the same, so that only dropout can change the loss."""

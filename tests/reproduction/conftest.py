@@ -25,9 +25,9 @@ from reproduction.start.resolve import resolve
 from reproduction.studies.plan import points_of, studies_of
 from reproduction.studies.study import Settings
 from reproduction.system.errors import STOP_SIGNALS
-from reproduction.training import distributed
-from reproduction.training.loop import Trainer
-from reproduction.training.train import run_training
+from reproduction.training import ranks
+from reproduction.training.run import run_training
+from reproduction.training.step import Trainer
 from scripts import export as export_script
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +114,8 @@ def run_here(patch: pytest.MonkeyPatch, script: str, *args: str) -> int:
     Ranks are forked, which saves their imports. Spawned ranks, as users get, have their own tests.
     """
     patch.setattr(sys, "argv", [str(ROOT / f"{script}.py"), *args])
-    patch.setattr(distributed, "START_METHOD", "fork")
-    patch.setattr(distributed, "_on_rank", _on_forked_rank)
+    patch.setattr(ranks, "START_METHOD", "fork")
+    patch.setattr(ranks, "_new_rank", _on_forked_rank)
     with pytest.raises(SystemExit) as end:
         run(script, *SCRIPTS[script])
     return int(end.value.code or 0)
@@ -159,7 +159,7 @@ def configs() -> dict[str, Config]:
 
 
 _draw = report._draw
-_on_spawned_rank = distributed._on_rank
+_on_spawned_rank = ranks._new_rank
 
 
 def _on_forked_rank(*args: Any) -> Any:

@@ -21,8 +21,8 @@ from reproduction.studies.plan import PlannedRun, plan
 from reproduction.studies.status import states
 from reproduction.studies.study import Settings
 from reproduction.system.errors import RunInterrupted, RunLocked, UserError
-from reproduction.training.loop import Trainer
-from reproduction.training.train import run_training
+from reproduction.training.run import run_training
+from reproduction.training.step import Trainer
 from scripts.reproduce import reproduce
 from tests.doors import Run, same
 from tests.reproduction.conftest import SMALL, Command

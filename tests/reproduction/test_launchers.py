@@ -19,7 +19,7 @@ from reproduction.start.command import run
 from reproduction.start.processes import Processes, shares
 from reproduction.system.errors import RunInterrupted
 from reproduction.system.hardware import CORES
-from reproduction.training import distributed
+from reproduction.training import ranks
 from tests.doors import Run, same
 from tests.reproduction.conftest import ROOT, SCRIPTS, SMALL, Command, trained_run
 
@@ -299,9 +299,9 @@ while True:
 def test_visible_gpus_follow_the_environment(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert distributed.visible_gpus() == ["0", "1"]
+    assert ranks.visible_gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-8a")
-    assert distributed.visible_gpus() == ["5", "GPU-8a"]
+    assert ranks.visible_gpus() == ["5", "GPU-8a"]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_visible_gpus_follow_the_environment(monkeypatch):
     ],
 )
 def test_shares_take_gpus_in_turn(monkeypatch, gpus: str, devices: int, expected: str):
-    monkeypatch.setattr(distributed, "visible_gpus", gpus.split)
+    monkeypatch.setattr(ranks, "visible_gpus", gpus.split)
     found = shares(len(expected.split()), devices)
     assert [share["CUDA_VISIBLE_DEVICES"] for share in found] == expected.split()
 
@@ -322,7 +322,7 @@ def test_shares_take_gpus_in_turn(monkeypatch, gpus: str, devices: int, expected
 def test_shares_divide_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("reproduction.start.processes.usable_cores", lambda: 16)
-    monkeypatch.setattr(distributed, "visible_gpus", lambda: [])
+    monkeypatch.setattr(ranks, "visible_gpus", lambda: [])
     assert shares(2, 2) == [{"OMP_NUM_THREADS": "4", CORES: "8"}] * 2
     assert shares(1, 1) == [{"OMP_NUM_THREADS": "16", CORES: "16"}]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

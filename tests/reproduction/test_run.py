@@ -82,7 +82,7 @@ def test_run_folder_has_metrics_summary_and_config(mixed: Trained):
     for epoch in (1, 2):
         lines = [line for line in run.steps if line["epoch"] == epoch]
         loss, samples = (sum(line[key] for line in lines) / 3 for key in ("loss", "mixed_samples"))
-        assert f"/2  loss {loss:.3f}  mixed {samples:.1f} " in out
+        assert f"/2  loss {loss:.3f}  mixed {samples:.3g} " in out
 
 
 def test_results_depend_on_the_seed_but_not_on_workers(here: Path, mixed: Trained):

@@ -29,7 +29,7 @@ def shares(jobs: int, devices: int) -> list[Share]:
     GPUs are assigned in turn, so several runs may share one; cores are divided, and so are the
     loaders' workers of `dataset.workers=auto`.
     """
-    from reproduction.training.distributed import visible_gpus
+    from reproduction.training.ranks import visible_gpus
 
     gpus = visible_gpus()
     cores = max(1, usable_cores() // jobs)

@@ -113,12 +113,12 @@ def check_all(configs: list[Config], here: bool = True) -> None:
             f"name={path.name}: {points} points of the sweep share this folder; leave name out "
             "and sweep over settings that change the result"
         )
-    from reproduction.training.preflight import preflight  # imports torch, so last
+    from reproduction.training.run import check  # imports torch, so last
 
     for folder, config in zip(folders, configs, strict=True):
         check_data(folder, config)
         if not folder.is_finished():
-            preflight(config, here)
+            check(config, here)
 
 
 def check_data(folder: RunFolder, config: Config) -> None:

@@ -116,7 +116,7 @@ def _train_apart(processes: Processes, run: PlannedRun, place: str) -> str | Non
 def train_here(run: PlannedRun, place: str) -> str | None:
     """Trains a run in this process, for small runs."""
     from reproduction.reporting.report import write_report
-    from reproduction.training.train import run_training
+    from reproduction.training.run import run_training
 
     _announce(run, place)
     try:

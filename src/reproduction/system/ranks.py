@@ -2,6 +2,8 @@
 
 import os
 
+MEETING = "REPRODUCTION_MEETING"  # the file at which ranks meet that a run has started itself
+
 
 def is_first_rank() -> bool:
     """Whether this process prints and writes files for all ranks."""
@@ -10,8 +12,8 @@ def is_first_rank() -> bool:
 
 def launched_ranks() -> int | None:
     """Returns the world size under torchrun or our own launcher, None otherwise."""
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ
-    return int(os.environ["WORLD_SIZE"]) if is_launched else None
+    is_launched = {"TORCHELASTIC_RUN_ID", MEETING} & os.environ.keys()
+    return int(os.environ["WORLD_SIZE"]) if is_launched and "WORLD_SIZE" in os.environ else None
 
 
 def local_ranks() -> int | None:

@@ -1,7 +1,9 @@
 """Checkpoints: last.pt to resume from, best.safetensors for evaluation; the plain model in them."""
 
+import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from reproduction.config import AnyModel
+from reproduction.config import AnyModel, Checkpoint
 from reproduction.data.loaders import InputTransform, build_input_transform
 from reproduction.models.build import build_model, constructor, count_classes, without_weights
 from reproduction.models.names import State
@@ -23,20 +25,41 @@ from reproduction.models.weights import (
 from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse_saved
 from reproduction.system.errors import UserError
-from reproduction.system.storage import BLANK, DIGEST_KEY, WRITER, replacing, write_digest
+from reproduction.system.storage import replacing
 
-STATE_KEYS = {
-    *("module", "optimizer", "scaler", "non_finite", "best"),
-    *("step", "epoch", "history", "metrics_size"),
-    *("classes", "num_images"),
-}
+SHARE = 0.05  # of the time since the last checkpoint, which one at the end of an epoch may take
 
 
-def save_last(path: Path, state: dict[str, Any], keep: int = 1) -> None:
-    """Writes the complete training state atomically and keeps the newest `keep` files."""
-    # given a path, torch would hide the reason of an error
-    with replacing(path, keep) as temporary, temporary.open("wb") as file:
-        torch.save(state, file)
+class Clock:
+    """When to write a checkpoint, by the clock of a rank."""
+
+    def __init__(self, settings: Checkpoint):
+        self.settings = settings
+        self.began = self.asked = time.monotonic()
+        self.seconds = 0.0  # that the last one took
+
+    def is_late(self) -> bool:
+        """Whether `every_minutes` have passed since the last checkpoint, or the last yes."""
+        minutes = self.settings.every_minutes
+        if minutes is None or time.monotonic() - self.asked < 60 * minutes:
+            return False
+        self.asked = time.monotonic()
+        return True
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether to save at the end of an epoch: every `every_epochs`, or if it costs little."""
+        if self.settings.every_epochs is not None:
+            return epoch % self.settings.every_epochs == 0
+        return self.seconds <= SHARE * (time.monotonic() - self.began)
+
+    def save(self, path: Path, state: dict[str, Any]) -> None:
+        """Writes the complete state of a run atomically and keeps the newest `keep` files."""
+        self.began = time.monotonic()
+        # given a path, torch would hide the reason of an error
+        with replacing(path, self.settings.keep) as temporary, temporary.open("wb") as file:
+            torch.save(state, file)
+        self.asked = time.monotonic()
+        self.seconds = self.asked - self.began
 
 
 def load_last(folder: RunFolder) -> Newest | None:
@@ -46,18 +69,12 @@ def load_last(folder: RunFolder) -> Newest | None:
     """
 
     def check(path: Path, state: Any) -> None:
-        if not _is_last(state):
+        if not isinstance(state, dict) or "metrics_size" not in state:
             raise UserError(f"checkpoint={path}: holds no training state")
         folder.check_metrics(state["metrics_size"])
 
     paths = folder.checkpoints()
-    if not paths:
-        return None
-    return read_newest(paths, check)
-
-
-def _is_last(content: Any) -> bool:
-    return isinstance(content, dict) and set(content) >= STATE_KEYS
+    return read_newest(paths, check) if paths else None
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None, **about: str) -> None:
@@ -65,33 +82,20 @@ def save_plain(path: Path, state: State, classes: list[str] | None, **about: str
 
     `about` is further metadata.
     """
-    metadata = {
-        "format": "pt",
-        "classes": json.dumps(classes),
-        **about,
-        DIGEST_KEY: BLANK,
-        **WRITER,
-    }
+    metadata = {"format": "pt", "classes": json.dumps(classes), **about}
     # save_file would ignore the umask and turn errors of the disk into text
-    content = save({k: v.contiguous() for k, v in state.items()}, metadata)
-    end = 8 + int.from_bytes(content[:8], "little")
+    content = save({name: value.contiguous() for name, value in state.items()}, metadata)
     with replacing(path) as temporary:
-        with temporary.open("wb") as file:
-            file.write(_sorted_header(content[8:end]))
-            file.write(memoryview(content)[end:])
-        write_digest(temporary)
+        temporary.write_bytes(content)
 
 
-def _sorted_header(text: bytes) -> bytes:
-    """Returns a safetensors header, with its length, whose metadata are in alphabetical order.
-
-    `save` writes them in random order, so equal weights would be different files.
-    """
-    header = json.loads(text)
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def digest(state: State) -> str:
+    """Returns the sha256 over names and tensor bytes: equal weights have equal digests."""
+    sha = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        sha.update(name.encode())
+        sha.update(value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> dict[str, Any]:
@@ -105,16 +109,16 @@ def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> dict[
     if weights.classes is not None:
         check_classes(path, weights.classes, classes)
     model.load_state_dict(matching_state(weights, model))
-    progress = ("epoch", "step") if _is_last(content) else ()
-    return {"checkpoint": str(path), **{name: content[name] for name in progress}}
+    progress = {key: content[key] for key in ("epoch", "step") if key in content}
+    return {"checkpoint": str(path), **progress}
 
 
 def check_classes(path: Path, trained: list[str], found: list[str]) -> None:
     """Raises UserError unless the checkpoint was trained on the classes of the data set."""
     if trained != found:
+        then, now = (f"{', '.join(x[:3])}, ... ({len(x)})" for x in (trained, found))
         raise UserError(
-            f"checkpoint={path}: was trained on the classes {_shortened(trained)}, the data set "
-            f"has {_shortened(found)}"
+            f"checkpoint={path}: was trained on the classes {then}, the data set has {now}"
         )
 
 
@@ -136,7 +140,7 @@ class Trained(NamedTuple):
 
 
 def load_run(folder: str | Path, weights: str = "last") -> Trained:
-    """Loads a run, or a folder written by make publish, onto the CPU.
+    """Loads a run onto the CPU.
 
     `weights` is `last` or `best`. Predictions equal those of eval.py in float32. Raises UserError
     if the folder holds no such weights, or if they cannot be read.
@@ -174,8 +178,3 @@ def export(
     # Tensors that share memory cannot be saved.
     state = {name: value.clone() for name, value in matching_state(weights, model).items()}
     save_plain(output, state, weights.classes, **about)
-
-
-def _shortened(names: list[str]) -> str:
-    more = f", ... ({len(names)})" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

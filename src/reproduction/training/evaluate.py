@@ -25,19 +25,6 @@ from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import warn
 from reproduction.training.checkpoint import load_plain, read_plain
-from reproduction.training.distributed import (
-    World,
-    allow_tf32,
-    join_world,
-    on_ranks,
-    resolve_device,
-)
-from reproduction.training.endings import (
-    explaining_data,
-    explaining_memory,
-    handling,
-    stop_at_once,
-)
 from reproduction.training.predictions import (
     Predictions,
     Recorder,
@@ -45,6 +32,7 @@ from reproduction.training.predictions import (
     write_predictions,
     write_tables,
 )
+from reproduction.training.ranks import World, allow_tf32, join_world, on_ranks, resolve_device
 from tokenmixup.contexts import evaluating
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
@@ -112,11 +100,8 @@ def evaluate_checkpoint(
     """
     resolve_device(config.device, config.devices, config.recipe.precision)
     recorder = None if predictions is None else Recorder()
-    evaluate_on_rank = partial(
-        _evaluate_on_rank, checkpoints=checkpoints, recorder=recorder, images=images
-    )
-    with handling(stop_at_once):
-        scores, found = on_ranks(evaluate_on_rank, config.devices)(config)
+    on_rank = partial(_evaluate, checkpoints=checkpoints, recorder=recorder, images=images)
+    scores, found = on_ranks(on_rank, config)
     if is_first_rank():
         if predictions is not None and found is not None:
             write_predictions(predictions, found, labelled=images is None)
@@ -128,12 +113,13 @@ def evaluate_checkpoint(
     return scores
 
 
-def _evaluate_on_rank(
+def _evaluate(
     config: Config, checkpoints: list[Path], recorder: Recorder | None, images: Path | None
 ) -> tuple[dict[str, Any], Predictions | None]:
+    """Evaluates on this rank."""
+    precision = config.recipe.precision
     allow_tf32(config.recipe.tf32)
-    device = resolve_device(config.device, config.devices, config.recipe.precision)
-    with join_world(device) as world:
+    with join_world(resolve_device(config.device, config.devices, precision)) as world:
         if images is None:
             source = opened(replace(config.dataset, limit=None, validation=0.0))
         else:
@@ -146,17 +132,10 @@ def _evaluate_on_rank(
         pin = world.device.type == "cuda"
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         loader = build_evaluation_loader(config, source.held_out, world.rank, world.size, pin)
-        progress = Progress(world.is_main)
-        with closing(progress), explaining_memory("evaluation", config.recipe), explaining_data():
+        with closing(Progress(world.is_main)) as progress:
             batches = progress.over(loader, "evaluation", length_hint(loader))
-            scores = evaluate(
-                place(model, world.device),
-                normalize,
-                batches,
-                world,
-                config.recipe.precision,
-                recorder,
-            )
+            model = place(model, world.device)
+            scores = evaluate(model, normalize, batches, world, precision, recorder)
             found = None if recorder is None else recorder.gather(world, source)
         facts = {
             "images": len(source.held_out),

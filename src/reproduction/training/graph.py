@@ -7,7 +7,7 @@ rate, counts, the seeds of random numbers.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,13 @@ WARM_UP = 3  # steps before a capture, in which libraries set themselves up and 
 Undo = Callable[[], None]
 
 
-class Captured(NamedTuple):
-    """A step for inputs of one shape: they are copied into `inputs` before `run`."""
-
-    inputs: list[Any]
-    run: Callable[[], Any]  # returns the outputs
-
-
 class StepGraph:
     """Replays `step(*inputs)`, which is captured at the first call for each shape of its tensors.
 
     `keep` returns what restores all that a step changes, since a capture is preceded by steps. The
     step draws from `generators` and from the device's own generator; their states are those of the
     eager step, so that it draws the same numbers. What `step` returns is overwritten by the next
-    call. On a CPU, where tests use it, the step runs instead of a replay.
+    call.
 
     Raises PlainError if the step cannot be captured, such as one that waits for the device.
     """
@@ -45,12 +38,7 @@ class StepGraph:
         generators: Sequence[torch.Generator],
         device: torch.device,
     ):
-        self.step, self.keep, self.device = step, keep, device
-        self.generators, self.default = [*generators], [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self.default.append(torch.cuda.default_generators[index])
-            self.stream = torch.cuda.Stream(device)
+        self.step, self.keep, self.generators, self.device = step, keep, generators, device
         self.forget()
 
     def __call__(self, *inputs: Any) -> Any:
@@ -58,51 +46,47 @@ class StepGraph:
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
         if key not in self.captured:
             static = tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), leaves)
-            generators = [*self.generators, *self.default]
-            states = [generator.get_state() for generator in generators]
-            undo = self.keep()
-            make = self._capture if self.device.type == "cuda" else self._rehearse
-            run = make(tree_unflatten(static, tree), undo)
-            for generator, state in zip(generators, states, strict=True):
+            states = [generator.get_state() for generator in self.generators]
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                run = self._capture(tree_unflatten(static, tree))
+            for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
-            self.captured[key] = Captured(static, run)
-        held, run = self.captured[key]
-        for own, value in zip(held, leaves, strict=True):
+            self.captured[key] = static, run
+        static, run = self.captured[key]
+        for own, value in zip(static, leaves, strict=True):
             if isinstance(value, Tensor):
                 own.copy_(value, non_blocking=True)
         return run()
 
     def forget(self) -> None:
         """Captures anew from the next step on, since the step or its memory has changed."""
-        self.captured: dict[tuple[Any, ...], Captured] = {}
-        if self.device.type == "cuda":  # a pool whose graphs are gone takes no others
-            self.pool = torch.cuda.graph_pool_handle()
+        self.captured: dict[tuple[Any, ...], tuple[list[Any], Callable[[], Any]]] = {}
+        self.pool: Any = None  # one whose graphs are gone takes no others
 
-    def _rehearse(self, inputs: Any, undo: Undo) -> Callable[[], Any]:
-        for _ in range(WARM_UP):
-            self.step(*inputs)
-        undo()
-        return lambda: self.step(*inputs)
-
-    def _capture(self, inputs: Any, undo: Undo) -> Callable[[], Any]:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream), warnings.catch_warnings():
+    def _capture(self, inputs: Any) -> Callable[[], Any]:
+        if self.pool is None:
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        undo, stream = self.keep(), self.stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of capturable optimisers outside of a graph
             for _ in range(WARM_UP):
                 self.step(*inputs)
             undo()
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:  # its own torch registers, from 2.15 on all of them
             graph.register_generator_state(generator)
         try:
             # The loader's thread pins memory meanwhile, which would end a capture of all threads.
             with torch.cuda.graph(
-                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+                graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"
             ):
                 outputs = self.step(*inputs)
         except Exception as error:
-            first = _first(error)
+            first: BaseException = error  # the end of a failed capture raises one of its own
+            while (earlier := first.__cause__ or first.__context__) is not None:
+                first = earlier
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
             raise PlainError(
@@ -116,13 +100,6 @@ class StepGraph:
             return outputs
 
         return run
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error that others followed: the end of a failed capture raises one of its own."""
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    return error
 
 
 def keep(tensors: Sequence[Tensor], optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Undo:

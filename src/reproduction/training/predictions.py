@@ -15,7 +15,7 @@ from torch import Tensor
 
 from reproduction.data.sources import Data
 from reproduction.system.storage import write_text
-from reproduction.training.distributed import World
+from reproduction.training.ranks import World
 
 BEST = 5
 

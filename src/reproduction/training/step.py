@@ -1,8 +1,6 @@
 """The training step, top to bottom: from a batch of images to new weights.
 
-Its epochs, with evaluations, logs, checkpoints and signals, are in epochs.py.
-
-Letters: b batch, c classes, h w image.
+The epochs around it are `run.fit`. Letters: b batch, c classes, h w image.
 """
 
 from collections.abc import Callable
@@ -10,20 +8,22 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
-from reproduction.config import Config
+from reproduction.config import Config, Recipe
 from reproduction.data.inputs import Draws, TrainingInputs
 from reproduction.data.seeding import Purpose, seed_device
 from reproduction.models.build import compile_module
 from reproduction.models.weights import module_state
-from reproduction.training.distributed import World, data_parallel
 from reproduction.training.evaluate import autocast
 from reproduction.training.graph import StepGraph, keep
 from reproduction.training.labels import AttentionLabels
-from reproduction.training.optim import build_optimizer, build_schedule, set_capturable
+from reproduction.training.ranks import World
 from tokenmixup import Output, TokenMixup, training_loss
 from tokenmixup.output import Stat
 
@@ -34,13 +34,6 @@ class MicroBatch(NamedTuple):
     loss: Tensor
     output: Output
     metrics: dict[str, Stat]
-
-
-def metrics_of(loss: Tensor, output: Output, not_finite: Tensor) -> dict[str, Stat]:
-    """Names the scalars of the log, on the device; HTM's names are those of `Output.sums`."""
-    n = len(output.logits)
-    own = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
-    return own | output.sums
 
 
 class Trainer:
@@ -63,9 +56,11 @@ class Trainer:
         recipe, cutmix = config.recipe, config.augmentation.cutmix
         self.config, self.recipe, self.world = config, recipe, world
         self.module, self.classes, self.inputs = module, classes, inputs
-        is_graph = config.compile == "cuda-graph"
-        if config.compile is True or (is_graph and world.device.type == "cuda"):
-            compile_module(module)  # a CPU only rehearses graphs, in tests
+        self.steps_per_epoch = steps_per_epoch
+        self.step = 0  # completed
+        self.mixes = True
+        if config.compile:
+            compile_module(module)
         self.parameters = [*module.parameters()]
         self.average: ModelEmaV3 | None = None
         if recipe.ema_decay is not None:
@@ -73,21 +68,18 @@ class Trainer:
         self.attention_labels: AttentionLabels | None = None
         if cutmix is not None and cutmix.labels == "attention":
             self.attention_labels = AttentionLabels(module.model)
-        self.parallel = data_parallel(module, world)
-        self.optimizer = build_optimizer(module, recipe)
-        set_capturable(self.optimizer, is_graph)
-        self.schedule = build_schedule(
-            self.optimizer, recipe, steps_per_epoch, world.device if is_graph else None
-        )
+        self.parallel = world.parallel(module)
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
         self.not_finite = torch.zeros((), device=world.device)
+        self.optimizer = build_optimizer(module, recipe)
         self.graph: StepGraph | None = None
-        if is_graph:
+        if config.compile == "cuda-graph":
             self.graph = StepGraph(self._update, self._keep, inputs.generators, world.device)
-        self.steps_per_epoch = steps_per_epoch
-        self.step = 0  # completed
-        self.mixes = True
+        self._set_capturable()
+        self.schedule = build_schedule(
+            self.optimizer, recipe, steps_per_epoch, world.device if self.graph else None
+        )
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
@@ -101,11 +93,12 @@ class Trainer:
         draws = self.inputs.draw(images.shape, *key)
         seed_device(self.world.device, Purpose.DROPOUT, *key)
         if self.graph is None:
-            return self._update(images, classes, global_size, draws)
-        # A graph has captured `_update`; another box would be another graph.
-        return cast(
-            list[MicroBatch], self.graph(images, classes, global_size, draws._replace(box=None))
-        )
+            parts = self._update(images, classes, global_size, draws)
+        else:  # has captured `_update`; another box would be another graph
+            draws = draws._replace(box=None)
+            parts = cast(list[MicroBatch], self.graph(images, classes, global_size, draws))
+        self.step += 1
+        return parts
 
     def _update(
         self, images: Tensor, classes: Tensor, global_size: int, draws: Draws
@@ -129,7 +122,7 @@ class Trainer:
             with nullcontext() if is_last else no_sync():
                 with autocast(device, self.recipe.precision):
                     # This is TokenMixup.forward; what it does to the blocks of the model is in
-                    # Pass.run_block (tokenmixup/module.py).
+                    # Pass.run_block (tokenmixup/passes.py).
                     output: Output = self.parallel(part.images, part.targets(*labels))
                     if self.attention_labels is not None:
                         targets = self.attention_labels(part).targets(*labels)
@@ -154,13 +147,15 @@ class Trainer:
         for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
         return [
-            MicroBatch(*part, metrics_of(*part, self.not_finite))
-            for part in zip(losses, outputs, strict=True)
+            MicroBatch(loss, output, self._metrics(loss, output))
+            for loss, output in zip(losses, outputs, strict=True)
         ]
 
-    def _keep(self) -> Callable[[], None]:
-        changed = [*self.parameters, *self._buffers_and_average(), self.not_finite]
-        return keep(changed, self.optimizer, self.scaler)
+    def _metrics(self, loss: Tensor, output: Output) -> dict[str, Stat]:
+        """The scalars of the log, on the device; HTM's names are those of `Output.sums`."""
+        n = len(output.logits)
+        own = {"loss": Stat(loss * n, n), "skipped": Stat(self.not_finite, is_max=True)}
+        return own | output.sums
 
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients and returns their norm before clipping.
@@ -180,6 +175,11 @@ class Trainer:
         average = {} if self.average is None else self.average.module.state_dict()
         return [*self.module.buffers(), *average.values()]
 
+    def _keep(self) -> Callable[[], None]:
+        """Returns what undoes steps: a CUDA graph runs some before it captures one."""
+        changed = [*self.parameters, *self._buffers_and_average(), self.not_finite]
+        return keep(changed, self.optimizer, self.scaler)
+
     def begin_epoch(self, epoch: int) -> None:
         """Prepares the model for an epoch, counted from 0; from `off_epoch` on nothing mixes."""
         off_epoch = self.config.augmentation.off_epoch
@@ -188,7 +188,7 @@ class Trainer:
             self.inputs.stop_mixing()
             self.module.stop_mixing()
             # The old wrapper would wait for ScoreNet's gradients.
-            self.parallel = data_parallel(self.module, self.world)
+            self.parallel = self.world.parallel(self.module)
             if self.graph is not None:
                 self.graph.forget()
         self.module.train()
@@ -212,10 +212,73 @@ class Trainer:
         """Restores a `state`; UserError, which names the `place`, if its weights do not fit."""
         self.module.load_state_dict(module_state(place, state, self.module))
         self.optimizer.load_state_dict(state["optimizer"])
-        set_capturable(self.optimizer, self.graph is not None)  # the one saved may differ
+        self._set_capturable()  # the one saved may differ
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])
-        self.step = state["step"]
         if self.graph is not None:
             self.graph.forget()  # the optimiser's state lies elsewhere now
+        self.step = state["step"]
+
+    def _set_capturable(self) -> None:
+        """Lets a CUDA graph capture the steps of AdamW; SGD's can be always."""
+        for group in self.optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = self.graph is not None
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
+    """Builds AdamW, or SGD with (non-Nesterov) momentum; biases and other vectors do not decay.
+
+    The fused kernels take one pass over each parameter and skip a scaler's step on the device.
+    """
+    settings: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "fused": True}
+    if recipe.optimizer == "adamw":
+        return create_optimizer_v2(model, opt="adamw", **settings)
+    # timm's "sgd" uses Nesterov momentum
+    optimizer = create_optimizer_v2(model, opt="momentum", momentum=recipe.momentum, **settings)
+    if recipe.momentum > 0:
+        # The kernel leaves the buffers uninitialised if a scaler skips the first step.
+        for group in optimizer.param_groups:  # frozen parameters are in none
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    recipe: Recipe,
+    batches_per_epoch: int,
+    device: torch.device | None = None,
+) -> Callable[[int, int], float]:
+    """Returns `schedule(epoch, batch)`, which sets and returns the learning rate of a batch.
+
+    Both count from 0. Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
+    With a device the optimiser reads it there, from the same float32 tensors in all steps.
+    """
+    every_batch = recipe.schedule_step == "batch"
+    unit = batches_per_epoch if every_batch else 1
+    scheduler = CosineLRScheduler(
+        optimizer,
+        t_initial=max(1, (recipe.epochs - recipe.cooldown_epochs) * unit),
+        lr_min=recipe.min_lr,
+        warmup_t=recipe.warmup_epochs * unit,
+        warmup_lr_init=recipe.warmup_lr,
+        cycle_decay=0.0,  # of later cycles, of which there are none; 1 makes timm warn of one epoch
+        t_in_epochs=not every_batch,
+    )
+    held = [torch.zeros((), device=device) for _ in optimizer.param_groups] if device else []
+
+    def hold() -> None:
+        for group, tensor in zip(optimizer.param_groups, held, strict=False):
+            group["lr"] = tensor.fill_(group["lr"])
+
+    def schedule(epoch: int, batch: int) -> float:
+        scheduler.step(epoch)
+        scheduler.step_update(epoch * batches_per_epoch + batch)
+        lr: float = optimizer.param_groups[0]["lr"]
+        hold()
+        return lr
+
+    hold()
+    return schedule

@@ -1,0 +1,242 @@
+"""One process or many: the ranks that torchrun has started, or that `on_ranks` starts."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from reproduction.config import Config
+from reproduction.system.errors import STOP_SIGNALS, OneLineError, RankFailed, Stopped, UserError
+from reproduction.system.hardware import usable_cores
+from reproduction.system.ranks import MEETING, launched_ranks, local_ranks, restarts
+from reproduction.training.stop import ending, handling, stop_at_once
+
+Result = TypeVar("Result")
+Shared = TypeVar("Shared")
+
+START_METHOD = "spawn"  # of ranks; CUDA does not work after a fork
+GRACE_SECONDS = 10.0  # for the other ranks to end by themselves, then to end on SIGTERM
+SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
+SECONDS_FOR_THE_LAUNCHER = 2  # to notice a dead rank before those that miss it
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums `values` over all ranks, in place, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Takes the maximum of `values` over all ranks, in place, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def gather(self, value: Shared) -> list[Shared]:
+        """Returns the values of all ranks on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: Shared) -> Shared:
+        """Returns the first rank's value on every rank."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Copies the first rank's buffers: batch normalisation sees only its rank's share."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            # NCCL would warn that it has to guess the device
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def parallel(self, module: nn.Module) -> nn.Module:
+        """Wraps a module so that backward passes reduce its gradients over the ranks."""
+        if self.size == 1:
+            return module
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def resolve_device(device: str, devices: int, precision: str = "float32") -> str:
+    """Returns `cpu` or `cuda`; UserError if there are not enough GPUs, or for float16 on a CPU."""
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus > 0 else "cpu"
+    local = local_ranks() or devices
+    if device == "cuda" and gpus == 0:
+        raise UserError("device=cuda: this machine has no CUDA GPU, allowed is cpu")
+    if device == "cuda" and local > gpus:
+        raise UserError(
+            f"devices={devices}: this machine has {gpus} CUDA GPUs, allowed is 1..{gpus}"
+        )
+    if device == "cpu" and precision == "float16":
+        raise UserError(
+            "recipe.precision=float16: takes minutes a batch on a CPU, allowed are "
+            "recipe.precision=float32 and bf16"
+        )
+    return device
+
+
+def visible_gpus() -> list[str]:
+    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(count)] if chosen is None else chosen.split(",")
+    return names[:count]
+
+
+def allow_tf32(is_allowed: bool) -> None:
+    """Allows or forbids TF32 for float32 matrix products and convolutions of this process.
+
+    By default torch allows it for convolutions only.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+
+@contextmanager
+def join_world(device: str) -> Iterator[World]:
+    """Joins the process group described by the environment: NCCL on CUDA, gloo on a CPU."""
+    if launched_ranks() is None:
+        yield World(0, 1, torch.device(device))
+        return
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if MEETING in os.environ:
+        store: dist.Store = dist.FileStore(os.environ[MEETING], size)
+    else:  # torchrun keeps its store over restarts, with the addresses of dead ranks
+        store, rank, size = next(iter(dist.rendezvous("env://")))
+        store = dist.PrefixStore(f"start_{restarts()[0]}", store)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    try:
+        yield World(rank, size, place)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
+    """Returns the first rank's `function(config)`: of this process if it is a rank or alone.
+
+    Else of `config.devices` new processes. Any error but a signal's Stopped is a OneLineError.
+    """
+    if config.devices == 1 or launched_ranks() is not None:
+        with as_rank(config):
+            return function(config)
+    received: list[int] = []
+    pids: list[int] = []
+
+    def forward(signum: int, _: Any) -> None:
+        """Forwards a signal to the ranks; a second Ctrl-C ends them at once."""
+        at_once = bool(received) and signum == signal.SIGINT
+        received.append(signum)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL if at_once else signum)
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # says it too
+    with TemporaryDirectory() as meeting, handling(forward):
+        ranks = mp.start_processes(
+            _new_rank,
+            (function, config, Path(meeting)),
+            config.devices,
+            join=False,
+            start_method=START_METHOD,
+        )
+        pids += ranks.pids()
+        if received:  # while they were started
+            forward(received[0], None)
+        try:
+            while not ranks.join(grace_period=GRACE_SECONDS):
+                pass
+            failed = 0
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            failed = error.error_index
+        outcome, code = Path(meeting, str(failed)), ranks.processes[failed].exitcode
+        if outcome.exists():
+            result = pickle.loads(outcome.read_bytes())  # noqa: S301 - of our own process
+        elif received or code - SIGNAL_STATUS in STOP_SIGNALS:
+            raise Stopped(received[0] if received else code - SIGNAL_STATUS)
+        else:
+            result = RankFailed(f"killed by {signal.Signals(-code).name}" if code < 0 else "died")
+    if isinstance(result, OneLineError):
+        raise result if isinstance(result, UserError) else RankFailed(f"rank {failed}: {result}")
+    return result
+
+
+@contextmanager
+def as_rank(config: Config) -> Iterator[None]:
+    """Around each rank, and a process that is alone: the one place that explains errors."""
+    with handling(stop_at_once):
+        try:
+            yield
+        except Exception as error:
+            end = ending(error, config)
+            if isinstance(end, RankFailed):  # the launcher shall name the rank that is gone
+                time.sleep(SECONDS_FOR_THE_LAUNCHER)
+            raise end from error
+
+
+def _new_rank(rank: int, function: Callable[[Config], Any], config: Config, meeting: Path) -> None:
+    """Runs in a new process, whose outcome is a file in the folder `meeting`."""
+    Thread(target=_exit_with_launcher, daemon=True).start()
+    size = str(config.devices)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MEETING: str(meeting / "store")}
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // config.devices))
+    try:
+        with as_rank(config):
+            outcome = function(config)
+    except OneLineError as error:
+        outcome = error
+    except Stopped as stopped:
+        sys.exit(SIGNAL_STATUS + stopped.signum)
+    (meeting / str(rank)).write_bytes(pickle.dumps(outcome))
+    sys.exit(isinstance(outcome, OneLineError))
+
+
+def _exit_with_launcher() -> None:
+    """Kills this rank once the launcher, which holds the lock of the run's folder, is gone."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,535 @@
+"""One run, from its configuration to its summary: build, `fit`, evaluate, save.
+
+The step is in step.py, what ends a run in stop.py, its processes in ranks.py.
+"""
+
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from operator import length_hint
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from reproduction.config import Config, Library, Loggers, ViT
+from reproduction.data import loaders
+from reproduction.data.images import NO_IMAGE
+from reproduction.data.inputs import build_training_inputs
+from reproduction.data.sources import Data, opened, record
+from reproduction.models import build as models
+from reproduction.models.library import timm_name
+from reproduction.models.names import State
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.locking import hold
+from reproduction.system import hardware
+from reproduction.system.errors import (
+    PlainError,
+    RankFailed,
+    RunInterrupted,
+    Stopped,
+    UserError,
+    first_line,
+)
+from reproduction.system.progress import Progress
+from reproduction.system.ranks import is_first_rank
+from reproduction.system.terminal import say, warn
+from reproduction.training import figures
+from reproduction.training.checkpoint import Clock, check_classes, digest, load_last, save_plain
+from reproduction.training.evaluate import evaluate
+from reproduction.training.labels import AttentionLabels
+from reproduction.training.loggers import Logs
+from reproduction.training.ranks import World, allow_tf32, join_world, on_ranks, resolve_device
+from reproduction.training.step import Trainer
+from reproduction.training.stop import Stop, handling
+from tokenmixup import TokenMixup
+
+LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
+PACE_SECONDS = 300  # of the last epochs, which tell the time left
+
+
+def run_training(config: Config) -> dict[str, Any]:
+    """Trains one run, unless it is finished, and returns its summary.
+
+    Raises UserError before the run begins, and PlainError or RunInterrupted after the status is
+    recorded in the folder. Raises RunLocked if another process is training the run.
+    """
+    folder = RunFolder.of(config)
+    folder.check(config)
+    if folder.is_finished():
+        return folder.read_summary()
+    try:
+        with hold(folder):
+            if folder.config_path.exists():
+                folder.check(config)  # another process has just created it
+            if folder.is_finished():
+                return folder.read_summary()
+            try:
+                return on_ranks(train, config)
+            except KeyboardInterrupt as error:
+                line = _record_end(config, folder, "interrupted", "interrupted")
+                raise RunInterrupted(line) from error
+            except PlainError as error:
+                if not (is_first_rank() or isinstance(error, RankFailed)):
+                    warn(f"rank {os.environ['RANK']}: {error}")  # the first rank does not know it
+                line = _record_end(config, folder, "failed", str(error))
+                raise PlainError(line) from error
+    except OSError as error:  # of the lock: nothing is written yet
+        raise UserError(f"{error.filename or folder.path}: {error.strerror}") from error
+
+
+def _record_end(config: Config, folder: RunFolder, status: str, reason: str) -> str:
+    """Records the status of a run that has begun and returns the line to print; never raises."""
+    if not folder.config_path.exists():
+        return reason
+    outcome = f"{folder.path} is kept as {status}"
+    if is_first_rank():
+        try:
+            folder.write_summary(status=status, error=reason)
+        except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
+            outcome = f"{folder.path} is kept as it is"
+    how = "" if config.resume == "auto" else " with resume=auto"
+    return f"{reason}; {outcome}, repeat the command{how} to continue"
+
+
+class Parts(NamedTuple):
+    """What a run is built of; on the meta device, for a check, the model takes no memory."""
+
+    source: Data
+    batches: loaders.TrainingBatches
+    module: TokenMixup
+    initial_weights: str | None  # what was read from `model.weights`
+
+
+def build(config: Config, world: World, is_new: bool = True) -> Parts:
+    """Opens the images and builds the model; UserError if they do not fit the configuration.
+
+    A new run starts from `model.weights` and timm's, which are only checked on the meta device.
+    """
+    source, recipe = opened(config.dataset), config.recipe
+    batches = loaders.TrainingBatches(
+        len(source.train), recipe.batch_size, config.seed, world.rank, world.size
+    )
+    is_meta = world.device.type == "meta"
+    model = config.model if is_new else models.without_weights(config.model)
+    built = models.without_weights(model) if is_meta else model
+    torch.manual_seed(config.seed)
+    with torch.device("meta" if is_meta else "cpu"):
+        module = models.build_module(built, config.augmentation, len(source.classes))
+    return Parts(source, batches, module, models.load_initial_weights(model, module.model))
+
+
+def check(config: Config, here: bool = True) -> None:
+    """Raises UserError if the run cannot start; writes nothing but downloaded data.
+
+    Checks the devices only if the run is to start on this machine.
+    """
+    if not is_first_rank():
+        return
+    if here:
+        device = resolve_device(config.device, config.devices, config.recipe.precision)
+        if config.compile == "cuda-graph" and device == "cpu":
+            raise UserError("compile=cuda-graph: needs a GPU, allowed are false and true")
+        if config.compile:
+            models.check_compiler(device)
+    if isinstance(config.model, ViT):
+        timm_name(config.model.architecture, config.model.pretrained)
+    source, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
+    try:
+        loaders.build_training_images(config, source.train)[(0, 0)]
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error) if NO_IMAGE in str(error) else first_line(error)
+        raise UserError(f"the first training image: {reason}") from error
+    cutmix = config.augmentation.cutmix
+    if cutmix is not None and cutmix.labels == "attention":
+        AttentionLabels(module.model)
+    count, size = config.recipe.grad_accum_steps, config.model.image_size
+    fewest = batches.global_size(len(batches) - 1) // config.devices
+    if fewest < count:
+        raise UserError(
+            f"recipe.grad_accum_steps={count}: some batches leave {fewest} images to a rank, "
+            f"allowed is 1..{fewest}"
+        )
+    if fewest // count == 1:
+        try:  # batch normalisation refuses a single value
+            module.model.train()(torch.zeros(1, 3, size, size, device="meta"))
+        except ValueError as error:
+            raise UserError(
+                f"recipe.batch_size={config.recipe.batch_size}: some passes get one image, "
+                f"which {config.model.name} cannot train on ({first_line(error)})"
+            ) from error
+
+
+@dataclass
+class RunState:
+    """What a run has reached beside its trainer; its checkpoints hold each of these."""
+
+    epoch: int = 0  # completed
+    history: list[figures.Epoch] = field(default_factory=list)  # the last may have begun only
+    best: State | None = None  # weights of the best epoch, on the first rank
+    train_seconds: float = 0.0
+    eval_seconds: float = 0.0
+    skipped: int = 0  # updates, by float16's scaler
+    in_a_row: int = 0  # of them, at the end
+    metrics_size: int = 0  # bytes of metrics.jsonl
+
+
+class Run(NamedTuple):
+    """The parts of a run on this rank."""
+
+    trainer: Trainer
+    folder: RunFolder
+    batches: loaders.TrainingBatches
+    train_loader: loaders.Loader
+    eval_loader: loaders.Loader
+    test_loader: loaders.Loader | None  # if epochs are evaluated on a validation split
+    logs: Logs
+    stop: Stop
+    clock: Clock
+    collected: figures.BatchFigures
+    progress: Progress
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Trains on this rank; the first rank writes the run folder. Returns the summary."""
+    device = resolve_device(config.device, config.devices, config.recipe.precision)
+    allow_tf32(config.recipe.tf32)
+    if config.compile:
+        torch.compiler.reset()  # its limits count over all runs of a process
+    with join_world(device) as world:
+        run, state, facts = start(config, world)
+        if world.is_main:
+            run.folder.write_summary(**facts, status="running", error=None)
+        status = "failed"
+        with handling(run.stop.request):
+            try:
+                results = fit(run, state)
+                status = "finished"
+            except Stopped:  # on all ranks after the same step
+                if world.is_main:
+                    say(f"stopping after step {run.trainer.step} (a second Ctrl-C: at once)")
+                write(run, state)
+                save(run, state)
+                raise
+            except Exception as error:
+                error.add_note(f"after step {run.trainer.step}")
+                raise
+            finally:
+                run.progress.close()
+                run.logs.close(status)
+        world.barrier()
+        return run.folder.write_summary(**results, status=status) if world.is_main else results
+
+
+def start(config: Config, world: World) -> tuple[Run, RunState, dict[str, Any]]:
+    """Builds a run on its device, or resumes it, and prepares its folder.
+
+    Also returns the entries of the summary that are known before training.
+    """
+    folder = RunFolder.of(config)
+    newest = load_last(folder)
+    parts = build(config, world, is_new=newest is None)
+    source, batches, module, _ = parts
+    trainer = Trainer(
+        config,
+        world,
+        module=models.place(module, world.device),
+        classes=source.classes,
+        inputs=build_training_inputs(config, world.device),
+        steps_per_epoch=len(batches),
+    )
+    state = RunState() if newest is None else restore(trainer, batches, *newest)
+    if world.share(trainer.step) != trainer.step:
+        raise PlainError("the ranks have read different checkpoints")
+    if world.is_main:
+        _say_start(trainer, parts)
+    shown = config if world.is_main else replace(config, logger=Loggers())
+    pin = world.device.type == "cuda"
+    loader_of = partial(
+        loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
+    )
+    run = Run(
+        trainer,
+        folder,
+        batches,
+        train_loader=loaders.build_training_loader(config, source.train, batches, pin),
+        eval_loader=loader_of(source.per_epoch),
+        test_loader=None if source.validation is None else loader_of(source.held_out),
+        logs=Logs(shown, folder, trainer.step),
+        stop=Stop(world.size),
+        clock=Clock(config.checkpoint),
+        collected=figures.BatchFigures(world),
+        progress=Progress(world.is_main),
+    )
+    if not world.is_main:
+        return run, state, {}
+    facts = _facts(trainer, folder, parts)
+    folder.create(config)
+    folder.trim_metrics(state.metrics_size)  # of what was written after the checkpoint
+    folder.resume_from(None if newest is None else newest[0])
+    if state.best is None:
+        folder.best_path.unlink(missing_ok=True)
+    else:
+        save_plain(folder.best_path, state.best, trainer.classes)
+    return run, state, {**facts, **_progress(run, state)}
+
+
+def fit(run: Run, state: RunState) -> dict[str, Any]:
+    """Trains to the end and returns the results for summary.json.
+
+    Raises Stopped after the step in which a signal has come to any rank.
+    """
+    trainer, batches, recipe = run.trainer, run.batches, run.trainer.recipe
+    is_main, stop, clock = trainer.world.is_main, run.stop, run.clock
+    total_steps = recipe.epochs * len(batches)
+    total_steps = min(total_steps, recipe.max_steps or total_steps)
+    total_epochs = math.ceil(total_steps / len(batches))
+    pace = [(time.monotonic(), trainer.step)]
+    upcoming: Iterator[list[Tensor]] | None = None  # batches that workers load already
+    has_evaluated = False
+    while state.epoch < total_epochs:
+        trainer.begin_epoch(state.epoch)
+        if len(state.history) == state.epoch:  # else resumed within the epoch
+            state.history.append(figures.begun(state.epoch + 1))
+        done = trainer.step - len(batches) * state.epoch
+        loaded = islice(upcoming or _load(run, state.epoch, done), total_steps - trainer.step)
+        run.collected.restart_clock()
+        task = f"epoch {state.epoch + 1}/{total_epochs}"
+        total = min(len(batches), done + total_steps - trainer.step)
+        for images, classes in run.progress.over(stop.while_waiting(loaded), task, total, done):
+            batch = trainer.step % len(batches)
+            size, lr = batches.global_size(batch), trainer.schedule(state.epoch, batch)
+            micro_batches = trainer.train_step(images, classes, size)
+            head = {"step": trainer.step, "epoch": state.epoch + 1, "lr": lr}
+            run.collected.add(head, size, [part.metrics for part in micro_batches])
+            is_late = stop.agreed(is_main and clock.is_late())
+            if is_late or trainer.step % recipe.log_every == 0:
+                write(run, state)
+            if is_late:
+                save(run, state)
+        write(run, state)
+
+        number, last = state.epoch + 1, state.history[-1]
+        # Its workers exist; they load while the epoch is evaluated.
+        upcoming = _load(run, number) if has_evaluated and number < total_epochs else None
+        if is_evaluated := number % recipe.evaluate_every == 0 or number == total_epochs:
+            result = evaluate_on(run, state, run.eval_loader)
+            last |= result if run.test_loader is None else figures.of_validation(result)
+            has_evaluated = True
+        state.epoch = number  # an evaluation that is interrupted is repeated
+        if is_main and is_evaluated:
+            _log(run, figures.evaluations([last]))
+            if figures.best_epoch(state.history) == number:
+                weights = trainer.evaluated.state_dict()
+                state.best = {name: x.to("cpu", copy=True) for name, x in weights.items()}
+                save_plain(run.folder.best_path, state.best, trainer.classes)
+        if is_main:
+            run.folder.write_summary(**_progress(run, state))
+        pace.append((time.monotonic(), trainer.step))
+        left, mixes = _time_left(pace, total_steps), trainer.module.htm is not None
+        run.progress.line(figures.describe(state.history, total_epochs, mixes, left))
+        is_due = clock.is_late() or clock.is_due(number) or number == total_epochs
+        if stop.agreed(is_main and is_due):
+            save(run, state)
+    return _results(run, state)
+
+
+def _load(run: Run, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
+    """Lets the workers load the batches of an epoch: images `b 3 h w`, uint8, and classes `b`."""
+    run.batches.start_at(epoch, first)
+    return iter(run.train_loader)
+
+
+def _time_left(pace: list[tuple[float, int]], total_steps: int) -> float:
+    """Seconds by the speed of the last minutes; `pace` has time and step after each epoch."""
+    now, step = pace[-1]
+    then, first = [pace[0], *(mark for mark in pace if now - mark[0] >= PACE_SECONDS)][-1]
+    return (now - then) / max(step - first, 1) * (total_steps - step)
+
+
+def write(run: Run, state: RunState) -> None:
+    """Fetches and writes the figures of batches; PlainError if one of them ends the run."""
+    lines, seconds = run.collected.fetch()
+    state.train_seconds += seconds
+    scales = run.trainer.uses_scaler
+    lines, state.in_a_row, error = figures.checked(lines, scales, state.in_a_row)
+    state.skipped += sum(line["skipped"] for line in lines)
+    if lines:
+        figures.add(state.history[-1], lines)
+    _log(run, [{key: x for key, x in line.items() if scales or key != "skipped"} for line in lines])
+    if error is not None:
+        raise error
+
+
+def _log(run: Run, lines: list[figures.Line]) -> None:
+    if run.trainer.world.is_main:
+        run.folder.append_metrics(lines)
+        for line in lines:
+            run.logs.log(line)
+
+
+def save(run: Run, state: RunState) -> None:
+    """Writes a checkpoint with all that a resumed run needs, or must have in common with this."""
+    trainer, folder = run.trainer, run.folder
+    if trainer.world.is_main:
+        folder.sync_metrics()
+        state.metrics_size = folder.metrics_size()
+        about = {"classes": trainer.classes, "num_images": run.batches.num_images}
+        content = {**trainer.state(), **vars(state), **about}
+        on_host = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), content)
+        run.clock.save(folder.last_path, on_host)
+    trainer.world.barrier()
+    run.collected.restart_clock()
+
+
+def restore(
+    trainer: Trainer, batches: loaders.TrainingBatches, path: Path, content: dict[str, Any]
+) -> RunState:
+    """Resumes from the content of a checkpoint; UserError if it does not fit the run."""
+    place = f"checkpoint={path}"
+    check_classes(path, content["classes"], trainer.classes)
+    if content["num_images"] != batches.num_images:
+        raise UserError(
+            f"{place}: was trained on {content['num_images']} images, the data set has "
+            f"{batches.num_images}"
+        )
+    try:
+        trainer.restore(place, content)
+        return RunState(**{x.name: content[x.name] for x in fields(RunState)})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{place}: does not fit the run: {first_line(error)}") from error
+
+
+def evaluate_on(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, float]:
+    """Evaluates the plain model on the images of a loader."""
+    began, trainer = time.perf_counter(), run.trainer
+    model = trainer.evaluated
+    trainer.world.share_buffers(model)  # the first rank saves these weights
+    hardware.give_back_freed_memory()  # before the loader forks its workers
+    waited = run.stop.while_waiting(loader)
+    batches = run.progress.over(waited, "evaluation", length_hint(loader))
+    result = evaluate(
+        model, trainer.inputs.normalize, batches, trainer.world, trainer.recipe.precision
+    )
+    state.eval_seconds += time.perf_counter() - began
+    return result
+
+
+def _results(run: Run, state: RunState) -> dict[str, Any]:
+    """The entries of summary.json about the whole run, and its results on the test set."""
+    trainer, tests = run.trainer, None
+    if run.test_loader is not None:  # not seen yet: for the last epoch and the best
+        model = trainer.evaluated
+        tests = [evaluate_on(run, state, run.test_loader)] * 2
+        if figures.best_epoch(state.history) != state.epoch:
+            weights = {name: x.clone() for name, x in model.state_dict().items()}
+            model.load_state_dict(trainer.world.share(cast(State, state.best)))
+            try:
+                tests[1] = evaluate_on(run, state, run.test_loader)
+            finally:
+                model.load_state_dict(weights)  # a stop saves the last epoch's
+    images = run.batches.images(trainer.step)
+    return {
+        **figures.accuracies(state.history, tests),
+        "steps": trainer.step,
+        "images": images,
+        "seconds": round(state.train_seconds + state.eval_seconds, 1),
+        "images_per_second": round(images / state.train_seconds, 1),
+        **({"skipped_steps": state.skipped} if trainer.uses_scaler else {}),
+        "weights_sha256": digest(trainer.evaluated.state_dict()),
+        **_progress(run, state),
+    }
+
+
+def _progress(run: Run, state: RunState) -> dict[str, Any]:
+    """The entries of summary.json about the completed epochs."""
+    epochs, batches = state.history[: state.epoch], run.batches
+    steps = min(state.epoch * len(batches), run.trainer.step)
+    mixing = figures.mixing(epochs, batches.images(steps) / max(steps, 1))
+    return {"epochs": state.epoch, **mixing, "log": figures.evaluations(epochs)}
+
+
+def _say_start(trainer: Trainer, parts: Parts) -> None:
+    """Says what is trained, and which settings are allowed but probably mistakes."""
+    config, source = trainer.config, parts.source
+    verb = f"resuming after step {trainer.step}" if trainer.step else "training"
+    mixing = "+".join(config.augmentation.stack) or "no mixing"
+    train, held_out, classes = len(source.train), len(source.held_out), len(source.classes)
+    images = (
+        f"{train:,} images of {config.dataset.name}, {classes:,} classes, {held_out:,} held out"
+    )
+    if source.validation is not None:
+        images += f", {len(source.validation):,} for validation"
+    device, ranks = trainer.world.device.type, trainer.world.size
+    place = device if ranks == 1 else f"{ranks} ranks on {device}"
+    say(f"{verb}: {config.model.name} on {images}, {mixing}, {place}")
+    for remark in source.remarks:
+        warn(f"warning: {remark}")
+    if parts.initial_weights is not None:
+        say(f"initial weights: {parts.initial_weights}")
+    numbers = _htm_numbers(config, trainer)
+    for name, row in numbers.items():
+        say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
+    smoothing = config.recipe.label_smoothing
+    target = torch.tensor([1 - smoothing] + [0.0] * (classes - 1)) + smoothing / classes
+    guessing, floor = math.log(classes), float(torch.special.entr(target.double()).sum())
+    for tau in dict.fromkeys(float(x) for x in numbers.get("tau", ())):
+        if guessing <= tau < math.inf:
+            reason = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
+            warn(f"warning: augmentation.htm.tau={tau}: {reason}")
+        if tau <= floor:
+            reason = f"no sample is ever easy, as its label alone scores {floor:.4f} nats"
+            warn(f"warning: augmentation.htm.tau={tau}: {reason}")
+
+
+def _htm_numbers(config: Config, trainer: Trainer) -> dict[str, list[float | str]]:
+    """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
+    htm = trainer.module.htm
+    if htm is None or isinstance(config.model, Library):
+        return {}
+    each, tokens = htm.each.values(), config.model.tokens
+    rows = {"tau": [x.tau for x in each], "rho": [x.rho_for(tokens) for x in each]}
+    if not trainer.module.adapter.attends_to_all and any(x.rho == "auto" for x in each):
+        del rows["rho"]  # by the tokens of a stage, which the configuration does not say
+    return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
+
+
+def _facts(trainer: Trainer, folder: RunFolder, parts: Parts) -> dict[str, Any]:
+    """The entries of the summary that are known before training."""
+    config, model, device = trainer.config, trainer.module.model, trainer.world.device
+    earlier = folder.read_summary() if trainer.step > 0 else {}
+    numbers, name = _htm_numbers(config, trainer), hardware.hardware_name(device.type)
+    return {
+        "name": config.name,
+        "data": record(parts.source, config.model.weights),
+        **({"htm": numbers} if numbers else {}),
+        "parameters": models.count_parameters(trainer.module),
+        "macs": models.count_macs(model, config.model.image_size).total,
+        "seed": config.seed,
+        "devices": config.devices,
+        "initial_weights": parts.initial_weights or earlier.get("initial_weights"),
+        "hardware": hardware.join_hardware(earlier.get("hardware"), name),
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
+        "git_revision": git_revision(),
+    }
+
+
+def git_revision() -> str | None:
+    """The commit of this code, with `-dirty` if files have changed; None outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        place = Path(__file__).parent
+        result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return result.stdout.strip() or None
