@@ -48,7 +48,6 @@ def whole(parameter: Tensor) -> Tensor:
         {"htm": {"layer": 1, **ALL}, "vtm": {"layer": 2}},
         {"htm": {"layer": 3, **ALL}, "vtm": {"layer": 1}},
         {"htm": {"layer": [1, 3], **ALL}, "checkpoint_blocks": True},
-        {"htm": {"layer": 1, "detector": "mean_attention", **ALL}},
         {"manifold_mixup": {"layers": [0, 1]}},
     ],
     ids=str,
