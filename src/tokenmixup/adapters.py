@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tokenmixup.watch import AttentionMap, Looking
 
 SAY_BY_ADAPTER = "an Adapter must say num_prefix_tokens and reads_class_token"
-HEADS = ("head", "heads", "classifier", "fc")  # of models without timm's get_classifier
 JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
 # Methods of timm's models that decide which tokens are the prefix and what the head reads.
 DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
@@ -101,11 +100,9 @@ def hiera(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
     return received if received.ndim == 2 else rearrange(received, "b w n -> b (n w)")
 
 
-def _stages(blocks: str, geometry: Callable[..., Tensor], in_rows: bool = True) -> Adapter:
-    width = "block.attn.dim"
-    return Adapter(
-        blocks=blocks, embed_dim=width, geometry=geometry, in_rows=in_rows, square_patches=True
-    )
+def _stages(blocks: str, geometry: Callable[..., Tensor], **more: Any) -> Adapter:
+    told: dict[str, Any] = {"embed_dim": "block.attn.dim", "square_patches": True, **more}
+    return Adapter(blocks=blocks, geometry=geometry, **told)
 
 
 def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = True) -> Adapter:
@@ -120,9 +117,9 @@ def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = 
 
 HF, STAGES = "transformers.models", "timm.models"
 ADAPTERS = {  # models that work without an adapter of the user's
-    "torchvision.models.vision_transformer.VisionTransformer": Adapter(
-        blocks="encoder.layers",
-        embed_dim="hidden_dim",
+    "torchvision.models.vision_transformer.VisionTransformer": torch_encoder(
+        "encoder",
+        "hidden_dim",
         patch_embed="conv_proj",
         num_prefix_tokens=1,
         reads_class_token=True,
@@ -268,16 +265,6 @@ def is_sharded(model: Any) -> bool:
     """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
-
-
-def head_size(model: Any) -> int | None:
-    """Returns the number of logits of a linear head; None if the model does not say it."""
-    classifier = getattr(model, "get_classifier", None)
-    heads = (getattr(model, name, None) for name in HEADS)
-    head = classifier() if classifier else next((x for x in heads if x is not None), None)
-    while isinstance(head, nn.Sequential | tuple) and len(head):
-        head = head[-1]
-    return head.out_features if isinstance(head, nn.Linear) else None
 
 
 def layer_group(groups: Any, name: str) -> Any:

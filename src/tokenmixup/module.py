@@ -27,7 +27,7 @@ bit.
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -40,7 +40,6 @@ from tokenmixup.adapters import (
     adapter_of,
     blocks_of,
     has_class_token,
-    head_size,
     is_sharded,
     layer_group,
     name_of,
@@ -49,9 +48,9 @@ from tokenmixup.adapters import (
     width_of,
 )
 from tokenmixup.contexts import evaluating
-from tokenmixup.horizontal import PAPER, HorizontalMix, Rules
+from tokenmixup.horizontal import PAPER, Rules
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
-from tokenmixup.output import Output
+from tokenmixup.output import LayerMix, Output
 from tokenmixup.passes import Current, Pass, embed, rerun, run_block
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient
@@ -91,21 +90,20 @@ class TokenMixup(nn.Module):
         adapter: Adapter | None = None,
     ):
         super().__init__()
-        htm, vtm = built(HTM, htm), built(VTM, vtm)
-        manifold_mixup = built(ManifoldMixup, manifold_mixup)
         if type(num_classes) is not int or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
         if type(checkpoint_blocks) is not bool:
             raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
-        htm = htm and htm.for_classes(num_classes)
+        self.htm, self.vtm = built(HTM, htm), built(VTM, vtm)
+        self.htm = self.htm and self.htm.for_classes(num_classes)
+        self.manifold_mixup = built(ManifoldMixup, manifold_mixup)
         self.model, self.num_classes = model, num_classes
         self.checkpoint_blocks = checkpoint_blocks
-        self.htm, self.vtm, self.manifold_mixup = htm, vtm, manifold_mixup
-        # By layer, what mixes in training; nothing after `stop_mixing`.
-        self._htm_at: dict[int, HTM] = {} if htm is None else htm.each
-        self._vtm_at: dict[int, VTM] = {} if vtm is None else vtm.each
-        self._manifold = manifold_mixup
         self._told, self.adapter = adapter, adapter or adapter_of(model)
+        # What mixes in training, by layer; nothing after `stop_mixing`.
+        self._htm: dict[int, HTM] = {} if self.htm is None else self.htm.each
+        self._vtm: dict[int, VTM] = {} if self.vtm is None else self.vtm.each
+        self._manifold = self.manifold_mixup
         self._blocks: list[nn.Module] = []
         self._current = Current()
         self._kept: dict[tuple[Any, ...], Any] = {}  # stand-ins of the last pass
@@ -113,15 +111,9 @@ class TokenMixup(nn.Module):
             if reason := why_not_wrapped(model):
                 raise ValueError(f"TokenMixup does not support this model: {reason}")
             self._look_up()
-        if (size := head_size(model)) not in (None, num_classes):
-            raise ValueError(
-                f"num_classes={num_classes}: the head of {type(model).__name__} has {size} outputs"
-            )
-        self.scorenets = nn.ModuleDict(
-            {str(layer): self._new_scorenet(layer) for layer in self._htm_at}
-        )
-        self.rules: Rules = PAPER if htm is None else rules_of(htm)
-        self.detect: Detector = by_attention if htm is None else detector_of(htm)
+        self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._htm})
+        self.rules: Rules = PAPER if self.htm is None else rules_of(self.htm)
+        self.detect: Detector = by_attention if self.htm is None else detector_of(self.htm)
 
     def _new_scorenet(self, layer: int) -> ScoreNet:
         assert self.htm is not None, "it has layers"
@@ -137,9 +129,9 @@ class TokenMixup(nn.Module):
         """Checks the batch, draws what is drawn for it as a whole, and runs the pass."""
         if not self.training:
             return logits_of(self.model(images))
-        before, *drawn = self._begin(images, targets)
+        before, pixels, manifold = self._begin(images, targets)
         try:
-            return self._run(images, targets, *drawn)
+            return self._run(images, targets, pixels, manifold)
         except FloatingPointError as error:
             bad = (~images.flatten(1).isfinite().all(dim=1)).nonzero().flatten().tolist()
             told = f"images{bad}: not finite; {error}" if bad else str(error)
@@ -150,20 +142,14 @@ class TokenMixup(nn.Module):
     def _run(
         self, images: Tensor, targets: Any, pixels: Tensor | None, manifold: ManifoldMix | None
     ) -> Output:
-        state, logits = self._pass(images, targets, pixels, manifold)
-        return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
-
-    def _pass(
-        self, images: Tensor, targets: Tensor, pixels: Tensor | None, manifold: ManifoldMix | None
-    ) -> tuple[Pass, Any]:
-        """Runs the model in a new pass; returns its state and the logits."""
-        methods = self._htm_at, self._vtm_at, self.scorenets, self.rules, self.detect
+        methods = self._htm, self._vtm, self.scorenets, self.rules, self.detect
         state = Pass(self.adapter, self._blocks, *methods, targets, pixels, manifold)
         self._current.state = state
         try:
-            return state, logits_of(self.model(images))
+            logits = logits_of(self.model(images))
         finally:
             self._current.state = None
+        return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
     @torch.compiler.disable
     def _begin(
@@ -187,7 +173,7 @@ class TokenMixup(nn.Module):
     def _touched(self) -> set[int]:
         """The blocks that HTM, VTM, its sources and manifold mixup touch."""
         mixed = () if self._manifold is None else self._manifold.layers
-        return {*self._htm_at, *range(max(self._vtm_at, default=-1) + 1), *mixed}
+        return {*self._htm, *range(max(self._vtm, default=-1) + 1), *mixed}
 
     def _look_up(self) -> None:
         """Finds the blocks as they are now. Raises ValueError if they cannot serve."""
@@ -197,18 +183,18 @@ class TokenMixup(nn.Module):
         except ValueError as error:
             raise ValueError(f"TokenMixup does not support this model: {error}") from error
         mixed = () if self._manifold is None else self._manifold.layers
-        check_settings(self.model, blocks, adapter, self._htm_at, self._vtm_at, mixed)
+        check_settings(self.model, blocks, adapter, self._htm, self._vtm, mixed)
         if adapter != self.adapter or blocks != self._blocks:  # a compiler looks at identity
             self.adapter, self._blocks = adapter, blocks
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it. Raises ValueError if HTM cannot run here."""
-        settings = self._htm_at.values()
+        settings = self._htm.values()
         takes_gradient = any(htm.detector == "gradient" for htm in settings)
         if (takes_gradient or any(htm.rollout_steps for htm in settings)) and is_sharded(self):
             key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
             raise ValueError(
-                f"{key}: not supported with FSDP, which gathers weights for the main pass only"
+                f"{key}: not supported with FSDP, which gathers for the main pass only"
             )
         if not takes_gradient:
             return None
@@ -249,7 +235,7 @@ class TokenMixup(nn.Module):
         Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
         waits for the gradients of the ScoreNets: wrap the module again.
         """
-        self._htm_at, self._vtm_at, self._manifold = {}, {}, None
+        self._htm, self._vtm, self._manifold = {}, {}, None
         self.scorenets.requires_grad_(False)
 
     @property
@@ -258,18 +244,17 @@ class TokenMixup(nn.Module):
         return cast(ScoreNet, next(iter(self.scorenets.values()), None))
 
     @torch.no_grad()
-    def mixed_pairs(self, images: Tensor, targets: Tensor) -> HorizontalMix | None:
+    def mixed_pairs(self, images: Tensor, targets: Tensor) -> LayerMix | None:
         """Returns what HTM's first layer makes of these images; None without HTM.
 
         Runs the model in its current mode: training mode has dropout and updates running
         statistics. Raises the errors of a training pass.
         """
-        before, *drawn = self._begin(images, targets)
+        mode, self.training = self.training, True  # of this module alone
         try:
-            state, _ = self._pass(images, targets, *drawn)
+            return next(iter(self.forward(images, targets).layers), None)
         finally:
-            replace_forwards(before)
-        return state.mixes[0] if state.mixes else None
+            self.training = mode
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay; timm's optimisers call this."""
@@ -315,18 +300,37 @@ def check_settings(
 
     `htm`, `vtm`: by layer; `mixed`: the layers of manifold mixup.
     """
-    kind = type(model).__name__
+    kind, steps = type(model).__name__, max((x.rollout_steps for x in htm.values()), default=0)
     for key, layers in (
         ("htm.layer", htm),
         ("vtm.layer", vtm),
         ("manifold_mixup.layers", mixed),
-        ("htm.layer + htm.rollout_steps", (x + y.rollout_steps for x, y in htm.items())),
+        ("htm.layer + htm.rollout_steps", [layer + steps for layer in htm]),
     ):
         for layer in layers:
             if layer >= len(blocks):
                 raise ValueError(f"{key}={layer}: {kind} has blocks 0..{len(blocks) - 1}")
-    for need in _unmet(model, adapter, htm, vtm):
-        raise ValueError(f"{need}, which {kind} does not have")
+    over_all, token = "needs attention over all tokens", "needs a class token in the blocks"
+    reads, prefix, rolls = adapter.reads_class_token, adapter.num_prefix_tokens, steps > 0
+    has_token = reads or (prefix > 0 and has_class_token(model))
+    published = any(x.class_token_offset == "published" for x in vtm.values())
+    by_token = any(x.pooling == "class_token" for x in htm.values())
+    by_pixels = any(x.detector == "gradient" for x in htm.values())
+    own_rope = any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_"))
+    for need, lacks in {
+        f"vtm.layer={min(vtm, default=0)}: {over_all}": vtm and not adapter.attends_to_all,
+        f"vtm.class_token_offset=published: {token}": published and not has_token,
+        f"htm.pooling=class_token: {token}": by_token and not has_token,
+        "htm.detector=gradient: needs tokens in the order of the image": (
+            by_pixels and not adapter.in_rows
+        ),
+        f"htm.rollout_steps={steps}: {over_all}": rolls and not adapter.attends_to_all,
+        f"htm.rollout_steps={steps}: needs blocks that share their rotary positions": (
+            rolls and own_rope
+        ),
+    }.items():
+        if lacks:
+            raise ValueError(f"{need}, which {kind} does not have")
     for method, joined in (("htm", [*htm]), ("vtm", [*range(max(vtm, default=-1) + 1)])):
         if len({width_of(model, blocks[layer], adapter) for layer in joined}) > 1:
             raise ValueError(f"{method}.layer: blocks {joined} of {kind} must lie in one stage")
@@ -335,30 +339,6 @@ def check_settings(
             if isinstance(part, BATCH_NORMS):
                 name = f"{name_of(layer, blocks[layer])} has a {type(part).__name__}"
                 raise ValueError(f"{kind}: {name}, whose statistics would see tokens twice")
-
-
-def _unmet(
-    model: nn.Module, adapter: Adapter, htm: Mapping[int, HTM], vtm: Mapping[int, VTM]
-) -> Iterator[str]:
-    """Yields what settings need and the model does not have."""
-    over_all, class_token = "needs attention over all tokens", "needs a class token in the blocks"
-    reads, prefix = adapter.reads_class_token, adapter.num_prefix_tokens
-    has_token = reads or (prefix > 0 and has_class_token(model))
-    for layer, to in vtm.items():
-        if not adapter.attends_to_all:
-            yield f"vtm.layer={layer}: {over_all}"
-        if to.class_token_offset == "published" and not has_token:
-            yield f"vtm.class_token_offset=published: {class_token}"
-    for of in htm.values():
-        if of.pooling == "class_token" and not has_token:
-            yield f"htm.pooling=class_token: {class_token}"
-        if of.detector == "gradient" and not adapter.in_rows:
-            yield "htm.detector=gradient: needs blocks with tokens in the order of the image"
-        if of.rollout_steps and not adapter.attends_to_all:
-            yield f"htm.rollout_steps={of.rollout_steps}: {over_all}"
-        if of.rollout_steps and any(getattr(model, f"rope_{x}mixed", 0) for x in ("", "is_")):
-            steps = f"htm.rollout_steps={of.rollout_steps}"
-            yield f"{steps}: needs blocks without rotary positions of their own"
 
 
 @torch.compiler.disable
@@ -385,19 +365,16 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> Tensor:
     shape = (len(images), num_classes)
     found = targets.shape if isinstance(targets, Tensor) else type(targets)
     if found != shape or not len(images):
-        raise ValueError(
-            f"targets {found}: must be probabilities b c of at least one image, here {shape}, "
-            "such as F.one_hot(classes, c)"
-        )
+        must = f"must be probabilities b c of at least one image, here {shape}"
+        raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")
     if targets.device.type != "cpu":  # looking would wait for it
         return targets
     close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < SUM_ROUNDING  # false for nan
     if not (good := close & (targets >= 0).all(dim=1)).all():
         row = int(good.int().argmin())
-        raise ValueError(
-            f"targets[{row}]: must be probabilities, which are >= 0 and sum to 1; it sums to "
-            f"{float(targets[row].sum()):g}, its lowest value is {float(targets[row].min()):g}"
-        )
+        total, least = (float(x) for x in (targets[row].sum(), targets[row].min()))
+        must = "must be probabilities, which are >= 0 and sum to 1"
+        raise ValueError(f"targets[{row}]: {must}; sum {total:g}, lowest value {least:g}")
     return targets
 
 

@@ -21,6 +21,7 @@ class LayerMix(NamedTuple):
     gain: Tensor  # b t, gain in saliency of each replaced token, else 0
     saliency: Tensor  # b t, what was compared, before mixing
     donor: Tensor  # b int64, a hard sample's is itself
+    keep_ratio: Tensor  # b 1, weight of a sample's own label
 
 
 class Stat(NamedTuple):

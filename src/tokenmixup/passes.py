@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import Adapter, name_of
-from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
+from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import LayerMix, Output
 from tokenmixup.rules import ORDERS
@@ -46,7 +46,6 @@ class Pass:
     # by layer of VTM: of each source, its tokens, b kappa d, and their places in 0..n-1, b kappa
     memories: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     layers: list[LayerMix] = field(default_factory=list)
-    mixes: list[HorizontalMix] = field(default_factory=list)  # of HTM's layers
 
     def __post_init__(self) -> None:
         self.graph = graph_now()
@@ -135,11 +134,11 @@ class Pass:
             )
         tau, rho = cast(float, htm.tau), htm.rho_for(saliency.shape[1])
         mix = mix_horizontal(x, self.targets, saliency, hard, tau, rho, self.rules)
-        found = (score_logits, hard, mix.is_easy, mix.mask, mix.gain, mix.saliency, mix.donor)
-        self.layers.append(LayerMix(index, *found))
+        found = (mix.is_easy, mix.mask, mix.gain, mix.saliency, mix.donor, mix.keep_ratio)
+        self.layers.append(LayerMix(index, score_logits, hard, *found))
         if own is not None and htm.order == "in_place":
             own = torch.where(mix.mask, own[mix.donor], own)
-        self.mixes.append(mix := ORDERS[htm.order](mix))
+        mix = ORDERS[htm.order](mix)
         self.targets = mix.targets
         return mix.tokens, own
 
@@ -186,7 +185,7 @@ class Pass:
                 raise ValueError(f"{name} did not run: TokenMixup touches it")
         shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
         if shape != (expected := [*self.targets.shape]):
-            raise ValueError(f"the model returned {shape}, not one tensor of logits {expected}")
+            raise ValueError(f"the model returned {shape}, must be logits b num_classes={expected}")
         if not self.layers:
             return Output(logits, self.targets)
         return Output(

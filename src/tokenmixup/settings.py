@@ -35,6 +35,17 @@ def _option(*what: Any, default: Any = MISSING, **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(*what, **more)})
 
 
+def _threshold(allowed: str, most: float) -> Any:
+    """Declares an option that is a number from 0 on, infinite, or found by a rule."""
+    return _option(
+        allowed,
+        lambda x: x in (AUTO, math.inf) or _within(0, most)(x),
+        lambda x: AUTO if x == AUTO else float(x),
+        default=AUTO,
+        per_layer=True,
+    )
+
+
 def allowed_of(settings: Any) -> dict[str, Option]:
     """Returns the options of HTM, VTM or ManifoldMixup by name."""
     return {x.name: x.metadata.get("option") or _one_of(x.type) for x in fields(settings)}
@@ -54,12 +65,11 @@ def _at_least(least: int) -> Callable[[Any], bool]:
     return lambda x: type(x) is int and x >= least
 
 
-def _is_number(x: Any) -> bool:
-    return type(x) in (int, float) and (abs(x) <= LARGEST or abs(x) == math.inf)
-
-
-def _number_or_auto(x: Any) -> float | str:
-    return AUTO if x == AUTO else float(x)
+def _within(low: float, high: float = math.inf) -> Callable[[Any], bool]:
+    """Whether a number, which fits into float32 or is infinite, lies between two."""
+    return lambda x: (
+        type(x) in (int, float) and low <= x <= high and (abs(x) <= LARGEST or abs(x) == math.inf)
+    )
 
 
 def _are_blocks(x: Any) -> bool:
@@ -92,16 +102,14 @@ class _Layered(_Settings):
             raise ValueError(f"{self.key}.layer={self.layer}: must be in rising order")
         for name, value in self._lists.items():
             if len(value) != len(self.layers):
-                raise ValueError(
-                    f"{self.key}.{name}={value}: must be one number, or one for each of "
-                    f"{self.key}.layer={self.layer}"
-                )
+                needed = f"must be one number, or one for each of {self.key}.layer={self.layer}"
+                raise ValueError(f"{self.key}.{name}={value}: {needed}")
 
     @property
     def _lists(self) -> dict[str, Any]:
         """The options that have one value for each layer."""
-        names = [name for name, option in allowed_of(type(self)).items() if option.per_layer]
-        return {name: x for name in names if _is_list(x := getattr(self, name))}
+        of = allowed_of(type(self)).items()
+        return {x: y for x, z in of if z.per_layer and _is_list(y := getattr(self, x))}
 
     @property
     def layers(self) -> list[int]:
@@ -135,14 +143,12 @@ def built(kind: type[Kind], given: Any) -> Kind | None:
     if not isinstance(given, Mapping):
         raise ValueError(f"{kind.key}={given!r}: must be a mapping of settings, or {kind.__name__}")
     names = [*allowed_of(kind)]
-    for name, value in given.items():
+    for name in given:
         if name not in names:
-            keys = ", ".join(names)
-            raise ValueError(f"{kind.key}.{name}={value!r}: unknown key; it has {keys}")
-    settings: Any = kind
-    for option in fields(settings):
-        if option.default is MISSING and option.name not in given:
-            raise ValueError(f"{kind.key}.{option.name}: no value is set")
+            told = f"{kind.key}.{name}={given[name]!r}: unknown key; it has {', '.join(names)}"
+            raise ValueError(told)
+    if "layer" in names and "layer" not in given:
+        raise ValueError(f"{kind.key}.layer: no value is set")
     return kind(**given)
 
 
@@ -173,29 +179,16 @@ class HTM(_Layered):
     key = "htm"
 
     layer: int | Sequence[int] = _option(
-        "an integer >= 0, or several in rising order",
-        _at_least(0),
-        per_layer=True,
+        "an integer >= 0, or several in rising order", _at_least(0), per_layer=True
     )
-    tau: float | str | Sequence[float | str] = _option(
-        "auto, a number >= 0 or inf, or one for each layer",
-        lambda x: x == AUTO or (_is_number(x) and x >= 0),
-        _number_or_auto,
-        default=AUTO,
-        per_layer=True,
+    tau: float | str | Sequence[float | str] = _threshold(
+        "auto, a number >= 0 or inf, or one for each layer", math.inf
     )
-    rho: float | str | Sequence[float | str] = _option(
-        "auto, 0 <= number <= 1 or inf, or one for each layer",
-        lambda x: x == AUTO or (_is_number(x) and (0 <= x <= 1 or x == math.inf)),
-        _number_or_auto,
-        default=AUTO,
-        per_layer=True,
+    rho: float | str | Sequence[float | str] = _threshold(
+        "auto, 0 <= number <= 1 or inf, or one for each layer", 1
     )
     score_loss_weight: float = _option(
-        "a finite number >= 0",
-        lambda x: _is_number(x) and 0 <= x < math.inf,
-        float,
-        default=0.001,
+        "a finite number >= 0", _within(0, LARGEST), float, default=0.001
     )
     pooling: PoolingName = "auto"
     stop_gradient: bool = False
@@ -254,15 +247,10 @@ class VTM(_Layered):
     key = "vtm"
 
     layer: int | Sequence[int] = _option(
-        "an integer >= 1, or several in rising order",
-        _at_least(1),
-        per_layer=True,
+        "an integer >= 1, or several in rising order", _at_least(1), per_layer=True
     )
     kappa: int | Sequence[int] = _option(
-        "an integer >= 1, or one for each layer",
-        _at_least(1),
-        default=3,
-        per_layer=True,
+        "an integer >= 1, or one for each layer", _at_least(1), default=3, per_layer=True
     )
     stop_gradient: bool = False
     class_token_offset: ClassTokenOffset = "paper"
@@ -279,6 +267,6 @@ class ManifoldMixup(_Settings):
     key = "manifold_mixup"
 
     alpha: float = _option(
-        "a finite number > 0", lambda x: _is_number(x) and 0 < x < math.inf, float, default=2.0
+        "a finite number > 0", lambda x: x != 0 and _within(0, LARGEST)(x), float, default=2.0
     )
     layers: Sequence[int] = _option("different integers >= 0", _are_blocks, list, default=(0, 1, 2))

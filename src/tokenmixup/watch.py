@@ -231,26 +231,12 @@ def _dropout(at: Looking, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return F.pad(F.dropout(input[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total - at.n))
 
 
-def _multihead(
-    at: Looking,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    heads: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    bias_k: Tensor | None,
-    *args: Any,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> None:
+def _multihead(at: Looking, *args: Any, **kwargs: Any) -> None:
     """Notes the map of multi_head_attention_forward, `n b d`, which hides its own calls."""
+    query, key, _, embed_dim, heads, weight, bias, bias_k, _, adds_zeros, *_ = args
     if not at.is_map(query.shape[1], heads, len(query), len(key)):
         return
-    adds_zeros = args[1]
-    others = (key_padding_mask, attn_mask, bias_k)
+    others = (bias_k, kwargs.get("key_padding_mask"), kwargs.get("attn_mask"))
     if weight is None or adds_zeros or any(x is not None for x in others):
         raise ValueError(
             "TokenMixup supports torch's multi-head attention without a mask, further keys, and "

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from reproduction.reporting.figures import BLUE, NO_ROLLOUT, ORANGE, figure
 from reproduction.reporting.trained import Sample, TrainedRun, displayable
-from tokenmixup import HorizontalMix, attach, blocks_of
+from tokenmixup import attach, blocks_of
 from tokenmixup.adapters import adapter_of
+from tokenmixup.output import LayerMix
 
 PAIRS = 3
 LONGEST_LABEL = 13  # characters of a class name
@@ -54,7 +55,7 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
 
 def _draw_pair(
     row: np.ndarray,
-    mix: HorizontalMix,
+    mix: LayerMix,
     i: int,
     pictures: np.ndarray,
     names: list[str],
@@ -98,7 +99,7 @@ def _draw_label(ax: Any, parts: list[tuple[str, float]]) -> None:
         top += share
 
 
-def _telling(mix: HorizontalMix, classes: Tensor) -> list[int]:
+def _telling(mix: LayerMix, classes: Tensor) -> list[int]:
     """Returns the receivers to show: of two classes first, each two once, then even shares."""
     share, theirs = mix.mask.float().mean(dim=1), classes[mix.donor]
     mixed = [i for i in (share - 0.5).abs().argsort(stable=True).tolist() if share[i] > 0]
