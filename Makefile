@@ -5,14 +5,14 @@ BIN := .venv/bin
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # The variables of each target beside PYTHON; other targets have none.
-SETTINGS := SCALE SEEDS DATASET DATA DEVICES OUTPUTS
+SETTINGS := SCALE SEEDS SET DATA DEVICES OUTPUTS
 STUDIES_OF_PAPER := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all) \
   sweep-tau sweep-rho sweep-kappa
 $(foreach target,$(STUDIES_OF_PAPER) study,$(eval USED_BY_$(target) := $(SETTINGS) DRY_RUN JOBS))
 USED_BY_study += FILE
 USED_BY_cost := SEEDS STUDIES
 USED_BY_status := $(SETTINGS) FILE
-USED_BY_report := $(filter-out SEEDS,$(SETTINGS))
+USED_BY_report := SCALE SET OUTPUTS
 USED_BY_runs := RUNS OUTPUTS AGAINST
 USED_BY_bench := ROUNDS COMPARE OUTPUTS
 USED_BY_check-gpu := OUTPUTS
@@ -36,7 +36,7 @@ $(if $(filter DRY_RUN,$(USED)),$(if $(filter-out 0 1,$(DRY_RUN)),$(error DRY_RUN
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
 	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python scripts/reproduce.py --help):'
-	@echo '  SEEDS=3 SCALE=full|short|smoke|digits DATASET=option DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 DRY_RUN=1'
+	@echo '  SEEDS=3 SCALE=full|smoke SET="key=value ..." DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 DRY_RUN=1'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c "import venv" 2>/dev/null && echo python$$v && break; done)
@@ -87,10 +87,10 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 	.venv-lowest/bin/python -m pytest
 
 # The paper's tables and sweeps, with the variables that `make help` lists.
-COMMON_OPTIONS = $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) $(if $(DATA),--data "$(DATA)") \
-  $(if $(DEVICES),--devices $(DEVICES)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)")
-REPRODUCE = $(BIN)/python scripts/reproduce.py $(if $(SEEDS),--seeds $(SEEDS)) $(COMMON_OPTIONS)
-STUDY = $(REPRODUCE) $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(if $(JOBS),--jobs $(JOBS))
+# SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.
+REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python scripts/reproduce.py
+WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
+  $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) $(if $(filter-out 0,$(DRY_RUN)),dry_run=1)
 LATENCY = $(if $(filter-out 0,$(DRY_RUN)),,$(BIN)/python -m scripts.latency $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2))
 
 reproduce-table1:  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
@@ -98,31 +98,34 @@ reproduce-table2:  ## train Table 2: ViT-B/16 on ImageNet-1K
 reproduce-table3:  ## train Table 3: saliency detectors, and measure their latency
 reproduce-table4:  ## train Table 4: HTM without one of its parts
 reproduce-table5:  ## train Table 5: comparison and combination with other mixup methods
-reproduce-figure3:  ## train the run of Figure 3: saliency by gradient, full rollout, one step
-reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over training
-reproduce-table1 reproduce-table2 reproduce-table4 reproduce-table5 reproduce-figure3 reproduce-figure4: \
-    reproduce-%: .venv/installed
-	$(STUDY) $*
+reproduce-table1 reproduce-table2 reproduce-table4 reproduce-table5: reproduce-%: .venv/installed
+	$(REPRODUCE) $* $(WORDS)
+
+reproduce-figure3: .venv/installed  ## train a run of Figure 3: saliency by gradient, full rollout, one step
+	$(REPRODUCE) table1/cifar100_htm $(or $(filter seeds=%,$(WORDS)),seeds=1) $(WORDS)
+
+reproduce-figure4: .venv/installed  ## train the runs of Figure 4: mixed samples per batch over training
+	$(REPRODUCE) table1/cifar100_htm $(WORDS)
 
 reproduce-table3: .venv/installed
-	$(STUDY) table3
+	$(REPRODUCE) table3 $(WORDS)
 	$(LATENCY)
 
 sweep-tau:  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
 sweep-rho:  ## train HTM with rho from 0 to inf (replaces no token)
 sweep-kappa:  ## train VTM with kappa from 1 to all 256 tokens
 sweep-tau sweep-rho sweep-kappa: .venv/installed
-	$(STUDY) $@
+	$(REPRODUCE) $@ $(WORDS)
 
 reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
-	$(STUDY) all
+	$(REPRODUCE) all $(WORDS)
 	$(LATENCY)
 
 cost: .venv/installed  ## estimate the hours of all runs on this machine; STUDIES="table1 sweep-tau" selects studies
 	$(BIN)/python -m scripts.cost $(if $(SEEDS),--seeds $(SEEDS)) $(STUDIES)
 
 status: .venv/installed  ## show the progress of the paper's runs; FILE=results/NAME.yaml shows your study
-	$(REPRODUCE) --status $(or $(FILE),all)
+	$(REPRODUCE) $(or $(FILE),all) $(WORDS) dry_run=1
 
 runs: .venv/installed  ## show all runs in OUTPUTS: what differs, accuracy, mixing, status; RUNS="folder ..." AGAINST=key=value
 	$(BIN)/python scripts/runs.py $(or $(RUNS),$(OUTPUTS)) $(if $(AGAINST),--against "$(AGAINST)")
@@ -162,20 +165,20 @@ check-models: .venv/installed-dev  ## train and evaluate the smallest supported 
 	$(BIN)/python -m pytest tests/tokenmixup/test_models.py -m "slow or not slow"
 
 reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
-	$(STUDY) results/openmixup_cifar100.yaml
+	$(REPRODUCE) results/openmixup_cifar100.yaml $(WORDS)
 
 study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
-	$(STUDY) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))"
+	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
 
 publish: .venv/installed  ## add the line of a finished run to results/; RUN=outputs/NAME
-	$(BIN)/python scripts/publish.py "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
+	$(BIN)/python scripts/report.py --publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
 	$(if $(DATA),DATA="$(DATA)") $(BIN)/python scripts/check_published.py \
 	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
 
 report: .venv/installed  ## write tables, sweeps and figures with our results to outputs/report
-	$(BIN)/python scripts/report.py $(COMMON_OPTIONS)
+	$(BIN)/python scripts/report.py $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(SET)
 
 clean:  ## remove .venv and caches, keep outputs/
 	rm -rf .venv .venv-tools .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis

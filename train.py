@@ -18,7 +18,7 @@ def main(config: Config) -> None:
 
 def conclude(configs: list[Config]) -> None:
     """Prints the table of a sweep, and where it and its plot are written."""
-    from reproduction.studies.sweeps import write_sweep
+    from reproduction.studies.table import write_sweep
 
     folders = [RunFolder.of(config).path for config in configs]
     table, files = write_sweep([path for path in folders if path.is_dir()], folders[0].parent)

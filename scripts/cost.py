@@ -15,8 +15,7 @@ import torch
 
 from reproduction.config import Config
 from reproduction.data.sources import opened
-from reproduction.studies.plan import plan
-from reproduction.studies.study import SWEEPS, TABLES, Settings
+from reproduction.studies.study import FULL, PAPERS, plan, studies
 from reproduction.system.errors import PlainError
 from reproduction.system.hardware import hardware_name
 from reproduction.system.terminal import Parser, one_line_errors, positive, say
@@ -51,12 +50,12 @@ def speed(words: Sequence[str], config: Config, classes: int, device: str) -> di
 @one_line_errors("cost.py")
 def main() -> None:
     parser = Parser(prog="cost.py", description=__doc__)
-    parser.add_argument("studies", nargs="*", default=[*TABLES, *SWEEPS], help="such as table1")
+    parser.add_argument("studies", nargs="*", default=[*PAPERS], help="such as table1")
     parser.add_argument("--seeds", type=positive, help="seeds per run (default: the study's)")
     args = parser.parse_args()
     device, rows = resolve_device("auto", 1), dict[str, Any]()
-    for run in (run for study in args.studies for run in plan(study, Settings(), args.seeds)):
-        config, label = run.config, run.labels[0]
+    for run in (x for name in args.studies for x in plan(studies(name), args.seeds, FULL, [])):
+        config, label = run.config, run.label
         if label not in rows:
             say(f"measuring {label}")
             if config.dataset.name not in SIZES:
@@ -67,7 +66,7 @@ def main() -> None:
             method = "+".join(x for x in config.augmentation.stack if x in ("htm", "vtm"))
             there = H200.get(config.model.name, {}).get(method, float("nan"))
             row: dict[str, Any] = {"runs": 0, "batch": config.recipe.batch_size}
-            row |= speed(run.overrides, config, classes, device)
+            row |= speed(run.words, config, classes, device)
             row |= {"hours": images / row["images/s"] / 3600, "H200 hours": images / there / 3600}
             rows[label] = row
         rows[label]["runs"] += 1

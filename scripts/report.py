@@ -1,20 +1,33 @@
-"""Writes the paper's tables, sweeps and figures with our results, from the run folders."""
+"""Writes the paper's tables, sweeps and figures with our results; docs/results.md; a line of it."""
 
-from reproduction.studies.options import add_settings, study_settings
+from pathlib import Path
+
+from reproduction.studies.study import FULL, SCALES
+from reproduction.system.storage import write_text
 from reproduction.system.terminal import Parser, one_line_errors, say
 
 
 @one_line_errors("report.py")
 def main() -> None:
-    """Writes the files to report/ next to the runs and prints the path of the page."""
     parser = Parser(description=__doc__)
-    add_settings(parser)
-    settings = study_settings(parser.parse_args())
-    from reproduction.studies.page import write_page
+    parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of all rows")
+    parser.add_argument("--scale", choices=SCALES, default=FULL)
+    parser.add_argument("--outputs", type=Path, help="folder of the runs (default: of the scale)")
+    parser.add_argument("--results", type=Path, help="write docs/results.md beside this folder")
+    parser.add_argument("--publish", type=Path, metavar="RUN", help="add its line to results/")
+    args = parser.parse_args()
+    from reproduction.studies import page
 
-    page = write_page(settings)
-    say(f"{len([*page.parent.iterdir()])} files in {page.parent}")
-    say(str(page))
+    results = args.results or page.RESULTS
+    if args.publish:
+        say(f"written to {page.publish(args.publish, results)}")
+    elif args.results:
+        path = results.resolve().parent / "docs" / "results.md"
+        write_text(path, page.results_page(results))
+        say(f"written to {path}")
+    else:
+        outputs = args.outputs or Path("outputs", "" if args.scale == FULL else args.scale)
+        say(str(page.write_page(outputs, args.scale, args.words)))
 
 
 if __name__ == "__main__":

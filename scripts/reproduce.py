@@ -1,63 +1,61 @@
-"""Trains the runs of a table, figure, sweep or all, or of a study of your own, each run once."""
+"""Trains the runs of a table, a row, a sweep or all, or of a study of your own, each run once.
 
-import argparse
+  python scripts/reproduce.py STUDY [seeds=N] [scale=smoke] [jobs=N] [task=N] [dry_run=1] [key=...]
+
+STUDY: table1 to table5, table1/cifar100_htm (one row), sweep-tau, sweep-rho, sweep-kappa, all, or a
+.yaml file. seeds: how many, from 0 or first_seed on. scale=smoke: seconds for each run. jobs: runs
+at a time, each in a process. task: run 0..n-1 alone, for a job array. dry_run=1: shows the runs and
+their status. Other words are overrides of train.py for all rows.
+"""
+
 import sys
 from dataclasses import replace
+from pathlib import Path
 
-from reproduction.studies.options import study_parser, study_settings
-from reproduction.studies.plan import PlannedRun, plan, studies_of
-from reproduction.studies.study import Settings
+from reproduction.studies.study import FULL, SCALES, plan, studies
 from reproduction.system.errors import UserError
 from reproduction.system.terminal import one_line_errors, say, warn
 
-
-def reproduce(words: list[str]) -> int:
-    """Shows or trains the runs; returns 1 if a run failed."""
-    args = study_parser(__doc__).parse_args(words)
-    if args.no_gpu and args.task is None:
-        raise UserError("no-gpu: goes with --task only")
-    settings = study_settings(args)
-    runs = plan(args.study, settings, args.seeds)
-    if args.task is not None:
-        from reproduction.studies.launch import train_task
-
-        train_task(runs, args.task, "cpu" if args.no_gpu else "cuda")
-    elif args.dry_run or args.status:
-        from reproduction.studies.status import state_table
-
-        say(state_table(runs, with_folders=args.dry_run))
-    else:
-        return _train(args, settings, runs)
-    return 0
+OWN = ("seeds", "scale", "jobs", "task", "dry_run")
 
 
-def _train(args: argparse.Namespace, settings: Settings, runs: list[PlannedRun]) -> int:
+def main(words: list[str]) -> int:
+    """Shows or trains the runs, and writes the table of a study of your own; 1 if a run failed."""
+    if not words or {"-h", "--help"} & {*words}:
+        say(__doc__.strip())
+        return 0 if words else 2
+    name, *words = words
+    own = dict(x.split("=", 1) for x in words if x.partition("=")[0] in OWN)
+    more = [x for x in words if x.partition("=")[0] not in OWN]
+    if (scale := own.pop("scale", FULL)) not in SCALES:
+        raise UserError(f"scale={scale}: must be one of {', '.join(SCALES)}")
+    for key, text in own.items():
+        if not text.isdecimal() or (key in ("seeds", "jobs") and text == "0"):
+            raise UserError(f"{key}={text}: must be a whole number")
+    number = {key: int(text) for key, text in own.items()}
+    chosen, seeds = studies(name), number.get("seeds")
+    runs = plan(chosen, seeds, scale, more)
     from reproduction.studies import launch
-    from reproduction.studies.results import results_of
-    from reproduction.studies.status import state_table
-    from reproduction.studies.table import report_folder
+    from reproduction.studies.table import listing, read_runs, study_table
 
-    launch.prepare(runs, settings)
-    if args.jobs:
-        from reproduction.start.processes import shares
-
-        logs = settings.root / ".logs"
-        failed = launch.train_all_apart(runs, shares(args.jobs, args.devices), logs)
-    elif settings.chosen.apart:
-        failed = launch.train_all_apart(runs)
-    else:
-        failed = launch.train_all(runs, launch.train_here)
-    say(state_table(runs, with_folders=False))
-    if args.study.endswith(".yaml"):
-        ((name, study),) = studies_of(args.study).items()
-        trained = replace(study, seeds=args.seeds or study.seeds)
-        (one,), _ = results_of({name: trained}, settings)
-        say(f"report: {one.write(report_folder(settings.root))[0]}")
-    for name, error in failed.items():
-        warn(f"reproduce.py: {name} failed: {error}")
+    if number.get("dry_run"):
+        say(listing(runs))
+        return 0
+    if "task" in number:
+        launch.train_task(runs, number["task"])
+    launch.prepare(runs)
+    outputs = Path(runs[0].config.output_root)
+    failed = launch.train(runs, number.get("jobs"), outputs / ".logs")
+    say(listing(runs, with_folders=False))
+    for key, study in chosen.items() if name.endswith(".yaml") else ():
+        trained = replace(study, seeds=seeds or study.seeds)
+        table = study_table(key, trained, read_runs(outputs), scale, more)
+        say(f"report: {table.write(outputs)[0]}")
+    for run, error in failed.items():
+        warn(f"reproduce.py: {run} failed: {error}")
     return int(bool(failed))
 
 
 if __name__ == "__main__":
     with one_line_errors("reproduce.py"):
-        sys.exit(reproduce(sys.argv[1:]))
+        sys.exit(main(sys.argv[1:]))

@@ -23,9 +23,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.plot is not None and args.plot.suffix != ".png":
         raise UserError(f"plot={args.plot}: must end in .png")
-    from reproduction.studies.pictures import draw_runs
-    from reproduction.studies.runs import read_runs
-    from reproduction.studies.sweeps import runs_table
+    from reproduction.studies.plots import draw_runs
+    from reproduction.studies.table import read_runs, runs_table
 
     runs = read_runs(*args.folders)
     table = runs_table(runs, args.against)

@@ -22,8 +22,6 @@ from reproduction.runs.folder import RunFolder
 from reproduction.runs.parse import parse
 from reproduction.start.command import run
 from reproduction.start.resolve import resolve
-from reproduction.studies.plan import points_of, studies_of
-from reproduction.studies.study import Settings
 from reproduction.system.errors import STOP_SIGNALS
 from reproduction.training import ranks
 from reproduction.training.run import run_training
@@ -150,12 +148,6 @@ def few_digits(request: pytest.FixtureRequest) -> Iterator[None]:
         sources._whole.cache_clear()
         yield
         sources._whole.cache_clear()
-
-
-@pytest.fixture(scope="session")
-def configs() -> dict[str, Config]:
-    """Maps rows of the paper (`table1/cifar10_htm`, `sweep-tau/tau=2`) to full-scale configs."""
-    return {point.label: point.config for point in points_of(studies_of("all"), Settings())}
 
 
 _draw = report._draw

@@ -1,7 +1,6 @@
 """The identity of a run: every setting that changes a result, as the present schema reads it."""
 
 import dataclasses
-from collections import defaultdict
 from copy import deepcopy
 from typing import Any
 
@@ -11,11 +10,10 @@ import yaml
 from reproduction.config import CONF_DIR
 from reproduction.runs import folder
 from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import flatten, hash_of, nested, run_hash
-from reproduction.studies.plan import points_of, studies_of
-from reproduction.studies.publish import RESULTS
-from reproduction.studies.runs import read_store
-from reproduction.studies.study import Settings
+from reproduction.runs.identity import flatten, hash_of, nested
+from reproduction.studies.page import RESULTS
+from reproduction.studies.study import points, read
+from reproduction.studies.table import read_store
 from reproduction.system.errors import UserError
 from tests.reproduction.conftest import SMALL, Command, config_of
 from tokenmixup import HTM, VTM, ManifoldMixup
@@ -137,33 +135,12 @@ def test_files_of_the_method_list_all_options_of_the_library():
         assert [*content[kind.key]] == [option.name for option in dataclasses.fields(kind)]
 
 
-SHARED = [  # experiments that are one run
-    ("table1/cifar100_baseline", "table5/mixup_cutmix"),
-    (
-        *("table1/cifar100_htm", "table3/attention", "table4/full"),
-        "table5/mixup_cutmix_htm",
-    ),
-    ("table1/cifar100_htm_vtm", "table5/mixup_cutmix_htm_vtm"),
-    ("table1/cifar100_vtm", "table5/mixup_cutmix_vtm"),
-    ("table3/random", "table4/without_tokens"),
-]
-
-
-def test_experiments_of_the_same_settings_are_one_run():
-    """test_recipes.py compares the values of Tables 1 and 2 with the published ones."""
-    folder, names = CONF_DIR / "experiment", defaultdict(list)
-    for path in sorted(folder.rglob("*.yaml")):
-        name = str(path.relative_to(folder).with_suffix(""))
-        names[run_hash(config_of(f"experiment={name}", needs_data=False))].append(name)
-    assert sorted(tuple(x) for x in names.values() if len(x) > 1) == sorted(SHARED)
-
-
 def test_published_results_are_found_by_the_rows_of_their_studies():
     """A failure means: a setting or a default has changed without a word on what it meant."""
-    runs, found = read_store(RESULTS), {}
+    runs, found = read_store(*sorted(RESULTS.glob("*.jsonl"))), {}
     for study in runs.folder.str.split("-").str[0].unique():
-        points = points_of(studies_of(f"{RESULTS / study}.yaml"), Settings())
-        found |= {point.key: point.label.replace("/", "-") for point in points}
+        rows = points(study, read(RESULTS / f"{study}.yaml"))
+        found |= {point.key: point.label.replace("/", "-") for point in rows}
     assert len(runs) >= 175
     for run in runs.itertuples():
         row = run.folder.rpartition("-s")[0]

@@ -7,8 +7,8 @@ import yaml
 
 from reproduction.config import CONF_DIR, ROOT
 from reproduction.runs.identity import settings_of
-from reproduction.studies.columns import value_text
-from reproduction.studies.publish import results_page
+from reproduction.studies.page import results_page
+from reproduction.studies.table import value_text
 from tests.reproduction.conftest import config_of
 
 DOCS = ROOT / "docs"
@@ -79,4 +79,4 @@ def test_differences_page_gives_the_reasons_of_the_values_that_differ():
 
 def test_results_page_is_current():
     page = (DOCS / "results.md").read_text()
-    assert page == results_page(), "python scripts/write_docs.py updates it"
+    assert page == results_page(), "python scripts/report.py --results results updates it"

@@ -1,320 +1,244 @@
-"""Studies as files, and the plans of their runs: counts, folders, scales, refusals."""
+"""Studies as files: what they plan, and that reproduce.py trains each run once and resumes."""
 
-import dataclasses
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from reproduction.runs.folder import RunFolder, find_runs
-from reproduction.runs.identity import default_name, run_hash
-from reproduction.runs.parse import parse
-from reproduction.studies import study as module
-from reproduction.studies.plan import keys_of, names, plan, points_of, studies_of
-from reproduction.studies.publish import OTHERS, _study_of
-from reproduction.studies.study import Settings, papers_studies, read_study, rows_at_scale, scales
-from reproduction.system.errors import UserError
-from scripts import write_digits
-from tests.reproduction.conftest import config_of
+from tests.doors import ROOT, Run, same, script
+from tests.images import OWN, disturbed
 
-RESULTS = Path(__file__).parents[2] / "results"
-FIRST = RESULTS / "cifar10_5k.yaml"
-# Runs per seed of each study, at full scale and on the digits.
-COUNTS = {
-    "table1": (8, 4),
-    "table2": (4, 0),
-    "table3": (3, 3),
-    "table4": (5, 5),
-    "table5": (9, 9),
-    "figure3": (1, 1),
-    "figure4": (1, 1),
-    "sweep-tau": (8, 8),
-    "sweep-rho": (7, 7),
-    "sweep-kappa": (9, 7),
-    "all": (42, 32),
+pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.all_digits]
+RESULTS = ROOT / "results"
+COUNTS = {  # runs of one seed
+    **{"table1": 8, "table2": 4, "table3": 4, "table4": 5, "table5": 9},
+    **{"table1/cifar100_htm": 1, "sweep-tau": 9, "sweep-rho": 8, "sweep-kappa": 10, "all": 42},
 }
+SMALL = """
+  - model.embed_dim=16
+  - dataset.limit=50
+  - dataset.eval_limit=30
+  - recipe.batch_size=25
+  - recipe.epochs=2
+  - recipe.log_every=1
+  - device=cpu
+"""
+STUDY = f"""
+title: Three
+overrides:{SMALL}
+rows:
+  plain: ["augmentation=[]"]
+  htm: {{overrides: ["augmentation=[htm]"], against: plain}}
+  random: {{overrides: ["augmentation=[htm]", augmentation.htm.detector=random], against: plain}}
+seeds: 1
+"""
 
 
-SLOW = [pytest.param(scale, marks=pytest.mark.slow) for scale in ("short", "digits")]
+def listed(*words: str) -> list[dict[str, str]]:
+    """The runs of a plan, as the dry run lists them."""
+    result = script("reproduce", *words, "dry_run=1")
+    assert result.status == 0, result.err
+    lines = [x for x in result.out.splitlines() if x.startswith("|")]
+    head, _, *rows = ([x.strip() for x in line.split("|")[1:-1]] for line in lines)
+    assert result.out.rstrip().splitlines()[-1].startswith(f"{len(rows)} run")
+    return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize("scale", ["full", "smoke", *SLOW])
-def test_plans_have_the_recorded_numbers_of_runs(scale: str):
-    for name, (full, digits) in COUNTS.items():
-        expected = digits if scale == "digits" else full
-        if (scale, name) == ("smoke", "table4"):
-            expected = 4  # with tau=inf the row without ScoreNet is the full one
-        if not expected:
-            with pytest.raises(UserError, match="study=table2: has no rows at digits scale"):
-                plan(name, Settings(scale=scale))
-            continue
-        settings = Settings(scale=scale, outputs="nowhere")
-        seeds = 1 if name == "figure3" else scales()[scale].seeds
-        runs = plan(name, settings)
-        assert len(runs) == expected * seeds, name
-        assert len({run.name for run in runs}) == len(runs)
-        assert [run.config.seed for run in runs] == sorted(run.config.seed for run in runs)
-        assert {run.config.output_root for run in runs} == {str(settings.root)}
+@pytest.mark.parametrize("scale", ["full", pytest.param("smoke", marks=pytest.mark.slow)])
+def test_each_row_of_the_paper_is_planned_once_and_equal_rows_share_a_run(scale: str):
+    runs = listed("all", "seeds=1", f"scale={scale}")
+    labels = [run["row"] for run in runs]
+    assert len(set(labels)) == len(labels) <= COUNTS["all"]
+    assert len({run["folder"] for run in runs}) == len(runs)
+    if scale == "full":
+        assert len(runs) == COUNTS["all"]
+        assert "table1/cifar100_htm" in labels and "sweep-rho/rho=0.01" in labels
+        shared = ("table3/attention", "table4/full", "table5/mixup_cutmix_htm", "sweep-tau/tau=2")
+        assert not {*shared, "table4/without_tokens"} & {*labels}
 
 
-@pytest.mark.parametrize("scale", ["full", "smoke", SLOW[-1]])
-def test_command_line_of_a_run_composes_its_configuration(scale: str):
-    for run in plan("sweep-kappa", Settings(scale=scale, data=None), 1)[:3]:
-        config = config_of(*run.overrides, needs_data=False)
-        assert config == run.config and run_hash(config) == run_hash(run.config)
-
-
-def test_a_run_is_named_after_the_first_row_and_what_a_sweep_changes(tmp_path: Path):
-    settings = Settings(outputs=str(tmp_path))
-    _, attention, _ = plan("table3", settings, 1)
-    assert attention.name.startswith("table1-cifar100_htm-s0-")
-    folders = [run.name.rsplit("-", 2)[0] for run in plan("sweep-tau", settings, 1)]
-    assert folders[:2] == ["table1-cifar100_htm-tau=0", "table1-cifar100_htm-tau=0.5"]
-    assert folders[4] == "table1-cifar100_htm"  # the paper's own value
-    attention.folder.create(attention.config)
-    shutil.move(attention.folder.path, tmp_path / "mine")
-    assert [run.name for run in plan("table3", settings, 1)][1] == "mine"
-
-
-def test_default_names_have_plain_characters_and_a_limit():
-    config = config_of()
-    name = default_name(
-        config, None, ["augmentation.htm.tau=0.5", "recipe.transforms.scale=[1, 1]"]
-    )
-    assert name.startswith("cct_2_3x2-digits-htm+vtm-tau=0.5-scale=1+1-s0-")
-    long = default_name(config, None, [f"recipe.transforms.ratio={'9' * 300}"])
-    assert len(long) == 120 and long.endswith(f"-s0-{run_hash(config)}")
-
-
-def test_rows_of_one_configuration_share_their_runs():
-    labels = [run.labels for run in plan("all", Settings(outputs="nowhere"), 1)]
-    assert ("table3/random", "table4/without_tokens") in labels
-    shared = next(names for names in labels if "table1/cifar100_htm" in names)
-    assert {"table3/attention", "table4/full", "sweep-tau/tau=2", "sweep-rho/rho=0.005"} <= {
-        *shared
-    }
-
-
-def test_settings_replace_data_sets_devices_and_epochs():
-    other = Settings(scale="short", dataset="image_folder", data="mine", devices=2)
-    configs = [point.config for name in ("table1", "table2") for point in _points(other, name)]
-    assert {(x.dataset.name, x.dataset.root, x.devices) for x in configs} == {
-        ("image_folder", "mine", 2)
-    }
-    assert {x.recipe.epochs for x in configs} == {151, 3}
-
-
-def _points(settings: Settings, name: str = "all") -> list[Any]:
-    return points_of(studies_of(name), settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"scale": "huge"}, "scale=huge: must be one of full, short, smoke, digits"),
-        ({"dataset": "image_folder"}, "name the folder of images as well"),
-        (
-            {"scale": "digits", "dataset": "cifar10"},
-            "always uses digits, leave dataset and data out",
-        ),
-        ({"scale": "digits", "data": "x"}, "always uses digits"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, str], message: str):
-    with pytest.raises(UserError, match=message):
-        Settings(**settings)
-
-
-def test_unknown_study_is_refused_with_the_known_ones():
-    with pytest.raises(
-        UserError, match=r"study=table6: must be one of table1, .*, all, or an exist"
-    ):
-        plan("table6", Settings())
-    assert [*COUNTS][5:7] == [name for name in names() if name.startswith("figure")][:2]
-
-
-def test_sweeps_and_sizes_fit_the_tables():
-    for name, study in papers_studies().items():
-        rows = rows_at_scale(study)
-        assert all(row.row for row in rows.values()), name
-        assert set(study.sizes) >= {row.row for row in rows.values()} or not study.sizes
-        assert {figure.of for figure in study.figures.values()} <= set(rows)
-    (own,) = (x for x in _points(Settings()) if x.label == "sweep-kappa/kappa=80")
-    assert own.row.row == "80 (as in Table 1)" and own.row.printed["top1"] == 83.54
+@pytest.mark.parametrize("name", ["table3", "sweep-tau", "table1/cifar100_htm"])
+def test_a_table_has_its_rows_for_each_seed(name: str):
+    runs = listed(name)
+    count = COUNTS[name]
+    assert [run["seed"] for run in runs] == [str(seed) for seed in range(3) for _ in range(count)]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_own_studies_are_planned_seed_by_seed(path: Path, tmp_path: Path):
-    study = read_study(path)
-    if any(row.is_open for row in study.rows.values()):
-        with pytest.raises(UserError, match=r"rows.*-excess: has a value \?\?\?, which its pilot"):
-            plan(str(path), Settings(outputs=str(tmp_path)))
-        text = path.read_text().replace("=???", "=0.6")  # as the pilot may choose
-        path = tmp_path / path.name
-        path.write_text(text)
-    runs = plan(str(path), Settings(outputs=str(tmp_path)))
-    assert len({run.name for run in runs}) == len(runs) == (study.seeds or 0) * len(study.rows)
-    seeds = range(study.first_seed, study.first_seed + (study.seeds or 0))
-    assert {run.config.seed for run in runs} == {*seeds}
-    for run in runs:
-        (label,) = run.labels
-        row = label.partition("/")[2]
-        stack = row.partition("-")[0].replace("none", "")
-        assert "+".join(run.config.augmentation.stack) == stack
-        assert run.name.startswith(f"{path.stem}-{row}-s{run.config.seed}-")
+def test_a_study_is_planned_seed_by_seed_with_its_rows(path: Path):
+    content = yaml.safe_load(path.read_text())
+    text = path.read_text()
+    if "=???" in text:  # a pilot is to choose the value
+        result = script("reproduce", str(path), "dry_run=1")
+        assert (result.status, len(result.lines)) == (2, 1) and "tau" in result.err
+    shutil.copy(path, path.name)
+    Path(path.name).write_text(text.replace("=???", "=0.6"))
+    runs = listed(path.name)
+    first = content.get("first_seed", 0)
+    expected = [
+        (f"{path.stem}/{row}", str(seed))
+        for seed in range(first, first + content["seeds"])
+        for row in content["rows"]
+    ]
+    assert [(run["row"], run["seed"]) for run in runs] == expected
+    smoke = listed(path.name, "scale=smoke")  # where HTM mixes all, rows may be equal
+    assert 0 < len(smoke) <= len(content["rows"]) and {run["seed"] for run in smoke} == {str(first)}
 
 
-def test_equal_rows_of_two_studies_are_told_apart_by_their_seeds():
-    names = ("cifar10_1k", "cifar10_1k_labels")
-    first, second = (_points(Settings(), str(RESULTS / f"{name}.yaml")) for name in names)
-    (key,) = {x.key for points in (first, second) for x in points if x.name == "mixup+cutmix"}
-    found = [_study_of(key, seed, RESULTS) for seed in (0, 9, 10, 21, 22)]
-    assert found == [names[0], names[0], names[1], names[1], OTHERS]
-
-
-def changed(tmp_path: Path, **values: object) -> Path:
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(FIRST.read_text()) | values))
-    return path
+def test_the_last_word_counts_and_a_scale_has_its_own_folder():
+    runs = listed("table4", "seeds=1", "scale=smoke", "recipe.epochs=3")
+    assert all(run["folder"].startswith("outputs/smoke/table4-") for run in runs)
+    plain = listed("table4", "seeds=1", "scale=smoke")
+    assert not {run["folder"] for run in runs} & {run["folder"] for run in plain}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("changes", "part"),
     [
-        (
-            {"rows": {"htm": {"against": "nothing"}}},
-            r"rows.htm.against=nothing: must be one of htm",
-        ),
-        ({"rows": {"htm": {"against": "table9/x"}}}, "against=table9/x: must be one of"),
-        ({"rows": {}}, "rows: must name one row at least"),
-        (
-            {"sweep": {"key": "recipe.lr", "values": [1], "own": "table1/cifar100_htm"}},
-            "at least; sweeps are the paper's",
-        ),
-        ({"rows": {"a/b": []}}, "rows.a/b"),
-        ({"seeds": 0}, "seeds: "),
-        ({"looks": {3: 0.01, 4: 0.04}}, "looks: the last must be at seeds=5"),
-        ({"looks": {5: 4}}, "looks.5: "),
-        (
-            {"rows": {"none": ["recipe.lr=???"], "htm": {"against": "none"}}},
-            r"rows.htm.against=none: must be one of htm, or",
-        ),
-        ({"row": {}}, "row: unknown key, perhaps rows"),
-        ({"rows": {"a": {"override": []}}}, "rows.a.override: unknown key, perhaps overrides"),
-        (
-            {"sizes": {"s": {"model": "x", "classes": 10, "counted": [1, 2, 3], "param": 1}}},
-            "sizes.s.param: unknown key, perhaps parameters",
-        ),
-        ({"overrides": ["recipe.lrr=1"]}, "mine.yaml: htm: recipe.lrr=1: unknown key"),
-        ({"overrides": ["seed=3"]}, "seed=3: a study must not set seed"),
-        ({"rows": {"none": ["seed=7"]}}, "seed=7: a study must not set seed"),
-        ({"overrides": ["+devices=2"]}, "a study must not set devices"),
+        ({"rows": {"htm": {"overrides": [], "against": "nothing"}}}, "against=nothing"),
+        ({"rows": {}}, "rows"),
+        ({"rows": {"a/b": []}}, "a/b"),
+        ({"row": {}}, "row"),
+        ({"seeds": 0}, "seeds"),
+        ({"looks": {3: 0.01, 4: 0.04}, "seeds": 5}, "looks"),
+        ({"looks": {5: 4}}, "looks.5"),
+        ({"overrides": ["recipe.lrr=1"]}, "lrr"),
+        ({"overrides": ["seed=3"]}, "seed"),
+        ({"rows": {"none": ["+devices=2"]}}, "devices"),
+        ({"rows": {"none": {"override": []}}}, "override"),
     ],
 )
-def test_invalid_study_files_are_refused(values: Any, message: str, tmp_path: Path):
-    with pytest.raises(UserError, match=message):
-        plan(str(changed(tmp_path, **values)), Settings(outputs=str(tmp_path)))
+def test_a_study_that_is_wrong_is_refused_in_a_line(changes: dict[str, Any], part: str):
+    Path("mine.yaml").write_text(yaml.safe_dump(yaml.safe_load(STUDY) | changes))
+    result = script("reproduce", "mine.yaml")
+    assert (result.status, len(result.lines)) == (2, 1) and part in result.err
+    assert [*Path().iterdir()] == [Path("mine.yaml")]
 
 
-def test_own_study_can_be_tested_against_a_row_of_the_paper(tmp_path: Path):
-    rows = {"mine": {"overrides": ["model=cct_2_3x2"], "against": "table5/none"}}
-    path = changed(tmp_path, rows=rows)
-    settings = Settings(outputs=str(tmp_path))
-    points = points_of(studies_of(str(path)), settings)
-    keys = keys_of(points, settings)
-    paper = {x.label: x.key for x in _points(settings)}
-    assert keys["table5/none"] == paper["table5/none"] and set(keys) == {"mine/mine", "table5/none"}
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("table6",),
+        ("table1/nothing",),
+        ("nowhere.yaml",),
+        ("table3", "scale=huge"),
+        ("table3", "seeds=0"),
+        ("table3", "jobs=x"),
+        ("table3", "recipe.lrr=1"),
+        ("table3", "task=99"),
+    ],
+)
+def test_words_that_do_not_fit_are_refused_in_a_line(words: tuple[str, ...]):
+    result = script("reproduce", *words)
+    assert (result.status, len(result.lines)) == (2, 1)
+    assert words[-1].rpartition("=")[2] in result.err or "lrr" in result.err
+    assert not [*Path().iterdir()]
 
 
-def test_study_files_fix_scale_and_data_set(tmp_path: Path):
-    with pytest.raises(UserError, match="scale=smoke: allowed is full"):
-        plan(str(FIRST), Settings(scale="smoke", outputs=str(tmp_path)))
-    with pytest.raises(UserError, match="fixes its data set"):
-        plan(str(FIRST), Settings(dataset="digits", outputs=str(tmp_path)))
+def reproduce(*words: str, status: int = 0) -> str:
+    Path("three.yaml").write_text(STUDY)
+    result = script("reproduce", "three.yaml", *words)
+    assert result.status == status, result.err
+    return result.out + result.err
 
 
-def test_digits_are_written_as_two_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["write_digits.py", str(tmp_path)])
-    write_digits.main()
+def folders() -> dict[str, Run]:
+    names = ("plain", "htm", "random")
+    return {name: Run(*Path("outputs").glob(f"three-{name}-s0-*")) for name in names}
+
+
+def test_each_run_of_a_study_is_trained_once_and_its_table_written():
+    assert "3 runs: 3 finished" in reproduce()
+    assert {run.checkpoint()["step"] for run in folders().values()} == {4}
+    seconds = folders()["htm"].summary["seconds"]
+    numbers = pd.read_csv("outputs/report/three.csv")
+    assert set(numbers.n) == {1} and set(numbers.row) == {"plain", "htm", "random"}
+    first = numbers[numbers.outcome == "top1_last"].set_index("row")
+    top1 = {name: run.summary["top1_last"] for name, run in folders().items()}
+    assert first["mean"].to_dict() == pytest.approx(top1)
+    folders()["htm"].path.rename("outputs/mine")  # an equal run counts under any name
+    assert "3 runs: 3 finished" in reproduce()
+    assert Run("outputs/mine").summary["seconds"] == seconds
+    assert len([*Path("outputs").glob("*/config.yaml")]) == 3
+    assert [run["status"] for run in listed("three.yaml")] == ["finished"] * 3
+
+
+def test_two_jobs_train_what_one_does():
+    reproduce()
+    shutil.move("outputs", "one")
+    reproduce("jobs=2")
+    for run in folders().values():
+        assert same(run, Run(Path("one", run.path.name))) == []
+
+
+def test_a_task_trains_its_run_alone():
+    Path("three.yaml").write_text(STUDY)
+    assert script("reproduce", "three.yaml", "task=2", apart=True).status == 0
+    (run,) = Path("outputs").glob("*/config.yaml")
+    assert run.parent.name.startswith("three-random-s0-")
+
+
+def test_a_failed_run_is_named_and_the_others_go_on():
+    Path("own.yaml").write_text(
+        yaml.safe_dump(
+            yaml.safe_load(STUDY)
+            | {"rows": {"bad": [*OWN, "augmentation=[]"], "good": ["augmentation=[]"]}}
+        )
+    )
+    with disturbed("fail", at=40):
+        result = script("reproduce", "own.yaml")
+    assert result.status == 1
+    assert "own-bad-s0-" in result.lines[-1] and "1 failed, 1 finished" in result.out
+    assert script("reproduce", "own.yaml").status == 0
+    assert [run["status"] for run in listed("own.yaml")] == ["finished"] * 2
+
+
+def test_an_interrupted_study_goes_on_where_it_was():
+    Path("own.yaml").write_text(
+        yaml.safe_dump(yaml.safe_load(STUDY) | {"rows": {"own": [*OWN, "augmentation=[htm]"]}})
+    )
+    assert script("reproduce", "own.yaml").status == 0
+    (whole,) = Path("outputs").glob("own-*")
+    shutil.move(whole, "whole")
+    with disturbed("SIGTERM", at=80):
+        assert script("reproduce", "own.yaml", apart=True).status == 130
+    (run,) = listed("own.yaml")
+    assert run["status"].startswith("interrupted")
+    assert script("reproduce", "own.yaml").status == 0
+    assert same(Run(whole), Run("whole")) == []
+
+
+def test_a_damaged_folder_fails_only_its_own_run():
+    reproduce()
+    run = folders()["plain"]
+    (run.path / "summary.json").write_text("x")
+    assert "unusable" in reproduce(status=1)
+    (run.path / "summary.json").unlink()
+
+
+@pytest.mark.slow
+def test_a_table_of_the_paper_trains_at_smoke_scale():
+    narrow = ("model.embed_dim=16", "model.depth=4", "model.image_size=20", "device=cpu")
+    result = script("reproduce", "table3", "scale=smoke", *narrow)
+    assert result.status == 0 and "4 runs: 4 finished" in result.out, result.err
+
+
+def test_digits_are_written_as_two_halves(here: Path):
+    assert script("write_digits", str(here)).status == 0
     numbers = {
-        half: Counter(path.parent.name for path in tmp_path.glob(f"{half}/*/*.png"))
+        half: Counter(path.parent.name for path in here.glob(f"{half}/*/*.png"))
         for half in ("train", "test")
     }
     digits = load_digits()
     assert numbers["train"] == dict.fromkeys(map(str, range(10)), 10)
     assert numbers["test"].total() == len(digits.target) - 100 == 1697
-    path = tmp_path / f"train/{digits.target[7]}/0007.png"  # of the first ten of its digit
+    path = here / f"train/{digits.target[7]}/0007.png"  # of the first ten of its digit
     with Image.open(path) as image:
         assert np.array_equal(np.asarray(image), np.round(digits.images[7] * 255 / 16))
-
-
-def test_openmixup_study_at_smoke_scale_trains_on_digits():
-    runs = plan(str(RESULTS / "openmixup_cifar100.yaml"), Settings(scale="smoke", outputs="x"))
-    assert len(runs) == 4 and {run.config.seed for run in runs} == {0}
-    for run in runs:
-        assert run.config.dataset.name == "digits"
-        htm = run.config.augmentation.htm
-        assert htm is None or (htm.tau, htm.rho) == (float("inf"), 0)
-        assert run.config.recipe.clip_grad_norm == 5 and run.config.recipe.max_steps == 4
-
-
-def test_find_runs_prefers_the_finished_folder_of_a_run(tmp_path: Path):
-    config = dataclasses.replace(config_of(), output_root=str(tmp_path))
-    for name in ("a", "b", "c"):
-        RunFolder.of(dataclasses.replace(config, name=name)).create(config)
-    RunFolder(tmp_path / "b").write_summary(status="finished", top1_last=1.0)
-    assert find_runs(tmp_path)[run_hash(config)].path.name == "b"
-    (tmp_path / "a" / "summary.json").write_text("{")
-    assert find_runs(tmp_path)[run_hash(config)].path.name == "b"
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.yaml").write_text("a: [")
-    assert len(find_runs(tmp_path)) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "label", "root"),
-    [
-        ({}, "table1/cifar100_htm", "data"),
-        ({"data": "/my data/it's"}, "table1/cifar10_htm", "/my data/it's"),
-        ({"data": "/d"}, "table2/imagenet1k_htm", "/d/imagenet"),
-        ({"data": "/d", "dataset": "imagenet1k"}, "table2/imagenet1k_htm", "/d"),
-        ({"data": "/d", "dataset": "image_folder"}, "table1/cifar100_htm", "/d"),
-        ({"dataset": "digits"}, "table1/cifar100_htm", None),
-        ({"dataset": "digits", "scale": "smoke"}, "table1/cifar100_htm", None),
-        ({"data": "/d", "scale": "smoke"}, "table1/cifar100_htm", "/d"),
-        ({"scale": "smoke"}, "table1/cifar100_htm", None),
-    ],
-)
-def test_settings_choose_the_folder_of_the_data(changes: Any, label: str, root: str | None):
-    points = _points(Settings(**changes), label.partition("/")[0])
-    (point,) = (x for x in points if x.label == label)
-    assert point.config.dataset.root == root
-    assert point.config.dataset.name == changes.get("dataset", point.config.dataset.name)
-
-
-def test_scale_of_stacks_applies_to_their_parts():
-    scale = module.Scale(about="", stacks={"htm": ["a"], "htm+vtm": ["b"], "vtm": ["c"]})
-    assert scale.of_stack(["vtm", "htm"]) == ["a", "b", "c"] and scale.of_stack(["htm"]) == ["a"]
-
-
-def test_planning_imports_neither_torch_nor_pandas():
-    code = "import sys, reproduction.studies.options; print({'torch', 'pandas'} & set(sys.modules))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "set()"
-
-
-def test_points_of_equal_configurations_have_equal_keys():
-    points = {point.label: point for point in _points(Settings())}
-    seeded = dataclasses.replace(points["table4/full"].config, seed=3)
-    assert run_hash(dataclasses.replace(seeded, seed=0)) == points["table1/cifar100_htm"].key
-    assert parse(dataclasses.asdict(seeded), needs_data=False) == seeded

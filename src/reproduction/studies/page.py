@@ -1,40 +1,99 @@
-"""The report of a scale: its tables and sweeps, pictures, and index.html."""
+"""Pages: the paper's tables with our results as HTML, docs/results.md, and the lines behind it."""
 
 import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
+import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
-from reproduction.studies.pictures import draw_pictures
-from reproduction.studies.plan import ALL, studies_of
-from reproduction.studies.results import HOW_TO_READ, results_of
-from reproduction.studies.runs import read_runs, state_text
-from reproduction.studies.status import listing
-from reproduction.studies.study import FULL, Settings
-from reproduction.studies.table import report_folder
+from reproduction.config import ROOT, Config
+from reproduction.models.build import build_module, count_parameters, without_weights
+from reproduction.models.weights import extract_weights, read_file
+from reproduction.runs.folder import RunFolder
+from reproduction.runs.identity import run_hash, saved, settings_of
+from reproduction.studies.plots import AXES, draw_line
+from reproduction.studies.study import (
+    FULL,
+    Size,
+    Study,
+    compose,
+    points,
+    read,
+    studies,
+)
+from reproduction.studies.table import (
+    Table,
+    as_json,
+    newest,
+    read_runs,
+    read_store,
+    report_folder,
+    study_table,
+)
 from reproduction.system.errors import UserError
 from reproduction.system.storage import write_text
 
-TEMPLATE, PAGE = "page.html.jinja", "index.html"
+RESULTS = ROOT / "results"
+METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
+COPIED = (  # from summary.json into a line of results/
+    *("seed", *METRICS, "epochs", "hardware", "devices", "threads", "mixed_share"),
+    *("mixed_samples", "mixed_tokens", "git_revision", "versions", "parameters", "log"),
+)
+HOW_TO_READ = (
+    "Accuracies are top-1 in percent on the held-out images (the test set of CIFAR, the validation "
+    "set of ImageNet): mean +/- sample standard deviation over n seeds. Median: of the last 10 "
+    "epochs. Best: of the best epoch on these same images, which is optimistic; the published code "
+    "selects it. Mixed: the share of samples that HTM mixes, and the tokens replaced in each.",
+    "Difference: of the last epoch, from the row that is named, over the seeds that both have; p "
+    "by a two-sided paired t-test, and corrected by Holm for all tests of the table. Paper's: the "
+    "difference of the printed accuracies.",
+)
+INTRODUCTION = """# Results
+
+`python scripts/report.py --results results` writes this page from `results/*.jsonl`, which hold a
+line for each run: configuration, seed, hardware, threads, hours, accuracies by epoch, mixed share,
+sha256 of the weights. `python scripts/report.py --publish outputs/NAME` adds such a line. Weights
+are not kept in this repository. To check a line, train its configuration again at its git revision:
+on a CPU, with the same versions and number of threads, the weights are equal bit for bit. The
+sha256 of the lines that are here is that of a file; in lines from now on it is over the names and
+bytes of the weights. The lines of cifar10_5k and digits100 lack the threads (digits100:
+`OMP_NUM_THREADS=1`), and their sha256 may differ for equal weights.
+
+Mean +/- standard deviation over n seeds of top-1 and top-5 accuracy and of the cross-entropy on the
+held-out images, all after the last epoch. Median: of the last ten epochs. Best: of all, or of the
+last ten. Mixed: the share of samples that HTM mixes, averaged over training, and the tokens that it
+replaces in each in the last epoch. Difference: from the row that is named, over the seeds that both
+have (pairs); lower in: pairs whose loss falls; p: by a two-sided paired t-test, then corrected by
+Holm for the other tests of the table. Intervals are not corrected for their number. So few pairs
+find only a difference that is large compared with its spread: no test shows that two rows are
+equal, and nothing follows for other models, data, training lengths or settings, including the
+paper's. Runs of pilots were not kept: their numbers stand where they are told.
+"""
 
 
-def write_page(settings: Settings) -> Path:
-    """Writes the report beside the runs and returns the page.
+def write_page(outputs: Path, scale: str = FULL, more: Sequence[str] = ()) -> Path:
+    """Writes the paper's tables, sweeps and figures with our results beside the runs.
 
-    Raises UserError if there is no folder of runs, or a run occupies the folder of the report.
+    Returns the page. Raises UserError if there is no folder of runs.
     """
-    if not settings.root.is_dir():
-        raise UserError(f"outputs={settings.root}: there is no such folder of runs")
-    runs = read_runs(settings.root)
-    folder = report_folder(settings.root)
-    tables, keys = results_of(studies_of(ALL), settings, runs)
-    files = {table.name: [path.name for path in table.write(folder)] for table in tables}
-    pictures = draw_pictures(tables, keys, runs, settings, folder)
-    labels = {key: [x for x, other in keys.items() if other == key] for key in keys.values()}
-    is_used = runs.key.isin(labels)
-    used = runs[is_used].sort_values(["key", "seed", "folder"])
+    runs, folder = read_runs(outputs), report_folder(outputs)
+    mark = f"{scale} scale" if scale != FULL else " ".join(more) or None
+    tables, figures = [], dict[str, str | None]()
+    for name, study in studies("all").items():
+        tables.append(table := study_table(name, study, runs, scale, more))
+        table.write(outputs)
+        if study.sizes:
+            table.sections["Parameters"] = sizes(study.sizes)
+        if name.startswith("sweep"):
+            figures[f"{name[6:]}: {study.title}"] = _draw_sweep(table, study, runs, folder, mark)
+        for figure in study.figures.values():
+            keys = table.numbers.key[table.numbers.label == f"{name}/{figure.of}"]
+            figures[figure.title] = _picture(newest(runs[runs.key.isin(keys)]), figure.shows)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -42,38 +101,124 @@ def write_page(settings: Settings) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template(TEMPLATE).render(
-        scale=settings.scale,
-        about="" if settings.scale == FULL else f" ({settings.chosen.about})",
-        marks="; ".join(dict.fromkeys(table.mark for table in tables if table.mark)).upper(),
-        how_to_read=HOW_TO_READ,
-        tables=tables,
-        files=files,
-        pictures=pictures,
-        images={
-            x.name: base64.b64encode((folder / f"{x.name}.png").read_bytes()).decode()
-            for x in pictures
-            if not x.missing
-        },
-        html=_html,
-        used=listing(used.assign(labels=used.key.map(labels))),
-        unused=_unused(runs[~is_used]),
+    page = environment.get_template("page.html.jinja").render(
+        scale=scale, mark=mark, how_to_read=HOW_TO_READ, tables=tables, figures=figures
     )
+    write_text(folder / "index.html", page)
+    return folder / "index.html"
+
+
+def _draw_sweep(
+    table: Table, study: Study, runs: pd.DataFrame, folder: Path, mark: str | None
+) -> str | None:
+    """Draws the points of a sweep beside its other rows; returns the picture, if there are runs."""
+    seeds = newest(runs).pivot(index="seed", columns="key", values="top1_last").astype(float)
+    rows = table.numbers[table.numbers.key.isin(seeds.columns)].drop_duplicates("label")
+    keys = dict(zip(rows.row, rows.key, strict=True))
+    points = {x.partition("=")[2]: key for x, key in keys.items() if x not in study.rows}
+    bands = {x: key for x, key in keys.items() if x in study.rows}
+    if not points:
+        return None
+    path = folder / f"{table.name}.png"
+    draw_line(path, points, seeds, table.name[6:], AXES["top1_last"], bands, mark)
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+def _picture(runs: pd.DataFrame, name: str) -> str | None:
+    """Returns a picture of the first of the runs, if it exists."""
+    paths = [run / f"{name}.png" for run in runs.path]
+    found = next((path for path in paths if path.exists()), None)
+    return found and base64.b64encode(found.read_bytes()).decode()
+
+
+def sizes(each: Mapping[str, Size]) -> pd.DataFrame:
+    """Counts the parameters of models, built without memory, beside the printed ones."""
+    rows = []
+    for name, size in each.items():
+        config = compose(*size.overrides)
+        with torch.device("meta"):
+            model = without_weights(config.model)
+            module = build_module(model, config.augmentation, size.classes)
+        printed = "-" if size.parameters is None else f"{size.parameters:g}"
+        ours = f"{count_parameters(module) / 1e6:.2f}"
+        rows.append({"row": name, "parameters [M]": ours, "paper [M]": printed})
+    return pd.DataFrame(rows)
+
+
+def results_page(results: Path = RESULTS) -> str:
+    """Returns docs/results.md: the studies that have run, then those that are registered."""
+    lines, registered = [INTRODUCTION], []
+    for path in sorted(results.glob("*.yaml")):
+        study, file = read(path), f"results/{path.name}"
+        if not path.with_suffix(".jsonl").exists():
+            registered.append(f"[{study.title}](../{file})")
+            continue
+        runs = read_store(path.with_suffix(".jsonl"))
+        table = study_table(path.stem, study, runs)
+        done, planned = len(newest(runs)), len(study.cells()) * study.seeds
+        lines += [
+            f"\n## {study.title}\n\n{study.about.strip()}\n",
+            f"Fixed before the first run by [`{file}`](../{file}), which `make study FILE={file}` "
+            f"trains. {study.pilot.strip()}\n",
+            f"{done} of {planned} runs are finished.\n",
+            *table.lines(level=3),
+        ]
+        if study.source:
+            lines.append(f"\nQuoted, not trained here: {study.source.strip()}.")
+    lines.append(
+        "\n## Not run\n\nNo row of the paper's tables. Registered: " + "; ".join(registered) + "."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def publish(run: Path, results: Path = RESULTS) -> Path:
+    """Adds the line of a finished run to a file in `results`, in place of an older one.
+
+    Returns the file. Raises UserError for a run that is not finished.
+    """
+    folder = RunFolder(run.resolve())
+    config, summary = saved(folder.read_config()), folder.read_summary()
+    if not folder.is_finished() or "selected_epoch" in summary:
+        raise UserError(f"run={run}: must be finished, without a validation split")
+    origin = f"checkpoint={folder.last_path}"
+    content = read_file(origin, folder.last_path)
+    if content.get("step") != summary["steps"]:
+        raise UserError(f"{origin}: is not from the last step of the run")
+    settings = settings_of(asdict(config))
+    for key in ("dataset.root", "model.weights"):
+        if Path(settings.get(key) or "").is_absolute():
+            settings[key] = None  # of one machine
     try:
-        write_text(folder / PAGE, page)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error}") from error
-    return folder / PAGE
+        line = {"name": folder.path.name} | {key: summary[key] for key in COPIED}
+    except KeyError as error:
+        raise UserError(f"run={run}: its summary lacks {error}") from error
+    line |= {"hours": round(summary["seconds"] / 3600, 3), "config": as_json(settings)}
+    line["weights_sha256"] = digest(extract_weights(origin, content).state)
+    path = results / f"{_study_of(config, results)}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    others = [x for x in lines if json.loads(x)["name"] != line["name"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
+    return path
 
 
-def _html(texts: pd.DataFrame) -> Markup:
-    """Returns a table whose first column heads the rows; its content is escaped."""
-    first, *_ = texts.columns
-    html = texts.set_index(first).rename_axis(columns=first).rename_axis(None).to_html(border=0)
-    return Markup(html.replace("+/-", "&plusmn;").replace(' style="text-align: right;"', ""))  # noqa: S704
+def digest(state: Mapping[str, torch.Tensor]) -> str:
+    """Returns the sha256 over the names of weights and their bytes, equal for equal weights."""
+    total = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        total.update(name.encode())
+        total.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
-def _unused(runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns the folders that belong to no row."""
-    states = [x.error if x.status == "unusable" else state_text(x) for x in runs.itertuples()]
-    return pd.DataFrame({"folder": runs.folder, "status": states})
+def _study_of(config: Config, results: Path) -> str:
+    """Returns the name of the study whose row and seed a run is, or `others`."""
+    for path in sorted(results.glob("*.yaml")):
+        study = read(path)
+        seeds = range(study.first_seed, study.first_seed + study.seeds)
+        is_open = any("???" in word for _, words in study.cells().values() for word in words)
+        if config.seed in seeds and not is_open:  # a pilot is to choose a value
+            each = points(path.stem, study, config.seed)
+            if run_hash(config) in (run_hash(point.config) for point in each):
+                return path.stem
+    return "others"

@@ -1,95 +1,71 @@
-"""A study is a YAML file: the rows to train, what is printed of them and which rows are compared.
+"""A study is a YAML file of rows to train, of what is printed of them and which are compared.
 
 The paper's tables and sweeps lie in paper/, studies of your own in results/; all have this form.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from functools import cache
-from itertools import chain
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.config import FORBID, Count, FolderName, Fraction, Whole
+from reproduction.config import FORBID, Config, Count, FolderName, Fraction, Whole
+from reproduction.runs.compose import config_of
+from reproduction.runs.folder import RunFolder, find_runs
+from reproduction.runs.identity import default_name, run_hash
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.reading import parse_yaml
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
-TABLES = tuple(f"table{number}" for number in range(1, 6))
 SWEEPS = ("sweep-tau", "sweep-rho", "sweep-kappa")
-OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # set for each run of a plan
-FULL, SMOKE = "full", "smoke"
-BASELINE = "baseline"  # of a sweep, shown beside its values
-T = TypeVar("T")
+PAPERS = (*(f"table{number}" for number in range(1, 6)), *SWEEPS)
+OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not of a study
+FULL: Final = "full"
+SMOKE: Final = "smoke"
+SCALES = (FULL, SMOKE)
+# Four batches of eight images. An untrained model finds every sample difficult and attends evenly.
+SHORT = (
+    *("recipe.epochs=1", "recipe.batch_size=8", "recipe.precision=float32", "recipe.log_every=1"),
+    *("recipe.max_steps=4", "dataset=digits", "dataset.root=null", "dataset.memory_mib=null"),
+    *("dataset.workers=0", "output_root=outputs/smoke"),
+)
+MIXING = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
+Printed = dict[Literal["top1", "top5"], float]  # percent
+
+
+def _long_form(row: Any) -> Any:
+    return {"overrides": row} if isinstance(row, list) else row
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
 class Row:
-    """What to train: an `experiment`, `overrides` of train.py or both.
+    """What to train: `overrides` of train.py, of which some may list values, which makes a sweep.
 
-    `value` has the overrides that count more than those of a scale, as a sweep's does. `row` and
-    `column` are shown, `printed` holds top1 and top5 in percent, `against` names the row
-    that it is tested against: `row` or `study/row`. By its `role` the difference is shown without a
-    test, or it is the one that the study was made for, which is not corrected for the others.
+    `row` and `column` are shown, with what is `printed`. `against` names the row
+    that it is compared with. By its `role` the difference is shown without a test, or it is the one
+    that the study was made for, which is not corrected for the others.
     """
 
-    experiment: str | None = None
-    overrides: list[str] = Field(default_factory=list)
-    value: list[str] = Field(default_factory=list)
+    overrides: list[str]
     row: str = ""
     column: str = ""
-    printed: dict[Literal["top1", "top5"], float] = Field(default_factory=dict)
+    printed: Printed = Field(default_factory=dict)
     against: str | None = None
     role: Literal["", "untested", "primary"] = ""
-
-    @property
-    def command(self) -> list[str]:
-        """The overrides with the experiment."""
-        return [*([f"experiment={self.experiment}"] if self.experiment else []), *self.overrides]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a value is `???`: a pilot chooses it before the first run of the study."""
-        return any(word.endswith("=???") for word in self.overrides)
-
-
-@checked(config=FORBID, frozen=True, kw_only=True)
-class Sweep:
-    """Rows for the `values` of a `key`; `own` (study/row) has the paper's value and baseline."""
-
-    key: str
-    values: list[str | int | float]
-    own: str
-    values_at: dict[str, list[str | int | float]] = Field(default_factory=dict)  # by scale
-
-    @property
-    def word(self) -> str:
-        return self.key.rpartition(".")[2]
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
 class Size:
-    """A printed size and the model of the row here, with its stored counts.
+    """A model of which the paper prints the `parameters`, in millions, if it does."""
 
-    `parameters` in millions and `macs` in billions are printed; `counted` are our parameters, MACs
-    of one image, and MACs without the matmuls of attention.
-    """
-
-    model: str
+    overrides: list[str]
     classes: int
-    counted: tuple[int, int, int]
-    stack: list[str] = Field(default_factory=list)
-    overrides: list[str] = Field(default_factory=list)
-    parameters: int | float | None = None
-    macs: int | float | None = None
-
-    @property
-    def command(self) -> list[str]:
-        return [f"model={self.model}", f"augmentation=[{','.join(self.stack)}]", *self.overrides]
+    parameters: float | None = None
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
@@ -99,11 +75,6 @@ class Figure:
     of: str
     title: str
     shows: Literal["saliency", "mixed_pairs", "mixed_samples"]
-    seeds: Count | None = None
-
-
-def _long_form(row: Any) -> Any:
-    return {"overrides": row} if isinstance(row, list) else row
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
@@ -113,177 +84,145 @@ class Study:
     `seeds` is their number, from `first_seed` on; runs of others do not count. `tested` is the
     outcome that rows are tested by. With `looks`, number of seeds -> level of significance, the
     table has the first so many seeds of which every run is finished, and no others. `scales` has
-    the overrides of a study of your own at other scales than full. `quoted` has results of others
-    by row and column, from `source`.
+    more overrides for smoke runs. `quoted` has results of others by row and column, from `source`.
     """
 
     title: str
     about: str = ""
     pilot: str = ""
     overrides: list[str] = Field(default_factory=list)
-    rows: dict[FolderName, Annotated[Row, BeforeValidator(_long_form)]] = Field(
-        default_factory=dict
-    )
-    sweep: Sweep | None = None
-    seeds: Count | None = None
+    rows: dict[FolderName, Annotated[Row, BeforeValidator(_long_form)]] = Field(min_length=1)
+    seeds: Count = 3
     first_seed: Whole = 0
     looks: dict[Count, Fraction] = Field(default_factory=dict)
     tested: Literal["top1_last", "loss_last"] = "top1_last"
     scales: dict[Literal["smoke"], list[str]] = Field(default_factory=dict)
     source: str = ""
-    quoted: dict[str, dict[str, dict[Literal["top1", "top5"], float]]] = Field(default_factory=dict)
+    quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)
     sizes: dict[str, Size] = Field(default_factory=dict)
     figures: dict[str, Figure] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
-    def has(self, seed: int) -> bool:
-        """Whether runs with this seed belong to the study."""
-        return self.seeds is None or 0 <= seed - self.first_seed < self.seeds
+    def cells(self) -> dict[str, tuple[Row, list[str]]]:
+        """Returns what is trained: each row by its name, each point of a sweep by its values."""
+        cells = {}
+        for name, row in self.rows.items():
+            given = [*self.overrides, *row.overrides]
+            for words in expand(given):
+                swept = [x.partition("=") for x in words if x not in given]
+                values = [f"{key.rpartition('.')[2]}={value}" for key, _, value in swept]
+                cells[",".join(values) or name] = row, words
+        return cells
 
 
-@checked(config=FORBID, frozen=True, kw_only=True)
-class Scale:
-    """How the paper's rows are trained at a scale, see paper/scales.yaml."""
-
-    about: str
-    seeds: int = 3
-    apart: bool = True
-    dataset: str | None = None
-    only: list[str] | None = None  # columns
-    overrides: list[str] = Field(default_factory=list)
-    columns: dict[str, list[str]] = Field(default_factory=dict)
-    stacks: dict[str, list[str]] = Field(default_factory=dict)
-
-    def of_stack(self, stack: list[str]) -> list[str]:
-        """Returns the entries of `stacks` that apply to these augmentations."""
-        chosen = (more for key, more in self.stacks.items() if {*key.split("+")} <= {*stack})
-        return [*chain.from_iterable(chosen)]
+def studies(name: str) -> dict[str, Study]:
+    """Returns the studies of a name: `table1`, `table1/ROW`, `sweep-tau`, `all`, a .yaml file."""
+    table, _, row = name.partition("/")
+    if table in PAPERS and (study := read(PAPER_FOLDER / f"{table}.yaml")):
+        if row and row not in study.rows:
+            raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")
+        return {table: replace(study, rows={row: study.rows[row]}) if row else study}
+    if name == "all":
+        return {key: study for paper in PAPERS for key, study in studies(paper).items()}
+    if not name.endswith(".yaml"):
+        allowed = f"must be one of {', '.join(PAPERS)}, all, or a .yaml file"
+        raise UserError(f"study={name}: {allowed}")
+    return {Path(name).stem: read(Path(name))}
 
 
-@cache
-def scales() -> Mapping[str, Scale]:
-    return _read(PAPER_FOLDER / "scales.yaml", dict[str, Scale])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of a command.
-
-    `dataset`: an option that replaces the data sets of the rows. `data`: its folder; without
-    `dataset`, the folder of CIFAR, with ImageNet in `imagenet`. `outputs`: the folder of all runs;
-    scales other than `full` have a folder of their own in it.
-    """
-
-    scale: str = FULL
-    dataset: str | None = None
-    data: str | None = None
-    devices: int = 1
-    outputs: str = "outputs"
-
-    def __post_init__(self) -> None:
-        if self.scale not in scales():
-            raise UserError(f"scale={self.scale}: must be one of {', '.join(scales())}")
-        if self.dataset == "image_folder" and self.data is None and not self.uses_stand_ins:
-            raise UserError("dataset=image_folder: name the folder of images as well, with data")
-        own = self.chosen.dataset
-        if own is not None and (self.dataset or self.data) is not None:
-            raise UserError(f"scale={self.scale}: always uses {own}, leave dataset and data out")
-
-    @property
-    def chosen(self) -> Scale:
-        return scales()[self.scale]
-
-    @property
-    def root(self) -> Path:
-        """The folder of the runs of this scale."""
-        return Path(self.outputs) if self.scale == FULL else Path(self.outputs, self.scale)
-
-    @property
-    def uses_stand_ins(self) -> bool:
-        """Whether to train on digits instead: at smoke scale, unless `data` is set."""
-        return self.scale == SMOKE and self.data is None
-
-    def dataset_root(self, name: str) -> str | None:
-        """Returns the folder of a data set, None for the default of its config file."""
-        if self.uses_stand_ins:
-            return None if name == "digits" else str(self.root / "data" / name)
-        if self.data is None or self.dataset is not None or name != "imagenet1k":
-            return self.data
-        return str(Path(self.data, "imagenet"))
-
-
-@cache
-def papers_studies() -> Mapping[str, Study]:
-    """Returns the five tables and three sweeps by name."""
-    return {name: _read(PAPER_FOLDER / f"{name}.yaml", Study) for name in (*TABLES, *SWEEPS)}
-
-
-def papers_row(label: str) -> Row:
-    """Returns a row of the paper's tables by its label."""
-    table, _, name = label.partition("/")
-    return papers_studies()[table].rows[name]
-
-
-@cache
-def papers_figures() -> Mapping[str, tuple[str, Figure]]:
-    """Returns each figure with the study that it belongs to."""
-    studies = papers_studies().items()
-    return {key: (name, figure) for name, study in studies for key, figure in study.figures.items()}
-
-
-def read_study(path: Path) -> Study:
-    """Reads a study of your own; UserError names the file, the key and what is wrong with it."""
-    study = _read(path, Study)
-    rows = study.rows.items()
-    own_words = [x.overrides + x.value for _, x in rows]
-    for override in chain(study.overrides, *study.scales.values(), *own_words):
-        if (key := override.lstrip("+~").partition("=")[0]) in OWN_KEYS:
-            raise UserError(f"{path}: {override}: a study must not set {key}")
-    papers = [f"{table}/{name}" for table in TABLES for name in papers_studies()[table].rows]
-    bases = [name for name, row in rows if not row.is_open]
-    for name, row in rows:
-        if row.against not in (None, *bases, *papers):
-            allowed = f"{', '.join(bases)}, or a row of the paper such as table4/full"
+def read(path: Path) -> Study:
+    """Reads a study; UserError names the file, the key and what is wrong with it."""
+    try:
+        study = TypeAdapter(Study).validate_python(parse_yaml(path.read_text()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "must be a mapping of settings"
+        raise UserError(f"{path}: {key}: {first['msg']}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable: {first_line(error)}") from error
+    for word in (x for row in study.rows.values() for x in [*study.overrides, *row.overrides]):
+        if (key := word.lstrip("+~").partition("=")[0]) in OWN_KEYS:
+            raise UserError(f"{path}: {word}: a study must not set {key}")
+    for name, row in study.rows.items():
+        if row.against not in (None, *study.rows):
+            allowed = ", ".join(study.rows)
             raise UserError(f"{path}: rows.{name}.against={row.against}: must be one of {allowed}")
     if study.looks and max(study.looks) != study.seeds:
         raise UserError(f"{path}: looks: the last must be at seeds={study.seeds}")
-    if study.sweep is not None or not study.rows:
-        raise UserError(f"{path}: rows: must name one row at least; sweeps are the paper's")
     return study
 
 
-def _read(path: Path, kind: type[T]) -> T:
-    try:
-        return TypeAdapter(kind).validate_python(parse_yaml(path.read_text()))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "must be a mapping of settings"
-        reason = first["msg"]
-        if first["type"] == "unexpected_keyword_argument":
-            *place, last = map(str, first["loc"])
-            kinds = {"rows": Row, "sizes": Size, "figures": Figure, "sweep": Sweep}
-            known = [x.name for x in fields(kinds.get("".join(place[:1]), Study))]
-            near = get_close_matches(last, known, n=1)
-            reason = f"unknown key, {'perhaps' if near else 'known are'} {', '.join(near or known)}"
-        raise UserError(f"{path}: {key}: {reason}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable: {first_line(error)}") from error
+@dataclass(frozen=True)
+class Point:
+    """A run of a study: its words for train.py, its configuration, and the row that it serves."""
+
+    words: tuple[str, ...]
+    config: Config
+    label: str
+
+    @property
+    def key(self) -> str:
+        """The identity that the runs of all seeds share."""
+        return run_hash(replace(self.config, seed=0))
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder.of(self.config)
+
+    def is_done(self) -> bool:
+        """Whether the run is finished and has its report."""
+        return self.folder.is_finished() and self.folder.report_path.exists()
 
 
-def rows_at_scale(study: Study, scale: str = FULL) -> dict[str, Row]:
-    """Returns the rows with the overrides of the study; a sweep begins with its baseline."""
-    if study.sweep is None:
-        return {
-            name: replace(row, row=row.row or name, overrides=[*study.overrides, *row.overrides])
-            for name, row in study.rows.items()
-        }
-    sweep = study.sweep
-    own = papers_row(sweep.own)
-    base = str(own.against)
-    baseline = papers_row(base if "/" in base else f"{sweep.own.partition('/')[0]}/{base}")
-    rows = {BASELINE: replace(baseline, row=BASELINE, against=sweep.own)}
-    for value in sweep.values_at.get(scale, sweep.values):
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        changed = replace(own, row=text, value=[f"{sweep.key}={text}"], printed={})
-        rows[f"{sweep.word}={text}"] = replace(changed, against=sweep.own)
-    return rows
+def expand(words: Sequence[str]) -> list[list[str]]:
+    """Returns the points of a sweep: each override that lists values, by every other."""
+    each = []
+    for parsed in OverridesParser.create().parse_overrides([*words]):
+        key, text = parsed.get_key_element(), str(parsed.input_line)
+        swept = parsed.sweep_string_iterator() if parsed.is_sweep_override() else ()
+        each.append([f"{key}={value}" for value in swept] or [text])
+    return [list(point) for point in itertools.product(*each)]
+
+
+@lru_cache(1024)
+def compose(*words: str) -> Config:
+    return config_of(words)
+
+
+def points(
+    name: str, study: Study, seed: int = 0, scale: str = FULL, more: Sequence[str] = ()
+) -> Iterator[Point]:
+    """Yields the runs of one seed; of the words of study, row, scale and `more` the last counts."""
+    for cell, (_, words) in study.cells().items():
+        each = [*words, *more]
+        if scale == SMOKE:
+            mixing = MIXING if compose(*words).augmentation.htm else ()
+            each = [*words, *SHORT, *study.scales.get(SMOKE, []), *mixing, *more]
+        config = replace(compose(*each), seed=seed)
+        yield Point((*each, f"seed={seed}", "resume=auto"), config, f"{name}/{cell}")
+
+
+def plan(
+    chosen: Mapping[str, Study], seeds: int | None, scale: str, more: Sequence[str]
+) -> list[Point]:
+    """Returns all runs, seed by seed; rows of the same configuration share one."""
+    runs: dict[str, Point] = {}
+    for name, study in chosen.items():
+        number = seeds or (1 if scale == SMOKE else study.seeds)
+        for seed in range(study.first_seed, study.first_seed + number):
+            for point in points(name, study, seed, scale, more):
+                runs.setdefault(run_hash(point.config), point)
+    return [_named(runs[x]) for x in sorted(runs, key=lambda x: runs[x].config.seed)]
+
+
+def _named(point: Point) -> Point:
+    """Gives a run the name of the folder that holds it, or of its row."""
+    folder = _folders(point.config.output_root).get(run_hash(point.config))
+    name = folder.path.name if folder else default_name(point.config, point.label)
+    config = replace(point.config, name=name, resume="auto")
+    return replace(point, words=(*point.words, f"name='{name}'"), config=config)
+
+
+@lru_cache(1)
+def _folders(root: str) -> dict[str, RunFolder]:
+    return find_runs(root)
