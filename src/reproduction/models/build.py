@@ -71,14 +71,11 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     """Loads `weights`, if set, and returns what was loaded.
 
     A head for another number of classes stays new, and a model on the meta device is only checked.
-    timm reads the arrays (.npz) of the original ViT. Raises UserError if the file is unreadable or
-    does not fit.
+    Raises UserError if the file is unreadable or does not fit.
     """
     if config.weights is None:
         return None
-    if config.weights.endswith(".npz"):
-        return _load_arrays(config, model)
-    weights = read_weights("model.weights", Path(config.weights))
+    weights = read_weights(f"model.weights={config.weights}", Path(config.weights))
     head = head_names(config)
     state = matching_state(weights, model, head)
     if not next(model.parameters()).is_meta:
@@ -86,15 +83,6 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     new = [name for name in head if state[name] is not weights.state.get(name)]
     with_head = f"but a new head for {len(state[new[0]])} classes" if new else "and its head"
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
-
-
-def _load_arrays(config: AnyModel, model: Any) -> str:
-    """Lets a timm model read the arrays of the original ViT."""
-    try:
-        model.load_pretrained(config.weights)
-    except Exception as error:  # of many types, also for models that cannot
-        raise UserError(f"model.weights={config.weights}: {first_line(error)}") from error
-    return f"{config.weights}, read by timm"
 
 
 def build_module(

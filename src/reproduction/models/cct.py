@@ -54,8 +54,6 @@ class CCTBlock(nn.Module):
     This differs from pre-norm, but the published weights require it.
     """
 
-    attends_to_norm1 = True  # read by TokenMixup
-
     def __init__(
         self,
         embed_dim: int,

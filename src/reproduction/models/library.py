@@ -1,7 +1,6 @@
-"""Models from timm and torchvision: ViTs, and the baselines of the paper."""
+"""Models of timm and torchvision: transformers that are mixed, and the comparators of the paper."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import timm
@@ -11,8 +10,8 @@ from timm.models.resnet import ResNet
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
-import tokenmixup
 from reproduction.system.errors import UserError, first_line
+from tokenmixup.adapters import blocks_of
 
 
 def build_vit(
@@ -32,60 +31,38 @@ def build_vit(
 ) -> nn.Module:
     """Builds timm's `architecture`, with random weights or those of the tag `pretrained`.
 
-    `mlp_drop_rate` overrides `proj_drop_rate` in the MLPs, unless it is None. Raises UserError for
-    an unknown name or tag, a failed download, a size that does not fit, and MLPs without dropout.
+    `mlp_drop_rate` overrides `proj_drop_rate` in the MLPs, unless it is None. `depth` and
+    `patch_size` must be the architecture's own. Raises UserError for what timm cannot build.
     """
     name = timm_name(architecture, pretrained)
-    # models with stages have no such dropout
-    optional: dict[str, Any] = {"pos_drop_rate": pos_drop_rate} if pos_drop_rate else {}
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # reported in one line below
+    settings: dict[str, Any] = {"img_size": image_size, "global_pool": global_pool}
+    settings |= {"pos_drop_rate": pos_drop_rate} if pos_drop_rate else {}  # not of all models
+    settings |= {"proj_drop_rate": proj_drop_rate, "attn_drop_rate": attn_drop}
+    settings |= {"drop_path_rate": drop_path, "num_classes": num_classes}
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its errors are raised too
     try:
-        model = timm.create_model(
-            name,
-            pretrained=pretrained is not None,
-            num_classes=num_classes,
-            img_size=image_size,
-            global_pool=global_pool,
-            **optional,
-            proj_drop_rate=proj_drop_rate,
-            attn_drop_rate=attn_drop,
-            drop_path_rate=drop_path,
-        )
-    except (OSError, RuntimeError, TypeError, AssertionError) as error:  # OSError: from the hub
-        if pretrained is None:
-            raise UserError(
-                f"model.architecture={architecture}: is not a plain ViT with "
-                f"model.global_pool={global_pool} ({first_line(error)})"
-            ) from error
+        model = timm.create_model(name, pretrained=pretrained is not None, **settings)
+        blocks = blocks_of(model)
+    except Exception as error:  # of the hub, of constructors, of models without blocks
+        reason = f"cannot be built with model.global_pool={global_pool}"
+        if pretrained is not None:
+            reason = f"model.pretrained={pretrained} cannot be loaded, model.weights=FILE can"
         raise UserError(
-            f"model.pretrained={pretrained}: the weights could not be loaded "
-            f"({first_line(error)}); give a local file as model.weights instead"
+            f"model.architecture={architecture}: {reason} ({first_line(error)})"
         ) from error
-    _check_sizes(model, architecture, depth, image_size, patch_size)
-    if mlp_drop_rate is not None:
-        _set_mlp_dropout(model, architecture, mlp_drop_rate)
-    return model
-
-
-def _set_mlp_dropout(model: Any, architecture: str, rate: float) -> None:
-    """Sets both dropouts of each MLP, which timm ties to `proj_drop_rate`."""
-    for block in blocks_of(model):
+    _check_sizes(model, architecture, len(blocks), depth, image_size, patch_size)
+    if mlp_drop_rate is None:
+        return model
+    for block in blocks:
         mlp = getattr(block, "mlp", nn.Identity())
         dropouts = [part for part in mlp.modules() if isinstance(part, nn.Dropout)]
         if not dropouts:
             raise UserError(
-                f"model.mlp_drop_rate={rate}: the MLPs of {architecture} have no dropout"
+                f"model.mlp_drop_rate={mlp_drop_rate}: the MLPs of {architecture} have no dropout"
             )
         for dropout in dropouts:
-            dropout.p = rate
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a transformer over all stages; none of a model of another kind."""
-    try:
-        return tokenmixup.blocks_of(model)
-    except ValueError:
-        return []
+            dropout.p = mlp_drop_rate
+    return model
 
 
 def timm_name(architecture: str, pretrained: str | None) -> str:
@@ -94,33 +71,26 @@ def timm_name(architecture: str, pretrained: str | None) -> str:
         raise UserError(f"model.architecture={architecture}: timm has no such model")
     if pretrained is None:
         return architecture
-    name = f"{architecture}.{pretrained}"
-    tags = timm.list_pretrained(f"{architecture}.*")
-    if name not in tags:
-        known = ", ".join(tag.partition(".")[2] for tag in tags) or "none"
-        raise UserError(
-            f"model.pretrained={pretrained}: no tag of {architecture}, allowed: {known}"
-        )
-    return name
+    tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{architecture}.*")]
+    if pretrained not in tags:
+        allowed = ", ".join(tags) or "none"
+        raise UserError(f"model.pretrained={pretrained}: tags of {architecture} are {allowed}")
+    return f"{architecture}.{pretrained}"
 
 
 def _check_sizes(
-    model: nn.Module, architecture: str, depth: int, image_size: int, patch_size: int
+    model: Any, architecture: str, built: int, depth: int, image_size: int, patch_size: int
 ) -> None:
     """Checks depth and patch size, by the token grid: a hybrid patches its feature maps."""
-    blocks = blocks_of(model)
+    if built != depth:
+        raise UserError(f"model.depth={depth}: {architecture} has {built} blocks")
     embed = getattr(model, "patch_embed", None)
-    built_patch = getattr(embed, "patch_size", None)
+    patch = getattr(embed, "patch_size", None)
+    patch = patch[0] if isinstance(patch, tuple) else patch
     if grid := getattr(embed, "grid_size", None):
-        built_patch = image_size // grid[0]
-    elif isinstance(built_patch, tuple):
-        built_patch = built_patch[0]
-    if len(blocks) != depth:
-        raise UserError(f"model.depth={depth}: {architecture} has {len(blocks)} blocks")
-    if built_patch is None:
-        raise UserError(f"model.architecture={architecture}: has no grid of patches of one size")
-    if built_patch != patch_size:
-        raise UserError(f"model.patch_size={patch_size}: {architecture} has {built_patch}")
+        patch = image_size // grid[0]
+    if patch != patch_size:
+        raise UserError(f"model.patch_size={patch_size}: {architecture} has {patch or 'no grid'}")
 
 
 def build_library_model(
@@ -134,43 +104,35 @@ def build_library_model(
 ) -> nn.Module:
     """Builds `architecture` of `package` with its constructor's `options`: `b 3 h w` -> `b c`.
 
-    `stem` is `imagenet`, the unchanged model, or `cifar`, a ResNet stem for small images. Raises
-    UserError for an unknown name, option or stem, and for images that are too small.
+    `stem` is `imagenet`, the unchanged model, or `cifar`, a ResNet's stem for small images. Raises
+    UserError for what the package cannot build, or what does not give a logit for each class.
     """
-    create: Callable[..., nn.Module] = timm.create_model
-    known, untrained = timm.list_models(), dict[str, Any](pretrained=False)
-    if package == "torchvision":
-        create = torchvision.models.get_model
-        known, untrained = torchvision.models.list_models(torchvision.models), {"weights": None}
-    if architecture not in known:
-        raise UserError(f"model.architecture={architecture}: {package} has no such model")
-    try:  # options cannot request weights: a repeated keyword is an error
-        model = create(architecture, num_classes=num_classes, **untrained, **options)
-    except Exception as error:  # constructors validate little, so any error is possible
+    words = f"model.package={package} model.architecture={architecture} model.options={options}"
+    try:
+        if package == "torchvision":
+            model = torchvision.models.get_model(architecture, num_classes=num_classes, **options)
+        else:
+            model = timm.create_model(architecture, num_classes=num_classes, **options)
+        if stem == "cifar":
+            _replace_stem(model)
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
+        if getattr(logits, "shape", None) != (1, num_classes):
+            raise ValueError("does not give one logit for each class")
+    except Exception as error:  # constructors and layers raise many types
         raise UserError(
-            f"model.options={options}: {package}'s {architecture} cannot be built with them "
-            f"({first_line(error)})"
+            f"{words} model.image_size={image_size} model.stem={stem}: {first_line(error)}"
         ) from error
-    if stem == "cifar":
-        _replace_stem(model, architecture)
-    shape = _output_shape(model, architecture, image_size)
-    if shape != (1, num_classes) or getattr(model, "aux_logits", False):
-        raise UserError(
-            f"model.architecture={architecture}: with model.options={options} its output must be "
-            "one logit per class"
-        )
-    return model
+    return model.train()
 
 
-def _replace_stem(model: Any, architecture: str) -> None:
+def _replace_stem(model: Any) -> None:
     """Uses one 3x3 convolution of stride 1 without pooling (He et al., 2016, Section 4.2)."""
     is_v2 = isinstance(model, ResNetV2)
     first = getattr(model.stem, "conv", None) if is_v2 else getattr(model, "conv1", None)
     if not (is_v2 or isinstance(model, ResNet)) or not isinstance(first, nn.Conv2d):
-        raise UserError(
-            f"model.stem=cifar: {architecture} is not a ResNet with a plain stem, allowed is "
-            "imagenet"
-        )
+        raise ValueError("is not a ResNet with a plain stem, allowed is imagenet")
     stem = nn.Conv2d(3, first.out_channels, kernel_size=3, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as in timm
     if is_v2:
@@ -179,18 +141,3 @@ def _replace_stem(model: Any, architecture: str) -> None:
     model.conv1, model.maxpool = stem, nn.Identity()
     if not hasattr(model, "layer4"):  # three stages, but forward() calls four
         model.layer4 = nn.Identity()
-
-
-def _output_shape(model: nn.Module, architecture: str, image_size: int) -> tuple[int, ...] | None:
-    """Returns the output shape for one image, None if no tensor. UserError for a wrong size."""
-    device = next(model.parameters()).device
-    try:
-        with torch.no_grad():
-            output = model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
-    except Exception as error:  # layers raise various errors
-        raise UserError(
-            f"model.image_size={image_size}: {architecture} cannot take such images "
-            f"({first_line(error)})"
-        ) from error
-    model.train()
-    return tuple(output.shape) if isinstance(output, torch.Tensor) else None

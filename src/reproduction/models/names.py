@@ -63,33 +63,22 @@ def convert_names(state: State) -> State:
 def _rename(state: State, table: NameTable) -> State:
     renamed: State = {}
     for name, value in state.items():
-        ours = _our_name(name, table)
-        if ours is None:
-            continue
-        if ours in renamed:
-            raise ValueError(f"two parameters map to {ours}, one of them is {name}")
-        renamed[ours] = value
+        matches = ((re.fullmatch(pattern, name), ours) for pattern, ours in table)
+        match, ours = next((x for x in matches if x[0]), (None, name))
+        if ours is not None:
+            ours = match.expand(ours) if match else name
+            if ours in renamed:
+                raise ValueError(f"two parameters map to {ours}, one of them is {name}")
+            renamed[ours] = value
     return renamed
-
-
-def _our_name(name: str, table: NameTable) -> str | None:
-    for pattern, ours in table:
-        if match := re.fullmatch(pattern, name):
-            return None if ours is None else match.expand(ours)
-    return name
 
 
 def _fuse_qkv(state: State) -> State:
     """Concatenates blocks.N.attn.query, key and value of equal shapes to qkv."""
-    state = dict(state)
     for query in [name for name in state if ".attn.query." in name]:
         names = [query.replace("query", part) for part in ("query", "key", "value")]
         parts = [state[name] for name in names if name in state]
-        fused = query.replace("query", "qkv")
-        shapes = {part.shape for part in parts}
-        if fused in state or len(parts) < 3 or len(shapes) > 1 or parts[0].ndim == 0:
-            continue  # loading then reports them by name
-        state[fused] = torch.cat(parts)
-        for name in names:
-            del state[name]
+        if len(parts) == 3 and len({part.shape for part in parts}) == 1 and parts[0].ndim:
+            fused = {query.replace("query", "qkv"): torch.cat(parts)}
+            state = fused | {name: value for name, value in state.items() if name not in names}
     return state
