@@ -179,7 +179,7 @@ class Pass:
         Raises ValueError if a block has not run that must, or the logits are not `b c`.
         """
         drawn = () if self.manifold is None else (self.manifold.layer,)
-        for index in (*self.htm, *range(max(self.vtm, default=-1) + 1), *drawn):
+        for index in (*self.htm, *range(max([-1, *self.vtm]) + 1), *drawn):
             if index not in self.entered:
                 name = name_of(index, self.blocks[index])
                 raise ValueError(f"{name} did not run: TokenMixup touches it")

@@ -111,12 +111,12 @@ class BlockInput:
             self._map = map_of(self.blocks[0], self.name, looking, self.args, self.kwargs)
         return self._map
 
-    @torch.no_grad()
     def own_saliency(self) -> Tensor:
         """Returns the saliency by the block's own attention, `b t`; computed once."""
         block, by_block = self.blocks[0], self.adapter.saliency
         if self._own is None and by_block is not None:
-            self._own = _to_sum_1(by_block(block, *self.args, **self.kwargs))
+            with torch.no_grad():
+                self._own = _to_sum_1(by_block(block, *self.args, **self.kwargs))
         elif self._own is None:
             self._own = saliency_by(self.attention_map(), self.adapter, block, self.args)
         return self._own
@@ -137,7 +137,7 @@ def saliency_by(
         return _to_sum_1(adapter.geometry(block, seen, *args))
     by_row = adapter.reads_class_token if class_token is None else class_token
     n = args[0].shape[1:-1].numel()
-    return seen.received(slice(int(by_row) or n), slice(n))[:, adapter.num_prefix_tokens :]
+    return seen.received(int(by_row) or n, n)[:, adapter.num_prefix_tokens :]
 
 
 def _to_sum_1(saliency: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
         with evaluating(block):
             if step == steps:
                 last = map_of(block, name, looking, (x, *others), entry.kwargs)
-                maps.append(last.rows(slice(int(adapter.reads_class_token) or None)))
+                maps.append(last.rows(int(adapter.reads_class_token) or None))
                 break
             looking.keeps_map = True
             with Watching(looking):

@@ -22,7 +22,6 @@ from tokenmixup.device import HAS_TRITON, operator
 
 SDPA, MULTIHEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
-ALL = slice(None)
 # Attention scores computed at once: on a CPU as many as each core's cache holds, else 64 MiB.
 CACHED_SCORES, HELD_SCORES = 2**17, 2**24
 OWN_CHECKPOINTING = (
@@ -43,39 +42,38 @@ class AttentionMap:
     scale: float | None = None  # of the scores; None: 1 / sqrt(e)
     weights: Tensor | None = None  # b h .. n m, after softmax
 
-    @torch.no_grad()
-    def rows(self, rows: slice = ALL, keys: slice = ALL) -> Tensor:
-        """Returns the map of some queries over some keys, each row with the sum 1.
+    def rows(self, rows: int | None = None, keys: int | None = None) -> Tensor:
+        """Returns the map of the first queries over the first keys, each row with the sum 1.
 
         It is computed in float32 at least, whose scores float16 could not hold.
         """
         if self.weights is not None:
-            part = self.weights[..., rows, keys]
+            part = self.weights[..., :rows, :keys]
             part = part.to(torch.promote_types(part.dtype, torch.float32))
-            return part if keys == ALL else part / part.sum(dim=-1, keepdim=True)
+            return part if keys is None else part / part.sum(dim=-1, keepdim=True)
         assert self.q is not None and self.k is not None, "given if there are no weights"
-        q, k, bias = self.q[..., rows, :], self.k[..., keys, :], self.bias
+        q, k, bias = self.q[..., :rows, :], self.k[..., :keys, :], self.bias
         if q.shape[1] != k.shape[1]:  # heads share their keys
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         exact = torch.promote_types(q.dtype, torch.float32)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        with without_autocast(q.device.type):
+        # decorated, a method could not be compiled by torch 2.11
+        with torch.no_grad(), without_autocast(q.device.type):
             flat = [x.to(exact).flatten(0, -3) for x in (q, k)]
             empty = q.new_empty((), dtype=exact)
             scores = torch.baddbmm(empty, flat[0], flat[1].mT, beta=0, alpha=scale)  # one kernel
             scores = scores.unflatten(0, q.shape[:-2])
             if bias is not None:
-                bias = bias[..., rows if bias.shape[-2] > 1 else ALL, keys]
+                bias = bias[..., : rows if bias.shape[-2] > 1 else None, :keys]
                 is_seen = bias.dtype == torch.bool
                 scores = scores.masked_fill(~bias, -torch.inf) if is_seen else scores + bias
             return scores.softmax(dim=-1)
 
-    @torch.no_grad()
-    def received(self, rows: slice = ALL, keys: slice = ALL) -> Tensor:
+    def received(self, rows: int | None = None, keys: int | None = None) -> Tensor:
         """Returns what each key receives, `b .. m`: the mean over heads and queries."""
         if self.q is None or self.k is None:
             return self.rows(rows, keys).mean(dim=(1, -2))
-        q, k, scale = self.q[..., rows, :], self.k[..., keys, :], self.scale
+        q, k, scale = self.q[..., :rows, :], self.k[..., :keys, :], self.scale
         if self.bias is None and _has_kernel(q, k):
             return received_on_device(q, k, q.shape[-1] ** -0.5 if scale is None else scale)
         cached = q.device.type == "cpu" and not torch.compiler.is_compiling()
