@@ -139,6 +139,8 @@ def test_a_difficulty_of_tau_is_not_easy(batch):
     assert output.stats["mixed_samples"] == (hard < hard.median()).sum() == 2
     assert torch.equal(pairs.mask, output.mask) and torch.equal(pairs.is_easy, output.is_easy)
     assert torch.equal(pairs.donor, output.layers[0].donor)
+    mixed = batch[1][pairs.donor].lerp(batch[1], pairs.keep_ratio)
+    torch.testing.assert_close(output.targets, mixed)
 
 
 def test_auto_thresholds_are_those_of_the_classes_and_the_spatial_tokens(batch):
