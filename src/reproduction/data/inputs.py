@@ -62,64 +62,6 @@ class Mixed(NamedTuple):
         return own * self.weight + others * rest
 
 
-class TrainingInputs:
-    """`inputs(images, classes, seed, step, rank)` -> `Mixed`, with images float32.
-
-    Takes batches of the loader, `b 3 h w` uint8 and `b`, on the device. All random numbers depend
-    on seed, step and rank alone: `draw` draws them on the host and seeds the noise, `apply` does
-    the rest on the device, always by the same operations.
-    """
-
-    def __init__(
-        self,
-        normalize: Normalize,
-        mixing: "InputMixing | None" = None,
-        erase: "Erasing | None" = None,
-    ):
-        self.normalize, self.mixing, self.erase = normalize, mixing, erase
-
-    def __call__(self, images: Tensor, classes: Tensor, *key: int) -> Mixed:
-        draws = self.draw(images.shape, *key)
-        return self.apply(images, classes, draws.to(images.device))
-
-    def draw(self, shape: torch.Size, *key: int) -> Draws:
-        """Returns the draws for images of a shape, `b 3 h w`. `key` is seed, step and rank."""
-        draws = Draws()
-        if self.mixing is not None:
-            with seeded(Purpose.MIX_INPUTS, *key):
-                draws = self.mixing.draw(shape)
-        return draws if self.erase is None else draws._replace(kept=self.erase.draw(shape, *key))
-
-    def apply(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
-        images = self.normalize(images)
-        mixed = Mixed(images, classes, classes)
-        if self.mixing is not None:
-            mixed = self.mixing.mix(images, classes, draws)
-        if self.erase is not None and draws.kept is not None:
-            mixed = mixed._replace(images=self.erase.fill(mixed.images, draws.kept))
-        return mixed
-
-    def stop_mixing(self) -> None:
-        """Stops mixing; labels are still smoothed."""
-        self.mixing = None
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Those on the device that `apply` draws from."""
-        return [] if self.erase is None else [self.erase.generator]
-
-
-def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:
-    """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
-    settings, erasing = config.recipe.transforms, None
-    if settings.erasing_prob > 0:
-        erasing = Erasing(
-            settings.erasing_prob, settings.erasing_mode, settings.erasing_count, device
-        )
-    normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
-    return TrainingInputs(normalize, build_input_mixing(config.augmentation), erasing)
-
-
 def build_normalize(
     mean: Sequence[float], std: Sequence[float], device: torch.device | str
 ) -> Normalize:
@@ -174,18 +116,15 @@ def build_input_mixing(stack: Augmentation) -> InputMixing | None:
 
     With both, a fair coin picks one of them for a batch, which is applied with its own `prob`.
     """
-    if stack.mixup is None and stack.cutmix is None:
+    mixup, cutmix = stack.mixup, stack.cutmix
+    shares = [0.0 if mix is None else mix.prob for mix in (mixup, cutmix)]
+    if mixup is None and cutmix is None:
         return None
-    (mixup_alpha, mixup_prob), (cutmix_alpha, cutmix_prob) = (
-        (0.0, 0.0) if mix is None else (mix.alpha, mix.prob) for mix in (stack.mixup, stack.cutmix)
-    )
-    both = stack.mixup is not None and stack.cutmix is not None
-    total = mixup_prob + cutmix_prob
     return InputMixing(
-        mixup_alpha=mixup_alpha,
-        cutmix_alpha=cutmix_alpha,
-        prob=total / 2 if both else total,
-        switch_prob=cutmix_prob / total if total else 0.0,
+        mixup_alpha=0.0 if mixup is None else mixup.alpha,
+        cutmix_alpha=0.0 if cutmix is None else cutmix.alpha,
+        prob=sum(shares) / (2 if mixup and cutmix else 1),
+        switch_prob=shares[1] / (sum(shares) or 1),
     )
 
 
@@ -193,8 +132,7 @@ class Erasing:
     """Random erasing (Zhong et al., 2020) of a normalised batch, with timm's boxes and modes.
 
     Erases 1 to `count` boxes of an image with probability `prob`. `mode` is the filling: `const`
-    zeros, `rand` a colour per image, `pixel` noise per pixel. timm fills box by box with two
-    kernels each; here boxes are drawn on the host and filled together.
+    zeros, `rand` a colour per image, `pixel` noise per pixel. All boxes are filled together.
     """
 
     def __init__(self, prob: float, mode: str, count: int, device: torch.device | str):
@@ -235,3 +173,54 @@ class Erasing:
                     top, left = rng.randint(0, h - rows), rng.randint(0, w - columns)
                     yield slice(top, top + rows), slice(left, left + columns)
                     break
+
+
+class TrainingInputs:
+    """`inputs(images, classes, seed, step, rank)` -> `Mixed`, with images float32.
+
+    Takes batches of the loader, `b 3 h w` uint8 and `b`, on the device. `draw` draws all random
+    numbers by seed, step and rank on the host, `apply` does the rest on the device, always by the
+    same operations.
+    """
+
+    def __init__(self, normalize: Normalize, mixing: InputMixing | None, erase: Erasing | None):
+        self.normalize, self.mixing, self.erase = normalize, mixing, erase
+
+    def __call__(self, images: Tensor, classes: Tensor, *key: int) -> Mixed:
+        draws = self.draw(images.shape, *key)
+        return self.apply(images, classes, draws.to(images.device))
+
+    def draw(self, shape: torch.Size, *key: int) -> Draws:
+        """Returns the draws for images of a shape, `b 3 h w`. `key` is seed, step and rank."""
+        draws = Draws()
+        if self.mixing is not None:
+            with seeded(Purpose.MIX_INPUTS, *key):
+                draws = self.mixing.draw(shape)
+        return draws if self.erase is None else draws._replace(kept=self.erase.draw(shape, *key))
+
+    def apply(self, images: Tensor, classes: Tensor, draws: Draws) -> Mixed:
+        images = self.normalize(images)
+        mixed = Mixed(images, classes, classes)
+        if self.mixing is not None:
+            mixed = self.mixing.mix(images, classes, draws)
+        if self.erase is not None and draws.kept is not None:
+            mixed = mixed._replace(images=self.erase.fill(mixed.images, draws.kept))
+        return mixed
+
+    def stop_mixing(self) -> None:
+        """Stops mixing; labels are still smoothed."""
+        self.mixing = None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those on the device that `apply` draws from."""
+        return [] if self.erase is None else [self.erase.generator]
+
+
+def build_training_inputs(config: Config, device: torch.device) -> TrainingInputs:
+    """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
+    normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
+    x = config.recipe.transforms
+    erase = Erasing(x.erasing_prob, x.erasing_mode, x.erasing_count, device)
+    mixing = build_input_mixing(config.augmentation)
+    return TrainingInputs(normalize, mixing, erase if x.erasing_prob > 0 else None)

@@ -28,11 +28,13 @@ Example = tuple[Tensor, int]
 Loader = Iterable[list[Tensor]]  # images `b 3 s s` uint8, classes `b`
 
 
+@dataclass(frozen=True)
 class TrainingImages(Dataset[Example]):
     """Augmented images. The augmentation depends on (seed, epoch, index) only."""
 
-    def __init__(self, half: Half, transform: Transform, seed: int):
-        self.half, self.transform, self.seed = half, transform, seed
+    half: Half
+    transform: Transform
+    seed: int
 
     def __getitem__(self, key: tuple[int, int]) -> Example:
         return self.__getitems__([key])[0]
@@ -48,11 +50,10 @@ class TrainingImages(Dataset[Example]):
         return self.transform(image), target
 
 
+@dataclass(frozen=True)
 class EvaluationImages(Dataset[Example]):
-    """Images in evaluation."""
-
-    def __init__(self, half: Half, transform: Transform):
-        self.half, self.transform = half, transform
+    half: Half
+    transform: Transform
 
     def __getitem__(self, index: int) -> Example:
         image, target = self.half[index]
@@ -103,64 +104,50 @@ class TrainingBatches(Sampler[list[tuple[int, int]]]):
 
 def build_training_images(config: Config, half: Half) -> TrainingImages:
     """Returns the training images with timm's augmentation: `3 s s` uint8."""
-    settings, size = config.recipe.transforms, config.model.image_size
+    x, size = config.recipe.transforms, config.model.image_size
     try:
         transform = create_transform(
             (3, size, size),
             is_training=True,
-            scale=(settings.scale[0], settings.scale[1]),
-            ratio=(settings.ratio[0], settings.ratio[1]),
-            interpolation=settings.interpolation,
-            hflip=settings.hflip,
-            color_jitter=settings.color_jitter,  # ignored by timm if auto-augment is set
-            auto_augment=settings.auto_augment,
+            scale=(x.scale[0], x.scale[1]),
+            ratio=(x.ratio[0], x.ratio[1]),
+            interpolation=x.interpolation,
+            hflip=x.hflip,
+            color_jitter=x.color_jitter,  # ignored by timm if auto-augment is set
+            auto_augment=x.auto_augment,
             mean=tuple(config.dataset.mean),  # fill colour of auto-augment
             normalize=False,
         )
     except (ValueError, AssertionError, NotImplementedError) as error:  # invalid policy
-        policy = settings.auto_augment
-        raise UserError(f"recipe.transforms.auto_augment={policy}: timm refuses it") from error
+        line = f"recipe.transforms.auto_augment={x.auto_augment}: timm refuses it"
+        raise UserError(line) from error
     return TrainingImages(half, transform, config.seed)
 
 
 def build_evaluation_transform(config: Config) -> Transform:
     """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
-    settings = config.preprocessing
-    return create_transform(
-        (3, settings["image_size"], settings["image_size"]),
-        is_training=False,
-        interpolation=settings["interpolation"],
-        crop_pct=settings["crop_pct"],
-        normalize=False,
-    )
+    about = {key: config.preprocessing[key] for key in ("interpolation", "crop_pct")}
+    size = config.model.image_size
+    return create_transform((3, size, size), is_training=False, normalize=False, **about)
 
 
 def build_training_loader(
     config: Config, half: Half, batches: TrainingBatches, pin: bool
 ) -> Loader:
     """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
-    return _loader(config, build_training_images(config, _cached(config, half)), batches, pin)
+    images = build_training_images(config, cached(half, config.dataset))
+    return _loader(images, batches, config.dataset.workers, pin)
 
 
 def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, pin: bool) -> Loader:
     """Returns the loader of this rank's share of the images: each exactly once, without padding."""
-    images = EvaluationImages(_cached(config, half), build_evaluation_transform(config))
+    images = EvaluationImages(cached(half, config.dataset), build_evaluation_transform(config))
     size = max(1, config.recipe.batch_size // ranks)
     batches = BatchSampler(range(rank, len(half), ranks), size, drop_last=False)
-    return _loader(config, images, batches, pin)
+    return _loader(images, batches, config.dataset.workers, pin)
 
 
-def _cached(config: Config, half: Half) -> Half:
-    return cached(half, config.dataset.memory_mib, max(1, config.dataset.workers))
-
-
-def _loader(
-    config: Config,
-    images: TrainingImages | EvaluationImages,
-    batches: Iterable[list[Any]],
-    pin: bool,
-) -> DataLoader[Example]:
-    workers = config.dataset.workers
+def _loader(images: Dataset[Example], batches: Iterable[list[Any]], workers: int, pin: bool) -> Any:
     return DataLoader(
         images,
         batch_sampler=batches,

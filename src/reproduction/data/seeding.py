@@ -8,15 +8,8 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-
-class Purpose(IntEnum):
-    """The first part of a key, so that no two uses share a seed."""
-
-    AUGMENT = 1
-    MIX_INPUTS = 2
-    DROPOUT = 3
-    ERASE_BOXES = 4
-    ERASE_NOISE = 5
+# The first part of a key, so that no two uses share a seed
+Purpose = IntEnum("Purpose", ["AUGMENT", "MIX_INPUTS", "DROPOUT", "ERASE_BOXES", "ERASE_NOISE"])
 
 
 @contextmanager
@@ -28,10 +21,7 @@ def seeded(*key: int) -> Iterator[None]:
 
 
 def seed_generators(*key: int) -> None:
-    """Seeds Python's, numpy's and torch's CPU generators by `key`: a Purpose and numbers.
-
-    Leaves the GPU generators, which dropout uses, unchanged.
-    """
+    """Seeds Python's, numpy's and torch's CPU generators by `key`, not the GPU's."""
     python_seed, numpy_seed, torch_seed = np.random.SeedSequence(key).generate_state(3).tolist()
     random.seed(python_seed)
     np.random.seed(numpy_seed)
@@ -39,10 +29,7 @@ def seed_generators(*key: int) -> None:
 
 
 def seed_device(device: torch.device, *key: int) -> None:
-    """Seeds torch's generators of the CPU and of the current GPU, which dropout uses.
-
-    `torch.manual_seed` checks every type of device, which costs 0.2 ms on the host.
-    """
+    """Seeds torch's generators, which dropout uses; `torch.manual_seed` is 0.2 ms slower."""
     seed = seed_of(*key)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -8,13 +8,14 @@ class (a name or an integer). If it has `targets`, no image is read for its clas
 
 import json
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import extract_tb
@@ -41,6 +42,7 @@ class Half:
     def __init__(self, items: Any, targets: Sequence[int], places: Sequence[int] | None = None):
         self.items, self.targets = items, [*targets]
         self.places = range(len(self.targets)) if places is None else places
+        self.has_files = isinstance(items, DatasetFolder)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -52,10 +54,6 @@ class Half:
             text = f"dataset.source: image {self.name(index)}: {NO_IMAGE}: {first_line(error)}"
             raise RuntimeError(str(error) if NO_IMAGE in str(error) else text) from error
 
-    @property
-    def has_files(self) -> bool:
-        return isinstance(self.items, DatasetFolder)
-
     def name(self, index: int) -> str:
         """The path of an image, or its place in the data set."""
         place = self.places[index]
@@ -65,15 +63,14 @@ class Half:
         targets, places = ([part[i] for i in indices] for part in (self.targets, self.places))
         return Half(self.items, targets, places)
 
-    def content(self, classes: list[str]) -> Iterator[str]:
+    def content(self, classes: list[str]) -> list[str]:
         """What tells images from others: names and sizes of files, else their classes."""
-        for i, target in enumerate(self.targets):
-            if not self.has_files:
-                yield classes[target]
-                continue
-            name, root = self.name(i), str(self.items.root)
-            bytes_ = os.path.getsize(name) if len(self) <= MOST_SIZES else ""
-            yield f"{bytes_} {name.removeprefix(root).lstrip('/')}"
+        if not self.has_files:
+            return [classes[target] for target in self.targets]
+        names, root = map(self.name, range(len(self))), str(self.items.root)
+        is_read = len(self) <= MOST_SIZES
+        sizes = ((is_read and os.path.exists(x) and os.path.getsize(x), x) for x in names)
+        return [f"{size} {name.removeprefix(root)}" for size, name in sizes]
 
 
 class Data(NamedTuple):
@@ -100,6 +97,8 @@ def opened(dataset: Dataset) -> Data:
     data = _whole(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
     train = _limited("limit", data.train, dataset.limit)
     held_out = _limited("eval_limit", data.held_out, dataset.eval_limit)
+    if dataset.memory_mib and not train.has_files:
+        raise UserError(f"dataset.memory_mib={dataset.memory_mib}: is for files, allowed is null")
     validation, share = data.validation, dataset.validation
     if share and validation is not None:
         reason = "the data set has images for validation, allowed is 0"
@@ -121,13 +120,10 @@ def _whole(source: str, root: str | None, options: str) -> Data:
         index = {name: i for i, name in enumerate(classes)}
         if len(classes) < 2:
             raise ValueError(f"needs two classes or more, all training images are of {classes[0]}")
-        if odd := {*labels[0], *labels[1]} - {*labels[0]}:
+        if odd := {x for names in labels[1:] for x in names} - {*labels[0]}:
             raise ValueError(f"held-out images are of class {min(odd)!r}, no training image is")
-        halves = [
-            Half(part, [index[label] for label in names])
-            for part, names in zip(parts, labels, strict=True)
-        ]
-        train, held_out, *validation = halves
+        targets = [[index[label] for label in names] for names in labels]
+        train, held_out, *validation = halves = [*map(Half, parts, targets)]
     except UserError:
         raise
     except Exception as error:  # from any code
@@ -160,7 +156,7 @@ def _remarks(halves: list[Half], classes: list[str]) -> Iterator[str]:
         yield f"files left out: {counts}"
     for half in folders[1:]:
         first = folders[0]
-        if len(half) == len(first) and [*half.content(classes)] == [*first.content(classes)]:
+        if len(half) == len(first) and half.content(classes) == first.content(classes):
             yield f"{half.items.root} holds the same files as {first.items.root}"
 
 
@@ -171,8 +167,7 @@ def _limited(key: str, half: Half, limit: int | None) -> Half:
     targets = np.asarray(half.targets)
     classes = np.unique(targets)
     if not len(classes) <= limit <= len(half):
-        allowed = f"{len(classes)}..{len(half)}, its classes and images"
-        raise UserError(f"dataset.{key}={limit}: allowed is {allowed}")
+        raise UserError(f"dataset.{key}={limit}: allowed is {len(classes)}..{len(half)} images")
     turn = np.empty(len(targets), dtype=np.int64)
     for label in classes:
         members = np.flatnonzero(targets == label)
@@ -195,19 +190,17 @@ def _split(half: Half, share: float, seed: int) -> tuple[Half, Half]:
     return train, validation
 
 
-def cached(half: Half, mib: int | None, threads: int) -> Half:
-    """Decodes the images of files if they fit into `mib`; forked workers share the memory.
+def cached(half: Half, dataset: Dataset) -> Half:
+    """Decodes images that fit into `dataset.memory_mib`; forked workers share the memory.
 
     UserError names a broken file and how many there are.
     """
-    room = (mib or 0) * 2**20
-    for i in range(len(half) if half.has_files else 0):
-        room -= size(half.name(i))
+    room = (dataset.memory_mib or 0) * 2**20
+    for i in range(len(half)):
+        room -= size(half.name(i)) if half.has_files else sys.maxsize
         if room < 0:
             return half
-    if not half.has_files:
-        return half
-    images = _read_all(half, np.array, threads)
+    images = _read_all(half, np.array, max(1, dataset.workers))
     if broken := [image for image in images if isinstance(image, RuntimeError)]:
         count = f"{len(broken):,} of {len(half):,} images of this folder are broken"
         raise UserError(f"{broken[0]}; {count}")
@@ -241,8 +234,7 @@ def record(data: Data, weights: str | None = None) -> dict[str, str]:
     classes = f"{len(data.classes):,} classes"
     found = {"images": f"{counts} images of {classes}, digest {digest.hexdigest()[:8]}"}
     if weights is not None:
-        with open(weights, "rb") as file:
-            digest = file_digest(file, "sha256")
+        digest = sha256(Path(weights).read_bytes())
         found["weights"] = f"model.weights with sha256 {digest.hexdigest()[:8]}"
     return found
 
@@ -322,14 +314,6 @@ def digits() -> list[Any]:
     return [[(images[i], bunch.target[i]) for i in part] for part in parts]
 
 
-def cifar10(root: str) -> list[Any]:
-    return _cifar(CIFAR10, root)
-
-
-def cifar100(root: str) -> list[Any]:
-    return _cifar(CIFAR100, root)
-
-
 def _cifar(kind: Any, root: str) -> list[Any]:
     """Reads CIFAR, or downloads it in one process while others wait."""
     with warnings.catch_warnings(action="ignore"):  # numpy's, about pickles of old versions
@@ -344,3 +328,6 @@ def _cifar(kind: Any, root: str) -> list[Any]:
             raise UserError(
                 f"dataset.root={root}: CIFAR could not be downloaded ({first_line(error)}); {put}"
             ) from error
+
+
+cifar10, cifar100 = partial(_cifar, CIFAR10), partial(_cifar, CIFAR100)
