@@ -98,37 +98,21 @@ def digest(state: State) -> str:
     return sha.hexdigest()
 
 
-def load_plain(paths: list[Path], model: nn.Module, classes: list[str]) -> dict[str, Any]:
-    """Loads a plain model from the first readable file, of any known format.
+def read_plain(paths: list[Path]) -> tuple[Weights, dict[str, Any]]:
+    """Reads a plain model from the first readable file, of any known format; else UserError.
 
-    Returns its path as `checkpoint` and, of a training state, the last completed epoch and step.
-    Raises UserError if none is readable, or if parameters or classes do not fit.
+    Also returns its path as `checkpoint` and, of a training state, completed `epoch` and `step`.
     """
     path, content = read_newest(paths)
-    weights = extract_weights(f"checkpoint={path}", content)
-    if weights.classes is not None:
-        check_classes(path, weights.classes, classes)
-    model.load_state_dict(matching_state(weights, model))
     progress = {key: content[key] for key in ("epoch", "step") if key in content}
-    return {"checkpoint": str(path), **progress}
+    return extract_weights(f"checkpoint={path}", content), {"checkpoint": str(path), **progress}
 
 
-def check_classes(path: Path, trained: list[str], found: list[str]) -> None:
+def check_classes(origin: str, trained: list[str], found: list[str]) -> None:
     """Raises UserError unless the checkpoint was trained on the classes of the data set."""
     if trained != found:
         then, now = (f"{', '.join(x[:3])}, ... ({len(x)})" for x in (trained, found))
-        raise UserError(
-            f"checkpoint={path}: was trained on the classes {then}, the data set has {now}"
-        )
-
-
-def read_plain(paths: list[Path]) -> tuple[Weights, list[str]]:
-    """Returns a plain model's weights and classes from the first readable file; else UserError."""
-    path, content = read_newest(paths)
-    plain = extract_weights(f"checkpoint={path}", content)
-    if plain.classes is None:
-        raise UserError(f"checkpoint={path}: holds no names of classes")
-    return plain, plain.classes
+        raise UserError(f"{origin}: was trained on the classes {then}, the data set has {now}")
 
 
 class Trained(NamedTuple):
@@ -147,7 +131,8 @@ def load_run(folder: str | Path, weights: str = "last") -> Trained:
     """
     run = RunFolder(Path(os.path.expanduser(folder)))
     config = parse_saved(run.read_config(), needs_data=False)
-    plain, classes = read_plain(run.weights(weights))
+    plain, _ = read_plain(run.weights(weights))
+    classes = plain.classes or []
     model = build_model(without_weights(config.model), len(classes))
     model.load_state_dict(matching_state(plain, model))
     return Trained(model.eval(), build_input_transform(config), classes)
@@ -164,8 +149,7 @@ def export(
     The metadata hold the model's constructor with its arguments and, if known, `preprocessing`.
     Raises UserError if none is readable, or if it does not fit the model.
     """
-    path, content = read_newest(checkpoints)
-    weights = extract_weights(f"checkpoint={path}", content)
+    weights, _ = read_plain(checkpoints)
     build, arguments = constructor(without_weights(config), count_classes(config, weights.state))
     with torch.device("meta"):
         model = build(**arguments)

@@ -19,12 +19,13 @@ from reproduction.data.inputs import Normalize, build_normalize
 from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
 from reproduction.models.build import build_model, place, without_weights
+from reproduction.models.weights import matching_state
 from reproduction.system.errors import PlainError
 from reproduction.system.progress import Progress
 from reproduction.system.ranks import is_first_rank
 from reproduction.system.storage import write_text
 from reproduction.system.terminal import warn
-from reproduction.training.checkpoint import load_plain, read_plain
+from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.predictions import (
     Predictions,
     Recorder,
@@ -102,14 +103,13 @@ def evaluate_checkpoint(
     recorder = None if predictions is None else Recorder()
     on_rank = partial(_evaluate, checkpoints=checkpoints, recorder=recorder, images=images)
     scores, found = on_ranks(on_rank, config)
-    if is_first_rank():
-        if predictions is not None and found is not None:
-            write_predictions(predictions, found, labelled=images is None)
-        if images is None:
-            result.parent.mkdir(parents=True, exist_ok=True)
-            write_text(result, json.dumps(scores, indent=2) + "\n")
-            if found is not None:
-                write_tables(result, found)
+    if predictions is not None and found is not None and is_first_rank():
+        write_predictions(predictions, found, labelled=images is None)
+    if images is None and is_first_rank():
+        result.parent.mkdir(parents=True, exist_ok=True)
+        write_text(result, json.dumps(scores, indent=2) + "\n")
+        if found is not None:
+            write_tables(result, found)
     return scores
 
 
@@ -120,26 +120,25 @@ def _evaluate(
     precision = config.recipe.precision
     allow_tf32(config.recipe.tf32)
     with join_world(resolve_device(config.device, config.devices, precision)) as world:
-        if images is None:
-            source = opened(replace(config.dataset, limit=None, validation=0.0))
-        else:
-            source = unlabelled(images, read_plain(checkpoints)[1])
-        if world.is_main:
-            for remark in source.remarks:
-                warn(f"warning: {remark}")
-        model = build_model(without_weights(config.model), len(source.classes))
-        loaded = load_plain(checkpoints, model, source.classes)
-        pin = world.device.type == "cuda"
+        weights, loaded = read_plain(checkpoints)
+        data = (
+            opened(replace(config.dataset, limit=None, validation=0.0))
+            if images is None
+            else unlabelled(images, weights.classes or [])
+        )
+        if weights.classes is not None:
+            check_classes(weights.origin, weights.classes, data.classes)
+        for remark in data.remarks if world.is_main else ():
+            warn(f"warning: {remark}")
+        model = build_model(without_weights(config.model), len(data.classes))
+        model.load_state_dict(matching_state(weights, model))
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
-        loader = build_evaluation_loader(config, source.held_out, world.rank, world.size, pin)
+        pin = world.device.type == "cuda"
+        loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)
         with closing(Progress(world.is_main)) as progress:
             batches = progress.over(loader, "evaluation", length_hint(loader))
             model = place(model, world.device)
             scores = evaluate(model, normalize, batches, world, precision, recorder)
-            found = None if recorder is None else recorder.gather(world, source)
-        facts = {
-            "images": len(source.held_out),
-            "dataset": config.dataset.name,
-            "root": config.dataset.root,
-        }
-        return {**scores, **facts, **loaded}, found
+            found = None if recorder is None else recorder.gather(world, data)
+        facts = {"dataset": config.dataset.name, "root": config.dataset.root}
+        return {**scores, "images": len(data.held_out), **facts, **loaded}, found

@@ -21,7 +21,6 @@ from tokenmixup.output import Stat
 Line = dict[str, Any]
 Epoch = dict[str, Any]
 
-MOST_IN_A_ROW = 100  # skipped updates that end the run
 MEDIAN_EPOCHS = 10
 SUMS = ("batches", "loss", "mixed", "tokens")  # over the batches of an epoch
 
@@ -34,10 +33,10 @@ class BatchFigures:
 
     def __init__(self, world: World):
         self.world = world
-        # of each batch: its first columns; images; micro-batch x column: on the device, on the host
-        self.batches: list[tuple[Line, int, Tensor, list[list[float]]]] = []
-        self.columns: list[tuple[str, str]] = []  # name, part of its Stat: first the device's
+        # of each batch: its first columns; images; micro-batch x name x total and divisor
+        self.batches: list[tuple[Line, int, Tensor]] = []
         self.stats: dict[str, Stat] = {}  # of the last micro-batch
+        self.constants: dict[float, Tensor] = {}
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -49,76 +48,65 @@ class BatchFigures:
 
         `head` begins the line, `images` counts those of all ranks.
         """
-        device, host = list[Tensor](), list[list[float]]()
-        for stats in micro_batches:
-            both = ("total", "divisor")
-            parts = {(name, x): getattr(stat, x) for name, stat in stats.items() for x in both}
-            on_device = {key: x for key, x in parts.items() if isinstance(x, Tensor)}
-            on_host = {key: x for key, x in parts.items() if isinstance(x, int | float)}
-            device.append(torch.stack([*on_device.values()]))
-            host.append([*on_host.values()])
-            self.stats, self.columns = stats, [*on_device, *on_host]
-        self.batches.append((head, images, torch.stack(device), host))
+        self.stats = micro_batches[-1]
+        values = [
+            self._on_device(0.0 if value is None else value)
+            for stats in micro_batches
+            for total, divisor, _ in stats.values()
+            for value in (total, divisor)
+        ]
+        shape = len(micro_batches), len(self.stats), 2
+        self.batches.append((head, images, torch.stack(values).view(shape)))
+
+    def _on_device(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if value not in self.constants:  # as a launch costs more than to look it up
+            self.constants[value] = torch.full((), float(value), device=self.world.device)
+        return self.constants[value]
 
     def fetch(self) -> tuple[list[Line], float]:
         """Returns a line for each collected batch, over all ranks, and the seconds of all."""
         if not self.batches:
             return [], 0.0
-        heads, images, device, host = zip(*self.batches, strict=True)
-        rows = torch.stack(device).double()  # batch, micro-batch, column
-        rows = torch.cat([rows, rows.new_tensor(host)], dim=2)
-        sums, maxima = self.world.sum(rows.sum(dim=1)), self.world.max(rows.amax(dim=1))
-        table = torch.stack([sums, maxima], dim=1).tolist()  # waits for the device
+        heads, images, rows = zip(*self.batches, strict=True)
+        table = torch.stack(rows).double()  # batch, micro-batch, name, total and divisor
+        sums, maxima = self.world.sum(table.sum(dim=1)), self.world.max(table.amax(dim=1))
+        both = torch.cat([sums, maxima[..., :1]], dim=-1).tolist()  # waits for the device
         seconds = time.perf_counter() - self.start
         speed = {"images_per_second": round(sum(images) / seconds, 1)}
-        lines = [
-            {**head, **self._values(*values), **speed}
-            for head, values in zip(heads, table, strict=True)
-        ]
         self.batches = []
         self.restart_clock()
-        return lines, seconds
+        return [
+            {**head, **self._values(row), **speed} for head, row in zip(heads, both, strict=True)
+        ], seconds
 
-    def _values(self, sums: list[float], maxima: list[float]) -> Line:
-        """The value of each name, from the sums and the maxima of all columns."""
-        of_sum, of_max = (dict(zip(self.columns, x, strict=True)) for x in (sums, maxima))
+    def _values(self, row: list[list[float]]) -> Line:
         values: Line = {}
-        for name, stat in self.stats.items():
-            value = (of_max if stat.is_max else of_sum)[name, "total"]
-            if stat.divisor is not None:
-                divisor = of_sum[name, "divisor"]
-                values[name] = value / divisor if divisor else 0.0
-            else:
+        for (name, stat), (total, divisor, largest) in zip(self.stats.items(), row, strict=True):
+            value = largest if stat.is_max else total
+            if stat.divisor is None:
                 values[name] = int(value) if value.is_integer() else value
+            else:
+                values[name] = value / divisor if divisor else 0.0
         return values
 
 
-def checked(
-    lines: list[Line], scales: bool, in_a_row: int
-) -> tuple[list[Line], int, PlainError | None]:
-    """Returns the good lines, skipped updates in a row at their end, and the error that follows.
+def checked(lines: list[Line], scales: bool) -> tuple[list[Line], PlainError | None]:
+    """Returns the good lines, and the error of the update that follows them and ends the run.
 
-    A line has `skipped` = 1 if its loss or a gradient is not finite, which ends the run. With
-    `scales` float16's scaler has skipped an update whose loss is finite, and the run goes on.
+    A line has `skipped` = 1 if its loss or a gradient is not finite. If float16's scaler `scales`,
+    it has skipped the update, and the run goes on, as long as the loss is finite.
     """
     for number, line in enumerate(lines):
-        reason = f"the loss is {line['loss']}"
-        if math.isnan(line.get("gain_max", 0.0)):  # of a GPU, where no exception tells it
-            reason = "the saliency gain is not finite: the model has diverged"
-        elif math.isfinite(line["loss"]):
-            reason = "the gradient is not finite"
         if line["skipped"] and not (scales and math.isfinite(line["loss"])):
-            error = PlainError(f"step {line['step']}: {reason}; {ADVICE}")
-            return lines[:number], in_a_row, error
-        in_a_row = in_a_row + 1 if line["skipped"] else 0
-        if in_a_row >= MOST_IN_A_ROW:
-            reason = f"{in_a_row} updates in a row were skipped, {reason}"
-            return (
-                lines[: number + 1],
-                in_a_row,
-                PlainError(f"step {line['step']}: {reason}; {ADVICE}"),
-            )
-    return lines, in_a_row, None
+            reason = f"the loss is {line['loss']}"
+            if math.isnan(line.get("gain_max", 0.0)):  # of a GPU, where no exception tells it
+                reason = "the saliency gain is not finite: the model has diverged"
+            elif math.isfinite(line["loss"]):
+                reason = "the gradient is not finite"
+            return lines[:number], PlainError(f"step {line['step']}: {reason}; {ADVICE}")
+    return lines, None
 
 
 def begun(epoch: int) -> Epoch:

@@ -7,25 +7,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from reproduction.config import Config
+from reproduction.config import Config, Loggers
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.terminal import say, warn
 
-# What wandb records by default of the console, the machine and the code is left out.
+# The console, the machine and the code are not recorded.
+PRIVATE = "disable_code disable_git x_disable_machine_info x_disable_meta x_disable_stats"
 SETTINGS: dict[str, Any] = {
-    "console": "off",
-    "silent": True,
-    "disable_code": True,
-    "disable_git": True,
-    "save_code": False,
-    "x_disable_machine_info": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_save_requirements": False,
-    "init_timeout": 30.0,
-    "finish_timeout": 30.0,
-    "finish_timeout_raises": True,
+    **dict.fromkeys(PRIVATE.split(), True),
+    **{"console": "off", "silent": True, "save_code": False, "x_save_requirements": False},
+    **{"init_timeout": 30.0, "finish_timeout": 30.0, "finish_timeout_raises": True},
 }
 
 
@@ -62,12 +54,9 @@ class WandbLog:
             raise UserError(f"logger.wandb: {reason} (or logger.wandb.mode=offline)") from error
         if not self.run.disabled:
             folder.write_summary(wandb_id=self.run.id)  # a sweep agent decides itself
-        for name in ("step", "epoch"):
-            self.run.define_metric(name)
+        self.run.define_metric("*", step_metric="step")
         for name in ("top1", "top5", "eval_loss", "val_*"):
             self.run.define_metric(name, step_metric="epoch")
-        for name in ["loss", "lr", "mixed_*", "difficulty*", "gain_*", "images_*", "skipped"]:
-            self.run.define_metric(name, step_metric="step")
         if self.run.url:
             say(f"wandb: {self.run.url}")
 
@@ -93,11 +82,10 @@ class TensorBoardLog:
 
     name = "tensorboard"
 
-    def __init__(self, config: Config, folder: RunFolder, step: int):
+    def __init__(self, folder: RunFolder, step: int, seconds: float):
         from torch.utils.tensorboard import SummaryWriter
 
         self.step, path = step, str(folder.path / "tensorboard")
-        seconds = config.logger.tensorboard.flush_seconds if config.logger.tensorboard else 0
         self.writer: Any = SummaryWriter(path, purge_step=step + 1, flush_secs=seconds)
 
     def log(self, line: dict[str, Any]) -> None:
@@ -117,31 +105,27 @@ class Logs:
     training: it is left out from then on, and metrics.jsonl has all lines.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, step: int):
+    def __init__(self, chosen: Loggers, config: Config, folder: RunFolder, step: int):
         self.loggers: list[WandbLog | TensorBoardLog] = []
-        if config.logger.wandb is not None:
+        if chosen.wandb is not None:
             self.loggers.append(WandbLog(config, folder))
-        if config.logger.tensorboard is not None:
-            self.loggers.append(TensorBoardLog(config, folder, step))
+        if chosen.tensorboard is not None:
+            self.loggers.append(TensorBoardLog(folder, step, chosen.tensorboard.flush_seconds))
 
     def log(self, line: dict[str, Any]) -> None:
-        for logger in [*self.loggers]:
-            try:
-                logger.log(line)
-            except Exception as error:
-                self.loggers.remove(logger)
-                _warn(logger.name, error)
+        self._all("log", line)
 
     def close(self, status: str) -> None:
-        for logger in self.loggers:
+        self._all("close", status)
+
+    def _all(self, method: str, value: Any) -> None:
+        for logger in [*self.loggers]:
             try:
-                logger.close(status)
+                getattr(logger, method)(value)
             except Exception as error:
-                _warn(logger.name, error)
-
-
-def _warn(name: str, error: Exception) -> None:
-    warn(f"warning: {name} failed ({first_line(error)}); all lines are in metrics.jsonl")
+                self.loggers.remove(logger)
+                left = "all lines are in metrics.jsonl"
+                warn(f"warning: {logger.name} failed ({first_line(error)}); {left}")
 
 
 def _teardown() -> None:

@@ -66,51 +66,40 @@ class Recorder:
         return Predictions(names, source.classes, targets, best, probabilities)
 
 
+Columns = list[tuple[str, Iterable[Any]]]  # name, values
+
+
 def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> None:
     """Writes a line for each image: its class, the predicted one, and the best with probability.
 
     Images that are not `labelled` have no column of their class.
     """
-    ranks = range(2, found.best.shape[1] + 1)
-    header = ["image", *["class"][:labelled], "predicted", "probability"]
-    header += [name for rank in ranks for name in (f"predicted_{rank}", f"probability_{rank}")]
-    columns = zip(found.images, found.targets, found.best, found.probabilities, strict=True)
+    columns: Columns = [("image", found.images)]
+    if labelled:
+        columns.append(("class", [found.classes[target] for target in found.targets]))
+    for rank, (best, values) in enumerate(zip(found.best.T, found.probabilities.T, strict=True)):
+        suffix = f"_{rank + 1}" if rank else ""
+        columns.append((f"predicted{suffix}", [found.classes[index] for index in best]))
+        columns.append((f"probability{suffix}", [f"{value:.6g}" for value in values]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_csv(
-        path,
-        header,
-        (
-            [image, *[found.classes[target]][:labelled], *_flat(found.classes, best, probabilities)]
-            for image, target, best, probabilities in columns
-        ),
-    )
-
-
-def _flat(classes: list[str], best: np.ndarray, probabilities: np.ndarray) -> Iterable[str]:
-    for index, probability in zip(best, probabilities, strict=True):
-        yield from (classes[index], f"{probability:.6g}")
+    _write_csv(path, columns)
 
 
 def write_tables(result: Path, found: Predictions) -> None:
     """Writes accuracy per class and confusion matrix beside `result`, a JSON file."""
-    counts = found.confusion
-    is_hit = found.best == found.targets[:, None]  # n k
-    top5 = np.bincount(found.targets[is_hit.any(axis=1)], minlength=len(counts))
-    rows = zip(found.classes, counts.sum(axis=1), counts.diagonal(), top5, strict=True)
+    counts, names = found.confusion, found.classes
+    totals, is_hit = counts.sum(axis=1), (found.best == found.targets[:, None]).any(axis=1)  # n
+    columns: Columns = [("class", names), ("images", totals)]
+    for name, hits in (
+        ("top1", counts.diagonal()),
+        ("top5", np.bincount(found.targets[is_hit], minlength=len(names))),
+    ):
+        pairs = zip(hits, totals, strict=True)
+        columns.append((name, [f"{100 * hit / n:.2f}" if n else "" for hit, n in pairs]))
+    _write_csv(table_path(result, "classes"), columns)
     _write_csv(
-        table_path(result, "classes"),
-        ["class", "images", "top1", "top5"],
-        ([name, n, _percent(hits, n), _percent(among, n)] for name, n, hits, among in rows),
+        table_path(result, "confusion"), [("class", names), *zip(names, counts.T, strict=True)]
     )
-    _write_csv(
-        table_path(result, "confusion"),
-        ["class", *found.classes],
-        ([name, *row] for name, row in zip(found.classes, counts, strict=True)),
-    )
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.2f}" if whole else ""
 
 
 def table_path(result: Path, name: str) -> Path:
@@ -118,8 +107,9 @@ def table_path(result: Path, name: str) -> Path:
     return result.with_name(f"{result.stem}-{name}.csv")
 
 
-def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
+def _write_csv(path: Path, columns: Columns) -> None:
     """Writes a table; bytes of a file name that are no text are written as escapes."""
+    names, values = zip(*columns, strict=True)
     text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    csv.writer(text, lineterminator="\n").writerows([names, *zip(*values, strict=True)])
     write_text(path, text.getvalue().encode(errors="backslashreplace").decode())

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +33,6 @@ Shared = TypeVar("Shared")
 START_METHOD = "spawn"  # of ranks; CUDA does not work after a fork
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves, then to end on SIGTERM
 SIGNAL_STATUS = 128  # exit status of a signal, as in a shell: 128 + its number
-SECONDS_FOR_THE_LAUNCHER = 2  # to notice a dead rank before those that miss it
 
 
 @dataclass(frozen=True)
@@ -98,18 +97,14 @@ def resolve_device(device: str, devices: int, precision: str = "float32") -> str
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"
-    local = local_ranks() or devices
     if device == "cuda" and gpus == 0:
         raise UserError("device=cuda: this machine has no CUDA GPU, allowed is cpu")
-    if device == "cuda" and local > gpus:
-        raise UserError(
-            f"devices={devices}: this machine has {gpus} CUDA GPUs, allowed is 1..{gpus}"
-        )
+    if device == "cuda" and (local_ranks() or devices) > gpus:
+        allowed = f"this machine has {gpus} CUDA GPUs, allowed is 1..{gpus}"
+        raise UserError(f"devices={devices}: {allowed}")
     if device == "cpu" and precision == "float16":
-        raise UserError(
-            "recipe.precision=float16: takes minutes a batch on a CPU, allowed are "
-            "recipe.precision=float32 and bf16"
-        )
+        reason = "takes minutes a batch on a CPU, allowed are float32 and bf16"
+        raise UserError(f"recipe.precision=float16: {reason}")
     return device
 
 
@@ -122,10 +117,7 @@ def visible_gpus() -> list[str]:
 
 
 def allow_tf32(is_allowed: bool) -> None:
-    """Allows or forbids TF32 for float32 matrix products and convolutions of this process.
-
-    By default torch allows it for convolutions only.
-    """
+    """Allows or forbids TF32; by default torch allows it for convolutions only."""
     torch.backends.cuda.matmul.allow_tf32 = is_allowed
     torch.backends.cudnn.allow_tf32 = is_allowed
 
@@ -170,24 +162,20 @@ def on_ranks(function: Callable[[Config], Result], config: Config) -> Result:
         at_once = bool(received) and signum == signal.SIGINT
         received.append(signum)
         for pid in pids:
-            os.kill(pid, signal.SIGKILL if at_once else signum)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if at_once else signum)
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # says it too
+    failed, count = 0, config.devices
     with TemporaryDirectory() as meeting, handling(forward):
-        ranks = mp.start_processes(
-            _new_rank,
-            (function, config, Path(meeting)),
-            config.devices,
-            join=False,
-            start_method=START_METHOD,
-        )
+        given = function, config, Path(meeting)
+        ranks = mp.start_processes(_new_rank, given, count, False, start_method=START_METHOD)
         pids += ranks.pids()
         if received:  # while they were started
             forward(received[0], None)
         try:
             while not ranks.join(grace_period=GRACE_SECONDS):
                 pass
-            failed = 0
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             failed = error.error_index
         outcome, code = Path(meeting, str(failed)), ranks.processes[failed].exitcode
@@ -210,8 +198,8 @@ def as_rank(config: Config) -> Iterator[None]:
             yield
         except Exception as error:
             end = ending(error, config)
-            if isinstance(end, RankFailed):  # the launcher shall name the rank that is gone
-                time.sleep(SECONDS_FOR_THE_LAUNCHER)
+            if isinstance(end, RankFailed):
+                time.sleep(2)  # the launcher shall name the rank that is gone, not this one
             raise end from error
 
 

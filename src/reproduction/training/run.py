@@ -9,7 +9,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -64,68 +64,54 @@ def run_training(config: Config) -> dict[str, Any]:
     recorded in the folder. Raises RunLocked if another process is training the run.
     """
     folder = RunFolder.of(config)
-    folder.check(config)
-    if folder.is_finished():
-        return folder.read_summary()
     try:
         with hold(folder):
             if folder.config_path.exists():
-                folder.check(config)  # another process has just created it
+                folder.check(config)  # another process may have just created it
             if folder.is_finished():
                 return folder.read_summary()
             try:
                 return on_ranks(train, config)
             except KeyboardInterrupt as error:
-                line = _record_end(config, folder, "interrupted", "interrupted")
-                raise RunInterrupted(line) from error
+                raise RunInterrupted(_kept(folder, config, "interrupted", "interrupted")) from error
             except PlainError as error:
                 if not (is_first_rank() or isinstance(error, RankFailed)):
                     warn(f"rank {os.environ['RANK']}: {error}")  # the first rank does not know it
-                line = _record_end(config, folder, "failed", str(error))
-                raise PlainError(line) from error
+                raise PlainError(_kept(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock: nothing is written yet
         raise UserError(f"{error.filename or folder.path}: {error.strerror}") from error
 
 
-def _record_end(config: Config, folder: RunFolder, status: str, reason: str) -> str:
+def _kept(folder: RunFolder, config: Config, status: str, reason: str) -> str:
     """Records the status of a run that has begun and returns the line to print; never raises."""
     if not folder.config_path.exists():
         return reason
-    outcome = f"{folder.path} is kept as {status}"
-    if is_first_rank():
-        try:
+    try:
+        if is_first_rank():
             folder.write_summary(status=status, error=reason)
-        except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
-            outcome = f"{folder.path} is kept as it is"
+    except (OSError, UserError):  # such as a full disk; reports recognise the run by its lock
+        status = "it is"
     how = "" if config.resume == "auto" else " with resume=auto"
-    return f"{reason}; {outcome}, repeat the command{how} to continue"
+    return f"{reason}; {folder.path} is kept as {status}, repeat the command{how} to continue"
 
 
-class Parts(NamedTuple):
-    """What a run is built of; on the meta device, for a check, the model takes no memory."""
-
-    source: Data
-    batches: loaders.TrainingBatches
-    module: TokenMixup
-    initial_weights: str | None  # what was read from `model.weights`
-
-
-def build(config: Config, world: World, is_new: bool = True) -> Parts:
+def build(
+    config: Config, world: World, is_new: bool = True
+) -> tuple[Data, loaders.TrainingBatches, TokenMixup, str | None]:
     """Opens the images and builds the model; UserError if they do not fit the configuration.
 
-    A new run starts from `model.weights` and timm's, which are only checked on the meta device.
+    Also returns what was read from `model.weights`, from which a new run starts, as from timm's
+    weights. On the meta device, for a check, weights are only looked at, and nothing takes memory.
     """
-    source, recipe = opened(config.dataset), config.recipe
-    batches = loaders.TrainingBatches(
-        len(source.train), recipe.batch_size, config.seed, world.rank, world.size
-    )
+    data, size = opened(config.dataset), config.recipe.batch_size
+    batches = loaders.TrainingBatches(len(data.train), size, config.seed, world.rank, world.size)
     is_meta = world.device.type == "meta"
     model = config.model if is_new else models.without_weights(config.model)
     built = models.without_weights(model) if is_meta else model
     torch.manual_seed(config.seed)
     with torch.device("meta" if is_meta else "cpu"):
-        module = models.build_module(built, config.augmentation, len(source.classes))
-    return Parts(source, batches, module, models.load_initial_weights(model, module.model))
+        module = models.build_module(built, config.augmentation, len(data.classes))
+    return data, batches, module, models.load_initial_weights(model, module.model)
 
 
 def check(config: Config, here: bool = True) -> None:
@@ -143,9 +129,9 @@ def check(config: Config, here: bool = True) -> None:
             models.check_compiler(device)
     if isinstance(config.model, ViT):
         timm_name(config.model.architecture, config.model.pretrained)
-    source, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
+    data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
     try:
-        loaders.build_training_images(config, source.train)[(0, 0)]
+        loaders.build_training_images(config, data.train)[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error) if NO_IMAGE in str(error) else first_line(error)
         raise UserError(f"the first training image: {reason}") from error
@@ -155,18 +141,15 @@ def check(config: Config, here: bool = True) -> None:
     count, size = config.recipe.grad_accum_steps, config.model.image_size
     fewest = batches.global_size(len(batches) - 1) // config.devices
     if fewest < count:
-        raise UserError(
-            f"recipe.grad_accum_steps={count}: some batches leave {fewest} images to a rank, "
-            f"allowed is 1..{fewest}"
-        )
+        reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
+        raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
     if fewest // count == 1:
         try:  # batch normalisation refuses a single value
             module.model.train()(torch.zeros(1, 3, size, size, device="meta"))
         except ValueError as error:
-            raise UserError(
-                f"recipe.batch_size={config.recipe.batch_size}: some passes get one image, "
-                f"which {config.model.name} cannot train on ({first_line(error)})"
-            ) from error
+            reason = f"which {config.model.name} cannot train on ({first_line(error)})"
+            name = f"recipe.batch_size={config.recipe.batch_size}"
+            raise UserError(f"{name}: some passes get one image, {reason}") from error
 
 
 @dataclass
@@ -179,7 +162,6 @@ class RunState:
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
     skipped: int = 0  # updates, by float16's scaler
-    in_a_row: int = 0  # of them, at the end
     metrics_size: int = 0  # bytes of metrics.jsonl
 
 
@@ -206,9 +188,7 @@ def train(config: Config) -> dict[str, Any]:
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
-        run, state, facts = start(config, world)
-        if world.is_main:
-            run.folder.write_summary(**facts, status="running", error=None)
+        run, state = start(config, world)
         status = "failed"
         with handling(run.stop.request):
             try:
@@ -230,20 +210,16 @@ def train(config: Config) -> dict[str, Any]:
         return run.folder.write_summary(**results, status=status) if world.is_main else results
 
 
-def start(config: Config, world: World) -> tuple[Run, RunState, dict[str, Any]]:
-    """Builds a run on its device, or resumes it, and prepares its folder.
-
-    Also returns the entries of the summary that are known before training.
-    """
+def start(config: Config, world: World) -> tuple[Run, RunState]:
+    """Builds a run on its device, or resumes it, and prepares its folder."""
     folder = RunFolder.of(config)
     newest = load_last(folder)
-    parts = build(config, world, is_new=newest is None)
-    source, batches, module, _ = parts
+    data, batches, module, initial_weights = build(config, world, is_new=newest is None)
     trainer = Trainer(
         config,
         world,
         module=models.place(module, world.device),
-        classes=source.classes,
+        classes=data.classes,
         inputs=build_training_inputs(config, world.device),
         steps_per_epoch=len(batches),
     )
@@ -251,36 +227,33 @@ def start(config: Config, world: World) -> tuple[Run, RunState, dict[str, Any]]:
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
     if world.is_main:
-        _say_start(trainer, parts)
-    shown = config if world.is_main else replace(config, logger=Loggers())
-    pin = world.device.type == "cuda"
-    loader_of = partial(
-        loaders.build_evaluation_loader, config, rank=world.rank, ranks=world.size, pin=pin
-    )
+        _say_start(trainer, data, initial_weights)
+    build_loader, pin = loaders.build_evaluation_loader, world.device.type == "cuda"
+    loader_of = partial(build_loader, config, rank=world.rank, ranks=world.size, pin=pin)
     run = Run(
         trainer,
         folder,
         batches,
-        train_loader=loaders.build_training_loader(config, source.train, batches, pin),
-        eval_loader=loader_of(source.per_epoch),
-        test_loader=None if source.validation is None else loader_of(source.held_out),
-        logs=Logs(shown, folder, trainer.step),
+        train_loader=loaders.build_training_loader(config, data.train, batches, pin),
+        eval_loader=loader_of(data.per_epoch),
+        test_loader=None if data.validation is None else loader_of(data.held_out),
+        logs=Logs(config.logger if world.is_main else Loggers(), config, folder, trainer.step),
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
         collected=figures.BatchFigures(world),
         progress=Progress(world.is_main),
     )
-    if not world.is_main:
-        return run, state, {}
-    facts = _facts(trainer, folder, parts)
-    folder.create(config)
-    folder.trim_metrics(state.metrics_size)  # of what was written after the checkpoint
-    folder.resume_from(None if newest is None else newest[0])
-    if state.best is None:
-        folder.best_path.unlink(missing_ok=True)
-    else:
-        save_plain(folder.best_path, state.best, trainer.classes)
-    return run, state, {**facts, **_progress(run, state)}
+    if world.is_main:
+        facts = _facts(trainer, folder, data, initial_weights)
+        folder.create(config)
+        folder.trim_metrics(state.metrics_size)  # of what was written after the checkpoint
+        folder.resume_from(None if newest is None else newest[0])
+        if state.best is not None:
+            save_plain(folder.best_path, state.best, trainer.classes)
+        else:
+            folder.best_path.unlink(missing_ok=True)
+        folder.write_summary(**facts, **_progress(run, state), status="running", error=None)
+    return run, state
 
 
 def fit(run: Run, state: RunState) -> dict[str, Any]:
@@ -361,7 +334,7 @@ def write(run: Run, state: RunState) -> None:
     lines, seconds = run.collected.fetch()
     state.train_seconds += seconds
     scales = run.trainer.uses_scaler
-    lines, state.in_a_row, error = figures.checked(lines, scales, state.in_a_row)
+    lines, error = figures.checked(lines, scales)
     state.skipped += sum(line["skipped"] for line in lines)
     if lines:
         figures.add(state.history[-1], lines)
@@ -396,7 +369,7 @@ def restore(
 ) -> RunState:
     """Resumes from the content of a checkpoint; UserError if it does not fit the run."""
     place = f"checkpoint={path}"
-    check_classes(path, content["classes"], trainer.classes)
+    check_classes(place, content["classes"], trainer.classes)
     if content["num_images"] != batches.num_images:
         raise UserError(
             f"{place}: was trained on {content['num_images']} images, the data set has "
@@ -458,30 +431,26 @@ def _progress(run: Run, state: RunState) -> dict[str, Any]:
     return {"epochs": state.epoch, **mixing, "log": figures.evaluations(epochs)}
 
 
-def _say_start(trainer: Trainer, parts: Parts) -> None:
+def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> None:
     """Says what is trained, and which settings are allowed but probably mistakes."""
-    config, source = trainer.config, parts.source
+    config, world, classes = trainer.config, trainer.world, len(data.classes)
     verb = f"resuming after step {trainer.step}" if trainer.step else "training"
+    images = f"{len(data.train):,} images of {config.dataset.name}, {classes:,} classes, "
+    images += f"{len(data.held_out):,} held out"
+    if data.validation is not None:
+        images += f", {len(data.validation):,} for validation"
     mixing = "+".join(config.augmentation.stack) or "no mixing"
-    train, held_out, classes = len(source.train), len(source.held_out), len(source.classes)
-    images = (
-        f"{train:,} images of {config.dataset.name}, {classes:,} classes, {held_out:,} held out"
-    )
-    if source.validation is not None:
-        images += f", {len(source.validation):,} for validation"
-    device, ranks = trainer.world.device.type, trainer.world.size
-    place = device if ranks == 1 else f"{ranks} ranks on {device}"
-    say(f"{verb}: {config.model.name} on {images}, {mixing}, {place}")
-    for remark in source.remarks:
+    place = f"{world.size} ranks on " if world.size > 1 else ""
+    say(f"{verb}: {config.model.name} on {images}, {mixing}, {place}{world.device.type}")
+    for remark in data.remarks:
         warn(f"warning: {remark}")
-    if parts.initial_weights is not None:
-        say(f"initial weights: {parts.initial_weights}")
-    numbers = _htm_numbers(config, trainer)
+    if initial_weights is not None:
+        say(f"initial weights: {initial_weights}")
+    numbers, smoothing = _htm_numbers(config, trainer), config.recipe.label_smoothing
     for name, row in numbers.items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
-    smoothing = config.recipe.label_smoothing
-    target = torch.tensor([1 - smoothing] + [0.0] * (classes - 1)) + smoothing / classes
-    guessing, floor = math.log(classes), float(torch.special.entr(target.double()).sum())
+    label = torch.tensor([1 - smoothing] + [0.0] * (classes - 1)) + smoothing / classes
+    guessing, floor = math.log(classes), float(torch.special.entr(label.double()).sum())
     for tau in dict.fromkeys(float(x) for x in numbers.get("tau", ())):
         if guessing <= tau < math.inf:
             reason = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
@@ -503,20 +472,22 @@ def _htm_numbers(config: Config, trainer: Trainer) -> dict[str, list[float | str
     return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
 
 
-def _facts(trainer: Trainer, folder: RunFolder, parts: Parts) -> dict[str, Any]:
+def _facts(
+    trainer: Trainer, folder: RunFolder, data: Data, initial_weights: str | None
+) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
     config, model, device = trainer.config, trainer.module.model, trainer.world.device
     earlier = folder.read_summary() if trainer.step > 0 else {}
     numbers, name = _htm_numbers(config, trainer), hardware.hardware_name(device.type)
     return {
         "name": config.name,
-        "data": record(parts.source, config.model.weights),
+        "data": record(data, config.model.weights),
         **({"htm": numbers} if numbers else {}),
         "parameters": models.count_parameters(trainer.module),
         "macs": models.count_macs(model, config.model.image_size).total,
         "seed": config.seed,
         "devices": config.devices,
-        "initial_weights": parts.initial_weights or earlier.get("initial_weights"),
+        "initial_weights": initial_weights or earlier.get("initial_weights"),
         "hardware": hardware.join_hardware(earlier.get("hardware"), name),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},

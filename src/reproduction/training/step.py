@@ -36,6 +36,13 @@ class MicroBatch(NamedTuple):
     metrics: dict[str, Stat]
 
 
+def metrics_of(loss: Tensor, output: Output, not_finite: Tensor) -> dict[str, Stat]:
+    """Names the scalars of the log, on the device; HTM's names are those of `Output.sums`."""
+    n = len(output.logits)
+    own = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
+    return own | output.sums
+
+
 class Trainer:
     """Trains `module` step by step, together with all other ranks; every rank has one.
 
@@ -56,9 +63,7 @@ class Trainer:
         recipe, cutmix = config.recipe, config.augmentation.cutmix
         self.config, self.recipe, self.world = config, recipe, world
         self.module, self.classes, self.inputs = module, classes, inputs
-        self.steps_per_epoch = steps_per_epoch
-        self.step = 0  # completed
-        self.mixes = True
+        self.steps_per_epoch, self.step, self.mixes = steps_per_epoch, 0, True  # completed steps
         if config.compile:
             compile_module(module)
         self.parameters = [*module.parameters()]
@@ -77,9 +82,8 @@ class Trainer:
         if config.compile == "cuda-graph":
             self.graph = StepGraph(self._update, self._keep, inputs.generators, world.device)
         self._set_capturable()
-        self.schedule = build_schedule(
-            self.optimizer, recipe, steps_per_epoch, world.device if self.graph else None
-        )
+        place = world.device if self.graph else None
+        self.schedule = build_schedule(self.optimizer, recipe, steps_per_epoch, place)
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
@@ -147,15 +151,9 @@ class Trainer:
         for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
         return [
-            MicroBatch(loss, output, self._metrics(loss, output))
-            for loss, output in zip(losses, outputs, strict=True)
+            MicroBatch(*part, metrics_of(*part, self.not_finite))
+            for part in zip(losses, outputs, strict=True)
         ]
-
-    def _metrics(self, loss: Tensor, output: Output) -> dict[str, Stat]:
-        """The scalars of the log, on the device; HTM's names are those of `Output.sums`."""
-        n = len(output.logits)
-        own = {"loss": Stat(loss * n, n), "skipped": Stat(self.not_finite, is_max=True)}
-        return own | output.sums
 
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients and returns their norm before clipping.
@@ -246,10 +244,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
 
 
 def build_schedule(
-    optimizer: Optimizer,
-    recipe: Recipe,
-    batches_per_epoch: int,
-    device: torch.device | None = None,
+    optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int, device: torch.device | None = None
 ) -> Callable[[int, int], float]:
     """Returns `schedule(epoch, batch)`, which sets and returns the learning rate of a batch.
 
@@ -269,16 +264,13 @@ def build_schedule(
     )
     held = [torch.zeros((), device=device) for _ in optimizer.param_groups] if device else []
 
-    def hold() -> None:
-        for group, tensor in zip(optimizer.param_groups, held, strict=False):
-            group["lr"] = tensor.fill_(group["lr"])
-
     def schedule(epoch: int, batch: int) -> float:
         scheduler.step(epoch)
         scheduler.step_update(epoch * batches_per_epoch + batch)
         lr: float = optimizer.param_groups[0]["lr"]
-        hold()
+        for group, tensor in zip(optimizer.param_groups, held, strict=False):
+            group["lr"] = tensor.fill_(group["lr"])
         return lr
 
-    hold()
+    schedule(0, 0)
     return schedule
