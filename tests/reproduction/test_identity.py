@@ -22,7 +22,7 @@ STACK = "augmentation=[mixup,cutmix,manifold_mixup,htm,vtm]"
 WORDS = {
     "cct": [STACK, "model=cct_7_3x1"],
     "vit": [STACK, "model=vit_tiny_patch16_224"],
-    "library": ["model=resnet18", "augmentation=[]"],
+    "library": ["model=timm", "model.architecture=resnet18", "augmentation=[]"],
     "custom": ["dataset=custom", "dataset.source=own:images", "+dataset.options.at=1"],
 }
 NO_RESULT = (  # keys and groups that change no result, and so not the run; every other key counts

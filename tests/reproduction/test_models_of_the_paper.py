@@ -37,7 +37,10 @@ def test_rows_of_tables_1_and_2_have_the_printed_number_of_parameters(key: tuple
         assert agrees == (key != WITHOUT_SCORENET), millions
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "conf" / "model").glob("*.yaml")), ids=str)
+FILES = [path for path in (ROOT / "conf" / "model").glob("*.yaml") if path.stem != "timm"]
+
+
+@pytest.mark.parametrize("file", sorted(FILES), ids=lambda path: path.stem)
 def test_model_files_state_their_number_of_parameters(file: Path):
     text = " ".join(line.strip("# \n") for line in file.open() if line.startswith("#"))
     stated = re.search(r"([\d,]+) parameters with ([\d,]+) classes", text)
@@ -113,9 +116,11 @@ def test_other_transformers_of_timm_are_built_with_htm_and_vtm(architecture: str
     assert module.htm is not None and module.vtm is not None and module.model.training
 
 
-@pytest.mark.parametrize(("model", "last"), [("wrn_40_4", "stages"), ("resnext29_8x64d", "layer3")])
-def test_the_stem_for_small_images_keeps_the_resolution(model: str, last: str):
-    built, sizes = meta_module(f"model={model}", "augmentation=[]").model, []
+@pytest.mark.parametrize(
+    ("row", "last"), [("WRN-40-4", "stages"), ("ResNeXt-29-8x64d", "layer3")], ids=str
+)
+def test_the_stem_for_small_images_keeps_the_resolution(row: str, last: str):
+    built, sizes = meta_module(*SIZES["table1", row]["overrides"]).model, []
     first = next(m for m in built.modules() if isinstance(m, nn.Conv2d) and m.in_channels == 3)
     for module in (first, built.get_submodule(last)):
         module.register_forward_hook(lambda m, inputs, output: sizes.append(output.shape[-2:]))
@@ -132,6 +137,7 @@ def test_vit_lite_and_cvt_train_with_htm_and_vtm(model: str):
 
 
 TIMM_VIT = "model=vit_tiny_patch16_224"
+COMPARATOR, RESNET = ["model=timm", "augmentation=[]"], "model.architecture=resnet18"
 
 
 @pytest.mark.parametrize(
@@ -142,9 +148,14 @@ TIMM_VIT = "model=vit_tiny_patch16_224"
         ([TIMM_VIT, "model.depth=5"], "model.depth=5"),
         ([TIMM_VIT, "model.patch_size=8"], "model.patch_size=8"),
         (["model.image_size=16", "augmentation.vtm.kappa=17"], "kappa=17"),
-        (["model=mobilenetv2_200", "model.stem=cifar", "augmentation=[]"], "model.stem=cifar"),
-        (["model=resnet18", "+model.options.nope=1", "augmentation=[]"], "model.options"),
-        (["model=resnet18", "augmentation=[htm]"], "htm"),
+        (
+            [*COMPARATOR, "model.stem=cifar", "model.architecture=mobilenetv3_small_050"],
+            "stem=cifar",
+        ),
+        ([*COMPARATOR, "+model.options.nope=1", RESNET], "model.options"),
+        ([*COMPARATOR, "model.architecture=resnet_nope"], "resnet_nope"),
+        ([*COMPARATOR[:1], RESNET, "augmentation=[htm]"], "htm"),
+        (COMPARATOR, "model.architecture"),
     ],
     ids=str,
 )

@@ -1,36 +1,32 @@
-"""Builds models from their configuration, compiles them and measures their properties."""
+"""Builds models from their configuration, reads their first weights, places and compiles them."""
 
 import dataclasses
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from timm.layers import Attention
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from reproduction.config import CCT as CCTConfig
-from reproduction.config import AnyModel, Augmentation
-from reproduction.config import ViT as ViTConfig
+from reproduction.config import AnyModel, Augmentation, ViT
 from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
-from reproduction.models.weights import matching_state, read_weights
+from reproduction.models.weights import extract_weights, matching_state, read_file
 from reproduction.system.errors import UserError, first_line
 from reproduction.system.hardware import keep_freed_memory
 from tokenmixup import TokenMixup, attach
-from tokenmixup.contexts import evaluating
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-WITH_WEIGHTS = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 # Dropout draws as in eager mode, and no kernel depends on earlier batches.
 OPTIONS: dict[str, Any] = {"fallback_random": True}
 COMPILER: dict[str, Any] = {"fullgraph": True, "dynamic": False, "options": OPTIONS}
 BATCH_SIZES = 4  # maximum per run: full and last batch, and their micro-batches
+Builder = Callable[..., nn.Module]
+BUILDERS: dict[str, Builder] = {"cct": CCT, "vit": build_vit, "library": build_library_model}
 NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "checkpoint_blocks")
 
 
@@ -40,18 +36,11 @@ def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     return build(**arguments)
 
 
-def constructor(
-    config: AnyModel, num_classes: int
-) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+def constructor(config: AnyModel, num_classes: int) -> tuple[Builder, dict[str, Any]]:
     """Returns what builds the plain model: a function and its keyword arguments."""
-    build: Callable[..., nn.Module] = build_library_model
-    if isinstance(config, CCTConfig):
-        build = CCT
-    elif isinstance(config, ViTConfig):
-        build = build_vit
-    settings = dataclasses.asdict(config)
-    arguments = {key: value for key, value in settings.items() if key not in NOT_FOR_THE_MODEL}
-    return build, {"num_classes": num_classes, **arguments}
+    settings = dataclasses.asdict(config).items()
+    arguments = {key: value for key, value in settings if key not in NOT_FOR_THE_MODEL}
+    return BUILDERS[config.family], {"num_classes": num_classes, **arguments}
 
 
 def head_names(config: AnyModel) -> list[str]:
@@ -75,8 +64,8 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     """
     if config.weights is None:
         return None
-    weights = read_weights(f"model.weights={config.weights}", Path(config.weights))
-    head = head_names(config)
+    origin, head = f"model.weights={config.weights}", head_names(config)
+    weights = extract_weights(origin, read_file(origin, Path(config.weights)))
     state = matching_state(weights, model, head)
     if not next(model.parameters()).is_meta:
         model.load_state_dict(state)
@@ -85,20 +74,12 @@ def load_initial_weights(config: AnyModel, model: nn.Module) -> str | None:
     return f"{len(state) - len(head)} parameters of {config.weights}, {with_head}"
 
 
-def build_module(
-    config: AnyModel, stack: Augmentation, num_classes: int, model: nn.Module | None = None
-) -> TokenMixup:
-    """Builds the model, if it is not given, with the stack attached. UserError if that fails."""
-    model = build_model(config, num_classes) if model is None else model
+def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> TokenMixup:
+    """Builds the model with the stack attached. UserError if that fails."""
+    model = build_model(config, num_classes)
     try:
-        return attach(
-            model,
-            num_classes,
-            stack.htm,
-            stack.vtm,
-            stack.manifold_mixup,
-            getattr(config, "checkpoint_blocks", False),  # other models have no blocks
-        )
+        parts = stack.htm, stack.vtm, stack.manifold_mixup
+        return attach(model, num_classes, *parts, getattr(config, "checkpoint_blocks", False))
     except ValueError as error:
         raise UserError(f"model={config.name}: {error}") from error
 
@@ -106,7 +87,7 @@ def build_module(
 def without_weights(config: AnyModel) -> AnyModel:
     """Returns the configuration without initial weights, for loading others."""
     config = dataclasses.replace(config, weights=None)
-    return dataclasses.replace(config, pretrained=None) if isinstance(config, ViTConfig) else config
+    return dataclasses.replace(config, pretrained=None) if isinstance(config, ViT) else config
 
 
 def place(model: AnyModule, device: torch.device) -> AnyModule:
@@ -126,36 +107,6 @@ def place(model: AnyModule, device: torch.device) -> AnyModule:
 
 def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-class Macs(NamedTuple):
-    """Multiply-accumulates of one image in evaluation.
-
-    `total` counts convolutions, linear layers and attention. `with_weights` excludes products of
-    two activations, in attention and sequence pooling.
-    """
-
-    total: int
-    with_weights: int
-
-
-def count_macs(model: nn.Module, image_size: int) -> Macs:
-    """Counts by torch's FlopCounterMode, with two FLOPs per multiply-accumulate."""
-    image = torch.zeros(1, 3, image_size, image_size, device=next(model.parameters()).device)
-    counter = FlopCounterMode(display=False)
-    # The counter tracks modules by gradients and fails on some without them. Some versions of
-    # torch do not count fused attention on a CPU.
-    with evaluating(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        model(image)
-    flops = counter.get_flop_counts()["Global"]
-    with_weights = sum(n for operation, n in flops.items() if operation in WITH_WEIGHTS)
-    return Macs(counter.get_total_flops() // 2, with_weights // 2)
-
-
-def pretrained_statistics(model: nn.Module) -> tuple[list[float], list[float]] | None:
-    """Returns the mean and std that the weights of a timm model were trained with, if known."""
-    cfg = getattr(model, "pretrained_cfg", {})
-    return (list(cfg["mean"]), list(cfg["std"])) if "mean" in cfg else None
 
 
 def compile_module(module: TokenMixup) -> None:

@@ -103,7 +103,11 @@ class CCT(nn.Module):
         has_class_token = pooling == "class_token"
         self.embed_dim, self.num_prefix_tokens = embed_dim, int(has_class_token)
         self.global_pool = "token" if has_class_token else pooling  # timm's name
-        self.tokenizer = _tokenizer(embed_dim, conv_layers, patch_size)
+        self.tokenizer: nn.Module
+        if patch_size is not None:
+            self.tokenizer = PatchTokenizer(embed_dim, patch_size)
+        elif conv_layers is not None:
+            self.tokenizer = ConvTokenizer(embed_dim, conv_layers)
         with torch.no_grad():
             t = self.tokenizer(torch.zeros(1, 3, image_size, image_size)).shape[1]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_class_token else None
@@ -130,14 +134,6 @@ class CCT(nn.Module):
         if self.attention_pool is None:
             return self.head(x[:, 0])
         return self.head(sequence_pool(x, self.attention_pool))
-
-
-def _tokenizer(embed_dim: int, conv_layers: int | None, patch_size: int | None) -> nn.Module:
-    if patch_size is not None:
-        assert conv_layers is None, "conv_layers and patch_size are exclusive"
-        return PatchTokenizer(embed_dim, patch_size)
-    assert conv_layers is not None, "conv_layers or patch_size must be set"
-    return ConvTokenizer(embed_dim, conv_layers)
 
 
 def _positions(kind: str, n: int, d: int) -> nn.Parameter:

@@ -43,11 +43,6 @@ class Weights:
     classes: list[str] | None
 
 
-def read_weights(origin: str, path: Path) -> Weights:
-    """Reads a weight file; `origin` begins the line of a UserError, if it is none."""
-    return extract_weights(origin, read_file(origin, path))
-
-
 def read_file(origin: str, path: Path) -> Any:
     """Reads a file: tensors on the CPU, and plain values.
 
@@ -135,19 +130,16 @@ def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ())
     is_whole = len(classes) == 1 and [x[1:] for x in given] == [x[1:] for x in own]
     if not given or (is_whole and classes != {own[0][0]}):
         state |= {name: expected[name] for name in head}
-    problems = [
-        *_problem("lacks parameters", [name for name in expected if name not in state]),
-        *_problem("has others", [name for name in state if name not in expected]),
-    ] or _problem(
-        "has other shapes",
-        [
-            f"{name} is {_shape(state[name])}, the model has {_shape(value)}"
-            for name, value in expected.items()
-            if _shape(state[name]) != _shape(value)
-        ],
-    )
-    if problems:
-        raise UserError(f"{weights.origin}: does not fit the model, {', '.join(problems)}")
+    problems = {"lacks parameters": [name for name in expected if name not in state]}
+    problems["has others"] = [name for name in state if name not in expected]
+    problems["has other shapes"] = [
+        f"{name} is {_shape(state[name])}, the model has {_shape(value)}"
+        for name, value in expected.items()
+        if name in state and _shape(state[name]) != _shape(value)
+    ]
+    if any(problems.values()):
+        texts = [f"{what}: {_few(names)}" for what, names in problems.items() if names]
+        raise UserError(f"{weights.origin}: does not fit the model, {', '.join(texts)}")
     return state
 
 
@@ -157,10 +149,6 @@ def module_state(origin: str, content: Any, module: nn.Module) -> State:
     if not isinstance(state, dict):
         raise UserError(f"{origin}: holds no training state")
     return matching_state(Weights(origin, state, None), module)
-
-
-def _problem(what: str, names: list[str]) -> list[str]:
-    return [f"{what}: {_few(names)}"] if names else []
 
 
 def _few(names: list[str]) -> str:

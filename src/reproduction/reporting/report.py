@@ -140,7 +140,6 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         "batch size": f"{config.recipe.batch_size:,}",
         "training batches": f"{summary['steps']:,}",
         "training images per second": f"{summary['images_per_second']:,.0f}",
-        "MACs of one image": f"{summary['macs']:,}",
         "git revision": str(summary["git_revision"]),
     }
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())

@@ -21,14 +21,14 @@ from reproduction.data.loaders import (
     build_training_images,
 )
 from reproduction.data.sources import Data, opened
-from reproduction.models.build import build_module, count_macs, without_weights
+from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import module_state, read_newest
 from reproduction.runs.folder import RunFolder
 from reproduction.system.errors import UserError
 from tokenmixup import TokenMixup
 
 BATCH = 64  # images per batch, if the batches of the run are not smaller
-LARGEST_FOR_A_CPU = 5e9  # MACs of one image; on a CPU, larger models get fewer images
+SMALL_IMAGE, ON_A_CPU = 64, 18  # pixels; images of more pixels per batch
 
 
 class TrainedRun(NamedTuple):
@@ -78,15 +78,9 @@ def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tup
 
 
 def batch_size(trained: TrainedRun) -> int:
-    """Returns the number of images per batch for pictures, fewer for a large model on a CPU.
-
-    On a CPU, ViT-B/16 at 224 px gets 18 of 64 images: about a minute for all pictures.
-    """
-    most = min(BATCH, trained.config.recipe.batch_size)
-    if trained.device.type != "cpu":
-        return most
-    macs = count_macs(trained.module.model, trained.config.model.image_size).total
-    return max(1, int(most * min(1.0, LARGEST_FOR_A_CPU / macs)))
+    """Returns the number of images per batch for pictures, fewer of large images on a CPU."""
+    is_slow = trained.device.type == "cpu" and trained.config.model.image_size > SMALL_IMAGE
+    return min(ON_A_CPU if is_slow else BATCH, trained.config.recipe.batch_size)
 
 
 def some_images(trained: TrainedRun, count: int) -> Sample:

@@ -476,7 +476,7 @@ def _facts(
     trainer: Trainer, folder: RunFolder, data: Data, initial_weights: str | None
 ) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
-    config, model, device = trainer.config, trainer.module.model, trainer.world.device
+    config, device = trainer.config, trainer.world.device
     earlier = folder.read_summary() if trainer.step > 0 else {}
     numbers, name = _htm_numbers(config, trainer), hardware.hardware_name(device.type)
     return {
@@ -484,7 +484,6 @@ def _facts(
         "data": record(data, config.model.weights),
         **({"htm": numbers} if numbers else {}),
         "parameters": models.count_parameters(trainer.module),
-        "macs": models.count_macs(model, config.model.image_size).total,
         "seed": config.seed,
         "devices": config.devices,
         "initial_weights": initial_weights or earlier.get("initial_weights"),
