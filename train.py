@@ -1,30 +1,58 @@
-"""Trains one run, or all points of a sweep: python train.py [-m] [key=value ...]."""
+"""Trains a run, or a sweep of runs.
 
-from reproduction.config import Config
-from reproduction.runs.folder import RunFolder
-from reproduction.start.command import run
-from reproduction.start.resolve import check_all, resolve
-from reproduction.system.terminal import say
+  python train.py [group=option ...] [key=value ...] [resume=auto]
+  python train.py -m key=value1,value2 ... [jobs=N] [task=N]
+
+-m trains every combination of the values; jobs=N runs at a time, each in a process; task=N is only
+run N of them, from 0, as in an array of jobs. dry_run=1 shows the runs and trains none, --cfg job
+shows the configuration, --help what is allowed.
+"""
+
+import sys
+
+from reproduction.launch import end, run_all
+from reproduction.start import Point, as_yaml, expand, help_text, point, take
+from reproduction.system import Parser, UserError, launched_ranks, one_line_errors, say
 
 
-def main(config: Config) -> None:
-    """Trains one run on its ranks and writes its report."""
-    from reproduction.reporting.report import write_report
-    from reproduction.training.run import run_training
+def main() -> int:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("-h", "--help", action="store_true")
+    options = parser.parse_intermixed_args()
+    numbers, words = take(options.words, jobs=1, task=0, dry_run=0)
+    if options.help:
+        say(f"{__doc__}\n{help_text(words)}")
+        return 0
+    each = expand(words)
+    if not options.multirun and (len(each) > 1 or numbers.keys() & {"jobs", "task"}):
+        swept = [word for word in words if word not in each[0]] or ["jobs, task"]
+        raise UserError(f"{swept[0]}: several values need -m; a list needs brackets: key=[a,b]")
+    if options.multirun and launched_ranks() is not None:
+        raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
+    points = [point(x) for x in each]
+    if options.cfg:
+        say("---\n".join(as_yaml(x.config) for x in points), end="")
+        return 0
+    failed = run_all(points, **numbers)
+    if len(points) > 1 and not numbers.keys() & {"task", "dry_run"}:
+        conclude(points)
+    return end("train.py", failed)
 
-    summary = run_training(config)
-    write_report(RunFolder.of(config), summary)
 
-
-def conclude(configs: list[Config]) -> None:
+def conclude(points: list[Point]) -> None:
     """Prints the table of a sweep, and where it and its plot are written."""
     from reproduction.studies.table import write_sweep
 
-    folders = [RunFolder.of(config).path for config in configs]
-    table, files = write_sweep([path for path in folders if path.is_dir()], folders[0].parent)
-    say(f"\n{table}")
-    say(f"written to {', '.join(map(str, files))}")
+    folders = [x.folder.path for x in points if x.folder.path.is_dir()]
+    table, files = write_sweep(folders, folders[0].parent)
+    say(f"\n{table}\nwritten to {', '.join(map(str, files))}")
+    done = sum(x.folder.is_finished() for x in points)
+    say(f"{done} of {len(points)} runs are finished")
 
 
 if __name__ == "__main__":
-    run("train", resolve, check_all, main, conclude)
+    with one_line_errors("train.py"):
+        sys.exit(main())

@@ -22,10 +22,16 @@ import torch
 from scipy.stats import quantile_test
 
 from reproduction import build_trainer
-from reproduction.system.errors import UserError, first_line
-from reproduction.system.hardware import hardware_name
-from reproduction.system.storage import write_text
-from reproduction.system.terminal import Parser, one_line_errors, positive, say
+from reproduction.system import (
+    Parser,
+    UserError,
+    first_line,
+    hardware_name,
+    one_line_errors,
+    positive,
+    say,
+    write_text,
+)
 from reproduction.training.ranks import resolve_device
 from reproduction.training.run import git_revision
 from tokenmixup.assignment import gain_matrix, optimal_donors

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from reproduction.runs.compose import config_of
-from reproduction.system.errors import PlainError, UserError
-from reproduction.system.terminal import one_line_errors, say
+from reproduction.start import compose
+from reproduction.system import PlainError, UserError, one_line_errors, say
 from reproduction.training.evaluate import evaluate_checkpoint
 
 PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
@@ -30,7 +29,7 @@ PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
 def top1(file: Path, experiment: str, words: list[str]) -> float:
     in_half = file.name.startswith("cct") and torch.cuda.is_available()
     precision = f"recipe.precision={'float16' if in_half else 'float32'}"
-    config = config_of([f"experiment={experiment}", precision, *words])
+    config = compose((f"experiment={experiment}", precision, *words))
     result = Path(config.output_root, "evaluations", f"{file.name.partition('.')[0]}.json")
     return evaluate_checkpoint(config, [file], result)["top1"]
 

@@ -16,9 +16,7 @@ import torch
 from reproduction.config import Config
 from reproduction.data.sources import opened
 from reproduction.studies.study import FULL, PAPERS, plan, studies
-from reproduction.system.errors import PlainError
-from reproduction.system.hardware import hardware_name
-from reproduction.system.terminal import Parser, one_line_errors, positive, say
+from reproduction.system import Parser, PlainError, hardware_name, one_line_errors, positive, say
 from reproduction.training.ranks import resolve_device
 from scripts.bench import in_turns, training_step
 

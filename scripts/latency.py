@@ -12,8 +12,7 @@ import os
 import pandas as pd
 import torch
 
-from reproduction.system.hardware import hardware_name
-from reproduction.system.terminal import Parser, one_line_errors, positive, say
+from reproduction.system import Parser, hardware_name, one_line_errors, positive, say
 from reproduction.training.ranks import resolve_device
 from scripts.bench import CASES, in_turns, training_step
 

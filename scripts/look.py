@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from reproduction.config import Config
-from reproduction.runs.folder import RunFolder, check_writable
-from reproduction.runs.parse import parse_saved
-from reproduction.system.errors import UserError
-from reproduction.system.terminal import Parser, one_line_errors, positive, say
+from reproduction.runs import RunFolder
+from reproduction.start import check_named
+from reproduction.system import Parser, UserError, one_line_errors, positive, say
 
 
 def print_shares(folder: RunFolder, config: Config, batches: int) -> None:
@@ -23,7 +22,6 @@ def print_shares(folder: RunFolder, config: Config, batches: int) -> None:
 
 def draw(folder: RunFolder, config: Config, path: Path, images: int | None) -> None:
     """Draws the saliency maps again, over `images`, and prints their entropies."""
-    check_writable(path, str(path))
     from reproduction.reporting.gallery import draw_saliency_maps
     from reproduction.reporting.trained import batch_size, load_trained, some_images
 
@@ -60,9 +58,8 @@ def main() -> None:
     path = folder.path / "saliency.png" if args.saliency == Path() else args.saliency
     if path is not None and path.suffix != ".png":
         raise UserError(f"{path}: must end in .png")
-    saved = folder.read_config()
-    source = parse_saved(saved, needs_data=False).dataset.source
-    config = parse_saved(saved, named=args.source == f"dataset.source={source}")
+    config = folder.read_config()
+    check_named(config.dataset, [args.source or ""])
     from reproduction.training.stop import ending
 
     try:

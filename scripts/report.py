@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from reproduction.studies.study import FULL, SCALES
-from reproduction.system.storage import write_text
-from reproduction.system.terminal import Parser, one_line_errors, say
+from reproduction.system import Parser, one_line_errors, say, write_text
 
 
 @one_line_errors("report.py")

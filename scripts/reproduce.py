@@ -12,48 +12,38 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from reproduction.launch import end, run_all
+from reproduction.start import take
 from reproduction.studies.study import FULL, SCALES, plan, studies
-from reproduction.system.errors import UserError
-from reproduction.system.terminal import one_line_errors, say, warn
-
-OWN = ("seeds", "scale", "jobs", "task", "dry_run")
+from reproduction.system import UserError, one_line_errors, say
 
 
 def main(words: list[str]) -> int:
-    """Shows or trains the runs, and writes the table of a study of your own; 1 if a run failed."""
+    """Shows or trains the runs, and writes the table of a study of your own; the exit status."""
     if not words or {"-h", "--help"} & {*words}:
         say(__doc__.strip())
         return 0 if words else 2
-    name, *words = words
-    own = dict(x.split("=", 1) for x in words if x.partition("=")[0] in OWN)
-    more = [x for x in words if x.partition("=")[0] not in OWN]
-    if (scale := own.pop("scale", FULL)) not in SCALES:
+    own, (name, *more) = take(words, seeds=1, jobs=1, task=0, dry_run=0)
+    scales = [word.partition("=")[2] for word in more if word.startswith("scale=")]
+    more = [word for word in more if not word.startswith("scale=")]
+    if (scale := (scales or [FULL])[-1]) not in SCALES:
         raise UserError(f"scale={scale}: must be one of {', '.join(SCALES)}")
-    for key, text in own.items():
-        if not text.isdecimal() or (key in ("seeds", "jobs") and text == "0"):
-            raise UserError(f"{key}={text}: must be a whole number")
-    number = {key: int(text) for key, text in own.items()}
-    chosen, seeds = studies(name), number.get("seeds")
+    chosen, seeds = studies(name), own.get("seeds")
     runs = plan(chosen, seeds, scale, more)
-    from reproduction.studies import launch
     from reproduction.studies.table import listing, read_runs, study_table
 
-    if number.get("dry_run"):
+    if own.get("dry_run"):
         say(listing(runs))
         return 0
-    if "task" in number:
-        launch.train_task(runs, number["task"])
-    launch.prepare(runs)
-    outputs = Path(runs[0].config.output_root)
-    failed = launch.train(runs, number.get("jobs"), outputs / ".logs")
-    say(listing(runs, with_folders=False))
-    for key, study in chosen.items() if name.endswith(".yaml") else ():
-        trained = replace(study, seeds=seeds or study.seeds)
-        table = study_table(key, trained, read_runs(outputs), scale, more)
-        say(f"report: {table.write(outputs)[0]}")
-    for run, error in failed.items():
-        warn(f"reproduce.py: {run} failed: {error}")
-    return int(bool(failed))
+    failed = run_all(runs, own.get("jobs"), own.get("task"))
+    if "task" not in own:
+        outputs = Path(runs[0].config.output_root)
+        say(listing(runs, with_folders=False))
+        for key, study in chosen.items() if name.endswith(".yaml") else ():
+            trained = replace(study, seeds=seeds or study.seeds)
+            table = study_table(key, trained, read_runs(outputs), scale, more)
+            say(f"report: {table.write(outputs)[0]}")
+    return end("reproduce.py", failed)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from reproduction.system.errors import UserError
-from reproduction.system.storage import write_text
-from reproduction.system.terminal import Parser, one_line_errors, say
+from reproduction.system import Parser, UserError, one_line_errors, say, write_text
 
 
 @one_line_errors("runs.py")

@@ -38,9 +38,8 @@ from reproduction.models.build import (
     without_weights,
 )
 from reproduction.models.cct import CCT  # noqa: F401
-from reproduction.runs.compose import compose
-from reproduction.runs.identity import run_hash
-from reproduction.runs.parse import parse
+from reproduction.runs import flat, key, nested, saved  # noqa: F401
+from reproduction.start import compose
 from tokenmixup import TokenMixup
 
 Line = dict[str, Any]
@@ -241,20 +240,24 @@ def runs(root: str | Path = "outputs") -> list[Run]:
     return [Run(path.parent) for path in sorted(Path(root).glob("*/config.yaml"))]
 
 
-def config_of(*words: str, needs_data: bool = True) -> Config:
-    """The configuration of a command line, read and checked."""
-    return parse(compose("train", list(words)).raw, needs_data=needs_data)
+def config_of(*words: str) -> Config:
+    """The configuration of a command line."""
+    return compose(words)
+
+
+def hash_of(raw: dict[str, Any]) -> str:
+    """The hash of a saved configuration of any revision."""
+    return key(saved(raw))
 
 
 def dry(*words: str) -> tuple[dict[str, Any], str]:
     """The configuration of a command line as nested mappings, and the hash of its run."""
-    config = config_of(*words, needs_data=False)
-    return asdict(config), run_hash(config)
+    return asdict(compose(words)), key(compose(words))
 
 
 def initial_model(*words: str, classes: int = 10) -> nn.Module:
     """The plain model with which a run of these words begins."""
-    config = config_of(*words, needs_data=False).model
+    config = compose(words).model
     model = build_model(config, classes)
     load_initial_weights(config, model)
     return model
@@ -262,7 +265,7 @@ def initial_model(*words: str, classes: int = 10) -> nn.Module:
 
 def meta_module(*words: str, classes: int = 10) -> TokenMixup:
     """The module of a run, without values and weights from files."""
-    config = config_of(*words, needs_data=False)
+    config = compose(words)
     with torch.device("meta"):
         return build_module(without_weights(config.model), config.augmentation, classes)
 

@@ -54,8 +54,3 @@ def test_imports_of_the_experiments_point_one_way():
             theirs = rest.partition(".")[0]
             if top == "reproduction" and theirs != ours:
                 assert level[theirs] < level[ours], (path, module)
-
-
-def test_entry_points_stay_short():
-    for path in (ROOT / "train.py", ROOT / "eval.py"):
-        assert len(path.read_text().splitlines()) <= 120, path

@@ -33,11 +33,11 @@ def build_trainer(
 
     from reproduction.data.inputs import build_training_inputs
     from reproduction.models.build import build_module, place, without_weights
-    from reproduction.runs.compose import config_of
+    from reproduction.start import compose
     from reproduction.training.ranks import World, allow_tf32, resolve_device
     from reproduction.training.step import Trainer
 
-    config = config_of([*overrides])
+    config = compose(tuple(overrides))
     device = torch.device(resolve_device(config.device, 1))
     world = world or World(0, 1, device)
     allow_tf32(config.recipe.tf32)

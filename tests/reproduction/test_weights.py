@@ -17,7 +17,6 @@ from tests.doors import SMALL, Run, evaluate, initial_model, load_run, script, s
 from tests.reproduction.recorded import FIXTURES, Recorded
 
 State = dict[str, Tensor]
-pytestmark = pytest.mark.all_digits
 PUBLISHED = yaml.safe_load((FIXTURES / "published_names.yaml").read_text())
 VIT_BASE = "model=vit_base_patch16_224"
 VIT = ("model=vit_tiny_patch16_224", "model.image_size=32", "augmentation=[]")

@@ -21,7 +21,7 @@ from reproduction.data.images import read, rgb, upright
 from reproduction.data.inputs import build_normalize
 from reproduction.data.seeding import Purpose, preserved_generators, seed_generators
 from reproduction.data.sources import Half, cached
-from reproduction.system.errors import STOP_SIGNALS, UserError
+from reproduction.system import STOP_SIGNALS, UserError
 
 Transform = Callable[[Image.Image], Tensor]
 Example = tuple[Tensor, int]
@@ -136,7 +136,7 @@ def build_training_loader(
 ) -> Loader:
     """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
     images = build_training_images(config, cached(half, config.dataset))
-    return _loader(images, batches, config.dataset.workers, pin)
+    return _loader(images, batches, config.workers, pin)
 
 
 def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, pin: bool) -> Loader:
@@ -144,7 +144,7 @@ def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, p
     images = EvaluationImages(cached(half, config.dataset), build_evaluation_transform(config))
     size = max(1, config.recipe.batch_size // ranks)
     batches = BatchSampler(range(rank, len(half), ranks), size, drop_last=False)
-    return _loader(images, batches, config.dataset.workers, pin)
+    return _loader(images, batches, config.workers, pin)
 
 
 def _loader(images: Dataset[Example], batches: Iterable[list[Any]], workers: int, pin: bool) -> Any:

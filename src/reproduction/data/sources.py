@@ -30,7 +30,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, DatasetFolder, ImageFolder
 
 from reproduction.config import Dataset
 from reproduction.data.images import ENDINGS, NO_IMAGE, is_hidden, read, rgb, size
-from reproduction.system.errors import UserError, first_line
+from reproduction.system import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
 MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
@@ -200,7 +200,7 @@ def cached(half: Half, dataset: Dataset) -> Half:
         room -= size(half.name(i)) if half.has_files else sys.maxsize
         if room < 0:
             return half
-    images = _read_all(half, np.array, max(1, dataset.workers))
+    images = _read_all(half, np.array)
     if broken := [image for image in images if isinstance(image, RuntimeError)]:
         count = f"{len(broken):,} of {len(half):,} images of this folder are broken"
         raise UserError(f"{broken[0]}; {count}")

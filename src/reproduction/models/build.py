@@ -15,8 +15,7 @@ from reproduction.models.cct import CCT
 from reproduction.models.library import build_library_model, build_vit
 from reproduction.models.names import State
 from reproduction.models.weights import extract_weights, matching_state, read_file
-from reproduction.system.errors import UserError, first_line
-from reproduction.system.hardware import keep_freed_memory
+from reproduction.system import UserError, first_line, keep_freed_memory
 from tokenmixup import TokenMixup, attach
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

@@ -10,7 +10,7 @@ from timm.models.resnet import ResNet
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
-from reproduction.system.errors import UserError, first_line
+from reproduction.system import UserError, first_line
 from tokenmixup.adapters import blocks_of
 
 

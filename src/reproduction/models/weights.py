@@ -19,9 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from reproduction.models.names import State, convert_names
-from reproduction.system.errors import UserError, first_line
-from reproduction.system.ranks import is_first_rank
-from reproduction.system.terminal import warn
+from reproduction.system import UserError, first_line, is_first_rank, warn
 
 # Keys that may hold the state dict, in our checkpoints and those of timm and other projects.
 # Averaged weights come first, as in timm's loader.

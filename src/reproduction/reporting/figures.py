@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import MaxNLocator
 
-from reproduction.system.storage import replacing
+from reproduction.system import replacing
 
 # The colour-blind safe palette of Okabe and Ito
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"

@@ -9,12 +9,16 @@ from reproduction.config import Config
 from reproduction.reporting.figures import CAPTIONS, draw_accuracy, draw_mixed_samples
 from reproduction.reporting.gallery import draw_pairs, draw_saliency_maps
 from reproduction.reporting.trained import batch_size, load_trained, some_images
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse_saved
-from reproduction.system.errors import UserError, first_line
-from reproduction.system.ranks import is_first_rank
-from reproduction.system.storage import clear_leftovers, write_text
-from reproduction.system.terminal import say, warn
+from reproduction.runs import RunFolder
+from reproduction.system import (
+    UserError,
+    clear_leftovers,
+    first_line,
+    is_first_rank,
+    say,
+    warn,
+    write_text,
+)
 
 
 def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
@@ -25,7 +29,7 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     if not is_first_rank():
         return
     report = folder.report_path
-    config = None if report.exists() else parse_saved(folder.read_config(), needs_data=False)
+    config = None if report.exists() else folder.read_config()
     try:
         headline = _headline(summary)
         head = [] if config is None else [_description(config, summary), _table(config, summary)]

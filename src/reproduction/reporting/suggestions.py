@@ -15,7 +15,7 @@ from torch import Tensor
 from reproduction.config import Config
 from reproduction.data.inputs import build_training_inputs
 from reproduction.reporting.trained import load_trained, training_batches
-from reproduction.runs.folder import RunFolder
+from reproduction.runs import RunFolder
 from tokenmixup import HTM, attach, mix_horizontal
 from tokenmixup.rules import rules_of
 

@@ -23,8 +23,8 @@ from reproduction.data.loaders import (
 from reproduction.data.sources import Data, opened
 from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import module_state, read_newest
-from reproduction.runs.folder import RunFolder
-from reproduction.system.errors import UserError
+from reproduction.runs import RunFolder
+from reproduction.system import UserError
 from tokenmixup import TokenMixup
 
 BATCH = 64  # images per batch, if the batches of the run are not smaller

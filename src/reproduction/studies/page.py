@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -14,8 +13,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from reproduction.config import ROOT, Config
 from reproduction.models.build import build_module, count_parameters, without_weights
 from reproduction.models.weights import extract_weights, read_file
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import run_hash, saved, settings_of
+from reproduction.runs import RunFolder
+from reproduction.runs import key as key_of
+from reproduction.runs import settings as settings_of
 from reproduction.studies.plots import AXES, draw_line
 from reproduction.studies.study import (
     FULL,
@@ -35,8 +35,7 @@ from reproduction.studies.table import (
     report_folder,
     study_table,
 )
-from reproduction.system.errors import UserError
-from reproduction.system.storage import write_text
+from reproduction.system import UserError, write_text
 
 RESULTS = ROOT / "results"
 METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
@@ -177,14 +176,14 @@ def publish(run: Path, results: Path = RESULTS) -> Path:
     Returns the file. Raises UserError for a run that is not finished.
     """
     folder = RunFolder(run.resolve())
-    config, summary = saved(folder.read_config()), folder.read_summary()
+    config, summary = folder.read_config(), folder.read_summary()
     if not folder.is_finished() or "selected_epoch" in summary:
         raise UserError(f"run={run}: must be finished, without a validation split")
     origin = f"checkpoint={folder.last_path}"
     content = read_file(origin, folder.last_path)
     if content.get("step") != summary["steps"]:
         raise UserError(f"{origin}: is not from the last step of the run")
-    settings = settings_of(asdict(config))
+    settings = settings_of(config)
     for key in ("dataset.root", "model.weights"):
         if Path(settings.get(key) or "").is_absolute():
             settings[key] = None  # of one machine
@@ -219,6 +218,6 @@ def _study_of(config: Config, results: Path) -> str:
         is_open = any("???" in word for _, words in study.cells().values() for word in words)
         if config.seed in seeds and not is_open:  # a pilot is to choose a value
             each = points(path.stem, study, config.seed)
-            if run_hash(config) in (run_hash(point.config) for point in each):
+            if key_of(config) in (key_of(point.config) for point in each):
                 return path.stem
     return "others"

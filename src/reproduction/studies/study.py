@@ -3,23 +3,19 @@
 The paper's tables and sweeps lie in paper/, studies of your own in results/; all have this form.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
+import yaml
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.config import FORBID, Config, Count, FolderName, Fraction, Whole
-from reproduction.runs.compose import config_of
-from reproduction.runs.folder import RunFolder, find_runs
-from reproduction.runs.identity import default_name, run_hash
-from reproduction.system.errors import UserError, first_line
-from reproduction.system.reading import parse_yaml
+from reproduction.config import FORBID, Count, FolderName, Fraction, Whole
+from reproduction.runs import key
+from reproduction.start import Point, compose, expand, point
+from reproduction.system import UserError, first_line
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 SWEEPS = ("sweep-tau", "sweep-rho", "sweep-kappa")
@@ -133,12 +129,12 @@ def studies(name: str) -> dict[str, Study]:
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        study = TypeAdapter(Study).validate_python(parse_yaml(path.read_text()))
+        study = TypeAdapter(Study).validate_python(yaml.safe_load(path.read_text()))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "must be a mapping of settings"
         raise UserError(f"{path}: {key}: {first['msg']}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not readable: {first_line(error)}") from error
     for word in (x for row in study.rows.values() for x in [*study.overrides, *row.overrides]):
         if (key := word.lstrip("+~").partition("=")[0]) in OWN_KEYS:
@@ -152,43 +148,6 @@ def read(path: Path) -> Study:
     return study
 
 
-@dataclass(frozen=True)
-class Point:
-    """A run of a study: its words for train.py, its configuration, and the row that it serves."""
-
-    words: tuple[str, ...]
-    config: Config
-    label: str
-
-    @property
-    def key(self) -> str:
-        """The identity that the runs of all seeds share."""
-        return run_hash(replace(self.config, seed=0))
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder.of(self.config)
-
-    def is_done(self) -> bool:
-        """Whether the run is finished and has its report."""
-        return self.folder.is_finished() and self.folder.report_path.exists()
-
-
-def expand(words: Sequence[str]) -> list[list[str]]:
-    """Returns the points of a sweep: each override that lists values, by every other."""
-    each = []
-    for parsed in OverridesParser.create().parse_overrides([*words]):
-        key, text = parsed.get_key_element(), str(parsed.input_line)
-        swept = parsed.sweep_string_iterator() if parsed.is_sweep_override() else ()
-        each.append([f"{key}={value}" for value in swept] or [text])
-    return [list(point) for point in itertools.product(*each)]
-
-
-@lru_cache(1024)
-def compose(*words: str) -> Config:
-    return config_of(words)
-
-
 def points(
     name: str, study: Study, seed: int = 0, scale: str = FULL, more: Sequence[str] = ()
 ) -> Iterator[Point]:
@@ -196,10 +155,9 @@ def points(
     for cell, (_, words) in study.cells().items():
         each = [*words, *more]
         if scale == SMOKE:
-            mixing = MIXING if compose(*words).augmentation.htm else ()
+            mixing = MIXING if compose(tuple(words)).augmentation.htm else ()
             each = [*words, *SHORT, *study.scales.get(SMOKE, []), *mixing, *more]
-        config = replace(compose(*each), seed=seed)
-        yield Point((*each, f"seed={seed}", "resume=auto"), config, f"{name}/{cell}")
+        yield point([*each, f"seed={seed}", "resume=auto"], f"{name}/{cell}")
 
 
 def plan(
@@ -210,19 +168,6 @@ def plan(
     for name, study in chosen.items():
         number = seeds or (1 if scale == SMOKE else study.seeds)
         for seed in range(study.first_seed, study.first_seed + number):
-            for point in points(name, study, seed, scale, more):
-                runs.setdefault(run_hash(point.config), point)
-    return [_named(runs[x]) for x in sorted(runs, key=lambda x: runs[x].config.seed)]
-
-
-def _named(point: Point) -> Point:
-    """Gives a run the name of the folder that holds it, or of its row."""
-    folder = _folders(point.config.output_root).get(run_hash(point.config))
-    name = folder.path.name if folder else default_name(point.config, point.label)
-    config = replace(point.config, name=name, resume="auto")
-    return replace(point, words=(*point.words, f"name='{name}'"), config=config)
-
-
-@lru_cache(1)
-def _folders(root: str) -> dict[str, RunFolder]:
-    return find_runs(root)
+            for each in points(name, study, seed, scale, more):
+                runs.setdefault(key(each.config), each)
+    return sorted(runs.values(), key=lambda each: each.config.seed)

@@ -8,19 +8,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.identity import nested, run_hash, saved, settings_of
-from reproduction.runs.locking import status_of
+from reproduction.config import Config
+from reproduction.runs import RunFolder, nested, saved
+from reproduction.runs import key as key_of
+from reproduction.runs import settings as settings_of
 from reproduction.studies.study import FULL, Point, Study, points
-from reproduction.system.errors import UserError, first_line, in_one_line
-from reproduction.system.storage import write_text
+from reproduction.system import UserError, first_line, in_one_line, write_text
 
 OUTCOMES = {  # of a run: title, unit, unit of differences, form
     "top1_last": ("top-1", "%", "points", ".2f"),
@@ -82,25 +81,24 @@ def _run(path: Path) -> dict[str, Any]:
     try:
         config, summary = folder.read_config(), folder.read_summary()
         written = folder.summary_path.stat().st_mtime if summary else 0.0
-        status = status_of(folder, summary)
+        status = folder.status()
         return row | {"written": written} | _facts(config, {**summary, "status": status})
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, UserError) else first_line(error)
     return row | {"status": "unusable", "error": in_one_line(reason.replace(f"{path}/", ""))}
 
 
-def _facts(raw: dict[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is known of a run from its configuration and its summary."""
-    config = saved(raw)
-    settings = settings_of(asdict(config))
+    settings = settings_of(config)
     for name, numbers in summary.get("htm", {}).items():
-        if settings.get(key := f"augmentation.htm.{name}") == "auto":
-            settings[key] = f"auto ({', '.join(dict.fromkeys(f'{x:g}' for x in numbers))})"
+        if settings.get(full := f"augmentation.htm.{name}") == "auto":
+            settings[full] = f"auto ({', '.join(dict.fromkeys(f'{x:g}' for x in numbers))})"
     row: dict[str, Any] = {key: summary.get(key) for key in ("status", "error", "epochs", *FACTS)}
     if row["status"] == "finished":
         row |= {"error": None, **_outcomes(summary, summary.get("log") or [{}])}
     stack = "+".join(config.augmentation.stack) or "none"
-    row |= {"key": run_hash(replace(config, seed=0)), "seed": settings.pop("seed")}
+    row |= {"key": key_of(config, seed=False), "seed": settings.pop("seed")}
     return row | {"settings": settings, "stack": stack, "planned": config.recipe.epochs}
 
 
@@ -122,7 +120,7 @@ def read_store(*files: Path) -> pd.DataFrame:
                 line = json.loads(text)
                 raw = nested({key: from_json(x) for key, x in line["config"].items()})
                 summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
-                rows.append({"folder": line["name"], "written": 0.0} | _facts(raw, summary))
+                rows.append({"folder": line["name"], "written": 0.0} | _facts(saved(raw), summary))
             except (UserError, LookupError, TypeError, ValueError) as error:
                 raise UserError(f"{path}:{place}: no result: {first_line(error)}") from error
     return pd.DataFrame(rows, columns=[*RUNS])

@@ -22,10 +22,8 @@ from reproduction.models.weights import (
     matching_state,
     read_newest,
 )
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.parse import parse_saved
-from reproduction.system.errors import UserError
-from reproduction.system.storage import replacing
+from reproduction.runs import RunFolder
+from reproduction.system import UserError, replacing
 
 SHARE = 0.05  # of the time since the last checkpoint, which one at the end of an epoch may take
 
@@ -130,7 +128,7 @@ def load_run(folder: str | Path, weights: str = "last") -> Trained:
     if the folder holds no such weights, or if they cannot be read.
     """
     run = RunFolder(Path(os.path.expanduser(folder)))
-    config = parse_saved(run.read_config(), needs_data=False)
+    config = run.read_config()
     plain, _ = read_plain(run.weights(weights))
     classes = plain.classes or []
     model = build_model(without_weights(config.model), len(classes))

@@ -20,11 +20,7 @@ from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
-from reproduction.system.errors import PlainError
-from reproduction.system.progress import Progress
-from reproduction.system.ranks import is_first_rank
-from reproduction.system.storage import write_text
-from reproduction.system.terminal import warn
+from reproduction.system import PlainError, Progress, is_first_rank, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.predictions import (
     Predictions,

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reproduction.system.errors import PlainError
-from reproduction.system.progress import clock_time
+from reproduction.system import PlainError, clock_time
 from reproduction.training.ranks import World
 from reproduction.training.stop import ADVICE
 from tokenmixup.output import Stat

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from reproduction.system.errors import PlainError, first_line
+from reproduction.system import PlainError, first_line
 
 WARM_UP = 3  # steps before a capture, in which libraries set themselves up and memory is allocated
 Undo = Callable[[], None]

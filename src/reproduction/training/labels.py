@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reproduction.data.inputs import Box, Mixed
-from reproduction.system.errors import UserError
+from reproduction.system import UserError
 from tokenmixup import blocks_of
 from tokenmixup.adapters import adapter_of
 from tokenmixup.saliency import BlockInput

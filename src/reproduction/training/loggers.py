@@ -8,9 +8,8 @@ from typing import Any
 from uuid import uuid4
 
 from reproduction.config import Config, Loggers
-from reproduction.runs.folder import RunFolder
-from reproduction.system.errors import UserError, first_line
-from reproduction.system.terminal import say, warn
+from reproduction.runs import RunFolder
+from reproduction.system import UserError, first_line, say, warn
 
 # The console, the machine and the code are not recorded.
 PRIVATE = "disable_code disable_git x_disable_machine_info x_disable_meta x_disable_stats"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reproduction.data.sources import Data
-from reproduction.system.storage import write_text
+from reproduction.system import write_text
 from reproduction.training.ranks import World
 
 BEST = 5

@@ -22,9 +22,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reproduction.config import Config
-from reproduction.system.errors import STOP_SIGNALS, OneLineError, RankFailed, Stopped, UserError
-from reproduction.system.hardware import usable_cores
-from reproduction.system.ranks import MEETING, launched_ranks, local_ranks, restarts
+from reproduction.system import (
+    MEETING,
+    STOP_SIGNALS,
+    OneLineError,
+    RankFailed,
+    Stopped,
+    UserError,
+    launched_ranks,
+    local_ranks,
+    restarts,
+    usable_cores,
+)
 from reproduction.training.stop import ending, handling, stop_at_once
 
 Result = TypeVar("Result")

@@ -29,20 +29,22 @@ from reproduction.data.sources import Data, opened, record
 from reproduction.models import build as models
 from reproduction.models.library import timm_name
 from reproduction.models.names import State
-from reproduction.runs.folder import RunFolder
-from reproduction.runs.locking import hold
-from reproduction.system import hardware
-from reproduction.system.errors import (
+from reproduction.runs import RunFolder, hold
+from reproduction.system import (
     PlainError,
+    Progress,
     RankFailed,
     RunInterrupted,
     Stopped,
     UserError,
     first_line,
+    give_back_freed_memory,
+    hardware_name,
+    is_first_rank,
+    join_hardware,
+    say,
+    warn,
 )
-from reproduction.system.progress import Progress
-from reproduction.system.ranks import is_first_rank
-from reproduction.system.terminal import say, warn
 from reproduction.training import figures
 from reproduction.training.checkpoint import Clock, check_classes, digest, load_last, save_plain
 from reproduction.training.evaluate import evaluate
@@ -387,7 +389,7 @@ def evaluate_on(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, 
     began, trainer = time.perf_counter(), run.trainer
     model = trainer.evaluated
     trainer.world.share_buffers(model)  # the first rank saves these weights
-    hardware.give_back_freed_memory()  # before the loader forks its workers
+    give_back_freed_memory()  # before the loader forks its workers
     waited = run.stop.while_waiting(loader)
     batches = run.progress.over(waited, "evaluation", length_hint(loader))
     result = evaluate(
@@ -478,7 +480,7 @@ def _facts(
     """The entries of the summary that are known before training."""
     config, device = trainer.config, trainer.world.device
     earlier = folder.read_summary() if trainer.step > 0 else {}
-    numbers, name = _htm_numbers(config, trainer), hardware.hardware_name(device.type)
+    numbers, name = _htm_numbers(config, trainer), hardware_name(device.type)
     return {
         "name": config.name,
         "data": record(data, config.model.weights),
@@ -487,7 +489,7 @@ def _facts(
         "seed": config.seed,
         "devices": config.devices,
         "initial_weights": initial_weights or earlier.get("initial_weights"),
-        "hardware": hardware.join_hardware(earlier.get("hardware"), name),
+        "hardware": join_hardware(earlier.get("hardware"), name),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),

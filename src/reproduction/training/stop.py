@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 from reproduction.config import Config
 from reproduction.data.images import NO_IMAGE
-from reproduction.system.errors import (
+from reproduction.system import (
     STOP_SIGNALS,
     OneLineError,
     PlainError,
     RankFailed,
     Stopped,
     first_line,
+    warn,
 )
-from reproduction.system.terminal import warn
 
 Batch = TypeVar("Batch")
 

@@ -1,0 +1,171 @@
+"""Runs points: one after the other, some at a time in processes, one as a task, or none."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+
+from reproduction.config import TRAIN
+from reproduction.start import Point, check
+from reproduction.system import (
+    CORES,
+    OneLineError,
+    PlainError,
+    RunInterrupted,
+    RunLocked,
+    UserError,
+    first_line,
+    is_first_rank,
+    say,
+    usable_cores,
+    warn,
+)
+
+Share = dict[str, str]  # of this machine: environment variables
+
+
+def run_all(
+    points: Sequence[Point], jobs: int | None = None, task: int | None = None, dry_run: int = 0
+) -> dict[str, OneLineError]:
+    """Trains all points that are not finished, and returns the errors by name.
+
+    All are checked before the first one starts; one that fails ends no other. `jobs` runs at a
+    time have a process each and share this machine; `task` is the only one to run, as in an array
+    of jobs. Ctrl-C saves what runs and ends with RunInterrupted, a second one ends at once.
+    """
+    if task is not None and task >= len(points):
+        raise UserError(
+            f"task={task}: must be 0..{len(points) - 1}, as there are {len(points)} runs"
+        )
+    points = points if task is None else [points[task]]
+    if dry_run:
+        for point in points:
+            say(f"{point.folder.status():11}  {point.folder.path}  {' '.join(point.words)}")
+        return {}
+    check(points)
+    if jobs is None:
+        outcomes = [here(point, place) for point, place in zip(points, places(points), strict=True)]
+    else:
+        outcomes = in_processes(points, jobs)
+    failed = {}
+    for point, error in zip(points, outcomes, strict=True):
+        # another process may have finished it meanwhile
+        if error is not None and not (isinstance(error, RunLocked) and point.folder.is_finished()):
+            failed[point.folder.path.name] = error
+    return failed
+
+
+def places(points: Sequence[Point]) -> list[str]:
+    """What to say when each point starts."""
+    number, names = len(points), [str(point.folder.path) for point in points]
+    return names if number == 1 else [f"run {i} of {number}: {x}" for i, x in enumerate(names, 1)]
+
+
+def here(point: Point, place: str) -> OneLineError | None:
+    """Trains a run in this process and writes its report; returns its error."""
+    from reproduction.reporting.report import write_report  # import torch
+    from reproduction.training.run import run_training
+
+    say(place)
+    try:
+        write_report(point.folder, run_training(point.config))
+    except OneLineError as error:
+        return type(error)(str(error))  # the traceback holds the model
+    except Exception as error:
+        traceback.print_exc()
+        return PlainError(first_line(error))
+    return None
+
+
+def shares(jobs: int, devices: int) -> list[Share]:
+    """Divides this machine among `jobs` runs at a time, each with `devices` processes.
+
+    GPUs are assigned in turn, so several runs may share one; cores are divided.
+    """
+    from reproduction.training.ranks import visible_gpus
+
+    gpus, cores = visible_gpus(), max(1, usable_cores() // jobs)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // devices)))
+    environment = {"OMP_NUM_THREADS": threads, CORES: str(cores)}
+    if not gpus:
+        return [environment] * jobs
+    groups = max(1, len(gpus) // devices)
+    firsts = [number % groups * devices for number in range(jobs)]
+    visible = [",".join(gpus[first : first + devices]) for first in firsts]
+    return [environment | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible]
+
+
+def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None]:
+    """Trains points by train.py, `jobs` at a time; their output goes to OUTPUTS/.logs."""
+    from reproduction.training.stop import handling  # imports torch
+
+    jobs = min(jobs, len(points))
+    logs = Path(points[0].config.output_root, ".logs")
+    free, running, signals = SimpleQueue[Share](), set[subprocess.Popen[bytes]](), [0]
+    for share in shares(jobs, max(point.config.devices for point in points)):
+        free.put(share)
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        signals[0] += 1
+        for process in list(running):
+            if signals[0] == 1:
+                process.terminate()  # saves after its step
+            elif process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def start(point: Point, place: str) -> OneLineError | None:
+        share = free.get()
+        try:
+            if signals[0] or point.folder.is_finished():
+                return None
+            say(place)
+            with (
+                (logs / f"{point.folder.path.name}.log").open("ab") as log,
+                tempfile.TemporaryFile() as errors,
+            ):
+                process = subprocess.Popen(
+                    [sys.executable, TRAIN, *point.words, f"name='{point.config.name}'"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=errors,
+                    env=os.environ | share,
+                    process_group=0,  # so that Ctrl-C reaches it only once, by `forward`
+                )
+                running.add(process)
+                if signals[0]:  # received before the process existed
+                    process.terminate()
+                status = process.wait()
+                running.remove(process)
+                errors.seek(0)
+                text = errors.read()
+                log.write(text)
+        finally:
+            free.put(share)
+        if status == 0 or signals[0]:
+            return None
+        ended = signal.Signals(-status).name if status < 0 else f"status {status}"
+        lines = text.decode(errors="replace").strip().splitlines() or [f"ended by {ended}"]
+        kind = UserError if status == 2 else PlainError
+        return kind(lines[-1].removeprefix(f"{TRAIN.name}: "))
+
+    logs.mkdir(parents=True, exist_ok=True)
+    say(f"{jobs} runs at a time, logs in {logs}")
+    with handling(forward), ThreadPoolExecutor(jobs) as pool:
+        outcomes = [*pool.map(start, points, places(points))]
+    if signals[0]:
+        raise RunInterrupted("interrupted; repeat the command with resume=auto to continue")
+    return outcomes
+
+
+def end(program: str, failed: dict[str, OneLineError]) -> int:
+    """Prints the errors of runs and returns the exit status of the program."""
+    for error in failed.values() if is_first_rank() else ():
+        warn(f"{program}: {error}")
+    return max((2 if isinstance(x, UserError) else 1 for x in failed.values()), default=0)

@@ -1,1 +1,0 @@
-"""Composing, parsing and storing the configuration of a run."""

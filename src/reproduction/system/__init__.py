@@ -1,1 +1,0 @@
-"""Errors, files, hardware, ranks and terminal output."""

@@ -1,0 +1,151 @@
+"""Many runs by one command: in turn, in processes, as tasks; stopped, repeated, named."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.doors import ROOT, SMALL, Run, dry, eventually, runs, same, snapshot, started, train
+from tests.images import OWN, disturbed
+
+ONE = (*SMALL, "recipe.epochs=1")
+MINE = (*OWN, *(word for word in SMALL if "limit" not in word))
+
+
+def statuses() -> list[str]:
+    return [run.summary["status"] for run in runs()]
+
+
+@pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
+def test_a_failed_point_ends_no_other_and_is_told_at_the_end(here: Path, jobs: list[str]):
+    result = train("-m", *jobs, "recipe.lr=1e30,0.001", "seed=range(2)", *ONE)
+    assert result.status == 1, result
+    assert len(result.lines) == 2 and result.err.count("is kept as failed") == 2
+    assert sorted(statuses()) == ["failed"] * 2 + ["finished"] * 2
+    assert "2 of 4 runs are finished" in result.out and "lr.md" in result.out
+    for run in runs() if jobs else ():
+        assert "epoch" in Path("outputs/.logs", f"{run.path.name}.log").read_text()
+    again = train("-m", *jobs, "recipe.lr=0.001", "seed=range(2)", "resume=auto", *ONE)
+    assert again.status == 0 and len(runs()) == 4
+
+
+def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
+    sweep = ("-m", "seed=0,1,2", *ONE)
+    shown = train(*sweep, "dry_run=1")
+    assert shown.status == 0 and not [*here.iterdir()]
+    names = re.findall(r"outputs/(\S+)", shown.out)
+    assert len(names) == 3 and shown.out.count("not started") == 3
+    assert names[1].endswith(f"-s1-{dry('seed=1', *ONE)[1]}") and "embed_dim=16" in names[1]
+    assert train(*sweep, "task=1").status == 0
+    assert [run.path.name for run in runs()] == [names[1]]
+    assert re.findall(r"(?m)^finished +outputs/(\S+)", train(*sweep, "dry_run=1").out) == [names[1]]
+    refused = train(*sweep, "task=3")
+    assert refused.status == 2 and "task=3" in refused.err
+
+
+def test_names_say_what_is_trained(here: Path):
+    names = [
+        re.findall(r"outputs/(\S+)", train("dry_run=1", *words).out)[0]
+        for words in (
+            ["seed=3", "augmentation=[cutmix,mixup]"],
+            ["augmentation=[]", "recipe.lr=1e-3", "recipe.epochs=30"],
+            ["experiment=table1/cifar10_htm"],
+            ["name=mine"],
+        )
+    ]
+    assert names[0].startswith("cct_2_3x2-digits-mixup+cutmix-s3-")
+    assert names[1].startswith("cct_2_3x2-digits-plain-lr=1e-3-epochs=30-s0-")
+    assert names[2].startswith("table1-cifar10_htm-s0-") and names[3] == "mine"
+
+
+def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):
+    sweep = ("-m", "seed=0,1", *MINE, "resume=auto")
+    with disturbed("SIGINT", at=70):
+        result = train(*sweep)
+    assert result.status == 130 and "repeat the command" in result.err
+    assert statuses() == ["interrupted"] and 0 < runs()[0].checkpoint()["step"] < 6
+    assert train(*sweep).status == 0 and statuses() == ["finished"] * 2
+    assert train("name=whole", "output_root=other", "seed=0", *MINE).status == 0
+    assert same(runs()[0], Run("other/whole")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_all_processes_and_a_second_ends_them(here: Path, times: int):
+    words = ("-m", "jobs=2", "seed=0,1,2", *SMALL, "recipe.epochs=4000", "resume=auto")
+    with started(*words) as sweep:
+        eventually(lambda: sum(len(run.steps) > 3 for run in runs()) == 2)
+        for _ in range(times):
+            sweep.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        eventually(lambda: sweep.poll() is not None)
+    assert sweep.returncode == 130
+    # one that is killed wrote no status: its lock, which is free, tells
+    assert len(runs()) == 2
+    if times == 1:
+        assert statuses() == ["interrupted"] * 2 and all(run.checkpoints for run in runs())
+    shown = train("-m", "seed=0,1,2", *SMALL, "recipe.epochs=4000", "resume=auto", "dry_run=1").out
+    assert shown.count("interrupted") == 2 and shown.count("not started") == 1
+
+
+def test_one_process_at_a_time_trains_a_run(here: Path):
+    words = ("name=mine", *SMALL, "recipe.epochs=4000", "resume=auto")
+    with started(*words):
+        eventually(lambda: Path("outputs/mine/metrics.jsonl").exists())
+        result = train(*words)
+        assert result.status == 2 and "mine" in result.err and "process" in result.err
+        assert "running" in train(*words, "dry_run=1").out
+    assert "interrupted" in train(*words, "dry_run=1").out
+
+
+def test_the_run_goes_on_and_not_its_copy(here: Path):
+    """Of the folders of one run the finished one is taken, else the longest."""
+    with disturbed("SIGTERM", at=70):
+        assert train(*MINE, "name=first").status == 130
+    shutil.copytree("outputs/first", "outputs/backup")
+    with disturbed("SIGTERM", at=45):
+        assert train(*MINE, "name=first", "resume=auto").status == 130
+    shutil.copytree("outputs/first", "outputs/zz")
+    before = snapshot("outputs/backup")
+    result = train(*MINE, "resume=auto")
+    assert result.status == 0 and "outputs/first" in result.out
+    assert "backup" in result.err and "zz" in result.err
+    assert snapshot("outputs/backup") == before and len(runs()) == 3
+    assert Run("outputs/first").summary["status"] == "finished"
+    again = train(*MINE, "resume=auto")
+    assert again.status == 0 and "first: top-1" in again.out
+
+
+BATCH = {  # instead of SLURM's commands, and of the run's Python
+    "srun": 'shift; echo $$ > step; exec "$@"',
+    "scancel": 'kill "-${1#--signal=}" "$(cat step)"',
+    "scontrol": 'echo "$*" >> requeued',
+    ".venv/bin/python": "trap 'sleep 0.2; exit 130' TERM\necho $* > run\n"
+    "while :; do sleep 0.05; done",
+}
+
+
+@pytest.mark.parametrize("event", ["time limit", "preemption"])
+def test_the_batch_file_stops_the_run_and_queues_it_again_at_the_time_limit(here: Path, event: str):
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    (script,) = re.findall(r"(?s)```bash\n(#!/bin/bash\n.*?)```", pages)
+    for name, code in BATCH.items():
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{code}\n")
+        path.chmod(0o755)
+    task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    environment = os.environ | task | {"PATH": f"{here}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", "-c", script], env=environment)
+    eventually((here / "run").exists)
+    assert re.search("task[= ]3", (here / "run").read_text())
+    job.send_signal(signal.SIGUSR1 if event == "time limit" else signal.SIGTERM)
+    if event == "preemption":  # SLURM signals both
+        os.kill(int((here / "step").read_text()), signal.SIGTERM)
+    eventually(lambda: job.poll() is not None)
+    assert job.returncode == 130 and (here / "requeued").exists() == (event == "time limit")
