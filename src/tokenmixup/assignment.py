@@ -28,7 +28,7 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     if saliency.is_cuda:  # by what a compiler fuses
         rows = saliency.split(max(1, HELD_PAIRS // saliency.numel()))
         parts = [(saliency - own[:, None] - rho).clamp(min=0).sum(dim=2) for own in rows]
-        return torch.cat(parts).fill_diagonal_(0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     offered = saliency - rho
     distance = torch.cdist(saliency, offered, p=1)
     surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]

@@ -56,7 +56,8 @@ class Output(NamedTuple):
         """What `stats` are made of, which adds up over micro-batches and ranks."""
         if self.is_easy is None or self.mask is None or self.gain is None:
             return {"mixed_samples": Stat(0), "mixed_tokens": Stat(0, 0)}
-        difficulty = torch.cat([mix.difficulty.detach() for mix in self.layers])
+        first, *others = (mix.difficulty.detach() for mix in self.layers)
+        difficulty = torch.cat([first, *others]) if others else first
         sums = _sums(self.is_easy, self.mask, self.gain, difficulty)
         for mix in self.layers if len(self.layers) > 1 else ():
             of_layer = _sums(mix.is_easy, mix.mask, mix.gain, mix.difficulty.detach())

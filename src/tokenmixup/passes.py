@@ -159,7 +159,8 @@ class Pass:
             raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
         if n == total:
             return out
-        return first[:, :n] if first is out else (first[:, :n], *out[1:])
+        own = first[:, :n].clone()  # of a view FSDP could lose its hook
+        return own if first is out else (own, *out[1:])
 
     def note_patches(self, embedding: Any, images: Any, out: Any) -> None:
         """Keeps number and grid of the patches, by what Adapter.patch_embed returns."""

@@ -50,7 +50,8 @@ class AttentionMap:
         if self.weights is not None:
             part = self.weights[..., :rows, :keys]
             part = part.to(torch.promote_types(part.dtype, torch.float32))
-            return part if keys is None else part / part.sum(dim=-1, keepdim=True)
+            is_whole = keys in (None, self.weights.shape[-1])
+            return part if is_whole else part / part.sum(dim=-1, keepdim=True)
         assert self.q is not None and self.k is not None, "given if there are no weights"
         q, k, bias = self.q[..., :rows, :], self.k[..., :keys, :], self.bias
         if q.shape[1] != k.shape[1]:  # heads share their keys
