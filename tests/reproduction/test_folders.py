@@ -34,22 +34,14 @@ def encoded(image: Image.Image, kind: str, **settings: Any) -> bytes:
     return file.getvalue()
 
 
-def deep_png(colour: int, channels: int) -> bytes:
-    """A PNG of 16 bits a channel; the colour type 2 is RGB, 4 grey and alpha, 6 RGBA."""
-    header = struct.pack(">IIBBBBB", 32, 40, 16, colour, 0, 0, 0)
-    rows = zlib.compress(bytes(1 + 32 * 2 * channels) * 40)
+def deep_png() -> bytes:
+    """An RGB PNG of 16 bits a channel, which Pillow would read as one of 8."""
+    header = struct.pack(">IIBBBBB", 32, 40, 16, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(1 + 32 * 2 * 3) * 40)
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         for name, data in ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
     )
-
-
-def deep_tiff() -> bytes:
-    """An RGB TIFF of 16 bits a channel."""
-    tags = {256: 32, 257: 40, 258: 16, 259: 1, 262: 2, 273: 200, 277: 3, 278: 40, 284: 1}
-    entries = b"".join(struct.pack("<HHLL", tag, 4, 1, value) for tag, value in tags.items())
-    head = b"II*\0" + struct.pack("<LH", 8, len(tags)) + entries + bytes(4)
-    return head.ljust(200, b"\0") + bytes(32 * 40 * 6)
 
 
 def oriented(orientation: int) -> Image.Exif:
@@ -79,10 +71,7 @@ BROKEN = {
     "half.jpg": encoded(RGB, "JPEG")[:500],
     "program.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\nshowpage\n",
     "deep grey.png": encoded(Image.fromarray(NOISE[..., 0].astype(np.uint16) * 256), "PNG"),
-    "deep rgb.png": deep_png(2, 3),
-    "deep grey and alpha.png": deep_png(4, 2),
-    "deep rgba.png": deep_png(6, 4),
-    "deep.tif": deep_tiff(),
+    "deep rgb.png": deep_png(),
     "float.tif": encoded(Image.fromarray(NOISE[..., 0].astype(np.float32)), "TIFF"),
 }
 
@@ -272,11 +261,7 @@ def test_broken_image_is_named_and_ends_the_run(images: Path, memory: int):
     if memory:
         assert "train/cat/2.png" in result.err and "2 of 6 images" in result.err
     else:
-        assert re_named(result.lines[-1]) <= {"cat/2.png", "dog/1.png"}
-
-
-def re_named(line: str) -> set[str]:
-    return {name for name in ("cat/2.png", "dog/1.png", "cat/0.png") if name in line}
+        assert any(name in result.lines[-1] for name in ("train/cat/2.png", "train/dog/1.png"))
 
 
 # CIFAR

@@ -90,12 +90,9 @@ def test_what_a_function_gets_wrong_ends_in_one_line(here: Path, name: str):
     assert "dataset.source" in result.err and not [*here.iterdir()]
     if name == "an error":
         assert "KeyError" in result.err and f"{Path(__file__).name}:" in result.err
-
-
-@pytest.mark.parametrize("name", ["nowhere:load", f"{HERE}:nothing"])
-def test_function_that_is_not_there_is_named(here: Path, name: str):
-    result = train("dataset=custom", f"dataset.source={name}", *TINY)
-    assert result.status == 2 and len(result.lines) == 1 and name in result.err
+        for place in ("nowhere:load", f"{HERE}:nothing"):
+            result = train("dataset=custom", f"dataset.source={place}", *TINY)
+            assert result.status == 2 and len(result.lines) == 1 and place in result.err
 
 
 def late(name: str) -> Any:

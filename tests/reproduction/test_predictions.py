@@ -1,11 +1,9 @@
 """Predictions of eval.py, load_run and exported weights equal a loop over the images."""
 
 import csv
-import json
 import pickle
 import re
 import shutil
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file
 from sklearn.metrics import confusion_matrix
 from timm.data import create_transform
 
@@ -135,23 +131,6 @@ def test_file_that_cannot_be_written_ends_before_evaluation(here: Path):
     assert snapshot() == before
 
 
-def test_loaded_run_predicts_as_eval(here: Path):
-    write_images(here / "images", CLASSES, train=4, held_out=2)
-    sideways = Image.open("images/val/ant/0.png")
-    exif = sideways.getexif()
-    exif[274] = 6  # orientation
-    sideways.save("images/val/ant/0.png", exif=exif)
-    run = trained(*FOLDER)
-    assert evaluate(f"run={run}", "predictions=x.csv").status == 0
-    model, transform, classes = load_run(run)
-    assert classes == CLASSES and not model.training
-    for row in read("x.csv"):
-        with torch.no_grad():
-            probabilities = model(transform(Image.open(row["image"]))[None]).softmax(1)[0]
-        assert classes[probabilities.argmax()] == row["predicted"]
-        assert float(probabilities.max()) == pytest.approx(float(row["probability"]), rel=1e-4)
-
-
 def test_folder_without_classes_is_predicted_as_by_load_run(here: Path):
     write_images(here / "images", CLASSES, train=2, held_out=1)
     run = trained(*FOLDER)
@@ -195,28 +174,6 @@ def test_loading_refuses_what_is_missing(here: Path):
         with pytest.raises(Exception, match=f"{folder}|weights={weights}") as error:
             load_run(folder, weights)
         assert len(str(error.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        ["model.embed_dim=16"],
-        ["model=vit_tiny_patch16_224", "model.architecture=test_vit", "model.depth=6"],
-    ],
-    ids=["cct", "vit"],
-)
-def test_exported_metadata_rebuild_the_model(here: Path, model: list[str]):
-    small = [x for x in NO_LIMITS if "embed_dim" not in x]
-    run = trained(*OWN, *small, *model, "model.image_size=32", "augmentation=[]")
-    assert script("export", f"run={run}", "output=x.safetensors").status == 0
-    with safe_open("x.safetensors", framework="pt") as file:
-        about = file.metadata()
-    module, _, name = about["constructor"].rpartition(".")
-    rebuilt = getattr(import_module(module), name)(**json.loads(about["arguments"]))
-    rebuilt.load_state_dict(load_file("x.safetensors"))
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        assert torch.equal(rebuilt.eval()(images), load_run(run).model(images))
 
 
 def codes_of(section: str) -> list[str]:

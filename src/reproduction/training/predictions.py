@@ -57,7 +57,7 @@ class Recorder:
         """Returns the predictions of all ranks."""
         own = [torch.cat(parts).cpu().numpy() for parts in zip(*self.batches, strict=True)]
         number, by_rank = len(source.held_out), world.gather(own)
-        # rank r has evaluated the images r, r + size, ..., see `evaluation_batches`
+        # rank r has evaluated the images r, r + size, ..., see `build_evaluation_loader`
         places = [np.arange(rank, number, world.size) for rank in range(world.size)]
         order = np.argsort(np.concatenate(places))
         columns = zip(*(part for part in by_rank if part), strict=True)
