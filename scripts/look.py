@@ -10,26 +10,26 @@ from reproduction.system import Parser, UserError, one_line_errors, positive, sa
 
 def print_shares(folder: RunFolder, config: Config, batches: int) -> None:
     """Prints, for each HTM layer, quantiles, samples by tau and tokens by rho."""
-    from reproduction.reporting.suggestions import as_text, suggestions
+    from reproduction.reporting.look import suggestions
 
-    for layer in suggestions(folder, config, batches):
-        say(as_text(layer))
-    say(
-        "\n*: the run's own. Tokens are counted at its tau, or over all samples if none is easy; "
-        "pairs are matched anew for each rho."
-    )
+    for text in suggestions(folder, config, batches):
+        say(text)
+    say("\n*: the run's own, at whose tau tokens are counted; pairs are matched anew for each rho.")
 
 
 def draw(folder: RunFolder, config: Config, path: Path, images: int | None) -> None:
     """Draws the saliency maps again, over `images`, and prints their entropies."""
-    from reproduction.reporting.gallery import draw_saliency_maps
-    from reproduction.reporting.trained import batch_size, load_trained, some_images
+    from reproduction.reporting.trained import (
+        batch_size,
+        draw_saliency_maps,
+        load_trained,
+        some_images,
+    )
 
     trained = load_trained(config, folder, config.device)
+    sample = some_images(trained, images or batch_size(trained))
     try:
-        entropies = draw_saliency_maps(
-            path, trained, some_images(trained, images or batch_size(trained))
-        )
+        entropies = draw_saliency_maps(path, trained, sample)
     except ValueError as error:
         raise UserError(f"{folder.path}: {error}") from error
     for name, nats in entropies.items():

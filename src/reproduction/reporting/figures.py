@@ -1,7 +1,6 @@
 """The style of all figures, the curves of one run, and the confusion matrix of an evaluation."""
 
 import csv
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -13,7 +12,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 from matplotlib.ticker import MaxNLocator
 
 from reproduction.system import replacing
@@ -34,15 +32,12 @@ MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
 MOST_COUNTS = 15  # classes whose cells hold their counts
 LONGEST_CLASS = 16  # characters of a class name
 DPI = 150
-NO_ROLLOUT = "no full rollout, since no later block attends to all tokens"
 CAPTIONS = {  # of the pictures of a run
-    "accuracy.png": (
-        "Top-1 and loss on the {images} images, and training loss. The circle is the best epoch."
-    ),
+    "accuracy.png": "Top-1 and loss on the {images} images, and training loss.",
     "mixed_samples.png": (
         "The mean difficulty of a batch (line and band: quantiles 5, 50 and 95 % of the batches of "
-        "an epoch); easy samples, which HTM mixes, and the tokens that it replaces in each (lines: "
-        "running means). Dots are batches."
+        "an epoch); easy samples, which HTM mixes, and the tokens that it replaces in each (dots: "
+        "batches, lines: running means)."
     ),
     "mixed_pairs.png": (
         "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
@@ -62,7 +57,7 @@ CAPTIONS = {  # of the pictures of a run
 @contextmanager
 def figure(
     path: Path,
-    *sizes: Any,
+    *sizes: int,
     mark: str | None = None,
     figsize: tuple[float, float] | None = None,
     **settings: Any,
@@ -96,14 +91,14 @@ def draw_mixed_samples(path: Path, steps: list[MetricsLine], batch_size: int) ->
         mixing = [line for line in steps if "difficulty" in line]  # before off_epoch
         _draw_quantiles(difficulty, mixing, "difficulty", VERMILION)
         difficulty.set_ylabel("mean difficulty\nof a batch [nats]")
-        difficulty.set_ylim(bottom=0)
+        _from_zero(difficulty)
         values = [line["mixed_samples"] for line in steps]
         _scatter_with_mean(samples, x, values, BLUE)
         samples.set_ylabel(f"easy samples in a\nbatch of up to {batch_size}")
-        samples.set_ylim(0, batch_size * 1.03)
+        _from_zero(samples, batch_size)
         _scatter_with_mean(tokens, x, [line["mixed_tokens"] for line in steps], ORANGE)
         tokens.set_ylabel("replaced tokens\nper easy sample")
-        tokens.set_ylim(bottom=0)
+        _from_zero(tokens)
         tokens.set_xlabel("training batch")
         tokens.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -128,9 +123,16 @@ def draw_accuracy(path: Path, steps: list[MetricsLine], epochs: list[MetricsLine
         held_out = [line[loss_key] for line in epochs]
         loss.plot(epoch, held_out, color=GREEN, marker=".", label=images)
         loss.set_ylabel("loss [nats]")
-        loss.set_ylim(bottom=0)
+        _from_zero(loss)
         loss.set_xlabel("epoch")
+        loss.xaxis.set_major_locator(MaxNLocator(integer=True))
         loss.legend()
+
+
+def _from_zero(axes: Axes, top: float | None = None) -> None:
+    """Lets an axis begin at zero, with room for a line there and at the top."""
+    top = axes.get_ylim()[1] if top is None else top
+    axes.set_ylim(-0.03 * top, 1.03 * top)
 
 
 def _draw_quantiles(axes: Axes, lines: list[MetricsLine], key: str, color: str) -> None:
@@ -164,20 +166,6 @@ def running_mean(values: Sequence[float], window: int) -> np.ndarray:
     return (sums[end] - sums[first]) / (end - first)
 
 
-def copy_picture(source: Path, target: Path, mark: str | None) -> None:
-    """Copies a picture and its .pdf; with a `mark` it is redrawn as an image below the mark."""
-    if mark is None:
-        for suffix in (".png", ".pdf"):
-            with replacing(target.with_suffix(suffix)) as temporary:
-                shutil.copyfile(source.with_suffix(suffix), temporary)
-        return
-    image = imread(source)
-    size = (image.shape[1] / DPI, image.shape[0] / DPI + 0.3)
-    with figure(target, figsize=size, mark=mark) as axes:
-        axes.imshow(image, interpolation="lanczos")
-        axes.set_axis_off()
-
-
 def draw_confusion(result: Path) -> Path:
     """Draws `<result>-confusion.csv` as a .png, which it returns, and a .pdf beside it."""
     table = result.with_name(f"{result.stem}-confusion.csv")
@@ -187,36 +175,30 @@ def draw_confusion(result: Path) -> Path:
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = 2.5 + 0.3 * min(len(classes), MOST_NAMES)
     picture = table.with_suffix(".png")
-    with figure(picture, 1, 2, figsize=(side + 2.5, side), sharey=True, width_ratios=(3, 1)) as (
-        matrix,
-        bars,
-    ):
+    with figure(
+        picture, 1, 2, figsize=(side + 2.5, side), sharey=True, width_ratios=(3, 1)
+    ) as axes:
+        matrix, bars = axes
         matrix.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         matrix.set_xlabel("predicted")
         matrix.set_ylabel("class")
-        _write_names(matrix, classes)
-        if len(classes) <= MOST_COUNTS:
-            _write_counts(matrix, counts, shares)
-        edges = np.arange(len(classes) + 1) - 0.5
+        if len(classes) <= MOST_NAMES:
+            names = [shortened(name, LONGEST_CLASS) for name in classes]
+            matrix.set_xticks(range(len(names)), names, rotation=90)
+            matrix.set_yticks(range(len(names)), names)
+        for (row, column), count in np.ndenumerate(counts if len(classes) <= MOST_COUNTS else []):
+            color = "white" if shares[row, column] > 0.5 else "black"
+            text = str(count) if count else ""
+            matrix.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+        edges = np.arange(len(classes) + 1) - 0.5  # a thousand single bars would take seconds
         settings: Any = {"orientation": "horizontal", "fill": True, "color": BLUE}
-        bars.stairs(
-            100 * shares.diagonal(), edges, **settings
-        )  # a thousand bars would take seconds
+        bars.stairs(100 * shares.diagonal(), edges, **settings)
         bars.set_xlim(0, 100)
         bars.set_xlabel("top-1 [%]")
     return picture
 
 
-def _write_names(axes: Axes, classes: list[str]) -> None:
-    if len(classes) > MOST_NAMES:
-        return
-    names = [x if len(x) <= LONGEST_CLASS else f"{x[: LONGEST_CLASS - 3]}..." for x in classes]
-    axes.set_xticks(range(len(names)), names, rotation=90)
-    axes.set_yticks(range(len(names)), names)
-
-
-def _write_counts(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
-    for (row, column), count in np.ndenumerate(counts):
-        if count:
-            color = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
+def shortened(name: str, longest: int) -> str:
+    """Returns the name of a class in one line of printable characters."""
+    name = " ".join(name.split())
+    return name if len(name) <= longest else f"{name[: longest - 3]}..."

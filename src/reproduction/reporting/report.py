@@ -7,8 +7,13 @@ import torch
 
 from reproduction.config import Config
 from reproduction.reporting.figures import CAPTIONS, draw_accuracy, draw_mixed_samples
-from reproduction.reporting.gallery import draw_pairs, draw_saliency_maps
-from reproduction.reporting.trained import batch_size, load_trained, some_images
+from reproduction.reporting.trained import (
+    batch_size,
+    draw_pairs,
+    draw_saliency_maps,
+    load_trained,
+    some_images,
+)
 from reproduction.runs import RunFolder
 from reproduction.system import (
     UserError,
@@ -96,19 +101,13 @@ def _reason(error: Exception) -> str:
 
 
 def _headline(summary: dict[str, Any]) -> str:
-    others = (
-        f"best {summary['top1_best']:.2f} %"
-        if "selected_epoch" not in summary
-        else (
-            f"test images; epoch {summary['selected_epoch']}, selected by validation: "
-            f"{summary['top1_selected']:.2f} %"
-        )
-    )
-    return (
-        f"top-1 {summary['top1_last']:.2f} % ({others}) after "
-        f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)} in "
-        f"{_duration(summary['seconds'])}"
-    )
+    others = f"best {summary.get('top1_best', 0):.2f} %"
+    if "selected_epoch" in summary:
+        others = f"test images; epoch {summary['selected_epoch']}, selected by validation: "
+        others += f"{summary['top1_selected']:.2f} %"
+    epochs = f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)}"
+    duration = _duration(summary["seconds"])
+    return f"top-1 {summary['top1_last']:.2f} % ({others}) after {epochs} in {duration}"
 
 
 def _description(config: Config, summary: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Pages: the paper's tables with our results as HTML, docs/results.md, and the lines behind it."""
 
 import base64
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from reproduction.config import ROOT, Config
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.models.weights import extract_weights, read_file
 from reproduction.runs import RunFolder
 from reproduction.runs import key as key_of
 from reproduction.runs import settings as settings_of
@@ -42,6 +40,7 @@ METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 COPIED = (  # from summary.json into a line of results/
     *("seed", *METRICS, "epochs", "hardware", "devices", "threads", "mixed_share"),
     *("mixed_samples", "mixed_tokens", "git_revision", "versions", "parameters", "log"),
+    "weights_sha256",
 )
 HOW_TO_READ = (
     "Accuracies are top-1 in percent on the held-out images (the test set of CIFAR, the validation "
@@ -55,23 +54,20 @@ HOW_TO_READ = (
 INTRODUCTION = """# Results
 
 `python scripts/report.py --results results` writes this page from `results/*.jsonl`, which hold a
-line for each run: configuration, seed, hardware, threads, hours, accuracies by epoch, mixed share,
-sha256 of the weights. `python scripts/report.py --publish outputs/NAME` adds such a line. Weights
-are not kept in this repository. To check a line, train its configuration again at its git revision:
-on a CPU, with the same versions and number of threads, the weights are equal bit for bit. The
-sha256 of the lines that are here is that of a file; in lines from now on it is over the names and
-bytes of the weights. The lines of cifar10_5k and digits100 lack the threads (digits100:
+line for each run; `python scripts/report.py --publish outputs/NAME` adds one. To check a line,
+train its configuration again at its git revision: on a CPU, with the same versions and threads, the
+weights are equal bit for bit. The sha256 of the lines that are here is that of a file, of new ones
+that of the weights' names and bytes. cifar10_5k and digits100 lack the threads (digits100:
 `OMP_NUM_THREADS=1`), and their sha256 may differ for equal weights.
 
-Mean +/- standard deviation over n seeds of top-1 and top-5 accuracy and of the cross-entropy on the
-held-out images, all after the last epoch. Median: of the last ten epochs. Best: of all, or of the
-last ten. Mixed: the share of samples that HTM mixes, averaged over training, and the tokens that it
-replaces in each in the last epoch. Difference: from the row that is named, over the seeds that both
-have (pairs); lower in: pairs whose loss falls; p: by a two-sided paired t-test, then corrected by
-Holm for the other tests of the table. Intervals are not corrected for their number. So few pairs
-find only a difference that is large compared with its spread: no test shows that two rows are
-equal, and nothing follows for other models, data, training lengths or settings, including the
-paper's. Runs of pilots were not kept: their numbers stand where they are told.
+Mean +/- standard deviation over n seeds of accuracies and of the held-out cross-entropy after the
+last epoch. Median: of the last ten epochs. Best: of all, or of the last ten. Mixed: the share of
+samples that HTM mixes, over training, and the tokens replaced in each in the last epoch.
+Difference: from the row that is named, over the seeds that both have (pairs); lower in: pairs whose
+loss falls; p: by a two-sided paired t-test, then corrected by Holm for the other tests of the
+table. Intervals are not corrected for their number. So few pairs find only a difference that is
+large compared with its spread: no test shows that two rows are equal, and nothing follows for other
+models, data, training lengths or settings, including the paper's. Runs of pilots were not kept.
 """
 
 
@@ -134,7 +130,7 @@ def sizes(each: Mapping[str, Size]) -> pd.DataFrame:
     """Counts the parameters of models, built without memory, beside the printed ones."""
     rows = []
     for name, size in each.items():
-        config = compose(*size.overrides)
+        config = compose(tuple(size.overrides))
         with torch.device("meta"):
             model = without_weights(config.model)
             module = build_module(model, config.augmentation, size.classes)
@@ -179,10 +175,6 @@ def publish(run: Path, results: Path = RESULTS) -> Path:
     config, summary = folder.read_config(), folder.read_summary()
     if not folder.is_finished() or "selected_epoch" in summary:
         raise UserError(f"run={run}: must be finished, without a validation split")
-    origin = f"checkpoint={folder.last_path}"
-    content = read_file(origin, folder.last_path)
-    if content.get("step") != summary["steps"]:
-        raise UserError(f"{origin}: is not from the last step of the run")
     settings = settings_of(config)
     for key in ("dataset.root", "model.weights"):
         if Path(settings.get(key) or "").is_absolute():
@@ -192,22 +184,12 @@ def publish(run: Path, results: Path = RESULTS) -> Path:
     except KeyError as error:
         raise UserError(f"run={run}: its summary lacks {error}") from error
     line |= {"hours": round(summary["seconds"] / 3600, 3), "config": as_json(settings)}
-    line["weights_sha256"] = digest(extract_weights(origin, content).state)
     path = results / f"{_study_of(config, results)}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     others = [x for x in lines if json.loads(x)["name"] != line["name"]]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join([*others, json.dumps(line)]) + "\n")
     return path
-
-
-def digest(state: Mapping[str, torch.Tensor]) -> str:
-    """Returns the sha256 over the names of weights and their bytes, equal for equal weights."""
-    total = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        total.update(name.encode())
-        total.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
 
 
 def _study_of(config: Config, results: Path) -> str:
