@@ -41,16 +41,20 @@ def build_vit(
     settings |= {"drop_path_rate": drop_path, "num_classes": num_classes}
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its errors are raised too
     try:
-        model = timm.create_model(name, pretrained=pretrained is not None, **settings)
+        model: Any = timm.create_model(name, pretrained=pretrained is not None, **settings)
         blocks = blocks_of(model)
     except Exception as error:  # of the hub, of constructors, of models without blocks
-        reason = f"cannot be built with model.global_pool={global_pool}"
-        if pretrained is not None:
-            reason = f"model.pretrained={pretrained} cannot be loaded, model.weights=FILE can"
-        raise UserError(
-            f"model.architecture={architecture}: {reason} ({first_line(error)})"
-        ) from error
-    _check_sizes(model, architecture, len(blocks), depth, image_size, patch_size)
+        words = f"model.architecture={architecture} model.global_pool={global_pool}"
+        words += f" model.pretrained={pretrained}" if pretrained else ""
+        raise UserError(f"{words}: cannot be built ({first_line(error)})") from error
+    embed = getattr(model, "patch_embed", None)
+    patch = getattr(embed, "patch_size", None)  # of a hybrid, of its feature map
+    patch = patch[0] if isinstance(patch, tuple) else patch
+    if grid := getattr(embed, "grid_size", None):
+        patch = image_size // grid[0]
+    for key, told, own in (("depth", depth, len(blocks)), ("patch_size", patch_size, patch)):
+        if told != own:
+            raise UserError(f"model.{key}={told}: {architecture} has {own}")
     if mlp_drop_rate is None:
         return model
     for block in blocks:
@@ -74,21 +78,6 @@ def timm_name(architecture: str, pretrained: str | None) -> str:
         allowed = ", ".join(tags) or "none"
         raise UserError(f"model.pretrained={pretrained}: tags of {architecture} are {allowed}")
     return f"{architecture}.{pretrained}"
-
-
-def _check_sizes(
-    model: Any, architecture: str, built: int, depth: int, image_size: int, patch_size: int
-) -> None:
-    """Checks depth and patch size, by the token grid: a hybrid patches its feature maps."""
-    if built != depth:
-        raise UserError(f"model.depth={depth}: {architecture} has {built} blocks")
-    embed = getattr(model, "patch_embed", None)
-    patch = getattr(embed, "patch_size", None)
-    patch = patch[0] if isinstance(patch, tuple) else patch
-    if grid := getattr(embed, "grid_size", None):
-        patch = image_size // grid[0]
-    if patch != patch_size:
-        raise UserError(f"model.patch_size={patch_size}: {architecture} has {patch or 'no grid'}")
 
 
 def build_library_model(

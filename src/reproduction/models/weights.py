@@ -10,9 +10,8 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -24,13 +23,12 @@ from reproduction.system import UserError, first_line, is_first_rank, warn
 # Keys that may hold the state dict, in our checkpoints and those of timm and other projects.
 # Averaged weights come first, as in timm's loader.
 STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
-NOT_ALLOWED = r"[Uu]nsupported (?:global: )?GLOBAL (\S+)"  # in torch's message
 
 Newest = tuple[Path, Any]
+Check = Callable[[Path, Any], None]
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """The parameters of a plain model under our names (CCT) or timm's (ViT).
 
     `origin` is the `key=path` they were read from, `classes` the class names, if known.
@@ -38,7 +36,7 @@ class Weights:
 
     origin: str
     state: State
-    classes: list[str] | None
+    classes: list[str] | None = None
 
 
 def read_file(origin: str, path: Path) -> Any:
@@ -53,7 +51,7 @@ def read_file(origin: str, path: Path) -> Any:
         return _content(path)
     except Exception as error:  # torch, safetensors and zipfile raise many types
         reason = first_line(error).partition(". ")[0]  # without torch's advice, which is unsafe
-        if code := re.search(NOT_ALLOWED, str(error)):
+        if code := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             reason = f"it names {code[1]}, which is not a weight and could execute code"
         raise UserError(f"{origin}: not readable: {reason}") from error
 
@@ -75,9 +73,7 @@ def _content(path: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
 
 
-def read_newest(
-    paths: list[Path], check: Callable[[Path, Any], None] = lambda path, content: None
-) -> Newest:
+def read_newest(paths: list[Path], check: Check = lambda path, content: None) -> Newest:
     """Returns the first readable checkpoint of a run and its content.
 
     `check` raises UserError for unusable content. Warns on stderr about skipped checkpoints. Raises
@@ -141,12 +137,9 @@ def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ())
     return state
 
 
-def module_state(origin: str, content: Any, module: nn.Module) -> State:
+def module_state(origin: str, content: dict[str, Any], module: nn.Module) -> State:
     """Returns the state of all of `module` from the content of a training checkpoint."""
-    state = content.get("module") if isinstance(content, dict) else None
-    if not isinstance(state, dict):
-        raise UserError(f"{origin}: holds no training state")
-    return matching_state(Weights(origin, state, None), module)
+    return matching_state(Weights(origin, content["module"]), module)
 
 
 def _few(names: list[str]) -> str:
