@@ -32,32 +32,28 @@ class Clock:
     """When to write a checkpoint, by the clock of a rank."""
 
     def __init__(self, settings: Checkpoint):
-        self.settings = settings
-        self.began = self.asked = time.monotonic()
+        self.settings, self.saved = settings, time.monotonic()
         self.seconds = 0.0  # that the last one took
 
     def is_late(self) -> bool:
-        """Whether `every_minutes` have passed since the last checkpoint, or the last yes."""
+        """Whether `every_minutes` have passed since the last checkpoint."""
         minutes = self.settings.every_minutes
-        if minutes is None or time.monotonic() - self.asked < 60 * minutes:
-            return False
-        self.asked = time.monotonic()
-        return True
+        return minutes is not None and time.monotonic() - self.saved >= 60 * minutes
 
     def is_due(self, epoch: int) -> bool:
         """Whether to save at the end of an epoch: every `every_epochs`, or if it costs little."""
         if self.settings.every_epochs is not None:
             return epoch % self.settings.every_epochs == 0
-        return self.seconds <= SHARE * (time.monotonic() - self.began)
+        return self.seconds <= SHARE * (time.monotonic() - self.saved)
 
     def save(self, path: Path, state: dict[str, Any]) -> None:
         """Writes the complete state of a run atomically and keeps the newest `keep` files."""
-        self.began = time.monotonic()
+        began = time.monotonic()
         # given a path, torch would hide the reason of an error
         with replacing(path, self.settings.keep) as temporary, temporary.open("wb") as file:
             torch.save(state, file)
-        self.asked = time.monotonic()
-        self.seconds = self.asked - self.began
+        self.saved = time.monotonic()
+        self.seconds = self.saved - began
 
 
 def load_last(folder: RunFolder) -> Newest | None:
@@ -76,10 +72,7 @@ def load_last(folder: RunFolder) -> Newest | None:
 
 
 def save_plain(path: Path, state: State, classes: list[str] | None, **about: str) -> None:
-    """Writes a plain model's parameters and, if known, its classes atomically.
-
-    `about` is further metadata.
-    """
+    """Writes a plain model's parameters atomically; classes and `about` are metadata."""
     metadata = {"format": "pt", "classes": json.dumps(classes), **about}
     # save_file would ignore the umask and turn errors of the disk into text
     content = save({name: value.contiguous() for name, value in state.items()}, metadata)
@@ -122,10 +115,9 @@ class Trained(NamedTuple):
 
 
 def load_run(folder: str | Path, weights: str = "last") -> Trained:
-    """Loads a run onto the CPU.
+    """Loads the `last` or `best` weights of a run onto the CPU; UserError if there are none.
 
-    `weights` is `last` or `best`. Predictions equal those of eval.py in float32. Raises UserError
-    if the folder holds no such weights, or if they cannot be read.
+    Predictions equal those of eval.py in float32.
     """
     run = RunFolder(Path(os.path.expanduser(folder)))
     config = run.read_config()
@@ -145,7 +137,6 @@ def export(
     """Exports the first readable checkpoint, of any known format, as `save_plain` does.
 
     The metadata hold the model's constructor with its arguments and, if known, `preprocessing`.
-    Raises UserError if none is readable, or if it does not fit the model.
     """
     weights, _ = read_plain(checkpoints)
     build, arguments = constructor(without_weights(config), count_classes(config, weights.state))

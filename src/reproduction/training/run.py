@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from reproduction import system
 from reproduction.config import Config, Library, Loggers, ViT
 from reproduction.data import loaders
 from reproduction.data.images import NO_IMAGE
@@ -30,21 +31,7 @@ from reproduction.models import build as models
 from reproduction.models.library import timm_name
 from reproduction.models.names import State
 from reproduction.runs import RunFolder, hold
-from reproduction.system import (
-    PlainError,
-    Progress,
-    RankFailed,
-    RunInterrupted,
-    Stopped,
-    UserError,
-    first_line,
-    give_back_freed_memory,
-    hardware_name,
-    is_first_rank,
-    join_hardware,
-    say,
-    warn,
-)
+from reproduction.system import PlainError, Stopped, UserError, first_line, is_first_rank, say, warn
 from reproduction.training import figures
 from reproduction.training.checkpoint import Clock, check_classes, digest, load_last, save_plain
 from reproduction.training.evaluate import evaluate
@@ -75,9 +62,10 @@ def run_training(config: Config) -> dict[str, Any]:
             try:
                 return on_ranks(train, config)
             except KeyboardInterrupt as error:
-                raise RunInterrupted(_kept(folder, config, "interrupted", "interrupted")) from error
+                line = _kept(folder, config, "interrupted", "interrupted")
+                raise system.RunInterrupted(line) from error
             except PlainError as error:
-                if not (is_first_rank() or isinstance(error, RankFailed)):
+                if not (is_first_rank() or isinstance(error, system.RankFailed)):
                     warn(f"rank {os.environ['RANK']}: {error}")  # the first rank does not know it
                 raise PlainError(_kept(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock: nothing is written yet
@@ -116,19 +104,15 @@ def build(
     return data, batches, module, models.load_initial_weights(model, module.model)
 
 
-def check(config: Config, here: bool = True) -> None:
-    """Raises UserError if the run cannot start; writes nothing but downloaded data.
-
-    Checks the devices only if the run is to start on this machine.
-    """
+def check(config: Config) -> None:
+    """Raises UserError if the run cannot start; writes nothing but downloaded data."""
     if not is_first_rank():
         return
-    if here:
-        device = resolve_device(config.device, config.devices, config.recipe.precision)
-        if config.compile == "cuda-graph" and device == "cpu":
-            raise UserError("compile=cuda-graph: needs a GPU, allowed are false and true")
-        if config.compile:
-            models.check_compiler(device)
+    device = resolve_device(config.device, config.devices, config.recipe.precision)
+    if config.compile == "cuda-graph" and device == "cpu":
+        raise UserError("compile=cuda-graph: needs a GPU, allowed are false and true")
+    if config.compile:
+        models.check_compiler(device)
     if isinstance(config.model, ViT):
         timm_name(config.model.architecture, config.model.pretrained)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
@@ -140,18 +124,11 @@ def check(config: Config, here: bool = True) -> None:
     cutmix = config.augmentation.cutmix
     if cutmix is not None and cutmix.labels == "attention":
         AttentionLabels(module.model)
-    count, size = config.recipe.grad_accum_steps, config.model.image_size
+    count = config.recipe.grad_accum_steps
     fewest = batches.global_size(len(batches) - 1) // config.devices
     if fewest < count:
         reason = f"some batches leave {fewest} images to a rank, allowed is 1..{fewest}"
         raise UserError(f"recipe.grad_accum_steps={count}: {reason}")
-    if fewest // count == 1:
-        try:  # batch normalisation refuses a single value
-            module.model.train()(torch.zeros(1, 3, size, size, device="meta"))
-        except ValueError as error:
-            reason = f"which {config.model.name} cannot train on ({first_line(error)})"
-            name = f"recipe.batch_size={config.recipe.batch_size}"
-            raise UserError(f"{name}: some passes get one image, {reason}") from error
 
 
 @dataclass
@@ -180,7 +157,7 @@ class Run(NamedTuple):
     stop: Stop
     clock: Clock
     collected: figures.BatchFigures
-    progress: Progress
+    progress: system.Progress
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -225,7 +202,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         inputs=build_training_inputs(config, world.device),
         steps_per_epoch=len(batches),
     )
-    state = RunState() if newest is None else restore(trainer, batches, *newest)
+    state = RunState() if newest is None else restore(trainer, *newest)
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
     if world.is_main:
@@ -243,7 +220,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
         collected=figures.BatchFigures(world),
-        progress=Progress(world.is_main),
+        progress=system.Progress(world.is_main),
     )
     if world.is_main:
         facts = _facts(trainer, folder, data, initial_weights)
@@ -358,25 +335,17 @@ def save(run: Run, state: RunState) -> None:
     if trainer.world.is_main:
         folder.sync_metrics()
         state.metrics_size = folder.metrics_size()
-        about = {"classes": trainer.classes, "num_images": run.batches.num_images}
-        content = {**trainer.state(), **vars(state), **about}
+        content = {**trainer.state(), **vars(state), "classes": trainer.classes}
         on_host = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), content)
         run.clock.save(folder.last_path, on_host)
     trainer.world.barrier()
     run.collected.restart_clock()
 
 
-def restore(
-    trainer: Trainer, batches: loaders.TrainingBatches, path: Path, content: dict[str, Any]
-) -> RunState:
+def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
     """Resumes from the content of a checkpoint; UserError if it does not fit the run."""
     place = f"checkpoint={path}"
     check_classes(place, content["classes"], trainer.classes)
-    if content["num_images"] != batches.num_images:
-        raise UserError(
-            f"{place}: was trained on {content['num_images']} images, the data set has "
-            f"{batches.num_images}"
-        )
     try:
         trainer.restore(place, content)
         return RunState(**{x.name: content[x.name] for x in fields(RunState)})
@@ -389,7 +358,7 @@ def evaluate_on(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, 
     began, trainer = time.perf_counter(), run.trainer
     model = trainer.evaluated
     trainer.world.share_buffers(model)  # the first rank saves these weights
-    give_back_freed_memory()  # before the loader forks its workers
+    system.give_back_freed_memory()  # before the loader forks its workers
     waited = run.stop.while_waiting(loader)
     batches = run.progress.over(waited, "evaluation", length_hint(loader))
     result = evaluate(
@@ -480,7 +449,7 @@ def _facts(
     """The entries of the summary that are known before training."""
     config, device = trainer.config, trainer.world.device
     earlier = folder.read_summary() if trainer.step > 0 else {}
-    numbers, name = _htm_numbers(config, trainer), hardware_name(device.type)
+    numbers, name = _htm_numbers(config, trainer), system.hardware_name(device.type)
     return {
         "name": config.name,
         "data": record(data, config.model.weights),
@@ -489,7 +458,7 @@ def _facts(
         "seed": config.seed,
         "devices": config.devices,
         "initial_weights": initial_weights or earlier.get("initial_weights"),
-        "hardware": join_hardware(earlier.get("hardware"), name),
+        "hardware": system.join_hardware(earlier.get("hardware"), name),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
