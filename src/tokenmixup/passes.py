@@ -93,7 +93,8 @@ class Pass:
             raise ValueError(f"{name} gets its tokens by keyword: must be first argument")
         x, dims = args[0], (3,) if index in self.vtm else (3, 4)
         width = self.scorenets[str(index)].head.in_features if index in self.htm else None
-        if not isinstance(x, Tensor) or x.ndim not in dims or width not in (None, x.shape[-1]):
+        are_tokens = isinstance(x, Tensor) and x.ndim in dims and len(x) == len(self.targets)
+        if not are_tokens or width not in (None, x.shape[-1]):
             found = [*getattr(x, "shape", [])] or type(x).__name__
             raise ValueError(
                 f"{name} gets {found}: must be tokens b n {width or 'd'} (Adapter.embed_dim)"
