@@ -101,8 +101,9 @@ def _reason(error: Exception) -> str:
 
 
 def _headline(summary: dict[str, Any]) -> str:
-    others = f"best {summary.get('top1_best', 0):.2f} %"
-    if "selected_epoch" in summary:
+    if summary.get("top1_best") is not None:
+        others = f"best {summary['top1_best']:.2f} %"
+    else:  # with a validation split
         others = f"test images; epoch {summary['selected_epoch']}, selected by validation: "
         others += f"{summary['top1_selected']:.2f} %"
     epochs = f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)}"
