@@ -22,7 +22,6 @@ from tests.doors import (
     config_of,
     evaluate,
     load_run,
-    script,
     snapshot,
     train,
 )
@@ -71,10 +70,10 @@ def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int, memory:
     Path("images/val/bee/1.png").unlink()
     run = trained(*FOLDER)
     memory_word = f"dataset.memory_mib={memory}"
-    words = [f"run={run}", "weights=best", "predictions=new/x.csv", f"devices={ranks}", memory_word]
+    words = [f"run={run}", "weights=best", "predictions=x.csv", f"devices={ranks}", memory_word]
     result = evaluate(*words)
     assert result.status == 0, result.err
-    rows, files = read("new/x.csv"), sorted(Path("images/val").rglob("*.png"))
+    rows, files = read("x.csv"), sorted(Path("images/val").rglob("*.png"))
     assert len(rows) == len(files) == 20
     for row, (image, best) in zip(rows, predicted(files), strict=True):
         assert row["image"] == image and row["class"] == Path(image).parent.name
@@ -191,7 +190,7 @@ def test_documented_code_predicts_a_folder_reads_weights_and_traces_the_model(
     lines = capfd.readouterr().out.splitlines()
     files = [f"path/to/images/{split}/x/0.png" for split in ("train", "val")]
     assert [re.sub(r": \d, [01]\.\d{3}$", "", line) for line in lines] == files
-    assert script("export", "run=outputs/quickstart", "output=cct.safetensors").status == 0
+    assert evaluate("run=outputs/quickstart", "export=cct.safetensors").status == 0
     names: dict[str, Any] = {}
     (code,) = codes_of("Exported weights")
     exec(code, names)
