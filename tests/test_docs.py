@@ -32,12 +32,12 @@ def test_cited_tests_exist(name: str):
 
 @pytest.mark.parametrize("equation", range(1, 14))
 def test_method_page_lists_every_equation(equation: int):
-    assert re.search(rf"^\| Eq\. {equation}\b", (ROOT / "docs/method.md").read_text(), re.M)
+    assert re.search(rf"^\| Eq\. {equation}\b", (ROOT / "docs/paper.md").read_text(), re.M)
 
 
 @pytest.mark.parametrize("line", range(1, 9))
 def test_method_page_lists_every_line_of_algorithm_1(line: int):
-    assert re.search(rf"^\| {line} \|", (ROOT / "docs/method.md").read_text(), re.M)
+    assert re.search(rf"^\| {line} \|", (ROOT / "docs/paper.md").read_text(), re.M)
 
 
 def test_pages_mention_functions_and_tests():

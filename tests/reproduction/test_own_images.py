@@ -226,7 +226,8 @@ def test_weights_of_the_same_name_may_be_others(here: Path):
 
 # The examples of the page on random images
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+PAGE = (ROOT / "docs" / "using.md").read_text().partition("### Images from a function\n")[2]
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.partition("\n##")[0], re.DOTALL)
 
 
 def write_stl10(root: Path) -> None:

@@ -33,7 +33,7 @@ FOLDER = (
     *("dataset=image_folder", "dataset.root=images", "dataset.workers=0", *NO_LIMITS),
     *("dataset.mean=[0.5,0.4,0.3]", "recipe.transforms.eval_crop_pct=0.8", "augmentation=[]"),
 )
-PAGE = (ROOT / "docs" / "predictions.md").read_text()
+PAGE = (ROOT / "docs" / "using.md").read_text()
 Row = dict[str, str]
 
 
@@ -176,7 +176,7 @@ def test_loading_refuses_what_is_missing(here: Path):
 
 
 def codes_of(section: str) -> list[str]:
-    text = PAGE.partition(f"## {section}\n")[2].partition("\n## ")[0]
+    text = PAGE.partition(f"## {section}\n")[2].partition("\n##")[0]
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 

@@ -65,8 +65,8 @@ def test_recipes_are_those_that_the_table_compares_with_the_published_ones():
 
 
 def test_differences_page_gives_the_reasons_of_the_values_that_differ():
-    """A failure means: the table of docs/differences.md needs the row of docs/recipes.yaml."""
-    page = (DOCS / "differences.md").read_text().partition("## Recipes")[2].partition("\n## ")[0]
+    """A failure means: the table of docs/paper.md needs the row of docs/recipes.yaml."""
+    page = (DOCS / "paper.md").read_text().partition("### Recipes")[2].partition("\n### ")[0]
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     differing = []
     for key, row in recipes():
