@@ -117,7 +117,7 @@ def new_file(key: str, name: str, ending: str) -> Path:
     """Returns the path. UserError if no file with this ending can be created there."""
     path = Path(os.path.expanduser(name))
     if path.suffix != ending or os.path.lexists(path) or not path.parent.is_dir():
-        raise UserError(f"{key}={name}: must be a new file ending in {ending}")
+        raise UserError(f"{key}={name}: must be a new {ending} in a folder that exists")
     return path
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.doors import SMALL, SMALL_VIT, Run, build_trainer, evaluate, script, step, train
+from tests.doors import SMALL, SMALL_VIT, Run, build_trainer, evaluate, step, train
 from tests.images import OWN
 
 STILL = ("model.drop=0", "model.attn_drop=0", "model.drop_path=0", "recipe.label_smoothing=0")
@@ -167,7 +167,7 @@ def test_the_average_is_evaluated_saved_and_exported_and_changes_no_step(here: P
         words = (f"run={averaged.path}", f"weights={weights}", OWN[1], "device=cpu")
         assert evaluate(*words).status == 0
         assert averaged.evaluation(weights)["eval_loss"] == line["eval_loss"]
-    exported = script("export", f"run={averaged.path}", "output=last.safetensors")
+    exported = evaluate(f"run={averaged.path}", "export=last.safetensors")
     assert exported.status == 0, exported.err
     average = averaged.checkpoint()["model_ema"]
     torch.testing.assert_close(load("last.safetensors"), average, atol=0, rtol=0)

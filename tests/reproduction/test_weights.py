@@ -228,23 +228,21 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(here: Path, case: str):
 def test_an_exported_vit_is_loaded_by_timm(here: Path):
     donor = initial_model(*VIT).eval()
     torch.save({"model": donor.state_dict()}, "x.pt")
-    result = script("export", "checkpoint=x.pt", *VIT[:2], "output=files/vit.safetensors")
+    result = evaluate("checkpoint=x.pt", *VIT[:2], "export=vit.safetensors")
     assert result.status == 0, result.err
     settings: dict[str, Any] = {"img_size": 32, "num_classes": 10}
-    model = timm.create_model(
-        "vit_tiny_patch16_224", checkpoint_path="files/vit.safetensors", **settings
-    )
+    model = timm.create_model("vit_tiny_patch16_224", checkpoint_path="vit.safetensors", **settings)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(model.eval()(images), donor(images))
 
 
 def test_export_of_a_run_writes_its_weights_once(trained: Run, here: Path):
-    words = [f"run={trained.path}", "weights=best", "output=best.safetensors"]
-    assert script("export", *words).status == 0
+    words = [f"run={trained.path}", "weights=best", "export=best.safetensors"]
+    assert evaluate(*words).status == 0
     assert same(load_file("best.safetensors"), trained.best())
     before = snapshot()
-    result = script("export", *words)
+    result = evaluate(*words)
     assert (result.status, len(result.lines)) == (2, 1) and "best.safetensors" in result.err
     assert snapshot() == before
 
