@@ -132,6 +132,16 @@ def _print(stream: TextIO | None, text: str, end: str) -> None:
 Item = TypeVar("Item")
 
 
+class _Screen:
+    """Stdout as a file for rich, which writes as `say` does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def write(self, text: str) -> None:
+        _print(sys.stdout, text, "")
+
+
 class Progress:
     """Shows how far tasks are, on a terminal, and lines between them; silent unless `active`."""
 
@@ -139,11 +149,13 @@ class Progress:
         self.active = active
         self.bar: Any = None
         if active and sys.stdout is not None and sys.stdout.isatty():
-            from rich import progress
+            from rich import console, progress
 
+            screen: Any = _Screen()
             text, left = progress.TextColumn("{task.description}"), progress.TimeRemainingColumn()
             columns = text, progress.BarColumn(), progress.MofNCompleteColumn(), left
-            self.bar = progress.Progress(*columns, transient=True)
+            shown = console.Console(file=screen)
+            self.bar = progress.Progress(*columns, console=shown, transient=True)
 
     def over(self, items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
         """Yields the items and counts them; `done` of `total` came before."""
@@ -162,8 +174,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         if self.bar is not None:
-            with suppress(OSError):  # as `say`
-                self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self.active:
             say(text)
 
