@@ -307,13 +307,6 @@ def test_the_documented_commands_fine_tune_a_pretrained_vit(here: Path):
     assert 0 < change < start["patch_embed.proj.weight"].std() / 10
 
 
-def test_a_tilde_is_the_home_folder(here: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", str(here / "home"))
-    assert train("name=mine", "output_root=~/o", "recipe.max_steps=1", *SMALL).status == 0
-    assert evaluate("run=~/o/mine", "device=cpu").status == 0
-    assert [path.name for path in here.iterdir()] == ["home"]
-
-
 def test_sweep_over_stacks_names_runs_after_them(here: Path):
     result = train("-m", "augmentation=[mixup],[mixup,cutmix,htm]", *SMALL)
     assert result.status == 0, result.err
