@@ -215,12 +215,13 @@ def test_an_interrupted_study_goes_on_where_it_was():
     assert same(Run(whole), Run("whole")) == []
 
 
-def test_a_damaged_folder_fails_only_its_own_run():
+def test_a_damaged_folder_is_named_before_any_run_starts():
     reproduce()
-    run = folders()["plain"]
-    (run.path / "summary.json").write_text("x")
-    assert "unusable" in reproduce(status=1)
-    (run.path / "summary.json").unlink()
+    summary = folders()["plain"].path / "summary.json"
+    summary.write_text("x")
+    (line,) = reproduce(status=2).splitlines()
+    assert str(summary) in line
+    assert listed("three.yaml")[0]["status"].startswith("unusable")
 
 
 @pytest.mark.slow
