@@ -382,6 +382,26 @@ def attention_function_registered(model: Any, patch: Patch) -> None:
     model.config._attn_implementation = "sharper"
 
 
+def merged_keys(model: Any) -> None:
+    """Heads 0 and 1 have the keys and values of head 0, heads 2 and 3 those of head 2."""
+    for layer in model.vit.layers:
+        for projection in (layer.attention.k_proj, layer.attention.v_proj):
+            for parameter in projection.parameters():
+                heads = parameter.data.unflatten(0, (4, -1))
+                heads[1::2] = heads[::2].clone()
+
+
+def sharing(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any) -> Any:
+    out = F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+@twin(merged_keys, build=hf_vit)
+def heads_that_share_their_keys(model: Any, patch: Patch) -> None:
+    transformers.AttentionInterface.register("sharing", sharing)
+    model.config._attn_implementation = "sharing"
+
+
 @twin(lambda model: model.set_attn_implementation("eager"), build=hf_vit)
 def maps_asked_for(model: Any, patch: Patch) -> None:
     model.set_attn_implementation("eager")
