@@ -322,22 +322,15 @@ class Checkpoint:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class Wandb:
-    mode: Literal["online", "offline", "disabled"] | None
-    project: str | None
-    entity: str | None
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
 class TensorBoard:
     flush_seconds: Positive
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Loggers:
-    """Loggers that receive the lines of metrics.jsonl in addition to the file."""
+    """Loggers that receive the lines of metrics.jsonl too; wandb's own settings are its own."""
 
-    wandb: Wandb | None = None
+    wandb: dict[str, Any] | None = None
     tensorboard: TensorBoard | None = None
 
 

@@ -32,8 +32,7 @@ class WandbLog:
         import wandb
 
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        given: Any = config.logger.wandb
-        given = given if isinstance(given, dict) else dataclasses.asdict(given)
+        given = config.logger.wandb or {}
         init = {
             "id": folder.read_summary().get("wandb_id") or uuid4().hex[:8],
             "resume": "allow",
