@@ -46,6 +46,8 @@ def main(words: list[str]) -> None:
         folder, which = RunFolder(os.path.expanduser(own["run"])), own.get("weights", "last")
         saved = folder.read_config()
         files, config = folder.weights(which), of_run(saved, words)
+        if "export" not in own:  # which reads no images
+            check_named(config.dataset, words)
         result = folder.path / f"evaluation-{which}.json"
         if images_of(config) != images_of(saved):
             name = f"{config.dataset.name}-{digest(images_of(config))}"
@@ -81,7 +83,6 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     data = replace(data, **{name: getattr(given.dataset, name) for name in leaves})
     if "options" in leaves:  # added to those of the run
         data = replace(data, options=saved.dataset.options | data.options)
-    check_named(data, words)
     precision = given.recipe.precision if "recipe.precision" in keys else saved.recipe.precision
     return replace(
         saved,

@@ -286,8 +286,8 @@ def test_the_documented_commands_fine_tune_a_pretrained_vit(here: Path):
     start = timm.create_model("test_vit", img_size=32).state_dict()
     save_file(start, "start.safetensors")
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    title = "## Fine-tuning on your own images\n"
-    section = pages.replace("\\\n", "").partition(title)[2].partition("\n## ")[0]
+    title = "### Your own images\n"
+    section = pages.replace("\\\n", "").partition(title)[2].partition("\n##")[0]
     section = section.replace(
         "model.pretrained=augreg_in21k_ft_in1k", "model.weights=start.safetensors"
     )

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from reproduction import system
 from reproduction.config import Config, Library, Loggers, ViT
 from reproduction.data import loaders
 from reproduction.data.images import NO_IMAGE
@@ -31,7 +30,21 @@ from reproduction.models import build as models
 from reproduction.models.library import timm_name
 from reproduction.models.names import State
 from reproduction.runs import RunFolder, hold
-from reproduction.system import PlainError, Stopped, UserError, first_line, is_first_rank, say, warn
+from reproduction.system import (
+    PlainError,
+    Progress,
+    RankFailed,
+    RunInterrupted,
+    Stopped,
+    UserError,
+    first_line,
+    give_back_freed_memory,
+    hardware_name,
+    is_first_rank,
+    join_hardware,
+    say,
+    warn,
+)
 from reproduction.training import figures
 from reproduction.training.checkpoint import Clock, check_classes, digest, load_last, save_plain
 from reproduction.training.evaluate import evaluate
@@ -63,9 +76,9 @@ def run_training(config: Config) -> dict[str, Any]:
                 return on_ranks(train, config)
             except KeyboardInterrupt as error:
                 line = _kept(folder, config, "interrupted", "interrupted")
-                raise system.RunInterrupted(line) from error
+                raise RunInterrupted(line) from error
             except PlainError as error:
-                if not (is_first_rank() or isinstance(error, system.RankFailed)):
+                if not (is_first_rank() or isinstance(error, RankFailed)):
                     warn(f"rank {os.environ['RANK']}: {error}")  # the first rank does not know it
                 raise PlainError(_kept(folder, config, "failed", str(error))) from error
     except OSError as error:  # of the lock: nothing is written yet
@@ -157,7 +170,7 @@ class Run(NamedTuple):
     stop: Stop
     clock: Clock
     collected: figures.BatchFigures
-    progress: system.Progress
+    progress: Progress
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -220,7 +233,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
         collected=figures.BatchFigures(world),
-        progress=system.Progress(world.is_main),
+        progress=Progress(world.is_main),
     )
     if world.is_main:
         facts = _facts(trainer, folder, data, initial_weights)
@@ -358,7 +371,7 @@ def evaluate_on(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, 
     began, trainer = time.perf_counter(), run.trainer
     model = trainer.evaluated
     trainer.world.share_buffers(model)  # the first rank saves these weights
-    system.give_back_freed_memory()  # before the loader forks its workers
+    give_back_freed_memory()  # before the loader forks its workers
     waited = run.stop.while_waiting(loader)
     batches = run.progress.over(waited, "evaluation", length_hint(loader))
     result = evaluate(
@@ -449,7 +462,7 @@ def _facts(
     """The entries of the summary that are known before training."""
     config, device = trainer.config, trainer.world.device
     earlier = folder.read_summary() if trainer.step > 0 else {}
-    numbers, name = _htm_numbers(config, trainer), system.hardware_name(device.type)
+    numbers, name = _htm_numbers(config, trainer), hardware_name(device.type)
     return {
         "name": config.name,
         "data": record(data, config.model.weights),
@@ -458,7 +471,7 @@ def _facts(
         "seed": config.seed,
         "devices": config.devices,
         "initial_weights": initial_weights or earlier.get("initial_weights"),
-        "hardware": system.join_hardware(earlier.get("hardware"), name),
+        "hardware": join_hardware(earlier.get("hardware"), name),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
