@@ -101,8 +101,8 @@ def hiera(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
 
 
 def _stages(blocks: str, geometry: Callable[..., Tensor], **more: Any) -> Adapter:
-    told: dict[str, Any] = {"embed_dim": "block.attn.dim", "square_patches": True, **more}
-    return Adapter(blocks=blocks, geometry=geometry, **told)
+    width = "block.attn.dim"
+    return Adapter(blocks=blocks, embed_dim=width, square_patches=True, geometry=geometry, **more)
 
 
 def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = True) -> Adapter:
@@ -243,11 +243,8 @@ def _why_not_timm(model: Any, adapter: Adapter) -> str | None:
         home = next((kind.__module__ for kind in kinds if name in vars(kind)), "timm.")
         if not home.startswith("timm.") or name in vars(model):
             return f"has its own {name}: {SAY_BY_ADAPTER}"
-    return (
-        f"has global_pool='': {SAY_BY_ADAPTER}"
-        if getattr(model, "global_pool", None) == ""
-        else None
-    )
+    is_unpooled = getattr(model, "global_pool", None) == ""
+    return f"has global_pool='': {SAY_BY_ADAPTER}" if is_unpooled else None
 
 
 def why_not_wrapped(model: Any) -> str | None:

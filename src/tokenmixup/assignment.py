@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tokenmixup.device import HAS_TRITON, operator
+from tokenmixup.device import operator
 
 HELD_PAIRS = 2**25  # numbers of pairs of tokens that a GPU holds at once
 
@@ -49,17 +49,6 @@ def optimal_assignment(gain: Tensor) -> Tensor:
     return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
 
 
-def easy_rows(gain: Tensor, is_easy: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, on the host, the easy flags, `b`, and the easy samples' rows of the gain matrix.
-
-    From a GPU they are copied asynchronously, with a single wait for both.
-    """
-    host_gain, host_easy = (x.to("cpu", non_blocking=x.is_cuda) for x in (gain, is_easy))
-    if gain.is_cuda:
-        torch.cuda.current_stream(gain.device).synchronize()
-    return host_easy, host_gain[host_easy]
-
-
 def check_finite(gain: Tensor) -> None:
     """Raises FloatingPointError if a gain is not finite; their sum shows it fastest."""
     if not gain.sum().isfinite():
@@ -67,10 +56,12 @@ def check_finite(gain: Tensor) -> None:
 
 
 def donors_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
-    """`optimal_donors` by scipy's solver."""
-    is_easy, gain_of_easy = easy_rows(gain, is_easy)
+    """`optimal_donors` by scipy's solver. From a GPU, both are copied with a single wait."""
+    host_gain, host_easy = (x.to("cpu", non_blocking=x.is_cuda) for x in (gain, is_easy))
+    if gain.is_cuda:
+        torch.cuda.current_stream(gain.device).synchronize()
     donor = torch.arange(len(gain), device="cpu")
-    donor[is_easy] = optimal_assignment(gain_of_easy)
+    donor[host_easy] = optimal_assignment(host_gain[host_easy])
     return donor.to(gain.device, non_blocking=True)
 
 
@@ -90,5 +81,4 @@ def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     sample is not finite, raises FloatingPointError on the host; a GPU, which nobody waits for,
     gives all easy samples the donor -1.
     """
-    match = donors_on_host if gain.is_cuda and not HAS_TRITON else donors_on_device
-    return match(gain, is_easy)
+    return donors_on_device(gain, is_easy)

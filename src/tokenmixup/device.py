@@ -1,7 +1,7 @@
 """Operators that a GPU runs as kernels of this package, without the host waiting for them.
 
-They take CUDA tensors where Triton is there (it comes with torch for CUDA on Linux). Elsewhere the
-functions of torch run that the kernels stand for; given tensors of a CPU, operators compute these.
+They take CUDA tensors where Triton is there (it comes with torch for CUDA on Linux). Elsewhere, and
+on a CPU, the functions of torch run that the kernels stand for.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def operator(
     """Defines `tokenmixup::<schema>`, which neither a compiler nor a CUDA graph cuts.
 
     `kernel`: `module.function` of this package, imported at the first call, for CUDA. `reference`:
-    the same by functions of torch, for a CPU. `like`: returns an empty output.
+    the same by functions of torch. `like`: returns an empty output.
     """
     LIBRARY.define(schema)
     name = schema.partition("(")[0]
@@ -33,7 +33,7 @@ def operator(
             out: Tensor = getattr(import_module(f"tokenmixup.{module}"), function)(*args)
         return out
 
-    LIBRARY.impl(name, run_kernel, "CUDA")
+    LIBRARY.impl(name, run_kernel if HAS_TRITON else reference, "CUDA")
     LIBRARY.impl(name, reference, "CPU")
     torch.library.register_fake(f"tokenmixup::{name}", like, lib=LIBRARY)
     found: Callable[..., Tensor] = getattr(torch.ops.tokenmixup, name)

@@ -6,12 +6,12 @@ docs/library.md. Letters: b batch, t spatial tokens.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenmixup.assignment import check_finite, gain_matrix, optimal_donors
+from tokenmixup.assignment import check_finite, optimal_donors
 from tokenmixup.horizontal import HorizontalMix, Rules, gaining_tokens, saliency_ratio
 from tokenmixup.saliency import DETECTORS
 from tokenmixup.settings import HTM
@@ -20,24 +20,12 @@ Match = Callable[[Tensor, Tensor], Tensor]
 Choice = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-class Masking(NamedTuple):
-    """Which tokens a receiver takes, and what every pair gains by that."""
-
-    choose: Choice
-    score: Callable[[Tensor, float], Tensor] = gain_matrix
-
-
 def rules_of(htm: HTM) -> Rules:
     """Returns the configured rules."""
-    choose, score = MASK_RULES[htm.mask_rule]
+    choose = MASK_RULES[htm.mask_rule]
     if htm.detector == "random":
         choose = partial(random_tokens, choose)
-    return Rules(
-        score=score,
-        match=MATCHINGS[htm.matching],
-        choose=choose,
-        weigh=LABELS[htm.labels],
-    )
+    return Rules(match=MATCHINGS[htm.matching], choose=choose, weigh=LABELS[htm.labels])
 
 
 @torch.no_grad()
@@ -97,9 +85,9 @@ MATCHINGS: dict[str, Match] = {
     "optimal": optimal_donors,
     "random": random_donors,  # Table 4, without the optimal assignment
 }
-MASK_RULES: dict[str, Masking] = {
-    "paper": Masking(gaining_tokens),
-    "published": Masking(gaining_over_the_first),
+MASK_RULES: dict[str, Choice] = {
+    "paper": gaining_tokens,
+    "published": gaining_over_the_first,
 }
 LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "saliency": saliency_ratio,

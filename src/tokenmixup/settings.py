@@ -11,14 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 AUTO = "auto"
 
-PoolingName = Literal["auto", "attention", "average", "class_token"]
 Difficulty = Literal["paper", "excess"]
-DetectorName = Literal["attention", "mean_attention", "gradient", "random"]
-Matching = Literal["optimal", "random"]
-MaskRule = Literal["paper", "published"]
-Labels = Literal["saliency", "count"]
-Order = Literal["in_place", "published"]
-ClassTokenOffset = Literal["paper", "published"]
 
 
 class Option(NamedTuple):
@@ -190,14 +183,14 @@ class HTM(_Layered):
     score_loss_weight: float = _option(
         "a finite number >= 0", _within(0, LARGEST), float, default=0.001
     )
-    pooling: PoolingName = "auto"
+    pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
     stop_gradient: bool = False
-    detector: DetectorName = "attention"
+    detector: Literal["attention", "mean_attention", "gradient", "random"] = "attention"
     rollout_steps: int = _option("an integer >= 0", _at_least(0), default=0)
-    matching: Matching = "optimal"
-    mask_rule: MaskRule = "paper"
-    labels: Labels = "saliency"
-    order: Order = "in_place"
+    matching: Literal["optimal", "random"] = "optimal"
+    mask_rule: Literal["paper", "published"] = "paper"
+    labels: Literal["saliency", "count"] = "saliency"
+    order: Literal["in_place", "published"] = "in_place"
     difficulty: Difficulty = "paper"
 
     def __post_init__(self) -> None:
@@ -253,7 +246,7 @@ class VTM(_Layered):
         "an integer >= 1, or one for each layer", _at_least(1), default=3, per_layer=True
     )
     stop_gradient: bool = False
-    class_token_offset: ClassTokenOffset = "paper"
+    class_token_offset: Literal["paper", "published"] = "paper"
 
 
 @dataclass(frozen=True, kw_only=True)
