@@ -19,15 +19,10 @@ def print_shares(folder: RunFolder, config: Config, batches: int) -> None:
 
 def draw(folder: RunFolder, config: Config, path: Path, images: int | None) -> None:
     """Draws the saliency maps again, over `images`, and prints their entropies."""
-    from reproduction.reporting.trained import (
-        batch_size,
-        draw_saliency_maps,
-        load_trained,
-        some_images,
-    )
+    from reproduction.reporting.trained import draw_saliency_maps, load_trained, some_images
 
-    trained = load_trained(config, folder, config.device)
-    sample = some_images(trained, images or batch_size(trained))
+    trained = load_trained(config, folder)
+    sample = some_images(trained, images)
     try:
         entropies = draw_saliency_maps(path, trained, sample)
     except ValueError as error:

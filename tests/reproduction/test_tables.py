@@ -311,6 +311,15 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
     assert rows[["p", "p_holm"]].loc["a"].isna().all() and pd.isna(rows.p_holm["b"])
     text = Path("outputs/report/mine.md").read_text()
     assert "primary" in text and "untested" in text
+    for folder in ("results", "docs"):
+        Path(folder).mkdir()
+    looks = ROWS.replace("rows:", "first_seed: 1\nseeds: 4\nlooks: {3: 0.01, 4: 0.04}\nrows:")
+    Path("results/mine.yaml").write_text(looks)
+    for run in sorted(Path("outputs").glob("mine-*"))[:-1]:  # seed 4 lacks a row
+        assert script("report", "--publish", str(run), "--results", "results").status == 0
+    assert script("report", "--results", "results").status == 0
+    page = Path("docs/results.md").read_text()
+    assert "3 are whole, this is the look at 3" in page and re.search(r"\| a +\| +3 \|", page)
 
 
 def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):

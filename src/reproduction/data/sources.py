@@ -207,7 +207,7 @@ def cached(half: Half, dataset: Dataset) -> Half:
     return Half([*zip(images, half.targets, strict=True)], half.targets)
 
 
-def _read_all(half: Half, keep: Callable[[Image.Image], Any], threads: int = 8) -> list[Any]:
+def _read_all(half: Half, keep: Callable[[Image.Image], Any]) -> list[Any]:
     """What to keep of each image, or the RuntimeError that names it if it is broken."""
 
     def each(index: int) -> Any:
@@ -216,7 +216,7 @@ def _read_all(half: Half, keep: Callable[[Image.Image], Any], threads: int = 8) 
         except RuntimeError as error:
             return error
 
-    with ThreadPoolExecutor(threads) as pool:  # decoding releases the GIL
+    with ThreadPoolExecutor(8) as pool:  # decoding releases the GIL
         return [*pool.map(each, range(len(half)))]
 
 

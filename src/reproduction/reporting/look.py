@@ -32,7 +32,7 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
 
     Each layer is measured as if earlier ones did not mix. Raises UserError without HTM.
     """
-    trained = load_trained(config, folder, config.device)
+    trained = load_trained(config, folder)
     htm, model = trained.module.htm, trained.module.model
     assert htm is not None
     each = htm.each

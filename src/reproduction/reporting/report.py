@@ -8,7 +8,6 @@ import torch
 from reproduction.config import Config
 from reproduction.reporting.figures import CAPTIONS, draw_accuracy, draw_mixed_samples
 from reproduction.reporting.trained import (
-    batch_size,
     draw_pairs,
     draw_saliency_maps,
     load_trained,
@@ -78,8 +77,8 @@ def _draw(folder: RunFolder, config: Config) -> list[str]:
 def _draw_trained(folder: RunFolder, config: Config) -> Iterator[str]:
     """Draws the pictures of the trained model; errors become text, as the run is finished."""
     try:
-        trained = load_trained(config, folder, config.device)
-        sample = some_images(trained, batch_size(trained))
+        trained = load_trained(config, folder)
+        sample = some_images(trained)
     except (UserError, RuntimeError) as error:
         yield f"No pictures of the trained model: {_reason(error)}."
         return

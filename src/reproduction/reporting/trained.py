@@ -62,11 +62,10 @@ class Sample(NamedTuple):
     targets: Tensor  # b c, smoothed as in the recipe
 
 
-def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> TrainedRun:
-    """Loads the newest checkpoint of a run with HTM, without manifold mixup.
+def load_trained(config: Config, folder: RunFolder) -> TrainedRun:
+    """Loads the newest checkpoint of a run with HTM, without manifold mixup, for its device.
 
-    `device` is as in the configuration: `auto` is a GPU if there is one. Raises UserError without
-    HTM, or if the checkpoints or the data cannot be read.
+    Raises UserError without HTM, or if the checkpoints or the data cannot be read.
     """
     if config.augmentation.htm is None:
         raise UserError(f"run={folder.path}: was trained without htm")
@@ -76,7 +75,7 @@ def load_trained(config: Config, folder: RunFolder, device: str = "cpu") -> Trai
     path, state = read_newest(folder.checkpoints() or [folder.last_path])
     module.load_state_dict(module_state(f"checkpoint={path}", state, module))
     module.model.eval()
-    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    place = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     return TrainedRun(config, module.to(place), source, place)
 
 
@@ -91,16 +90,12 @@ def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tup
         yield pixels.to(trained.device), classes.to(trained.device)
 
 
-def batch_size(trained: TrainedRun) -> int:
-    """Returns the number of images for pictures."""
-    config = trained.config
-    is_slow = trained.device.type == "cpu" and config.model.image_size > 64
-    return min(ON_A_CPU if is_slow else BATCH, config.recipe.batch_size)
-
-
-def some_images(trained: TrainedRun, count: int) -> Sample:
+def some_images(trained: TrainedRun, count: int | None = None) -> Sample:
     """Draws up to `count` training images by the seed of the run; fewer are a prefix of more."""
     config, source = trained.config, trained.source
+    if count is None:
+        is_slow = trained.device.type == "cpu" and config.model.image_size > 64
+        count = min(ON_A_CPU if is_slow else BATCH, config.recipe.batch_size)
     images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
     pixels, classes = default_collate([images[(0, index)] for index in order[:count]])

@@ -14,16 +14,9 @@ from reproduction.models.build import build_module, count_parameters, without_we
 from reproduction.runs import RunFolder
 from reproduction.runs import key as key_of
 from reproduction.runs import settings as settings_of
+from reproduction.start import compose
 from reproduction.studies.plots import AXES, draw_line
-from reproduction.studies.study import (
-    FULL,
-    Size,
-    Study,
-    compose,
-    points,
-    read,
-    studies,
-)
+from reproduction.studies.study import FULL, Size, Study, points, read, studies
 from reproduction.studies.table import (
     Table,
     as_json,
@@ -36,11 +29,10 @@ from reproduction.studies.table import (
 from reproduction.system import UserError, write_text
 
 RESULTS = ROOT / "results"
-METRICS = ("top1_last", "top1_median10", "top1_best", "top5_last", "top5_best")
 COPIED = (  # from summary.json into a line of results/
-    *("seed", *METRICS, "epochs", "hardware", "devices", "threads", "mixed_share"),
-    *("mixed_samples", "mixed_tokens", "git_revision", "versions", "parameters", "log"),
-    "weights_sha256",
+    *("seed", "top1_last", "top1_median10", "top1_best", "top5_last", "top5_best", "epochs"),
+    *("hardware", "devices", "threads", "mixed_share", "mixed_samples", "mixed_tokens"),
+    *("git_revision", "versions", "parameters", "log", "weights_sha256"),
 )
 HOW_TO_READ = (
     "Accuracies are top-1 in percent on the held-out images (the test set of CIFAR, the validation "

@@ -149,7 +149,7 @@ def read(path: Path) -> Study:
 
 
 def points(
-    name: str, study: Study, seed: int = 0, scale: str = FULL, more: Sequence[str] = ()
+    name: str, study: Study, seed: int, scale: str = FULL, more: Sequence[str] = ()
 ) -> Iterator[Point]:
     """Yields the runs of one seed; of the words of study, row, scale and `more` the last counts."""
     for cell, (_, words) in study.cells().items():

@@ -18,7 +18,8 @@ from reproduction.config import Config
 from reproduction.runs import RunFolder, nested, saved
 from reproduction.runs import key as key_of
 from reproduction.runs import settings as settings_of
-from reproduction.studies.study import FULL, Point, Study, points
+from reproduction.start import Point
+from reproduction.studies.study import FULL, Study, points
 from reproduction.system import UserError, first_line, in_one_line, write_text
 
 OUTCOMES = {  # of a run: title, unit, unit of differences, form
@@ -339,9 +340,9 @@ def study_table(
 
 def rows_of(study: Study, cells: Sequence[Point]) -> pd.DataFrame:
     """Returns the rows of a study, from the points of one seed, with what is printed and quoted."""
-    keys = dict(zip(study.cells(), (point.key for point in cells), strict=True))
-    rows = []
-    for (cell, (row, _)), point in zip(study.cells().items(), cells, strict=True):
+    named = study.cells()
+    keys, rows = dict(zip(named, (point.key for point in cells), strict=True)), []
+    for (cell, (row, _)), point in zip(named.items(), cells, strict=True):
         base = study.rows.get(row.against or "")
         text = row.row if cell in study.rows and row.row else cell
         rows.append(
