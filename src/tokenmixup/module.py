@@ -51,7 +51,7 @@ from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER, Rules
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
-from tokenmixup.passes import Current, Pass, embed, rerun, run_block
+from tokenmixup.passes import Current, Pass, stand_in
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient
 from tokenmixup.scorenet import Pooling, ScoreNet
@@ -209,22 +209,20 @@ class TokenMixup(nn.Module):
 
         Those of the last pass are used again, since a compiler may ask for their identity.
         """
-        touched, found = self._touched, list[tuple[nn.Module, Any, tuple[Any, ...]]]()
+        touched, found = self._touched, list[tuple[nn.Module, Any, Any]]()
         if touched and (module := patch_embed_of(self.model, self.adapter)) is not None:
-            found.append((module, embed, (module,)))
+            found.append((module, Pass.embed, module))
         for index, block in enumerate(self._blocks):
-            if index in touched:
-                found.append((block, run_block, (index,)))
-            elif self.checkpoint_blocks:
-                found.append((block, rerun, ()))
+            if index in touched or self.checkpoint_blocks:
+                found.append((block, Pass.run_block if index in touched else Pass.rerun, index))
         before, self._kept = self._kept, {}
-        for module, function, about in found:
+        for module, run, about in found:
             own = vars(module).get("forward")
-            key = (module, own or type(module).forward, function, *about)
+            key = (module, own or type(module).forward, run, about)
             plain = own or partial(type(module).forward, module)
-            stand_in = before.get(key) or partial(function, self._current, *about, plain)
-            self._kept[key] = stand_in
-        return [(module, stand_in) for (module, *_), stand_in in self._kept.items()]
+            new = partial(stand_in, self._current, run, plain, about)
+            self._kept[key] = before.get(key) or new
+        return [(module, kept) for (module, *_), kept in self._kept.items()]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": {}}  # copies make their own

@@ -50,21 +50,22 @@ class Pass:
     def __post_init__(self) -> None:
         self.graph = graph_now()
 
-    def run_block(self, index: int, plain: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Runs a block, whose `forward` is `plain`, on what the methods make of its input."""
+    def run_block(self, plain: Any, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs a block on what HTM, VTM and manifold mixup make of its input."""
         x, grid = self._enter(index, args)
         shape, n, block = args[0].shape, x.shape[1], self.blocks[index]
+        name = name_of(index, block)
         if self.manifold is not None and self.manifold.layer == index:
             x, self.targets = self.manifold(x), self.manifold(self.targets)
         later = [layer for layer in self.vtm if layer > index]
         saliency, needs_map = None, bool(later)
         if (htm := self.htm.get(index)) is not None:
             own = (x.view(shape), *args[1:])
-            name, blocks = name_of(index, block), self.blocks[index:]
+            blocks = self.blocks[index:]
             entry = BlockInput(x, own, kwargs, self.adapter, blocks, name, self.pixels, grid)
             x, saliency = self._mix(index, htm, entry, is_source=bool(later))
             needs_map = needs_map or self.detect is not by_gradient
-        tokens, looking = x, self.adapter.looking(x, self.graph)
+        tokens, looking = x, self.adapter.looking(name, x, self.graph)
         looking.keeps_map = bool(later) and saliency is None
         if (memory := self.memories.get(index)) is not None:  # Eq. 13
             tokens = torch.cat([x, *(kept for kept, _ in memory)], dim=1)
@@ -74,14 +75,12 @@ class Pass:
         is_watched = needs_map and self.adapter.saliency is None
         with Watching(looking) if is_watched else nullcontext():
             out = plain(tokens if len(shape) == 3 else x.view(shape), *args[1:], **kwargs)
-        if is_watched:
-            looking.check(name_of(index, block))
+        seen: Any = looking.checked() if is_watched else None
         for layer in later:
             if saliency is None:
-                assert looking.map is not None, "it has been counted"
-                saliency = saliency_by(looking.map, self.adapter, block, (x,))
+                saliency = saliency_by(seen, self.adapter, block, (x,))
             self._remember(layer, x, saliency)
-        return self._own_tokens(index, out, n, tokens.shape[1])
+        return self._own_tokens(name, out, n, tokens.shape[1])
 
     def _enter(self, index: int, args: tuple[Any, ...]) -> tuple[Tensor, tuple[int, int] | None]:
         """Returns the tokens that enter a block, `b n d`, and their grid if it is known.
@@ -151,29 +150,35 @@ class Pass:
         kept = x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
         self.memories.setdefault(layer, []).append((kept, places))
 
-    def _own_tokens(self, index: int, out: Any, n: int, total: int) -> Any:
+    def _own_tokens(self, name: str, out: Any, n: int, total: int) -> Any:
         """Returns what a block has returned for n of its tokens, without those of a memory."""
         first = out if isinstance(out, Tensor) else out[0]
         count = first.shape[1:-1].numel()
         if self.adapter.attends_to_all and count != total:
-            name = name_of(index, self.blocks[index])
             raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
         if n == total:
             return out
         own = first[:, :n].clone()  # of a view FSDP could lose its hook
         return own if first is out else (own, *out[1:])
 
-    def note_patches(self, embedding: Any, images: Any, out: Any) -> None:
-        """Keeps number and grid of the patches, by what Adapter.patch_embed returns."""
+    def embed(self, plain: Any, embedding: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs the patch embedding; keeps number and grid of the patches."""
+        out = plain(*args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim not in (3, 4):
-            return
-        out = out.movedim(1, -1) if isinstance(embedding, nn.Conv2d) else out
-        self.num_patches = out.shape[1:-1].numel()
-        if out.ndim == 4:
-            self.grid = (out.shape[1], out.shape[2])
+            return out
+        patches = out.movedim(1, -1) if isinstance(embedding, nn.Conv2d) else out
+        self.num_patches = patches.shape[1:-1].numel()
+        if patches.ndim == 4:
+            self.grid = (patches.shape[1], patches.shape[2])
         elif hasattr(embedding, "dynamic_feat_size"):
+            images = args[0] if args else next(iter(kwargs.values()))
             rows, columns = embedding.dynamic_feat_size(tuple(images.shape[-2:]))
             self.grid = (rows, columns) if rows * columns == self.num_patches else None
+        return out
+
+    def rerun(self, plain: Any, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs a block that nothing touches, and again in the backward pass."""
+        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
     def output(self, logits: Any, score_loss_weight: float) -> Output:
         """Returns the output of the pass.
@@ -223,32 +228,14 @@ class Current:
 
     state: Pass | None = None
 
-    @property
-    def acting(self) -> Pass | None:
-        """The pass, unless a detector runs blocks as they are."""
-        return None if self.state is None or self.state.is_detecting else self.state
 
+def stand_in(
+    current: Current, run: Any, plain: Any, about: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs in place of `plain`, the `forward` of a module; a detector's blocks run as they are.
 
-# Stand-ins for the `forward` of a module, which is `plain`.
-
-
-def embed(current: Current, module: Any, plain: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-    """That of the patch embedding."""
-    out = plain(images, *args, **kwargs)
-    if (state := current.acting) is not None:
-        state.note_patches(module, images, out)
-    return out
-
-
-def run_block(current: Current, index: int, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """That of a block that HTM, VTM or manifold mixup touches."""
-    if (state := current.acting) is None:
+    `run`: a method of Pass, which gets `about`: the index of a block, or the patch embedding.
+    """
+    if (state := current.state) is None or state.is_detecting:
         return plain(*args, **kwargs)
-    return state.run_block(index, plain, args, kwargs)
-
-
-def rerun(current: Current, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """That of a block that the backward pass runs again."""
-    if current.acting is None:
-        return plain(*args, **kwargs)
-    return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+    return run(state, plain, about, args, kwargs)

@@ -107,8 +107,8 @@ class BlockInput:
     def attention_map(self) -> AttentionMap:
         """Returns the map that the block itself computes; runs it as far as that, once."""
         if self._map is None:
-            looking = self.adapter.looking(self.tokens)
-            self._map = map_of(self.blocks[0], self.name, looking, self.args, self.kwargs)
+            looking = self.adapter.looking(self.name, self.tokens)
+            self._map = map_of(self.blocks[0], looking, self.args, self.kwargs)
         return self._map
 
     def own_saliency(self) -> Tensor:
@@ -174,18 +174,17 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout."""
     adapter, (x, *others), maps = entry.adapter, entry.args, []
     for step, block in enumerate(entry.blocks[: steps + 1]):
-        name, looking = f"{entry.name} + {step}", adapter.looking(x)
+        name = f"{entry.name} + {step}"
+        looking = adapter.looking(name, x)
         with evaluating(block):
             if step == steps:
-                last = map_of(block, name, looking, (x, *others), entry.kwargs)
+                last = map_of(block, looking, (x, *others), entry.kwargs)
                 maps.append(last.rows(int(adapter.reads_class_token) or None))
                 break
             looking.keeps_map = True
             with Watching(looking):
                 x = block.forward(x, *others, **entry.kwargs)
-        looking.check(name)
-        assert looking.map is not None, "it has been counted"
-        maps.append(looking.map.rows())
+        maps.append(looking.checked().rows())
         if not isinstance(x, Tensor):
             kind = type(x).__name__
             raise ValueError(f"htm.rollout_steps: {name} returns a {kind}, must be its tokens")

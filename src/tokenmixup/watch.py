@@ -118,6 +118,7 @@ class Found(Exception):
 class Looking:
     """What a block is watched for, and what has been seen."""
 
+    name: str  # of the block
     b: int
     n: int  # its own tokens
     any_shape: bool = False  # whether maps of windows, or with fewer keys, count too
@@ -127,7 +128,6 @@ class Looking:
     memory: Tensor | None = None  # b m, the place of each token of a memory among the n
     count: int = 0  # of maps
     map: AttentionMap | None = None
-    is_rerun: bool = False
 
     @property
     def total(self) -> int:
@@ -140,21 +140,21 @@ class Looking:
         return len(shape) > 2 and (over_all or self.any_shape)
 
     def note(self, found: Callable[[], AttentionMap]) -> None:
-        """Counts a map, and keeps it if it is asked for."""
+        """Counts a map, and keeps it if it is asked for. Raises ValueError if it is run again."""
+        if self.graph is not None and self.graph != graph_now():
+            raise ValueError(f"{self.name} {OWN_CHECKPOINTING}")
         self.count += 1
-        self.is_rerun |= self.graph is not None and self.graph != graph_now()
         if self.keeps_map and self.map is None:
             self.map = found()
         if self.only_map:
             raise Found
 
-    def check(self, name: str) -> None:
-        """Raises ValueError unless the block has computed one map, which nothing runs again."""
-        if self.is_rerun:
-            raise ValueError(f"{name} {OWN_CHECKPOINTING}")
+    def checked(self) -> Any:
+        """Returns the map, None if it was not kept. Raises ValueError unless there was one map."""
         if self.count != 1:
             found = f"computes {self.count} attention maps over its tokens"
-            raise ValueError(f"{name} {found}, must be 1")
+            raise ValueError(f"{self.name} {found}, must be 1")
+        return self.map
 
 
 def graph_now() -> tuple[bool, Any]:
@@ -253,8 +253,8 @@ def _multihead(at: Looking, *args: Any, **kwargs: Any) -> None:
 
 @torch.no_grad()
 def map_of(
-    block: nn.Module, name: str, looking: Looking, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> AttentionMap:
+    block: nn.Module, looking: Looking, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Runs a block until its first map is known, and returns it. Raises ValueError without one.
 
     Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
@@ -265,6 +265,4 @@ def map_of(
             block.forward(*args, **kwargs)
     except Found:
         pass
-    looking.check(name)
-    assert looking.map is not None, "it has been counted"
-    return looking.map
+    return looking.checked()
