@@ -182,10 +182,53 @@ class TokenMixup(nn.Module):
             blocks = blocks_of(self.model, self._told)
         except ValueError as error:
             raise ValueError(f"TokenMixup does not support this model: {error}") from error
-        mixed = () if self._manifold is None else self._manifold.layers
-        check_settings(self.model, blocks, adapter, self._htm, self._vtm, mixed)
+        self._check_settings(blocks, adapter)
         if adapter != self.adapter or blocks != self._blocks:  # a compiler looks at identity
             self.adapter, self._blocks = adapter, blocks
+
+    def _check_settings(self, blocks: Sequence[nn.Module], adapter: Adapter) -> None:
+        """Raises ValueError if blocks are missing or cannot serve a setting."""
+        model, htm, vtm = self.model, self._htm, self._vtm
+        mixed = () if self._manifold is None else self._manifold.layers
+        kind, steps = type(model).__name__, max((x.rollout_steps for x in htm.values()), default=0)
+        for key, layers in (
+            ("htm.layer", htm),
+            ("vtm.layer", vtm),
+            ("manifold_mixup.layers", mixed),
+            ("htm.layer + htm.rollout_steps", [layer + steps for layer in htm]),
+        ):
+            for layer in layers:
+                if layer >= len(blocks):
+                    raise ValueError(f"{key}={layer}: {kind} has blocks 0..{len(blocks) - 1}")
+        over_all, token = "needs attention over all tokens", "needs a class token in the blocks"
+        reads, prefix, rolls = adapter.reads_class_token, adapter.num_prefix_tokens, steps > 0
+        has_token = reads or (prefix > 0 and has_class_token(model))
+        published = any(x.class_token_offset == "published" for x in vtm.values())
+        by_token = any(x.pooling == "class_token" for x in htm.values())
+        by_pixels = any(x.detector == "gradient" for x in htm.values())
+        own_rope = any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_"))
+        for need, lacks in {
+            f"vtm.layer={min(vtm, default=0)}: {over_all}": vtm and not adapter.attends_to_all,
+            f"vtm.class_token_offset=published: {token}": published and not has_token,
+            f"htm.pooling=class_token: {token}": by_token and not has_token,
+            "htm.detector=gradient: needs tokens in the order of the image": (
+                by_pixels and not adapter.in_rows
+            ),
+            f"htm.rollout_steps={steps}: {over_all}": rolls and not adapter.attends_to_all,
+            f"htm.rollout_steps={steps}: needs blocks that share their rotary positions": (
+                rolls and own_rope
+            ),
+        }.items():
+            if lacks:
+                raise ValueError(f"{need}, which {kind} does not have")
+        for method, joined in (("htm", [*htm]), ("vtm", [*range(max(vtm, default=-1) + 1)])):
+            if len({width_of(model, blocks[layer], adapter) for layer in joined}) > 1:
+                raise ValueError(f"{method}.layer: blocks {joined} of {kind} must lie in one stage")
+        for layer in (*htm, *vtm):
+            for part in blocks[layer].modules():
+                if isinstance(part, BATCH_NORMS):
+                    name = f"{name_of(layer, blocks[layer])} has a {type(part).__name__}"
+                    raise ValueError(f"{kind}: {name}, whose statistics would see tokens twice")
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it. Raises ValueError if HTM cannot run here."""
@@ -284,59 +327,6 @@ def why_not(model: Any, adapter: Adapter | None = None) -> str | None:
     except ValueError as error:
         return str(error)
     return why_not_wrapped(model)
-
-
-def check_settings(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    adapter: Adapter,
-    htm: Mapping[int, HTM],
-    vtm: Mapping[int, VTM],
-    mixed: Sequence[int],
-) -> None:
-    """Raises ValueError if blocks are missing or cannot serve a setting.
-
-    `htm`, `vtm`: by layer; `mixed`: the layers of manifold mixup.
-    """
-    kind, steps = type(model).__name__, max((x.rollout_steps for x in htm.values()), default=0)
-    for key, layers in (
-        ("htm.layer", htm),
-        ("vtm.layer", vtm),
-        ("manifold_mixup.layers", mixed),
-        ("htm.layer + htm.rollout_steps", [layer + steps for layer in htm]),
-    ):
-        for layer in layers:
-            if layer >= len(blocks):
-                raise ValueError(f"{key}={layer}: {kind} has blocks 0..{len(blocks) - 1}")
-    over_all, token = "needs attention over all tokens", "needs a class token in the blocks"
-    reads, prefix, rolls = adapter.reads_class_token, adapter.num_prefix_tokens, steps > 0
-    has_token = reads or (prefix > 0 and has_class_token(model))
-    published = any(x.class_token_offset == "published" for x in vtm.values())
-    by_token = any(x.pooling == "class_token" for x in htm.values())
-    by_pixels = any(x.detector == "gradient" for x in htm.values())
-    own_rope = any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_"))
-    for need, lacks in {
-        f"vtm.layer={min(vtm, default=0)}: {over_all}": vtm and not adapter.attends_to_all,
-        f"vtm.class_token_offset=published: {token}": published and not has_token,
-        f"htm.pooling=class_token: {token}": by_token and not has_token,
-        "htm.detector=gradient: needs tokens in the order of the image": (
-            by_pixels and not adapter.in_rows
-        ),
-        f"htm.rollout_steps={steps}: {over_all}": rolls and not adapter.attends_to_all,
-        f"htm.rollout_steps={steps}: needs blocks that share their rotary positions": (
-            rolls and own_rope
-        ),
-    }.items():
-        if lacks:
-            raise ValueError(f"{need}, which {kind} does not have")
-    for method, joined in (("htm", [*htm]), ("vtm", [*range(max(vtm, default=-1) + 1)])):
-        if len({width_of(model, blocks[layer], adapter) for layer in joined}) > 1:
-            raise ValueError(f"{method}.layer: blocks {joined} of {kind} must lie in one stage")
-    for layer in (*htm, *vtm):
-        for part in blocks[layer].modules():
-            if isinstance(part, BATCH_NORMS):
-                name = f"{name_of(layer, blocks[layer])} has a {type(part).__name__}"
-                raise ValueError(f"{kind}: {name}, whose statistics would see tokens twice")
 
 
 @torch.compiler.disable

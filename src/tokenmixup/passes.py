@@ -46,9 +46,7 @@ class Pass:
     # by layer of VTM: of each source, its tokens, b kappa d, and their places in 0..n-1, b kappa
     memories: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     layers: list[LayerMix] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.graph = graph_now()
+    graph: Any = field(default_factory=graph_now)
 
     def run_block(self, plain: Any, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a block on what HTM, VTM and manifold mixup make of its input."""
