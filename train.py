@@ -11,7 +11,8 @@ shows the configuration, --help what is allowed.
 import sys
 
 from reproduction.launch import end, run_all
-from reproduction.start import Point, as_yaml, expand, help_text, point, take
+from reproduction.runs import as_yaml
+from reproduction.start import Point, expand, help_text, point, take
 from reproduction.system import Parser, UserError, launched_ranks, one_line_errors, say
 
 

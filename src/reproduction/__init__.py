@@ -38,8 +38,7 @@ def build_trainer(
     from reproduction.training.step import Trainer
 
     config = compose(tuple(overrides))
-    device = torch.device(resolve_device(config.device, 1))
-    world = world or World(0, 1, device)
+    world = world or World(0, 1, torch.device(resolve_device(config.device, 1)))
     allow_tf32(config.recipe.tf32)
     torch.manual_seed(config.seed)
     module = build_module(without_weights(config.model), config.augmentation, num_classes)

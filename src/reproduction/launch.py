@@ -94,8 +94,6 @@ def shares(jobs: int, devices: int) -> list[Share]:
     gpus, cores = visible_gpus(), max(1, usable_cores() // jobs)
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // devices)))
     environment = {"OMP_NUM_THREADS": threads, CORES: str(cores)}
-    if not gpus:
-        return [environment] * jobs
     groups = max(1, len(gpus) // devices)
     firsts = [number % groups * devices for number in range(jobs)]
     visible = [",".join(gpus[first : first + devices]) for first in firsts]

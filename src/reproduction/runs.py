@@ -32,7 +32,6 @@ from reproduction.system import (
     first_line,
     is_first_rank,
     restarts,
-    sync,
     versions,
     write_text,
 )
@@ -50,23 +49,20 @@ NOT_IN_NAMES = re.compile(r"[^\w.+=-]+", re.ASCII)  # what a default name leaves
 LONGEST_NAME = 120  # bytes of a default name
 
 
-class Gone:
-    """A key that the schema has no more, and its values (any, if none is named) that still hold."""
-
-    def __init__(self, *values: Any):
-        self.values = values
+class Gone(list[Any]):
+    """A key that the schema has no more: its values (any, if none is named) that still hold."""
 
 
 # What saved configurations mean: keys that are gone, and first defaults of keys that have another.
 UPGRADES: dict[str, Any] = {
     "restarts": Gone(),
     "checkpoint.every_steps": Gone(),
-    "recipe.non_finite": Gone("fail"),
-    "augmentation.htm.non_finite": Gone("fail"),
-    "augmentation.mode": Gone("batch"),
-    "dataset.broken_images": Gone("refuse"),
+    "recipe.non_finite": Gone(["fail"]),
+    "augmentation.htm.non_finite": Gone(["fail"]),
+    "augmentation.mode": Gone(["batch"]),
+    "dataset.broken_images": Gone(["refuse"]),
     "dataset.content": Gone(),
-    "dataset.statistics": Gone(None),
+    "dataset.statistics": Gone([None]),
     "augmentation.htm.tau": 2.0,
     "augmentation.htm.rho": 0.005,
 }
@@ -87,7 +83,7 @@ def upgraded(raw: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, Gone):
             group.setdefault(name, value)
-        elif name in group and (found := group.pop(name)) not in (value.values or [found]):
+        elif name in group and (found := group.pop(name)) not in (value or [found]):
             raise UserError(f"{key}={found}: was a setting of an earlier revision, and is gone")
     data = tree.get("dataset")
     if isinstance(data, dict) and data.get("source") is None:  # once named for own data alone
@@ -152,8 +148,7 @@ def digest(value: Any) -> str:
 
 def key(config: Config, seed: bool = True) -> str:
     """Returns 8 hex digits over `settings`; without the seed, those that all seeds share."""
-    values = {name: x for name, x in settings(config).items() if seed or name != "seed"}
-    return digest(values)
+    return digest({name: x for name, x in settings(config).items() if seed or name != "seed"})
 
 
 def changes(ours: Config, theirs: Config) -> list[str]:
@@ -182,6 +177,11 @@ def default_name(config: Config, head: str = "", words: Sequence[str] = ()) -> s
     return name.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
 
 
+def as_yaml(config: Config) -> str:
+    """Returns the configuration as the folder of the run holds it."""
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
 # --- folder -------------------------------------------------------------------------------------
 
 LOCK = ".lock"
@@ -207,10 +207,8 @@ class RunFolder:
 
     def check(self, config: Config) -> None:
         """Raises UserError if this folder cannot be used for this run."""
-        if not is_first_rank():
-            return  # the first rank may already have created the folder
-        if not os.path.lexists(self.path):
-            return
+        if not (is_first_rank() and os.path.lexists(self.path)):
+            return  # the first rank may already have created it for the others
         expected = {"checkpoints", "wandb", "tensorboard", "summary.json", LOCK}
         expected |= {entry.name for entry in self.path.glob(TEMPORARIES)}
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= expected:
@@ -234,7 +232,7 @@ class RunFolder:
     def create(self, config: Config) -> None:
         """Creates the folder and writes the configuration."""
         self.last_path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.config_path, yaml.safe_dump(asdict(config), sort_keys=False))
+        write_text(self.config_path, as_yaml(config))
 
     def read_config(self) -> Config:
         """Returns the configuration. Raises UserError if this is not a run folder."""
@@ -301,11 +299,6 @@ class RunFolder:
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
-    def sync_metrics(self) -> None:
-        """Flushes metrics.jsonl to disk."""
-        if self.metrics_path.exists():
-            sync(self.metrics_path)
-
     def checkpoints(self) -> list[Path]:
         """Returns the checkpoints to resume from, newest first."""
         return versions(self.last_path)
@@ -332,11 +325,6 @@ class RunFolder:
             os.replace(checkpoint, self.last_path)
             for damaged in checkpoints[1 : checkpoints.index(checkpoint)]:
                 damaged.unlink()
-
-    def check_metrics(self, size: int) -> None:
-        """Raises UserError if metrics.jsonl has fewer bytes than a checkpoint recorded."""
-        if self.metrics_size() < size:
-            raise UserError(f"{self.metrics_path}: is shorter than when the checkpoint was written")
 
     def trim_metrics(self, size: int) -> None:
         """Truncates metrics.jsonl to the `size` that a checkpoint recorded."""
@@ -415,7 +403,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
     lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(PATIENCE_OF_RESTARTED if restarts()[0] > 0 else PATIENCE)
+        lock.acquire(PATIENCE_OF_RESTARTED if restarts() else PATIENCE)
     except Timeout:
         holder = path.read_text().strip() or "another process"
         raise RunLocked(f"name={folder.path.name}: {holder} is training {folder.path}") from None

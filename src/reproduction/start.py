@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import hydra
-import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -184,18 +183,7 @@ def _initialized() -> Iterator[None]:
 # --- help ---------------------------------------------------------------------------------------
 
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-TYPES = {
-    "array": "list",
-    "boolean": "true, false",
-    "string": "text",
-    "object": "mapping",
-    "null": "null",
-}
-
-
-def as_yaml(config: Config) -> str:
-    """Returns the configuration as the folder of the run will hold it."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
+TYPES = {"array": "list", "boolean": "true, false", "string": "text", "object": "mapping"}
 
 
 def help_text(words: Sequence[str]) -> str:

@@ -77,9 +77,6 @@ def one_line_errors(program: str) -> Iterator[None]:
         yield
         say("", end="")  # what print() has left; nobody may read it
         return
-    except BrokenPipeError:
-        say("", end="")
-        return
     except (UserError, OSError) as error:
         status, line = 2, in_one_line(str(error))
     except PlainError as error:
@@ -286,11 +283,9 @@ def is_first_rank() -> bool:
     return launched_ranks() is None or os.environ.get("RANK", "0") == "0"
 
 
-def restarts() -> tuple[int, int]:
-    """Returns (restarts so far, maximum number of restarts)."""
-    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    done, allowed = (int(os.environ.get(name, "0")) for name in names)
-    return done, allowed
+def restarts() -> int:
+    """Returns how often torchrun has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def usable_cores() -> int:
@@ -320,12 +315,6 @@ def hardware_name(device: str) -> str:
         info = Path("/proc/cpuinfo").read_text()
         names = [*re.findall(r"^model name\s*: (.+)", info, re.MULTILINE), *names]
     return f"{' '.join(names[0].split())} ({cores} core{'s' if cores > 1 else ''})"
-
-
-def join_hardware(earlier: str | None, now: str) -> str:
-    """Joins the hardware names of a resumed run, each once, in order."""
-    names = [] if earlier is None else earlier.split(", then ")
-    return ", then ".join(dict.fromkeys([*names, now]))
 
 
 def keep_freed_memory() -> None:

@@ -65,7 +65,9 @@ def load_last(folder: RunFolder) -> Newest | None:
     def check(path: Path, state: Any) -> None:
         if not isinstance(state, dict) or "metrics_size" not in state:
             raise UserError(f"checkpoint={path}: holds no training state")
-        folder.check_metrics(state["metrics_size"])
+        if folder.metrics_size() < state["metrics_size"]:
+            short = "is shorter than when the checkpoint was written"
+            raise UserError(f"{folder.metrics_path}: {short}")
 
     paths = folder.checkpoints()
     return read_newest(paths, check) if paths else None
@@ -147,7 +149,6 @@ def export(
         "arguments": json.dumps(arguments),
         "preprocessing": json.dumps(preprocessing),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
     # Tensors that share memory cannot be saved.
     state = {name: value.clone() for name, value in matching_state(weights, model).items()}
     save_plain(output, state, weights.classes, **about)

@@ -31,27 +31,22 @@ def attended_share(saliency: Tensor, box: Box, size: torch.Size) -> Tensor:
     return (saliency * grid).sum(dim=1, keepdim=True) / saliency.sum(dim=1, keepdim=True)
 
 
-def last_block(model: nn.Module) -> nn.Module:
-    """Returns the model's last block; UserError unless its blocks attend to all tokens."""
-    try:
-        *_, last = blocks_of(model)
-    except ValueError as error:
-        raise UserError(f"{KEY}: {error}; allowed is area") from error
-    if not adapter_of(model).attends_to_all:
-        kind = type(model).__name__
-        raise UserError(f"{KEY}: blocks of {kind} do not attend to all tokens; allowed is area")
-    return last
-
-
 class AttentionLabels:
     """Weighs the classes of CutMix's images by the last block's attention in the same pass.
 
     It is that of the class token, or the mean over all queries if the model pools no class token.
-    Raises the errors of `last_block`.
+    UserError unless the model's blocks attend to all tokens.
     """
 
     def __init__(self, model: nn.Module):
-        self.block, self.adapter = last_block(model), adapter_of(model)
+        try:
+            *_, self.block = blocks_of(model)
+        except ValueError as error:
+            raise UserError(f"{KEY}: {error}; allowed is area") from error
+        self.adapter = adapter_of(model)
+        if not self.adapter.attends_to_all:
+            kind = type(model).__name__
+            raise UserError(f"{KEY}: blocks of {kind} do not attend to all tokens; allowed is area")
         self.entered: BlockInput | None = None
         self.block.register_forward_pre_hook(self._note, with_kwargs=True)
 

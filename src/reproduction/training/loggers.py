@@ -28,11 +28,10 @@ class WandbLog:
 
     name = "wandb"
 
-    def __init__(self, config: Config, folder: RunFolder):
+    def __init__(self, given: dict[str, Any], config: Config, folder: RunFolder):
         import wandb
 
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        given = config.logger.wandb or {}
         init = {
             "id": folder.read_summary().get("wandb_id") or uuid4().hex[:8],
             "resume": "allow",
@@ -106,7 +105,7 @@ class Logs:
     def __init__(self, chosen: Loggers, config: Config, folder: RunFolder, step: int):
         self.loggers: list[WandbLog | TensorBoardLog] = []
         if chosen.wandb is not None:
-            self.loggers.append(WandbLog(config, folder))
+            self.loggers.append(WandbLog(chosen.wandb, config, folder))
         if chosen.tensorboard is not None:
             self.loggers.append(TensorBoardLog(folder, step, chosen.tensorboard.flush_seconds))
 

@@ -81,7 +81,6 @@ def write_predictions(path: Path, found: Predictions, labelled: bool = True) -> 
         suffix = f"_{rank + 1}" if rank else ""
         columns.append((f"predicted{suffix}", [found.classes[index] for index in best]))
         columns.append((f"probability{suffix}", [f"{value:.6g}" for value in values]))
-    path.parent.mkdir(parents=True, exist_ok=True)
     _write_csv(path, columns)
 
 

@@ -146,7 +146,7 @@ def join_world(device: str) -> Iterator[World]:
         store: dist.Store = dist.FileStore(os.environ[MEETING], size)
     else:  # torchrun keeps its store over restarts, with the addresses of dead ranks
         store, rank, size = next(iter(dist.rendezvous("env://")))
-        store = dist.PrefixStore(f"start_{restarts()[0]}", store)
+        store = dist.PrefixStore(f"start_{restarts()}", store)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:

@@ -41,8 +41,8 @@ from reproduction.system import (
     give_back_freed_memory,
     hardware_name,
     is_first_rank,
-    join_hardware,
     say,
+    sync,
     warn,
 )
 from reproduction.training import figures
@@ -346,7 +346,7 @@ def save(run: Run, state: RunState) -> None:
     """Writes a checkpoint with all that a resumed run needs, or must have in common with this."""
     trainer, folder = run.trainer, run.folder
     if trainer.world.is_main:
-        folder.sync_metrics()
+        sync(folder.metrics_path)
         state.metrics_size = folder.metrics_size()
         content = {**trainer.state(), **vars(state), "classes": trainer.classes}
         on_host = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), content)
@@ -430,7 +430,7 @@ def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> Non
         warn(f"warning: {remark}")
     if initial_weights is not None:
         say(f"initial weights: {initial_weights}")
-    numbers, smoothing = _htm_numbers(config, trainer), config.recipe.label_smoothing
+    numbers, smoothing = _htm_numbers(trainer), config.recipe.label_smoothing
     for name, row in numbers.items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
     label = torch.tensor([1 - smoothing] + [0.0] * (classes - 1)) + smoothing / classes
@@ -444,12 +444,12 @@ def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> Non
             warn(f"warning: augmentation.htm.tau={tau}: {reason}")
 
 
-def _htm_numbers(config: Config, trainer: Trainer) -> dict[str, list[float | str]]:
+def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
     """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
-    htm = trainer.module.htm
-    if htm is None or isinstance(config.model, Library):
+    htm, model = trainer.module.htm, trainer.config.model
+    if htm is None or isinstance(model, Library):
         return {}
-    each, tokens = htm.each.values(), config.model.tokens
+    each, tokens = htm.each.values(), model.tokens
     rows = {"tau": [x.tau for x in each], "rho": [x.rho_for(tokens) for x in each]}
     if not trainer.module.adapter.attends_to_all and any(x.rho == "auto" for x in each):
         del rows["rho"]  # by the tokens of a stage, which the configuration does not say
@@ -462,7 +462,9 @@ def _facts(
     """The entries of the summary that are known before training."""
     config, device = trainer.config, trainer.world.device
     earlier = folder.read_summary() if trainer.step > 0 else {}
-    numbers, name = _htm_numbers(config, trainer), hardware_name(device.type)
+    numbers, places = _htm_numbers(trainer), [hardware_name(device.type)]
+    if "hardware" in earlier:
+        places = [*earlier["hardware"].split(", then "), *places]
     return {
         "name": config.name,
         "data": record(data, config.model.weights),
@@ -471,7 +473,7 @@ def _facts(
         "seed": config.seed,
         "devices": config.devices,
         "initial_weights": initial_weights or earlier.get("initial_weights"),
-        "hardware": join_hardware(earlier.get("hardware"), name),
+        "hardware": ", then ".join(dict.fromkeys(places)),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),

@@ -29,18 +29,14 @@ from tokenmixup.output import Stat
 
 
 class MicroBatch(NamedTuple):
-    """The mean loss of a micro-batch, the model's output for it, and the scalars of its log."""
+    """The mean loss of a micro-batch, the model's output for it, and the scalars of its log.
+
+    HTM's names are those of `Output.sums`; all are on the device.
+    """
 
     loss: Tensor
     output: Output
     metrics: dict[str, Stat]
-
-
-def metrics_of(loss: Tensor, output: Output, not_finite: Tensor) -> dict[str, Stat]:
-    """Names the scalars of the log, on the device; HTM's names are those of `Output.sums`."""
-    n = len(output.logits)
-    own = {"loss": Stat(loss * n, n), "skipped": Stat(not_finite, is_max=True)}
-    return own | output.sums
 
 
 class Trainer:
@@ -117,12 +113,12 @@ class Trainer:
         backup = [value.clone() for value in restorable]
 
         # Forward, with the mixing of tokens, loss and backward
-        losses, outputs = list[Tensor](), list[Output]()
+        parts, skipped = list[MicroBatch](), Stat(self.not_finite, is_max=True)
         labels = len(self.classes), self.recipe.label_smoothing
         no_sync = getattr(self.parallel, "no_sync", nullcontext)  # DistributedDataParallel has it
         for part in mixed.split(count := self.recipe.grad_accum_steps):
             # Only the last backward pass reduces the gradients over the ranks.
-            is_last = len(losses) == count - 1
+            is_last = len(parts) == count - 1
             with nullcontext() if is_last else no_sync():
                 with autocast(device, self.recipe.precision):
                     # This is TokenMixup.forward; what it does to the blocks of the model is in
@@ -133,14 +129,16 @@ class Trainer:
                         output = output._replace(targets=targets)
                 loss = training_loss(output)
                 # DDP averages over the ranks: the world size turns that mean into a sum.
-                weight = len(part.images) * self.world.size / global_size
+                n = len(part.images)
+                weight = n * self.world.size / global_size
                 self.scaler.scale(loss * weight).backward()
-            losses.append(loss.detach())
-            outputs.append(output)
+            loss = loss.detach()
+            own = {"loss": Stat(loss * n, n), "skipped": skipped}
+            parts.append(MicroBatch(loss, output, own | output.sums))
 
         # Clip and update
         norm = self._clip_gradients()
-        self.not_finite.copy_((~torch.stack([norm, *losses]).isfinite()).any())
+        self.not_finite.copy_((~torch.stack([norm, *(x.loss for x in parts)]).isfinite()).any())
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -150,10 +148,7 @@ class Trainer:
             self.average.update(self.module.model)
         for value, old in zip(restorable, backup, strict=True):
             value.copy_(torch.where(self.not_finite > 0, old, value))
-        return [
-            MicroBatch(*part, metrics_of(*part, self.not_finite))
-            for part in zip(losses, outputs, strict=True)
-        ]
+        return parts
 
     def _clip_gradients(self) -> Tensor:
         """Clips the gradients and returns their norm before clipping.
