@@ -37,7 +37,7 @@ RUNS: dict[str, list[str]] = {
         *("augmentation.htm.tau=2.35", "augmentation.htm.rho=0.0002"),
         *("augmentation.manifold_mixup.layers=[0,1]", "recipe.transforms.erasing_prob=0.25"),
         *("recipe.grad_accum_steps=2", "recipe.ema_decay=0.9", "recipe.optimizer=sgd"),
-        *("recipe.transforms.auto_augment=rand-m9-mstd0.5-inc1", "model.drop=0.1"),
+        *("recipe.transforms.auto_augment=rand-m9-mstd0.5-inc1", "model.attn_drop=0.1"),
     ],
     "gradient": [*SMALL, *BOTH, "augmentation.htm.detector=gradient"],
     "random": [*SMALL, *BOTH, "augmentation.htm.detector=random"],
