@@ -87,7 +87,7 @@ def embed(model: Any, images: Tensor) -> Tensor:
     x = model.tokenizer(images)
     if model.num_prefix_tokens:
         x = torch.cat([model.cls_token.repeat(len(x), 1, 1), x], dim=1)
-    return model.pos_drop(x + model.pos_embed)
+    return x + model.pos_embed
 
 
 def attention(attn: Any, queries: Tensor, keys: Tensor) -> Tensor:
