@@ -67,7 +67,6 @@ def small_cct(attn_drop: float = 0.0, drop_path: float = 0.0, depth: int = 4) ->
         mlp_ratio=2.0,
         conv_layers=1,
         positional_embedding="learnable",
-        drop=0.0,
         attn_drop=attn_drop,
         drop_path=drop_path,
     )
@@ -88,7 +87,6 @@ def small_vit_lite() -> CCT:
         patch_size=4,
         positional_embedding="learnable",
         pooling="class_token",
-        drop=0.0,
         attn_drop=0.0,
         drop_path=0.0,
     )

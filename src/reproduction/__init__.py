@@ -34,12 +34,11 @@ def build_trainer(
     from reproduction.data.inputs import build_training_inputs
     from reproduction.models.build import build_module, place, without_weights
     from reproduction.start import compose
-    from reproduction.training.ranks import World, allow_tf32, resolve_device
+    from reproduction.training.ranks import World, resolve_device
     from reproduction.training.step import Trainer
 
     config = compose(tuple(overrides))
     world = world or World(0, 1, torch.device(resolve_device(config.device, 1)))
-    allow_tf32(config.recipe.tf32)
     torch.manual_seed(config.seed)
     module = build_module(without_weights(config.model), config.augmentation, num_classes)
     return Trainer(

@@ -5,6 +5,7 @@ HTM, VTM and manifold mixup are the library's classes, which check themselves.
 
 import os
 import re
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -116,7 +117,6 @@ class CCT(Transformer):
     patch_size: Size | None
     positional_embedding: Literal["learnable", "sine"]
     pooling: Literal["sequence", "class_token"]
-    drop: Rate
 
     def __post_init__(self) -> None:
         if (self.conv_layers is None) == (self.patch_size is None):
@@ -146,9 +146,7 @@ class CCT(Transformer):
 class ViT(Transformer):
     """A vision transformer from timm; `architecture` is its timm name.
 
-    Dropout follows timm: `pos_drop_rate` applies after the position embedding, `proj_drop_rate`
-    after the attention output projection and twice in each MLP. `mlp_drop_rate` overrides
-    `proj_drop_rate` in the MLPs if set.
+    `pos_drop_rate` drops out after the position embedding, `mlp_drop_rate` twice in each MLP.
     """
 
     family: Literal["vit"]
@@ -157,7 +155,6 @@ class ViT(Transformer):
     global_pool: Literal["token", "avg", "map"]
     pretrained: str | None
     pos_drop_rate: Rate
-    proj_drop_rate: Rate
     mlp_drop_rate: Rate | None
 
     def __post_init__(self) -> None:
@@ -203,7 +200,6 @@ class Dataset:
     limit: Count | None
     eval_limit: Count | None = None
     workers: Workers = "auto"
-    memory_mib: Whole | None = None
     validation: Rate = 0.0
     validation_seed: Whole = 0
     source: FunctionName
@@ -253,25 +249,21 @@ class Augmentation:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Transforms:
-    """Settings of timm's image transforms. Scale and ratio [1, 1] keep a square image uncropped."""
+    """Settings of timm's image transforms. Scale [1, 1] keeps a square image uncropped."""
 
     scale: Range
-    ratio: Range
     interpolation: Literal["random", "bilinear", "bicubic"]
     hflip: Fraction
     color_jitter: Amount
     auto_augment: AutoAugment | None
     erasing_prob: Fraction
     erasing_mode: Literal["const", "rand", "pixel"]
-    erasing_count: Blocks
     eval_crop_pct: Crop
 
     def __post_init__(self) -> None:
         if not self.scale[0] <= self.scale[1] <= 1:
             shares = "shares of the area, must rise to 1 at most"
             raise ValueError(f"recipe.transforms.scale={self.scale}: {shares}")
-        if self.ratio[0] > self.ratio[1]:
-            raise ValueError(f"recipe.transforms.ratio={self.ratio}: must rise")
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -290,12 +282,10 @@ class Recipe:
     cooldown_epochs: Whole
     schedule_step: Literal["epoch", "batch"]
     weight_decay: Amount
-    momentum: Rate
     clip_grad_norm: Positive | None
     ema_decay: Rate | None
     label_smoothing: Rate
     precision: Literal["float32", "bf16", "float16"]
-    tf32: Flag
     log_every: Count
     evaluate_every: Count
     transforms: Transforms
@@ -322,19 +312,6 @@ class Checkpoint:
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
-class TensorBoard:
-    flush_seconds: Positive
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
-class Loggers:
-    """Loggers that receive the lines of metrics.jsonl too; wandb's own settings are its own."""
-
-    wandb: dict[str, Any] | None = None
-    tensorboard: TensorBoard | None = None
-
-
-@dataclass(config=FORBID, frozen=True, kw_only=True)
 class Config:
     """The complete configuration of a run."""
 
@@ -350,7 +327,10 @@ class Config:
     augmentation: Augmentation
     recipe: Recipe
     checkpoint: Checkpoint = Checkpoint()  # unused by eval.py
-    logger: Loggers = Loggers()
+    # what receives the lines of metrics.jsonl too, with settings of its own
+    logger: dict[Literal["wandb", "tensorboard"], dict[str, Any] | None] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         stack, model, epochs = self.augmentation, self.model, self.recipe.epochs

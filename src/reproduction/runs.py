@@ -41,7 +41,7 @@ from reproduction.system import (
 # Keys that do not change a result, and so not the identity of a run.
 NOT_RESULT = (
     *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
+    *("dataset.workers", "model.checkpoint_blocks"),
 )
 FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
 PATHS = ("dataset.root", "model.weights")  # keys that count however they are spelled
@@ -62,7 +62,14 @@ UPGRADES: dict[str, Any] = {
     "augmentation.mode": Gone(["batch"]),
     "dataset.broken_images": Gone(["refuse"]),
     "dataset.content": Gone(),
+    "dataset.memory_mib": Gone(),
     "dataset.statistics": Gone([None]),
+    "model.drop": Gone([0.0]),
+    "model.proj_drop_rate": Gone([0.0]),
+    "recipe.momentum": Gone([0.9]),
+    "recipe.tf32": Gone([False]),
+    "recipe.transforms.erasing_count": Gone([1]),
+    "recipe.transforms.ratio": Gone([[0.75, 1.3333], [1.0, 1.0]]),
     "augmentation.htm.tau": 2.0,
     "augmentation.htm.rho": 0.005,
 }

@@ -47,7 +47,6 @@ def recorded_cct() -> nn.Module:
         mlp_ratio=2.0,
         conv_layers=2,
         positional_embedding="learnable",
-        drop=0.0,
         attn_drop=0.0,
         drop_path=0.0,
     )

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
+from reproduction.data import sources
 from tests.doors import Run, evaluate, load_run, same, train
 from tests.images import write_cifar, write_images
 
@@ -152,21 +153,20 @@ def test_images_are_seen_upright_and_on_white(run: str, here: Path):
         assert np.abs(shown(run, "x.png") - (255 + (stored - 255) * alpha / 255)).max() <= 1
 
 
-def test_held_out_files_are_seen_as_by_load_run(images: Path):
+def test_held_out_files_are_seen_as_by_load_run(images: Path, monkeypatch: pytest.MonkeyPatch):
     """In training, evaluation and other programs, from files and from memory."""
     for name, content in READ.items():
         (images / "val" / "cat" / name).write_bytes(content)
         (images / "train" / "dog" / name).write_bytes(content)
     sideways = images / "val" / "dog" / "0.png"
     RGB.resize((40, 20)).save(sideways, exif=oriented(8))
-    for memory in (0, 64):
-        result = train(*FOLDER, f"name=run-{memory}", f"dataset.memory_mib={memory}")
-        assert result.status == 0, result.err
-    result = train(*FOLDER, "name=workers", "dataset.memory_mib=0", "dataset.workers=2")
-    files, memory, workers = (Run(f"outputs/{x}") for x in ("run-0", "run-64", "workers"))
-    assert same(files, memory) == same(files, workers) == []
-    assert evaluate("run=outputs/run-0", "predictions=x.csv", "dataset.memory_mib=64").status == 0
-    model, transform, classes = load_run("outputs/run-0")
+    assert train(*FOLDER, "name=memory").status == 0
+    assert evaluate("run=outputs/memory", "predictions=x.csv").status == 0
+    monkeypatch.setattr(sources, "MOST_MEMORY", 0)
+    for name, workers in (("files", 0), ("workers", 2)):
+        assert train(*FOLDER, f"name={name}", f"dataset.workers={workers}").status == 0
+        assert same(Run("outputs/memory"), Run(f"outputs/{name}")) == []
+    model, transform, classes = load_run("outputs/files")
     with open("x.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
     assert len(rows) == 4 + len(READ)
@@ -252,11 +252,14 @@ def test_folder_that_is_no_data_set_is_refused_in_one_line(images: Path, kind: s
     assert "dataset.root=" in result.err and part in result.err and not Path("outputs").exists()
 
 
-@pytest.mark.parametrize("memory", [0, 64])
-def test_broken_image_is_named_and_ends_the_run(images: Path, memory: int):
+@pytest.mark.parametrize("memory", [0, 2**30])
+def test_broken_image_is_named_and_ends_the_run(
+    images: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+):
+    monkeypatch.setattr(sources, "MOST_MEMORY", memory)
     for name in ("train/cat/2.png", "train/dog/1.png"):
         (images / name).write_bytes(b"none")
-    result = train(*FOLDER, "name=run", f"dataset.memory_mib={memory}", "dataset.workers=1")
+    result = train(*FOLDER, "name=run", "dataset.workers=1")
     assert result.status in (1, 2) and "no readable image" in result.lines[-1]
     if memory:
         assert "train/cat/2.png" in result.err and "2 of 6 images" in result.err

@@ -28,7 +28,7 @@ WORDS = {
 }
 NO_RESULT = (  # keys and groups that change no result, and so not the run; every other key counts
     *("name", "output_root", "resume", "device", "compile", "checkpoint", "logger"),
-    *("dataset.workers", "dataset.memory_mib", "model.checkpoint_blocks"),
+    *("dataset.workers", "model.checkpoint_blocks"),
 )
 OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just be changed
     **{
@@ -41,7 +41,7 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
     **{"model.pooling": "class_token", "model.global_pool": "avg", "model.pretrained": "x"},
     **{"model.mlp_drop_rate": 0.1, "model.package": "torchvision", "model.stem": "cifar"},
     **{"dataset.root": "x", "dataset.mean": [0.1, 0.2, 0.3], "dataset.std": [0.1, 0.2, 0.3]},
-    **{"dataset.limit": 9, "dataset.eval_limit": 9, "dataset.memory_mib": 9},
+    **{"dataset.limit": 9, "dataset.eval_limit": 9},
     **{"dataset.source": "own:others", "dataset.workers": 9},
     **{"augmentation.off_epoch": 1, "recipe.ema_decay": 0.9},
     **{"augmentation.cutmix.labels": "attention", "augmentation.manifold_mixup.layers": [1]},
@@ -56,7 +56,7 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
     **{"augmentation.vtm.class_token_offset": "published", "recipe.max_steps": 9},
     **{"recipe.optimizer": "sgd", "recipe.schedule_step": "epoch", "recipe.precision": "bf16"},
     **{"recipe.clip_grad_norm": 9.0, "checkpoint.every_epochs": 9},
-    **{"recipe.transforms.scale": [0.5, 0.6], "recipe.transforms.ratio": [0.5, 0.6]},
+    **{"recipe.transforms.scale": [0.5, 0.6]},
     **{"recipe.transforms.interpolation": "random", "recipe.transforms.auto_augment": "v0"},
     **{"recipe.transforms.erasing_mode": "rand"},
 }

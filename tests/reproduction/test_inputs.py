@@ -28,8 +28,8 @@ def inputs_of(*overrides: str) -> TrainingInputs:
     return build_trainer(["model.embed_dim=16", *overrides], steps_per_epoch=1).inputs
 
 
-def erasing(prob: float = 1.0, mode: str = "const", count: int = 1, *more: str) -> TrainingInputs:
-    settings = {"prob": prob, "mode": mode, "count": count}
+def erasing(prob: float, mode: str, *more: str) -> TrainingInputs:
+    settings = {"prob": prob, "mode": mode}
     words = [f"recipe.transforms.erasing_{key}={value}" for key, value in settings.items()]
     return inputs_of("augmentation=[]", *UNSCALED, *words, *more)
 
@@ -101,7 +101,7 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
         (3, 32, 32),
         is_training=True,
         scale=tuple(transforms.scale),
-        ratio=tuple(transforms.ratio),
+        ratio=(0.75, 1.3333),
         interpolation=transforms.interpolation,
         hflip=transforms.hflip,
         color_jitter=0.4,
@@ -124,11 +124,10 @@ def test_augmentation_and_normalisation_equal_timm(seed: int):
 # Erasing
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_erased_boxes_equal_timms_image_by_image(count: int):
+def test_erased_boxes_equal_timms_image_by_image():
     images = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    erased = prepared(erasing(0.5, "const", count), images, 0, 3, 0).images
-    timms = RandomErasing(0.5, mode="const", max_count=count, device="cpu")
+    erased = prepared(erasing(0.5, "const"), images, 0, 3, 0).images
+    timms = RandomErasing(0.5, mode="const", max_count=1, device="cpu")
     with seeded(Purpose.ERASE_BOXES, 0, 3, 0):
         expected = torch.stack([timms(image.clone()) for image in images / 255])
     torch.testing.assert_close(erased, expected)
@@ -137,7 +136,7 @@ def test_erased_boxes_equal_timms_image_by_image(count: int):
 
 @pytest.mark.parametrize(("mode", "colours"), [("pixel", None), ("rand", 1)])
 def test_erased_boxes_are_filled_with_standard_noise(mode: str, colours: int | None):
-    inputs = erasing(1.0, mode, 1, "dataset.std=[0.01,0.01,0.01]")
+    inputs = erasing(1.0, mode, "dataset.std=[0.01,0.01,0.01]")
     images = torch.full((400, 3, 32, 32), 255, dtype=torch.uint8)
     erased = prepared(inputs, images, 0, 0, 0).images
     is_box = (erased < 50).any(dim=1)  # b h w

@@ -73,15 +73,6 @@ def test_imagenet_runs_have_the_published_dropout(row: str):
     assert dropouts(f"experiment=table2/imagenet1k_{row}") == PUBLISHED
 
 
-def test_dropout_options_of_a_vit_are_timms_but_for_that_of_the_mlps():
-    model = ["model=vit_tiny_patch16_224", "augmentation=[]"]
-    of_projection = dropouts(*model, "model.proj_drop_rate=0.3")
-    names = ("blocks.attn.proj_drop", "blocks.mlp.drop1", "blocks.mlp.drop2")
-    assert [of_projection[name] for name in names] == [0.3, 0.3, 0.3]
-    of_mlp = dropouts(*model, "model.proj_drop_rate=0.3", "model.mlp_drop_rate=0")
-    assert [of_mlp[name] for name in names] == [0.3, 0, 0]
-
-
 def test_stochastic_depth_of_a_cct_rises_linearly():
     model: Any = meta_module("model=cct_2_3x2", "model.depth=4", "model.drop_path=0.3").model
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]

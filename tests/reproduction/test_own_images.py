@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from reproduction.data import sources
 from tests.doors import ROOT, SMALL, Run, dry, evaluate, snapshot, train
 from tests.images import OWN, digits, recorded, write_images
 
@@ -200,12 +201,15 @@ def test_function_that_returns_other_images_is_noticed(
     assert result.status == 2 and len(result.lines) == 1 and snapshot() == before
 
 
-def test_run_without_a_checkpoint_begins_anew_on_mended_images(here: Path):
+def test_run_without_a_checkpoint_begins_anew_on_mended_images(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
     write_images(here / "d", ["ant", "bee", "cat"], train=4, held_out=1, size=16)
     image = here / "d" / "train" / "ant" / "2.png"
     content = image.read_bytes()
     image.write_bytes(b"none")
-    words = [*FOLDER, "name=mine", "dataset.memory_mib=0", "resume=auto"]
+    monkeypatch.setattr(sources, "MOST_MEMORY", 0)
+    words = [*FOLDER, "name=mine", "resume=auto"]
     failed = train(*words)
     assert failed.status == 1 and "ant/2.png" in failed.err
     image.write_bytes(content)

@@ -16,7 +16,7 @@ from tests.images import OWN, disturbed, recorded
 STILL = (
     *("model.embed_dim=16", "model.attn_drop=0", "model.drop_path=0", "recipe.epochs=2"),
     *("recipe.batch_size=10", "recipe.log_every=1", "checkpoint.every_epochs=1", "device=cpu"),
-    *("recipe.transforms.scale=[1,1]", "recipe.transforms.ratio=[1,1]"),
+    "recipe.transforms.scale=[1,1]",
     *("recipe.transforms.interpolation=bicubic", "resume=auto", "name=mine"),
 )
 IMAGES = (*OWN, "+dataset.options.train=57", "+dataset.options.held_out=31")

@@ -228,7 +228,6 @@ CHOICES: dict[str, list[Any]] = {
     "dataset.workers": [0, 0, 1],
     "recipe.grad_accum_steps": [1, 3],
     "recipe.optimizer": ["adamw", "sgd"],
-    "recipe.momentum": [0, 0.9],
     "recipe.schedule_step": ["epoch", "batch"],
     "recipe.clip_grad_norm": ["null", 1.0],
     "recipe.ema_decay": ["null", 0.9],

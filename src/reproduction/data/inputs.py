@@ -131,12 +131,12 @@ def build_input_mixing(stack: Augmentation) -> InputMixing | None:
 class Erasing:
     """Random erasing (Zhong et al., 2020) of a normalised batch, with timm's boxes and modes.
 
-    Erases 1 to `count` boxes of an image with probability `prob`. `mode` is the filling: `const`
-    zeros, `rand` a colour per image, `pixel` noise per pixel. All boxes are filled together.
+    Erases a box of an image with probability `prob`. `mode` is the filling: `const` zeros, `rand` a
+    colour per image, `pixel` noise per pixel. The boxes of a batch are filled together.
     """
 
-    def __init__(self, prob: float, mode: str, count: int, device: torch.device | str):
-        self.prob, self.mode, self.count = prob, mode, count
+    def __init__(self, prob: float, mode: str, device: torch.device | str):
+        self.prob, self.mode = prob, mode
         self.device = torch.device(device)
         self.generator = torch.Generator(self.device)
 
@@ -146,8 +146,8 @@ class Erasing:
         kept = np.ones((b, 1, h, w), dtype=bool)
         rng = Random(seed_of(Purpose.ERASE_BOXES, *key))
         for pixels in kept[:, 0]:
-            for rows, columns in self._boxes(rng, h, w):
-                pixels[rows, columns] = False
+            if rng.random() <= self.prob:
+                pixels[_box(rng, h, w)] = False
         self.generator.manual_seed(seed_of(Purpose.ERASE_NOISE, *key))
         return for_device(kept)
 
@@ -160,19 +160,16 @@ class Erasing:
         noise = torch.randn(shape, device=self.device, generator=self.generator)
         return torch.where(kept, images, noise)
 
-    def _boxes(self, rng: Random, h: int, w: int) -> Iterator[tuple[slice, slice]]:
-        """Draws the boxes of an image with the same numbers as timm: rows and columns."""
-        if rng.random() > self.prob:
-            return
-        count = 1 if self.count == 1 else rng.randint(1, self.count)
-        for _ in range(count):
-            for _ in range(ATTEMPTS):
-                area, ratio = rng.uniform(*AREAS) * (h * w) / count, exp(rng.uniform(*LOG_RATIOS))
-                rows, columns = round(sqrt(area * ratio)), round(sqrt(area / ratio))
-                if rows < h and columns < w:
-                    top, left = rng.randint(0, h - rows), rng.randint(0, w - columns)
-                    yield slice(top, top + rows), slice(left, left + columns)
-                    break
+
+def _box(rng: Random, h: int, w: int) -> tuple[slice, slice]:
+    """Draws a box of an image with the same numbers as timm: rows and columns, or none that fit."""
+    for _ in range(ATTEMPTS):
+        area, ratio = rng.uniform(*AREAS) * (h * w), exp(rng.uniform(*LOG_RATIOS))
+        rows, columns = round(sqrt(area * ratio)), round(sqrt(area / ratio))
+        if rows < h and columns < w:
+            top, left = rng.randint(0, h - rows), rng.randint(0, w - columns)
+            return slice(top, top + rows), slice(left, left + columns)
+    return slice(0), slice(0)
 
 
 class TrainingInputs:
@@ -221,6 +218,6 @@ def build_training_inputs(config: Config, device: torch.device) -> TrainingInput
     """Returns normalisation, input mixup, CutMix and random erasing of recipe and stack."""
     normalize = build_normalize(config.dataset.mean, config.dataset.std, device)
     x = config.recipe.transforms
-    erase = Erasing(x.erasing_prob, x.erasing_mode, x.erasing_count, device)
+    erase = Erasing(x.erasing_prob, x.erasing_mode, device)
     mixing = build_input_mixing(config.augmentation)
     return TrainingInputs(normalize, mixing, erase if x.erasing_prob > 0 else None)

@@ -23,6 +23,7 @@ from reproduction.data.seeding import Purpose, preserved_generators, seed_genera
 from reproduction.data.sources import Half, cached
 from reproduction.system import STOP_SIGNALS, UserError
 
+RATIO = (0.75, 1.3333)  # of a random crop, width / height
 Transform = Callable[[Image.Image], Tensor]
 Example = tuple[Tensor, int]
 Loader = Iterable[list[Tensor]]  # images `b 3 s s` uint8, classes `b`
@@ -110,7 +111,7 @@ def build_training_images(config: Config, half: Half) -> TrainingImages:
             (3, size, size),
             is_training=True,
             scale=(x.scale[0], x.scale[1]),
-            ratio=(x.ratio[0], x.ratio[1]),
+            ratio=(1, 1) if x.scale == [1, 1] else RATIO,
             interpolation=x.interpolation,
             hflip=x.hflip,
             color_jitter=x.color_jitter,  # ignored by timm if auto-augment is set
@@ -134,14 +135,14 @@ def build_evaluation_transform(config: Config) -> Transform:
 def build_training_loader(
     config: Config, half: Half, batches: TrainingBatches, pin: bool
 ) -> Loader:
-    """Returns the loader of this rank's batches. Caches the images first, see `memory_mib`."""
-    images = build_training_images(config, cached(half, config.dataset))
+    """Returns the loader of this rank's batches, see `cached`."""
+    images = build_training_images(config, cached(half))
     return _loader(images, batches, config.workers, pin)
 
 
 def build_evaluation_loader(config: Config, half: Half, rank: int, ranks: int, pin: bool) -> Loader:
     """Returns the loader of this rank's share of the images: each exactly once, without padding."""
-    images = EvaluationImages(cached(half, config.dataset), build_evaluation_transform(config))
+    images = EvaluationImages(cached(half), build_evaluation_transform(config))
     size = max(1, config.recipe.batch_size // ranks)
     batches = BatchSampler(range(rank, len(half), ranks), size, drop_last=False)
     return _loader(images, batches, config.workers, pin)

@@ -8,7 +8,6 @@ class (a name or an integer). If it has `targets`, no image is read for its clas
 
 import json
 import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from reproduction.data.images import ENDINGS, NO_IMAGE, is_hidden, read, rgb, si
 from reproduction.system import UserError, first_line
 
 HELD_OUT_DIGITS = 360  # of 1,797, stratified
+MOST_MEMORY = 2**30  # bytes of decoded images that are kept, of each half
 MOST_SIZES = 10**5  # files whose sizes are read; those of ImageNet may take minutes
 
 
@@ -97,8 +97,6 @@ def opened(dataset: Dataset) -> Data:
     data = _whole(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
     train = _limited("limit", data.train, dataset.limit)
     held_out = _limited("eval_limit", data.held_out, dataset.eval_limit)
-    if dataset.memory_mib and not train.has_files:
-        raise UserError(f"dataset.memory_mib={dataset.memory_mib}: is for files, allowed is null")
     validation, share = data.validation, dataset.validation
     if share and validation is not None:
         reason = "the data set has images for validation, allowed is 0"
@@ -190,16 +188,16 @@ def _split(half: Half, share: float, seed: int) -> tuple[Half, Half]:
     return train, validation
 
 
-def cached(half: Half, dataset: Dataset) -> Half:
-    """Decodes images that fit into `dataset.memory_mib`; forked workers share the memory.
+def cached(half: Half) -> Half:
+    """Decodes the files of `half` if they fit into MOST_MEMORY, which forked workers share.
 
     UserError names a broken file and how many there are.
     """
-    room = (dataset.memory_mib or 0) * 2**20
+    room = MOST_MEMORY if half.has_files else 0
     for i in range(len(half)):
-        room -= size(half.name(i)) if half.has_files else sys.maxsize
-        if room < 0:
+        if room <= 0:
             return half
+        room -= size(half.name(i))
     images = _read_all(half, np.array)
     if broken := [image for image in images if isinstance(image, RuntimeError)]:
         count = f"{len(broken):,} of {len(half):,} images of this folder are broken"

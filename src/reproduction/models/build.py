@@ -92,14 +92,16 @@ def without_weights(config: AnyModel) -> AnyModel:
 def place(model: AnyModule, device: torch.device) -> AnyModule:
     """Moves the model to its device and optimises it for the device.
 
-    Convolutions use channels last. On a CPU, attention with dropout does not use the fused kernel,
-    which is slower there, and freed memory is kept, see `keep_freed_memory`.
+    Convolutions use channels last and, as matrix products, no TF32. On a CPU, attention with
+    dropout does not use the fused kernel, which is slower there, and freed memory is kept, see
+    `keep_freed_memory`.
     """
     if device.type == "cpu":
         keep_freed_memory()
         for module in model.modules():
             if isinstance(module, Attention) and module.attn_drop.p > 0:
                 setattr(module, "fused_attn", False)  # typed Final, but an instance attribute
+    torch.backends.cudnn.allow_tf32 = False
     model.to(memory_format=torch.channels_last)
     return model.to(device)
 

@@ -59,15 +59,14 @@ class CCTBlock(nn.Module):
         embed_dim: int,
         num_heads: int,
         mlp_ratio: float,
-        drop: float,
         attn_drop: float,
         drop_path: float,
     ):
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim)
-        self.attn = Attention(embed_dim, num_heads, attn_drop=attn_drop, proj_drop=drop)
+        self.attn = Attention(embed_dim, num_heads, attn_drop=attn_drop)
         self.norm2 = nn.LayerNorm(embed_dim)
-        self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio), drop=drop)
+        self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +94,6 @@ class CCT(nn.Module):
         patch_size: int | None = None,
         positional_embedding: str,
         pooling: str = "sequence",
-        drop: float,
         attn_drop: float,
         drop_path: float,
     ):
@@ -112,10 +110,9 @@ class CCT(nn.Module):
             t = self.tokenizer(torch.zeros(1, 3, image_size, image_size)).shape[1]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if has_class_token else None
         self.pos_embed = _positions(positional_embedding, self.num_prefix_tokens + t, embed_dim)
-        self.pos_drop = nn.Dropout(drop)
         rates = np.linspace(0, drop_path, depth).tolist()
         self.blocks = nn.Sequential(
-            *(CCTBlock(embed_dim, num_heads, mlp_ratio, drop, attn_drop, rate) for rate in rates)
+            *(CCTBlock(embed_dim, num_heads, mlp_ratio, attn_drop, rate) for rate in rates)
         )
         self.norm = nn.LayerNorm(embed_dim)
         self.attention_pool = None if has_class_token else nn.Linear(embed_dim, 1)
@@ -127,7 +124,7 @@ class CCT(nn.Module):
         x = self.tokenizer(images)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
-        return self.norm(self.blocks(self.pos_drop(x + self.pos_embed)))
+        return self.norm(self.blocks(x + self.pos_embed))
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.forward_features(images)

@@ -24,21 +24,20 @@ def build_vit(
     global_pool: str,
     pretrained: str | None,
     pos_drop_rate: float,
-    proj_drop_rate: float,
     mlp_drop_rate: float | None,
     attn_drop: float,
     drop_path: float,
 ) -> nn.Module:
     """Builds timm's `architecture`, with random weights or those of the tag `pretrained`.
 
-    `mlp_drop_rate` overrides `proj_drop_rate` in the MLPs, unless it is None. `depth` and
-    `patch_size` must be the architecture's own. Raises UserError for what timm cannot build.
+    `mlp_drop_rate` is the dropout of the MLPs, unless it is None. `depth` and `patch_size` must be
+    the architecture's own. Raises UserError for what timm cannot build.
     """
     name = timm_name(architecture, pretrained)
     settings: dict[str, Any] = {"img_size": image_size, "global_pool": global_pool}
     settings |= {"pos_drop_rate": pos_drop_rate} if pos_drop_rate else {}  # not of all models
-    settings |= {"proj_drop_rate": proj_drop_rate, "attn_drop_rate": attn_drop}
-    settings |= {"drop_path_rate": drop_path, "num_classes": num_classes}
+    settings |= {"attn_drop_rate": attn_drop, "drop_path_rate": drop_path}
+    settings |= {"num_classes": num_classes}
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its errors are raised too
     try:
         model: Any = timm.create_model(name, pretrained=pretrained is not None, **settings)

@@ -29,7 +29,7 @@ from reproduction.training.predictions import (
     write_predictions,
     write_tables,
 )
-from reproduction.training.ranks import World, allow_tf32, join_world, on_ranks, resolve_device
+from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 from tokenmixup.contexts import evaluating
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
@@ -114,7 +114,6 @@ def _evaluate(
 ) -> tuple[dict[str, Any], Predictions | None]:
     """Evaluates on this rank."""
     precision = config.recipe.precision
-    allow_tf32(config.recipe.tf32)
     with join_world(resolve_device(config.device, config.devices, precision)) as world:
         weights, loaded = read_plain(checkpoints)
         data = (

@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from reproduction.config import Config, Loggers
+from reproduction.config import Config
 from reproduction.runs import RunFolder
 from reproduction.system import UserError, first_line, say, warn
 
@@ -79,11 +80,11 @@ class TensorBoardLog:
 
     name = "tensorboard"
 
-    def __init__(self, folder: RunFolder, step: int, seconds: float):
+    def __init__(self, given: dict[str, Any], folder: RunFolder, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.step, path = step, str(folder.path / "tensorboard")
-        self.writer: Any = SummaryWriter(path, purge_step=step + 1, flush_secs=seconds)
+        self.writer: Any = SummaryWriter(path, purge_step=step + 1, **given)
 
     def log(self, line: dict[str, Any]) -> None:
         self.step = line.get("step", self.step)
@@ -102,12 +103,12 @@ class Logs:
     training: it is left out from then on, and metrics.jsonl has all lines.
     """
 
-    def __init__(self, chosen: Loggers, config: Config, folder: RunFolder, step: int):
+    def __init__(self, chosen: Mapping[Any, Any], config: Config, folder: RunFolder, step: int):
         self.loggers: list[WandbLog | TensorBoardLog] = []
-        if chosen.wandb is not None:
-            self.loggers.append(WandbLog(chosen.wandb, config, folder))
-        if chosen.tensorboard is not None:
-            self.loggers.append(TensorBoardLog(folder, step, chosen.tensorboard.flush_seconds))
+        if (given := chosen.get("wandb")) is not None:
+            self.loggers.append(WandbLog(given, config, folder))
+        if (given := chosen.get("tensorboard")) is not None:
+            self.loggers.append(TensorBoardLog(given, folder, step))
 
     def log(self, line: dict[str, Any]) -> None:
         self._all("log", line)

@@ -125,12 +125,6 @@ def visible_gpus() -> list[str]:
     return names[:count]
 
 
-def allow_tf32(is_allowed: bool) -> None:
-    """Allows or forbids TF32; by default torch allows it for convolutions only."""
-    torch.backends.cuda.matmul.allow_tf32 = is_allowed
-    torch.backends.cudnn.allow_tf32 = is_allowed
-
-
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Joins the process group described by the environment: NCCL on CUDA, gloo on a CPU."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from reproduction.config import Config, Library, Loggers, ViT
+from reproduction.config import Config, Library, ViT
 from reproduction.data import loaders
 from reproduction.data.images import NO_IMAGE
 from reproduction.data.inputs import build_training_inputs
@@ -50,7 +50,7 @@ from reproduction.training.checkpoint import Clock, check_classes, digest, load_
 from reproduction.training.evaluate import evaluate
 from reproduction.training.labels import AttentionLabels
 from reproduction.training.loggers import Logs
-from reproduction.training.ranks import World, allow_tf32, join_world, on_ranks, resolve_device
+from reproduction.training.ranks import World, join_world, on_ranks, resolve_device
 from reproduction.training.step import Trainer
 from reproduction.training.stop import Stop, handling
 from tokenmixup import TokenMixup
@@ -176,7 +176,6 @@ class Run(NamedTuple):
 def train(config: Config) -> dict[str, Any]:
     """Trains on this rank; the first rank writes the run folder. Returns the summary."""
     device = resolve_device(config.device, config.devices, config.recipe.precision)
-    allow_tf32(config.recipe.tf32)
     if config.compile:
         torch.compiler.reset()  # its limits count over all runs of a process
     with join_world(device) as world:
@@ -229,7 +228,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         train_loader=loaders.build_training_loader(config, data.train, batches, pin),
         eval_loader=loader_of(data.per_epoch),
         test_loader=None if data.validation is None else loader_of(data.held_out),
-        logs=Logs(config.logger if world.is_main else Loggers(), config, folder, trainer.step),
+        logs=Logs(config.logger if world.is_main else {}, config, folder, trainer.step),
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
         collected=figures.BatchFigures(world),

@@ -229,12 +229,11 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     if recipe.optimizer == "adamw":
         return create_optimizer_v2(model, opt="adamw", **settings)
     # timm's "sgd" uses Nesterov momentum
-    optimizer = create_optimizer_v2(model, opt="momentum", momentum=recipe.momentum, **settings)
-    if recipe.momentum > 0:
-        # The kernel leaves the buffers uninitialised if a scaler skips the first step.
-        for group in optimizer.param_groups:  # frozen parameters are in none
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    optimizer = create_optimizer_v2(model, opt="momentum", momentum=0.9, **settings)
+    # The kernel leaves the buffers uninitialised if a scaler skips the first step.
+    for group in optimizer.param_groups:  # frozen parameters are in none
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 

@@ -138,8 +138,8 @@ def lines_of(error: BaseException, config: Config) -> Iterator[str]:
         yield last_line
     if "DataLoader worker (pid" in text:
         yield (
-            f"{text.rstrip('. ')}: memory may have run out, try a lower dataset.workers, "
-            "dataset.memory_mib or recipe.batch_size"
+            f"{text.rstrip('. ')}: memory may have run out, try a lower dataset.workers "
+            "or recipe.batch_size"
         )
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         yield (
