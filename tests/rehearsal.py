@@ -1,28 +1,21 @@
 """A stand-in for CUDA graphs: on a CPU the steps run that a graph would replay."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 from unittest import mock
 
-from reproduction.training import step
-from reproduction.training.graph import WARM_UP, StepGraph
-
-
-def _rehearse(graph: StepGraph, inputs: Any) -> Callable[[], Any]:
-    """Does what a capture does around it: some steps, which are undone."""
-    undo = graph.keep()
-    for _ in range(WARM_UP):
-        graph.step(*inputs)
-    undo()
-    return lambda: graph.step(*inputs)
+from reproduction.training import graph, step
+from reproduction.training.graph import StepGraph
 
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """Lets `compile=cuda-graph` train on a CPU, without compiling."""
+    """Lets `compile=cuda-graph` train on a CPU, without compiling; captures the second steps."""
     with (
-        mock.patch.object(StepGraph, "_capture", _rehearse),
+        mock.patch.object(graph, "WARM_UP", 1),
+        mock.patch.object(StepGraph, "_warm_up", lambda self, inputs: self.step(*inputs)),
+        mock.patch.object(StepGraph, "_capture", lambda self, inputs: partial(self.step, *inputs)),
         mock.patch.object(step, "compile_module", lambda module: None),
     ):
         yield

@@ -83,10 +83,9 @@ def step(
             if parameter.grad is not None:
                 gradients[name] = parameter.grad / (1 if scale is None else scale)
 
-    lr = trainer.schedule(*divmod(trainer.step, trainer.steps_per_epoch))
     handle = trainer.optimizer.register_step_pre_hook(keep)
     try:
         parts = trainer.train_step(images, classes, len(images))
     finally:
         handle.remove()
-    return Step([float(part.loss) for part in parts], gradients, lr, parts, trainer)
+    return Step([float(part.loss) for part in parts], gradients, trainer.lr, parts, trainer)

@@ -162,21 +162,23 @@ SIZES = {"cuda": [8] * 9 + [7] * 4 + [8] * 7, "cpu": [4, 4, 3, 4, 3]}
 
 def scheduled_steps(trainer: Trainer) -> list[Line]:
     """Trains on batches of SIZES with a learning rate that changes with each, in float32."""
-    return _steps(trainer, SIZES[trainer.world.device.type], scheduled=True)
+
+    def as_float32(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], float):
+                group["lr"] = float(torch.tensor(group["lr"]))
+
+    trainer.optimizer.register_step_pre_hook(as_float32)
+    return _steps(trainer, SIZES[trainer.world.device.type])
 
 
-def _steps(trainer: Trainer, batches: list[int], scheduled: bool = False) -> list[Line]:
+def _steps(trainer: Trainer, batches: list[int]) -> list[Line]:
     generator, size = torch.Generator().manual_seed(3), trainer.config.model.image_size
     lines = BatchFigures(trainer.world)
-    for epoch, batch in enumerate(batches):
+    for batch in batches:
         shape = (batch, 3, size, size)
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         classes = torch.randint(len(trainer.classes), (batch,), generator=generator)
-        if scheduled:
-            lr = trainer.schedule(epoch, 0)  # sets it, in float64
-            for group in trainer.optimizer.param_groups:
-                if isinstance(group["lr"], float):
-                    group["lr"] = float(torch.tensor(lr))
         micro_batches = trainer.train_step(images, classes, batch)
         metrics = [part.metrics for part in micro_batches]
         lines.add({"step": trainer.step}, batch, metrics)

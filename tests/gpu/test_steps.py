@@ -22,6 +22,7 @@ from reproduction.models import build
 from reproduction.system import PlainError
 from reproduction.training.evaluate import evaluate
 from reproduction.training.figures import checked
+from reproduction.training.graph import WARM_UP
 from reproduction.training.ranks import join_world
 from reproduction.training.step import Trainer
 from reproduction.training.stop import ending
@@ -285,7 +286,8 @@ def test_a_graph_of_the_step_equals_eager_steps(
 def test_a_graph_replays_without_waiting(gpu: torch.device, record_property: Record):
     trainer = small_trainer(gpu, ["mixup", "cutmix", *BOTH], "float16", "compile=cuda-graph")
     step = partial(trainer.train_step, *pinned_batch(), 8)
-    step()
+    for _ in range(WARM_UP + 1):
+        step()
     places = waits_of(step)
     record_property("waits", ", ".join(places) or "none")
     assert not places
@@ -297,7 +299,7 @@ def refusal_of_a_capture() -> str:
     clip = trainer._clip_gradients
     setattr(trainer, "_clip_gradients", lambda: clip() * float(trainer.not_finite + 1))
     with pytest.raises(PlainError) as error:
-        steps_of(trainer, 8, 1)
+        steps_of(trainer, 8, WARM_UP + 1)
     return str(error.value)
 
 
@@ -331,9 +333,9 @@ def test_steps_of_a_graph_draw_new_random_numbers(has_dropout: bool, device: tor
     )
     trainer, losses = small_trainer(device, BOTH, "float32", *more), list[float]()
     images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
-    for trainer.step in range(3):
+    for trainer.step in range(count := WARM_UP + 3):
         losses += [float(part.loss) for part in trainer.train_step(images, torch.arange(6), 6)]
-    assert len(set(losses)) == (3 if has_dropout else 1), losses
+    assert len(set(losses)) == (count if has_dropout else 1), losses
 
 
 def test_the_same_seed_gives_the_same_losses(device: torch.device, record_property: Record):

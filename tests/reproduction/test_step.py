@@ -1,6 +1,7 @@
 """The training step: micro-batches, clipping, the scaler, the schedule, the average, TransMix."""
 
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,26 @@ def test_a_step_of_sgd_is_the_clipped_gradient(precision: str):
         torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_the_scaler_skips_an_update_that_is_not_finite():
-    """The loss is finite, the scaled gradient is not; no weight changes."""
-    trainer = build_trainer((*PLAIN, "augmentation=[]", "recipe.precision=float16"))
-    head: Any = trainer.module.model.head
+@pytest.mark.parametrize("model", [PLAIN, ("model=timm", "model.architecture=resnet10t")], ids=len)
+def test_the_scaler_skips_an_update_that_is_not_finite(model: tuple[str, ...]):
+    """The loss is finite, the scaled gradient is not; no weight, statistic or average changes."""
+    words = (*model, "augmentation=[]", "device=cpu", "recipe.precision=float16")
+    trainer = build_trainer((*words, "recipe.ema_decay=0.5"))
+    *_, weight, _ = trainer.module.parameters()
     with torch.no_grad():
-        head.weight.mul_(1e4)
-    before = parameters(trainer)
-    skipped = step(trainer, *images_of(6))
-    assert math.isfinite(skipped.losses[0])
-    assert all(torch.equal(x, before[name]) for name, x in parameters(trainer).items())
+        weight.mul_(1e4)
+    before = deepcopy(trainer.state())
+    assert math.isfinite(step(trainer, *images_of(6)).losses[0])
+    for name in ("module", "model_ema"):
+        torch.testing.assert_close(trainer.state()[name], before[name], atol=0, rtol=0)
     with torch.no_grad():
-        head.weight.mul_(1e-4)
+        weight.mul_(1e-4)
     for _ in range(12):  # the scale halves until the gradient is finite
         done = step(trainer, *images_of(6))
     assert done.gradients and all(x.isfinite().all() for x in done.gradients.values())
-    assert not torch.equal(head.weight, before["model.head.weight"] * 1e-4)
+    resumed = build_trainer((*words, "recipe.ema_decay=0.5"))
+    resumed.restore("", deepcopy(trainer.state()))
+    assert resumed.state()["scaler"] == trainer.state()["scaler"] != before["scaler"]
 
 
 @pytest.mark.parametrize("by", ["epoch", "batch"])

@@ -1,4 +1,4 @@
-"""The training step as one CUDA graph: captured at the first batch of each size, then replayed.
+"""The training step as one CUDA graph: captured at the fourth batch of each size, then replayed.
 
 A replay launches once what takes hundreds of launches otherwise, on the same memory. So what
 differs between steps is copied into tensors that stay, or is on the device itself: the learning
@@ -6,52 +6,45 @@ rate, counts, the seeds of random numbers.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from reproduction.system import PlainError, first_line
 
-WARM_UP = 3  # steps before a capture, in which libraries set themselves up and memory is allocated
-Undo = Callable[[], None]
+WARM_UP = 3  # steps of a size before its capture: libraries and the optimiser set themselves up
 
 
 class StepGraph:
-    """Replays `step(*inputs)`, which is captured at the first call for each shape of its tensors.
+    """Replays `step(*inputs)`, captured after WARM_UP calls for each shape of its tensors.
 
-    `keep` returns what restores all that a step changes, since a capture is preceded by steps. The
-    step draws from `generators` and from the device's own generator; their states are those of the
-    eager step, so that it draws the same numbers. What `step` returns is overwritten by the next
-    call.
+    Those before are steps as any other, on the stream of the capture, which itself computes
+    nothing. The step draws from `generators` and from the device's own generator, and so the
+    numbers of an eager step. What it returns is overwritten by the next call.
 
     Raises PlainError if the step cannot be captured, such as one that waits for the device.
     """
 
     def __init__(
-        self,
-        step: Callable[..., Any],
-        keep: Callable[[], Undo],
-        generators: Sequence[torch.Generator],
-        device: torch.device,
+        self, step: Callable[..., Any], generators: Sequence[torch.Generator], device: torch.device
     ):
-        self.step, self.keep, self.generators, self.device = step, keep, generators, device
+        self.step, self.generators, self.device = step, generators, device
+        self.stream: Any = None
         self.forget()
 
     def __call__(self, *inputs: Any) -> Any:
         leaves, tree = tree_flatten(inputs)
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        self.calls[key] += 1
+        if self.calls[key] <= WARM_UP:
+            return self._warm_up(inputs)
         if key not in self.captured:
             static = tree_map_only(Tensor, lambda x: x.to(self.device, copy=True), leaves)
-            states = [generator.get_state() for generator in self.generators]
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                run = self._capture(tree_unflatten(static, tree))
-            for generator, state in zip(self.generators, states, strict=True):
-                generator.set_state(state)
-            self.captured[key] = static, run
+            self.captured[key] = static, self._capture(tree_unflatten(static, tree))
         static, run = self.captured[key]
         for own, value in zip(static, leaves, strict=True):
             if isinstance(value, Tensor):
@@ -59,28 +52,29 @@ class StepGraph:
         return run()
 
     def forget(self) -> None:
-        """Captures anew from the next step on, since the step or its memory has changed."""
+        """Captures anew, since the step or its memory has changed."""
+        self.calls = Counter[Any]()
         self.captured: dict[tuple[Any, ...], tuple[list[Any], Callable[[], Any]]] = {}
         self.pool: Any = None  # one whose graphs are gone takes no others
 
-    def _capture(self, inputs: Any) -> Callable[[], Any]:
-        if self.pool is None:
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-        undo, stream = self.keep(), self.stream
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), warnings.catch_warnings():
+    def _warm_up(self, inputs: Any) -> Any:
+        self.stream = self.stream or torch.cuda.Stream(self.device)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of capturable optimisers outside of a graph
-            for _ in range(WARM_UP):
-                self.step(*inputs)
-            undo()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+            outputs = self.step(*inputs)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        return outputs
+
+    def _capture(self, inputs: Any) -> Callable[[], Any]:
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:  # its own torch registers, from 2.15 on all of them
             graph.register_generator_state(generator)
         try:
             # The loader's thread pins memory meanwhile, which would end a capture of all threads.
             with torch.cuda.graph(
-                graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 outputs = self.step(*inputs)
         except Exception as error:
@@ -100,32 +94,3 @@ class StepGraph:
             return outputs
 
         return run
-
-
-def keep(tensors: Sequence[Tensor], optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Undo:
-    """Returns what restores the tensors, the optimiser's state and the scaler, where they lie.
-
-    What the optimiser has no state of yet begins as zeros.
-    """
-
-    def states() -> dict[tuple[Tensor, str], Tensor]:
-        return {
-            (parameter, name): value
-            for parameter, state in optimizer.state.items()
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
-
-    before = [tensor.detach().clone() for tensor in tensors]
-    states_before = {key: value.clone() for key, value in states().items()}
-    scale = scaler.state_dict()
-
-    @torch.no_grad()
-    def undo() -> None:
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(old)
-        for key, value in states().items():
-            value.copy_(states_before[key]) if key in states_before else value.zero_()
-        scaler.load_state_dict(scale)
-
-    return undo

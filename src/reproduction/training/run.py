@@ -270,10 +270,9 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
         task = f"epoch {state.epoch + 1}/{total_epochs}"
         total = min(len(batches), done + total_steps - trainer.step)
         for images, classes in run.progress.over(stop.while_waiting(loaded), task, total, done):
-            batch = trainer.step % len(batches)
-            size, lr = batches.global_size(batch), trainer.schedule(state.epoch, batch)
+            size = batches.global_size(trainer.step % len(batches))
             micro_batches = trainer.train_step(images, classes, size)
-            head = {"step": trainer.step, "epoch": state.epoch + 1, "lr": lr}
+            head = {"step": trainer.step, "epoch": state.epoch + 1, "lr": trainer.lr}
             run.collected.add(head, size, [part.metrics for part in micro_batches])
             is_late = stop.agreed(is_main and clock.is_late())
             if is_late or trainer.step % recipe.log_every == 0:

@@ -3,13 +3,12 @@
 The epochs around it are `run.fit`. Letters: b batch, c classes, h w image.
 """
 
-from collections.abc import Callable
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -21,7 +20,7 @@ from reproduction.data.seeding import Purpose, seed_device
 from reproduction.models.build import compile_module
 from reproduction.models.weights import module_state
 from reproduction.training.evaluate import autocast
-from reproduction.training.graph import StepGraph, keep
+from reproduction.training.graph import StepGraph
 from reproduction.training.labels import AttentionLabels
 from reproduction.training.ranks import World
 from tokenmixup import Output, TokenMixup, training_loss
@@ -76,10 +75,9 @@ class Trainer:
         self.optimizer = build_optimizer(module, recipe)
         self.graph: StepGraph | None = None
         if config.compile == "cuda-graph":
-            self.graph = StepGraph(self._update, self._keep, inputs.generators, world.device)
-        self._set_capturable()
-        place = world.device if self.graph else None
-        self.schedule = build_schedule(self.optimizer, recipe, steps_per_epoch, place)
+            self.graph = StepGraph(self._update, inputs.generators, world.device)
+        self.lr = recipe.lr  # of the last step
+        self.lr_of_graphs = torch.zeros((), device=world.device)
 
     def train_step(self, images: Tensor, classes: Tensor, global_size: int) -> list[MicroBatch]:
         """Updates the parameters by the mean loss over a global batch of `global_size` images.
@@ -92,6 +90,10 @@ class Trainer:
         key = self.config.seed, self.step, self.world.rank
         draws = self.inputs.draw(images.shape, *key)
         seed_device(self.world.device, Purpose.DROPOUT, *key)
+        self.lr = learning_rate(self.recipe, self.step, self.steps_per_epoch)
+        lr = self.lr if self.graph is None else self.lr_of_graphs.fill_(self.lr)
+        for group in self.optimizer.param_groups:  # a graph reads them where they lie
+            group |= {"lr": lr, "capturable": self.graph is not None}
         if self.graph is None:
             parts = self._update(images, classes, global_size, draws)
         else:  # has captured `_update`; another box would be another graph
@@ -109,7 +111,10 @@ class Trainer:
         mixed = self.inputs.apply(images, classes, draws.to(device))
 
         # A step that the scaler skips also restores the buffers and the averaged weights.
-        restorable = self._buffers_and_average() if self.uses_scaler else []
+        restorable = list[Tensor]()
+        if self.uses_scaler:
+            average = {} if self.average is None else self.average.module.state_dict()
+            restorable = [*self.module.buffers(), *average.values()]
         backup = [value.clone() for value in restorable]
 
         # Forward, with the mixing of tokens, loss and backward
@@ -164,15 +169,6 @@ class Trainer:
             clip_grads_with_norm_(self.parameters, max_norm, true_norm)
         return norm
 
-    def _buffers_and_average(self) -> list[Tensor]:
-        average = {} if self.average is None else self.average.module.state_dict()
-        return [*self.module.buffers(), *average.values()]
-
-    def _keep(self) -> Callable[[], None]:
-        """Returns what undoes steps: a CUDA graph runs some before it captures one."""
-        changed = [*self.parameters, *self._buffers_and_average(), self.not_finite]
-        return keep(changed, self.optimizer, self.scaler)
-
     def begin_epoch(self, epoch: int) -> None:
         """Prepares the model for an epoch, counted from 0; from `off_epoch` on nothing mixes."""
         off_epoch = self.config.augmentation.off_epoch
@@ -205,19 +201,12 @@ class Trainer:
         """Restores a `state`; UserError, which names the `place`, if its weights do not fit."""
         self.module.load_state_dict(module_state(place, state, self.module))
         self.optimizer.load_state_dict(state["optimizer"])
-        self._set_capturable()  # the one saved may differ
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])
         if self.graph is not None:
             self.graph.forget()  # the optimiser's state lies elsewhere now
         self.step = state["step"]
-
-    def _set_capturable(self) -> None:
-        """Lets a CUDA graph capture the steps of AdamW; SGD's can be always."""
-        for group in self.optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = self.graph is not None
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
@@ -237,34 +226,17 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     return optimizer
 
 
-def build_schedule(
-    optimizer: Optimizer, recipe: Recipe, batches_per_epoch: int, device: torch.device | None = None
-) -> Callable[[int, int], float]:
-    """Returns `schedule(epoch, batch)`, which sets and returns the learning rate of a batch.
+def learning_rate(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of a step, from 0, which changes with every batch or with every epoch.
 
-    Both count from 0. Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`.
-    With a device the optimiser reads it there, from the same float32 tensors in all steps.
+    Linear warm-up, half a cosine down to `min_lr`, then cooldown at `min_lr`, as timm's.
     """
     every_batch = recipe.schedule_step == "batch"
-    unit = batches_per_epoch if every_batch else 1
-    scheduler = CosineLRScheduler(
-        optimizer,
-        t_initial=max(1, (recipe.epochs - recipe.cooldown_epochs) * unit),
-        lr_min=recipe.min_lr,
-        warmup_t=recipe.warmup_epochs * unit,
-        warmup_lr_init=recipe.warmup_lr,
-        cycle_decay=0.0,  # of later cycles, of which there are none; 1 makes timm warn of one epoch
-        t_in_epochs=not every_batch,
-    )
-    held = [torch.zeros((), device=device) for _ in optimizer.param_groups] if device else []
-
-    def schedule(epoch: int, batch: int) -> float:
-        scheduler.step(epoch)
-        scheduler.step_update(epoch * batches_per_epoch + batch)
-        lr: float = optimizer.param_groups[0]["lr"]
-        for group, tensor in zip(optimizer.param_groups, held, strict=False):
-            group["lr"] = tensor.fill_(group["lr"])
-        return lr
-
-    schedule(0, 0)
-    return schedule
+    unit, time = (steps_per_epoch, step) if every_batch else (1, step // steps_per_epoch)
+    warm_up, end = recipe.warmup_epochs * unit, (recipe.epochs - recipe.cooldown_epochs) * unit
+    if time < warm_up:
+        return recipe.warmup_lr + time * ((recipe.lr - recipe.warmup_lr) / warm_up)
+    if time >= end:
+        return recipe.min_lr
+    cosine = 1 + math.cos(math.pi * time / end)
+    return recipe.min_lr + 0.5 * (recipe.lr - recipe.min_lr) * cosine
