@@ -17,7 +17,7 @@ USED_BY_runs := RUNS OUTPUTS AGAINST
 USED_BY_bench := ROUNDS COMPARE OUTPUTS
 USED_BY_check-gpu := OUTPUTS
 USED_BY_chaos := KILLS
-USED_BY_publish := RUN
+USED_BY_publish := RUN FILE
 USED_BY_check-published := WEIGHTS DATA OUTPUTS
 
 # Of the command line only: variables of the environment have another origin, and a make above this one its own names.
@@ -170,8 +170,9 @@ reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup'
 study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
 
-publish: .venv/installed  ## add the line of a finished run to results/; RUN=outputs/NAME
-	$(BIN)/python scripts/report.py --publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))"
+publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
+	$(BIN)/python scripts/report.py --publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
+	  "$(patsubst %.yaml,%.jsonl,$(or $(FILE),$(error FILE=: must be the file of its study, in results/)))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
 	$(if $(DATA),DATA="$(DATA)") $(BIN)/python scripts/check_published.py \

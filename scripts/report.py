@@ -13,16 +13,17 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default=FULL)
     parser.add_argument("--outputs", type=Path, help="folder of the runs (default: of the scale)")
     parser.add_argument("--results", type=Path, help="write docs/results.md beside this folder")
-    parser.add_argument("--publish", type=Path, metavar="RUN", help="add its line to results/")
+    parser.add_argument(
+        "--publish", type=Path, nargs=2, metavar=("RUN", "FILE.jsonl"), help="add a line to a file"
+    )
     args = parser.parse_args()
     from reproduction.studies import page
 
-    results = args.results or page.RESULTS
     if args.publish:
-        say(f"written to {page.publish(args.publish, results)}")
+        page.publish(*args.publish)
     elif args.results:
-        path = results.resolve().parent / "docs" / "results.md"
-        write_text(path, page.results_page(results))
+        path = args.results.resolve().parent / "docs" / "results.md"
+        write_text(path, page.results_page(args.results))
         say(f"written to {path}")
     else:
         outputs = args.outputs or Path("outputs", "" if args.scale == FULL else args.scale)

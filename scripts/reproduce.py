@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
     failed = run_all(runs, own.get("jobs"), own.get("task"))
     if "task" not in own:
         outputs = Path(runs[0].config.output_root)
-        say(listing(runs, with_folders=False))
+        say(listing(runs))
         for key, study in chosen.items() if name.endswith(".yaml") else ():
             trained = replace(study, seeds=seeds or study.seeds)
             table = study_table(key, trained, read_runs(outputs), scale, more)

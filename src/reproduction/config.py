@@ -382,10 +382,10 @@ def parse(raw: Any) -> Config:
     try:
         return TypeAdapter(Config).validate_python(raw)
     except ValidationError as error:
-        raise UserError("; ".join(_line(x) for x in error.errors())) from None
+        raise UserError("; ".join(line_of(x) for x in error.errors())) from None
 
 
-def _line(error: Any) -> str:
+def line_of(error: Any) -> str:
     """Says of one error of pydantic: `key=value: what is allowed`."""
     key = ".".join(str(x) for x in error["loc"] if not UNIONS.fullmatch(str(x)))
     text = error["msg"].removeprefix("Value error, ")

@@ -107,7 +107,6 @@ def test_the_last_word_counts_and_a_scale_has_its_own_folder():
         ({"rows": {"a/b": []}}, "a/b"),
         ({"row": {}}, "row"),
         ({"seeds": 0}, "seeds"),
-        ({"looks": {3: 0.01, 4: 0.04}, "seeds": 5}, "looks"),
         ({"looks": {5: 4}}, "looks.5"),
         ({"overrides": ["recipe.lrr=1"]}, "lrr"),
         ({"overrides": ["seed=3"]}, "seed"),

@@ -58,21 +58,17 @@ CAPTIONS = {  # of the pictures of a run
 def figure(
     path: Path,
     *sizes: int,
-    mark: str | None = None,
     figsize: tuple[float, float] | None = None,
     **settings: Any,
 ) -> Iterator[Any]:
     """Yields axes, and saves them to `path`, a .png, and to a .pdf beside it.
 
-    `mark` is written into figures that do not show the paper's experiments. Files are
-    reproducible byte for byte.
+    Files are reproducible byte for byte.
     """
     assert path.suffix == ".png", path
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
         axes = fig.subplots(*sizes, **settings)
-        if mark is not None:
-            fig.suptitle(mark, x=0.99, ha="right", color=VERMILION, weight="bold", fontsize=10)
         yield axes
         _save(fig, path)
         _save(fig, path.with_suffix(".pdf"), metadata={"CreationDate": None})

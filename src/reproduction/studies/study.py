@@ -12,14 +12,14 @@ import yaml
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from reproduction.config import FORBID, Count, FolderName, Fraction, Whole
+from reproduction.config import FORBID, Count, FolderName, Fraction, Whole, line_of
 from reproduction.runs import key
 from reproduction.start import Point, compose, expand, point
 from reproduction.system import UserError, first_line
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
-SWEEPS = ("sweep-tau", "sweep-rho", "sweep-kappa")
-PAPERS = (*(f"table{number}" for number in range(1, 6)), *SWEEPS)
+TABLES = ("table1", "table2", "table3", "table4", "table5")
+PAPERS = (*TABLES, "sweep-tau", "sweep-rho", "sweep-kappa")
 OWN_KEYS = ("seed", "devices", "name", "output_root", "resume")  # of a run, not of a study
 FULL: Final = "full"
 SMOKE: Final = "smoke"
@@ -65,15 +65,6 @@ class Size:
 
 
 @checked(config=FORBID, frozen=True, kw_only=True)
-class Figure:
-    """A picture that each run of the row `of` has drawn."""
-
-    of: str
-    title: str
-    shows: Literal["saliency", "mixed_pairs", "mixed_samples"]
-
-
-@checked(config=FORBID, frozen=True, kw_only=True)
 class Study:
     """The content of the file. `overrides` are of all rows; a row may be a list of overrides.
 
@@ -81,6 +72,7 @@ class Study:
     outcome that rows are tested by. With `looks`, number of seeds -> level of significance, the
     table has the first so many seeds of which every run is finished, and no others. `scales` has
     more overrides for smoke runs. `quoted` has results of others by row and column, from `source`.
+    `figures`, title -> ROW/PICTURE, are what the runs of a row have drawn.
     """
 
     title: str
@@ -96,8 +88,17 @@ class Study:
     source: str = ""
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)
     sizes: dict[str, Size] = Field(default_factory=dict)
-    figures: dict[str, Figure] = Field(default_factory=dict)
+    figures: dict[str, str] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name, row in self.rows.items():
+            for word in (*self.overrides, *row.overrides):
+                if (key := word.lstrip("+~").partition("=")[0]) in OWN_KEYS:
+                    raise ValueError(f"rows.{name}: {word}: a study must not set {key}")
+            if row.against not in (None, *self.rows):
+                allowed = ", ".join(self.rows)
+                raise ValueError(f"rows.{name}.against={row.against}: must be one of {allowed}")
 
     def cells(self) -> dict[str, tuple[Row, list[str]]]:
         """Returns what is trained: each row by its name, each point of a sweep by its values."""
@@ -113,39 +114,28 @@ class Study:
 
 def studies(name: str) -> dict[str, Study]:
     """Returns the studies of a name: `table1`, `table1/ROW`, `sweep-tau`, `all`, a .yaml file."""
-    table, _, row = name.partition("/")
-    if table in PAPERS and (study := read(PAPER_FOLDER / f"{table}.yaml")):
-        if row and row not in study.rows:
-            raise UserError(f"study={name}: must be one of {', '.join(study.rows)}")
-        return {table: replace(study, rows={row: study.rows[row]}) if row else study}
+    if name.endswith(".yaml"):
+        return {Path(name).stem: read(Path(name))}
+    papers = {paper: read(PAPER_FOLDER / f"{paper}.yaml") for paper in PAPERS}
     if name == "all":
-        return {key: study for paper in PAPERS for key, study in studies(paper).items()}
-    if not name.endswith(".yaml"):
-        allowed = f"must be one of {', '.join(PAPERS)}, all, or a .yaml file"
-        raise UserError(f"study={name}: {allowed}")
-    return {Path(name).stem: read(Path(name))}
+        return papers
+    table, _, row = name.partition("/")
+    if table not in papers or row not in ("", *papers[table].rows):
+        allowed = papers[table].rows if table in papers else (*PAPERS, "all", "FILE.yaml")
+        raise UserError(f"study={name}: must be one of {', '.join(allowed)}")
+    study = papers[table]
+    if row:
+        study = replace(study, rows={row: replace(study.rows[row], against=None)})
+    return {table: study}
 
 
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        study = TypeAdapter(Study).validate_python(yaml.safe_load(path.read_text()))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "must be a mapping of settings"
-        raise UserError(f"{path}: {key}: {first['msg']}") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not readable: {first_line(error)}") from error
-    for word in (x for row in study.rows.values() for x in [*study.overrides, *row.overrides]):
-        if (key := word.lstrip("+~").partition("=")[0]) in OWN_KEYS:
-            raise UserError(f"{path}: {word}: a study must not set {key}")
-    for name, row in study.rows.items():
-        if row.against not in (None, *study.rows):
-            allowed = ", ".join(study.rows)
-            raise UserError(f"{path}: rows.{name}.against={row.against}: must be one of {allowed}")
-    if study.looks and max(study.looks) != study.seeds:
-        raise UserError(f"{path}: looks: the last must be at seeds={study.seeds}")
-    return study
+        return TypeAdapter(Study).validate_python(yaml.safe_load(path.read_text()))
+    except (ValueError, yaml.YAMLError) as error:
+        wrong = [*map(line_of, error.errors())] if isinstance(error, ValidationError) else []
+        raise UserError(f"{path}: {'; '.join(wrong) or first_line(error)}") from error
 
 
 def points(
