@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from reproduction.system import CORES, UserError, in_one_line, local_ranks, usable_cores
+from reproduction.system import UserError, in_one_line, local_ranks, usable_cores
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import LARGEST, built
 
@@ -358,8 +358,7 @@ class Config:
         """Loading processes of each rank: for `auto` the cores here, divided among the ranks."""
         if isinstance(self.dataset.workers, int):
             return self.dataset.workers
-        cores = int(os.environ.get(CORES, usable_cores()))
-        return max(1, min(MOST_WORKERS, cores // (local_ranks() or self.devices)))
+        return max(1, min(MOST_WORKERS, usable_cores() // (local_ranks() or self.devices)))
 
     @property
     def preprocessing(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import argparse
 import ctypes
 import errno
-import math
 import os
 import platform
 import re
@@ -11,10 +10,11 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 from uuid import uuid4
+
+from tqdm import tqdm
 
 # --- errors: how a program ends -----------------------------------------------------------------
 
@@ -118,7 +118,9 @@ def warn(text: str) -> None:
 def _print(stream: TextIO | None, text: str, end: str) -> None:
     """Gives output up that cannot be encoded or written: a run outlives its terminal."""
     try:
-        print(text, end=end, file=stream, flush=stream is not None)
+        tqdm.write(text, stream, end)  # beside a bar
+        if stream is not None:
+            stream.flush()
     except UnicodeEncodeError:
         pass
     except OSError:  # a closed pipe, a full disk, a terminal that is gone: also at exit
@@ -129,56 +131,11 @@ def _print(stream: TextIO | None, text: str, end: str) -> None:
 Item = TypeVar("Item")
 
 
-class _Screen:
-    """Stdout as a file for rich, which writes as `say` does."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
-
-    def write(self, text: str) -> None:
-        _print(sys.stdout, text, "")
-
-
-class Progress:
-    """Shows how far tasks are, on a terminal, and lines between them; silent unless `active`."""
-
-    def __init__(self, active: bool = True):
-        self.active = active
-        self.bar: Any = None
-        if active and sys.stdout is not None and sys.stdout.isatty():
-            from rich import console, progress
-
-            screen: Any = _Screen()
-            text, left = progress.TextColumn("{task.description}"), progress.TimeRemainingColumn()
-            columns = text, progress.BarColumn(), progress.MofNCompleteColumn(), left
-            shown = console.Console(file=screen)
-            self.bar = progress.Progress(*columns, console=shown, transient=True)
-
-    def over(self, items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
-        """Yields the items and counts them; `done` of `total` came before."""
-        if self.bar is None:
-            yield from items
-            return
-        number = self.bar.add_task(task, total=total, completed=done)
-        self.bar.start()
-        try:
-            for item in items:
-                yield item
-                self.bar.advance(number)
-        finally:
-            self.bar.stop()
-            self.bar.remove_task(number)
-
-    def line(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        elif self.active:
-            say(text)
-
-    def close(self) -> None:
-        """Removes the bar of a task that has ended with an error."""
-        if self.bar is not None:
-            self.bar.stop()
+def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
+    """Yields the items, and counts them on the first rank's terminal; `done` came before."""
+    is_hidden = not (is_first_rank() and sys.stdout is not None and sys.stdout.isatty())
+    shown = {"leave": False, "file": sys.stdout, "disable": is_hidden, "initial": done}
+    yield from tqdm(items, task, total, **shown)
 
 
 def clock_time(seconds: float) -> str:
@@ -224,20 +181,18 @@ def versions(path: Path) -> list[Path]:
 
     Includes `path` if only older versions exist, which a kill during rotation can cause.
     """
-    name = re.compile(rf"{re.escape(path.stem)}-([1-9]\d*){re.escape(path.suffix)}")
-    matches = ((name.fullmatch(entry.name), entry) for entry in path.parent.glob(f"{path.stem}-*"))
-    older = sorted((int(match[1]), entry) for match, entry in matches if match)
-    return [path, *(entry for _, entry in older)] if older or path.exists() else []
+    older = path.parent.glob(f"{path.stem}-[1-9]*{path.suffix}")
+    found = sorted(older, key=lambda x: (len(x.name), x.name))
+    return [path, *found] if found or path.exists() else []
 
 
 def _rotate(path: Path, keep: int) -> None:
     """Renames each version to the next number and removes surplus versions."""
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(1))
-    existing = [*takewhile(Path.exists, chain([path], numbered))]  # spares copies after a gap
+    existing = [x for x in versions(path) if x.exists()]
     for surplus in existing[keep:]:
         surplus.unlink()
-    for newer, number in reversed([*zip(existing, range(1, keep), strict=False)]):
-        os.replace(newer, path.with_stem(f"{path.stem}-{number}"))
+    for number, version in reversed([*enumerate(existing[: keep - 1], 1)]):
+        os.replace(version, path.with_stem(f"{path.stem}-{number}"))
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -260,9 +215,8 @@ def sync(path: Path) -> None:
 
 # --- ranks and hardware -------------------------------------------------------------------------
 
-CORES = "REPRODUCTION_CORES"  # environment variable: cores for this run, if several run at a time
+CORES = "LOKY_MAX_CPU_COUNT"  # environment variable: cores for this run, if several run at a time
 MEETING = "REPRODUCTION_MEETING"  # the file at which ranks meet that a run has started itself
-CGROUP = Path("/sys/fs/cgroup")  # of a container, with its quota
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt(3)
 
 
@@ -289,15 +243,10 @@ def restarts() -> int:
 
 
 def usable_cores() -> int:
-    """Returns the number of cores of this process: the machine's, its affinity's or its quota's."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # missing on macOS
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # the other version of cgroups, or `max`
-            quota, period = map(int, " ".join((CGROUP / x).read_text() for x in names).split())
-            if quota > 0:  # -1: none
-                return max(1, min(cores, math.ceil(quota / period)))
-    return cores
+    """Returns the cores of this process: by machine, affinity, container and CORES."""
+    from joblib import cpu_count  # takes a moment to import
+
+    return cpu_count()
 
 
 def hardware_name(device: str) -> str:
@@ -310,11 +259,10 @@ def hardware_name(device: str) -> str:
 
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
-    cores, names = usable_cores(), [platform.processor() or platform.machine()]
+    cores, name = usable_cores(), platform.processor() or platform.machine()
     with suppress(OSError):  # Linux only
-        info = Path("/proc/cpuinfo").read_text()
-        names = [*re.findall(r"^model name\s*: (.+)", info, re.MULTILINE), *names]
-    return f"{' '.join(names[0].split())} ({cores} core{'s' if cores > 1 else ''})"
+        name = re.findall(r"model name\s*: (.+)|$", Path("/proc/cpuinfo").read_text())[0] or name
+    return f"{name} ({cores} core{'s' * (cores > 1)})"
 
 
 def keep_freed_memory() -> None:

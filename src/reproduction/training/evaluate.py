@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from operator import length_hint
@@ -20,7 +20,7 @@ from reproduction.data.loaders import build_evaluation_loader
 from reproduction.data.sources import opened, unlabelled
 from reproduction.models.build import build_model, place, without_weights
 from reproduction.models.weights import matching_state
-from reproduction.system import PlainError, Progress, is_first_rank, warn, write_text
+from reproduction.system import PlainError, is_first_rank, progress, warn, write_text
 from reproduction.training.checkpoint import check_classes, read_plain
 from reproduction.training.predictions import (
     Predictions,
@@ -130,10 +130,9 @@ def _evaluate(
         normalize = build_normalize(config.dataset.mean, config.dataset.std, world.device)
         pin = world.device.type == "cuda"
         loader = build_evaluation_loader(config, data.held_out, world.rank, world.size, pin)
-        with closing(Progress(world.is_main)) as progress:
-            batches = progress.over(loader, "evaluation", length_hint(loader))
-            model = place(model, world.device)
-            scores = evaluate(model, normalize, batches, world, precision, recorder)
-            found = None if recorder is None else recorder.gather(world, data)
+        batches = progress(loader, "evaluation", length_hint(loader))
+        model = place(model, world.device)
+        scores = evaluate(model, normalize, batches, world, precision, recorder)
+        found = None if recorder is None else recorder.gather(world, data)
         facts = {"dataset": config.dataset.name, "root": config.dataset.root}
         return {**scores, "images": len(data.held_out), **facts, **loaded}, found

@@ -32,7 +32,6 @@ from reproduction.models.names import State
 from reproduction.runs import RunFolder, hold
 from reproduction.system import (
     PlainError,
-    Progress,
     RankFailed,
     RunInterrupted,
     Stopped,
@@ -41,6 +40,7 @@ from reproduction.system import (
     give_back_freed_memory,
     hardware_name,
     is_first_rank,
+    progress,
     say,
     sync,
     warn,
@@ -170,7 +170,6 @@ class Run(NamedTuple):
     stop: Stop
     clock: Clock
     collected: figures.BatchFigures
-    progress: Progress
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -195,7 +194,6 @@ def train(config: Config) -> dict[str, Any]:
                 error.add_note(f"after step {run.trainer.step}")
                 raise
             finally:
-                run.progress.close()
                 run.logs.close(status)
         world.barrier()
         return run.folder.write_summary(**results, status=status) if world.is_main else results
@@ -232,7 +230,6 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         stop=Stop(world.size),
         clock=Clock(config.checkpoint),
         collected=figures.BatchFigures(world),
-        progress=Progress(world.is_main),
     )
     if world.is_main:
         facts = _facts(trainer, folder, data, initial_weights)
@@ -269,7 +266,7 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
         run.collected.restart_clock()
         task = f"epoch {state.epoch + 1}/{total_epochs}"
         total = min(len(batches), done + total_steps - trainer.step)
-        for images, classes in run.progress.over(stop.while_waiting(loaded), task, total, done):
+        for images, classes in progress(stop.while_waiting(loaded), task, total, done):
             size = batches.global_size(trainer.step % len(batches))
             micro_batches = trainer.train_step(images, classes, size)
             head = {"step": trainer.step, "epoch": state.epoch + 1, "lr": trainer.lr}
@@ -297,9 +294,9 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
                 save_plain(run.folder.best_path, state.best, trainer.classes)
         if is_main:
             run.folder.write_summary(**_progress(run, state))
-        pace.append((time.monotonic(), trainer.step))
-        left, mixes = _time_left(pace, total_steps), trainer.module.htm is not None
-        run.progress.line(figures.describe(state.history, total_epochs, mixes, left))
+            pace.append((time.monotonic(), trainer.step))
+            left, mixes = _time_left(pace, total_steps), trainer.module.htm is not None
+            say(figures.describe(state.history, total_epochs, mixes, left))
         is_due = clock.is_late() or clock.is_due(number) or number == total_epochs
         if stop.agreed(is_main and is_due):
             save(run, state)
@@ -371,7 +368,7 @@ def evaluate_on(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, 
     trainer.world.share_buffers(model)  # the first rank saves these weights
     give_back_freed_memory()  # before the loader forks its workers
     waited = run.stop.while_waiting(loader)
-    batches = run.progress.over(waited, "evaluation", length_hint(loader))
+    batches = progress(waited, "evaluation", length_hint(loader))
     result = evaluate(
         model, trainer.inputs.normalize, batches, trainer.world, trainer.recipe.precision
     )
