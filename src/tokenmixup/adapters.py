@@ -61,10 +61,10 @@ class Adapter:
         """Whether each block computes a softmax over all of its tokens."""
         return self.geometry is None and self.saliency is None
 
-    def looking(self, name: str, tokens: Tensor, graph: Any = None) -> Looking:
-        """Returns what a block that gets these tokens, `b n d`, is watched for."""
-        b, n = tokens.shape[:2]
-        return Looking(name, b, n, any_shape=self.geometry is not None, graph=graph)
+    def looking(self, name: str, tokens: Tensor) -> Looking:
+        """Returns what a block that gets these tokens, `b .. d`, is watched for."""
+        b, n = len(tokens), tokens.shape[1:-1].numel()
+        return Looking(name, b, n, any_shape=self.geometry is not None)
 
 
 def torch_encoder(encoder: str, embed_dim: str | int, **more: Any) -> Adapter:

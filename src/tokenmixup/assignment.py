@@ -3,12 +3,13 @@
 Letters: b batch, k receivers, t spatial tokens; rows are receivers, columns donors.
 """
 
+from importlib.util import find_spec
+
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tokenmixup.device import operator
-
+HAS_TRITON = find_spec("triton") is not None  # comes with torch for CUDA on Linux
 HELD_PAIRS = 2**25  # numbers of pairs of tokens that a GPU holds at once
 
 
@@ -65,12 +66,20 @@ def donors_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
     return donor.to(gain.device, non_blocking=True)
 
 
-donors_on_device = operator(
-    "donors(Tensor gain, Tensor is_easy) -> Tensor",
-    "device_assignment.device_donors",
-    donors_on_host,
-    lambda gain, is_easy: torch.empty_like(is_easy, dtype=torch.int64),
-)
+@torch.library.custom_op("tokenmixup::donors", mutates_args=())
+def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
+    """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
+    if not (gain.is_cuda and HAS_TRITON):
+        return donors_on_host(gain, is_easy)
+    from tokenmixup.device_assignment import device_donors
+
+    with torch.cuda.device(gain.device):  # Triton launches on the current one
+        return device_donors(gain, is_easy)
+
+
+@donors.register_fake
+def _(gain: Tensor, is_easy: Tensor) -> Tensor:
+    return torch.empty_like(is_easy, dtype=torch.int64)
 
 
 @torch.no_grad()
@@ -81,4 +90,4 @@ def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     sample is not finite, raises FloatingPointError on the host; a GPU, which nobody waits for,
     gives all easy samples the donor -1.
     """
-    return donors_on_device(gain, is_easy)
+    return donors(gain, is_easy)

@@ -49,7 +49,7 @@ def _received(
 
 
 def received(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """`watch.received_exactly`: `b h n e`, `b h m e` -> `b m` float32.
+    """What keys receive, the mean over heads and queries: `b h n e`, `b h m e` -> `b m` float32.
 
     The products of float16 and bf16 are summed in float32, so no score overflows.
     """

@@ -34,6 +34,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import (
     Adapter,
@@ -51,7 +52,7 @@ from tokenmixup.contexts import evaluating
 from tokenmixup.horizontal import PAPER, Rules
 from tokenmixup.manifold import ManifoldMix, draw_manifold_mix
 from tokenmixup.output import LayerMix, Output
-from tokenmixup.passes import Current, Pass, stand_in
+from tokenmixup.passes import Pass, stand_in
 from tokenmixup.rules import rules_of
 from tokenmixup.saliency import Detector, by_attention, detector_of, input_gradient
 from tokenmixup.scorenet import Pooling, ScoreNet
@@ -104,9 +105,11 @@ class TokenMixup(nn.Module):
         self._htm: dict[int, HTM] = {} if self.htm is None else self.htm.each
         self._vtm: dict[int, VTM] = {} if self.vtm is None else self.vtm.each
         self._manifold = self.manifold_mixup
+        mixed = () if self._manifold is None else self._manifold.layers
+        sources = range(max(self._vtm, default=-1) + 1)
+        self._touched = sorted({*self._htm, *sources, *mixed})  # blocks that must run
         self._blocks: list[nn.Module] = []
-        self._current = Current()
-        self._kept: dict[tuple[Any, ...], Any] = {}  # stand-ins of the last pass
+        self._pass: Pass | None = None  # the one that runs
         if self._touched or checkpoint_blocks:
             if reason := why_not_wrapped(model):
                 raise ValueError(f"TokenMixup does not support this model: {reason}")
@@ -137,18 +140,18 @@ class TokenMixup(nn.Module):
             told = f"images{bad}: not finite; {error}" if bad else str(error)
             raise FloatingPointError(told) from error
         finally:
-            replace_forwards(before)
+            put_back(before)
 
     def _run(
         self, images: Tensor, targets: Any, pixels: Tensor | None, manifold: ManifoldMix | None
     ) -> Output:
-        methods = self._htm, self._vtm, self.scorenets, self.rules, self.detect
-        state = Pass(self.adapter, self._blocks, *methods, targets, pixels, manifold)
-        self._current.state = state
+        by = self._htm, self._vtm, self.scorenets, self.rules, self.detect
+        state = Pass(self.adapter, self._blocks, self._touched, *by, targets, pixels, manifold)
+        self._pass = state
         try:
             logits = logits_of(self.model(images))
         finally:
-            self._current.state = None
+            self._pass = None
         return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
 
     @torch.compiler.disable
@@ -157,7 +160,7 @@ class TokenMixup(nn.Module):
     ) -> tuple[Forwards, Tensor | None, ManifoldMix | None]:
         """Puts the stand-ins of a pass in their places, once its batch is checked.
 
-        Returns what `replace_forwards` needs to take them away, the input gradient, `b h w`, and
+        Returns the `forward` of each module that it replaced, the input gradient, `b h w`, and
         manifold mixup's draws.
         """
         if getattr(self, "_is_replica", False):
@@ -167,13 +170,7 @@ class TokenMixup(nn.Module):
             self._look_up()
         pixels = self._input_gradient(images, targets)
         manifold = None if self._manifold is None else draw_manifold_mix(self._manifold, images)
-        return replace_forwards(self._stand_ins()), pixels, manifold
-
-    @property
-    def _touched(self) -> set[int]:
-        """The blocks that HTM, VTM, its sources and manifold mixup touch."""
-        mixed = () if self._manifold is None else self._manifold.layers
-        return {*self._htm, *range(max(self._vtm, default=-1) + 1), *mixed}
+        return self._put_stand_ins(), pixels, manifold
 
     def _look_up(self) -> None:
         """Finds the blocks as they are now. Raises ValueError if they cannot serve."""
@@ -247,28 +244,22 @@ class TokenMixup(nn.Module):
             exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
             return input_gradient(lambda x: logits_of(self.model(x)), exact, targets)
 
-    def _stand_ins(self) -> Forwards:
-        """Returns the modules that a pass goes through, each with its stand-in `forward`.
-
-        Those of the last pass are used again, since a compiler may ask for their identity.
-        """
-        touched, found = self._touched, list[tuple[nn.Module, Any, Any]]()
+    def _put_stand_ins(self) -> Forwards:
+        """Replaces `forward` of the modules that a pass goes through. Returns what was there."""
+        touched, found = self._touched, list[tuple[nn.Module, Callable[..., Any]]]()
         if touched and (module := patch_embed_of(self.model, self.adapter)) is not None:
-            found.append((module, Pass.embed, module))
+            found.append((module, partial(stand_in, self, Pass.embed, module)))
         for index, block in enumerate(self._blocks):
-            if index in touched or self.checkpoint_blocks:
-                found.append((block, Pass.run_block if index in touched else Pass.rerun, index))
-        before, self._kept = self._kept, {}
-        for module, run, about in found:
-            own = vars(module).get("forward")
-            key = (module, own or type(module).forward, run, about)
+            if index in touched:
+                found.append((block, partial(stand_in, self, Pass.run_block, index)))
+            elif self.checkpoint_blocks:
+                found.append((block, partial(checkpoint, use_reentrant=False)))
+        before = [(module, vars(module).get("forward")) for module, _ in found]
+        for (module, run), (_, own) in zip(found, before, strict=True):
+            # a bound method would be another one in each pass, which a compiler had to know
             plain = own or partial(type(module).forward, module)
-            new = partial(stand_in, self._current, run, plain, about)
-            self._kept[key] = before.get(key) or new
-        return [(module, kept) for (module, *_), kept in self._kept.items()]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": {}}  # copies make their own
+            setattr(module, "forward", partial(run, plain))
+        return before
 
     def stop_mixing(self) -> None:
         """Disables all mixing in training for good and freezes the ScoreNets.
@@ -276,7 +267,7 @@ class TokenMixup(nn.Module):
         Not part of the state dict: call it again after a resume. A DistributedDataParallel wrapper
         waits for the gradients of the ScoreNets: wrap the module again.
         """
-        self._htm, self._vtm, self._manifold = {}, {}, None
+        self._htm, self._vtm, self._manifold, self._touched = {}, {}, None, []
         self.scorenets.requires_grad_(False)
 
     @property
@@ -330,15 +321,12 @@ def why_not(model: Any, adapter: Adapter | None = None) -> str | None:
 
 
 @torch.compiler.disable
-def replace_forwards(forwards: Forwards) -> Forwards:
-    """Replaces `module.forward` on each instance. Returns what undoes it."""
-    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+def put_back(forwards: Forwards) -> None:
+    """Takes the stand-ins away."""
     for module, forward in forwards:
-        if forward is None:
-            del module.forward
-        else:
+        del module.forward
+        if forward is not None:
             setattr(module, "forward", forward)
-    return before
 
 
 def check_batch(images: Any, targets: Any, num_classes: int) -> Tensor:

@@ -3,7 +3,7 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tokenmixup.adapters import Adapter, name_of
 from tokenmixup.horizontal import Rules, mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import LayerMix, Output
 from tokenmixup.rules import ORDERS
-from tokenmixup.saliency import BlockInput, Detector, by_gradient, saliency_by
+from tokenmixup.saliency import BlockInput, Detector, by_attention, by_gradient, saliency_by
 from tokenmixup.scorenet import difficulty
 from tokenmixup.settings import HTM, VTM
 from tokenmixup.vertical import INDICES
@@ -31,6 +30,7 @@ class Pass:
 
     adapter: Adapter
     blocks: list[nn.Module]
+    touched: Collection[int]  # the blocks that must run
     htm: Mapping[int, HTM]  # by layer
     vtm: Mapping[int, VTM]
     scorenets: Any
@@ -50,20 +50,21 @@ class Pass:
 
     def run_block(self, plain: Any, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a block on what HTM, VTM and manifold mixup make of its input."""
-        x, grid = self._enter(index, args)
-        shape, n, block = args[0].shape, x.shape[1], self.blocks[index]
-        name = name_of(index, block)
+        name = name_of(index, self.blocks[index])
+        self._check_entry(index, name, args)
+        shape, x = args[0].shape, args[0].flatten(1, -2)
+        n = x.shape[1]
         if self.manifold is not None and self.manifold.layer == index:
             x, self.targets = self.manifold(x), self.manifold(self.targets)
         later = [layer for layer in self.vtm if layer > index]
         saliency, needs_map = None, bool(later)
-        if (htm := self.htm.get(index)) is not None:
+        if index in self.htm:
+            grid = (shape[1], shape[2]) if len(shape) == 4 else self.grid
             own = (x.view(shape), *args[1:])
-            blocks = self.blocks[index:]
-            entry = BlockInput(x, own, kwargs, self.adapter, blocks, name, self.pixels, grid)
-            x, saliency = self._mix(index, htm, entry, is_source=bool(later))
+            more = (self.adapter, self.blocks[index:], name, self.pixels, grid)
+            x, saliency = self._mix(index, x, BlockInput(own, kwargs, *more), bool(later))
             needs_map = needs_map or self.detect is not by_gradient
-        tokens, looking = x, self.adapter.looking(name, x, self.graph)
+        tokens, looking = x, self.adapter.looking(name, x)
         looking.keeps_map = bool(later) and saliency is None
         if (memory := self.memories.get(index)) is not None:  # Eq. 13
             tokens = torch.cat([x, *(kept for kept, _ in memory)], dim=1)
@@ -76,19 +77,19 @@ class Pass:
         seen: Any = looking.checked() if is_watched else None
         for layer in later:
             if saliency is None:
-                saliency = saliency_by(seen, self.adapter, block, (x,))
+                saliency = saliency_by(seen, self.adapter, self.blocks[index], (x,))
             self._remember(layer, x, saliency)
         return self._own_tokens(name, out, n, tokens.shape[1])
 
-    def _enter(self, index: int, args: tuple[Any, ...]) -> tuple[Tensor, tuple[int, int] | None]:
-        """Returns the tokens that enter a block, `b n d`, and their grid if it is known.
-
-        Raises ValueError for a block that runs out of order, or gets what are no tokens.
-        """
-        name, prefix = name_of(index, self.blocks[index]), self.adapter.num_prefix_tokens
+    def _check_entry(self, index: int, name: str, args: tuple[Any, ...]) -> None:
+        """Raises ValueError for a block that runs out of order, or gets what are no tokens."""
         if not args:
             raise ValueError(f"{name} gets its tokens by keyword: must be first argument")
-        x, dims = args[0], (3,) if index in self.vtm else (3, 4)
+        x, dims, prefix = (
+            args[0],
+            (3,) if index in self.vtm else (3, 4),
+            self.adapter.num_prefix_tokens,
+        )
         width = self.scorenets[str(index)].head.in_features if index in self.htm else None
         are_tokens = isinstance(x, Tensor) and x.ndim in dims and len(x) == len(self.targets)
         if not are_tokens or width not in (None, x.shape[-1]):
@@ -108,22 +109,20 @@ class Pass:
                 f"{name} gets {n} tokens for {patches} patches, but must get {prefix} more, which "
                 f"come first (num_prefix_tokens={prefix})"
             )
-        grid = self.grid if patches == n - prefix else None
-        return x.flatten(1, -2), (x.shape[1], x.shape[2]) if x.ndim == 4 else grid
 
     def _mix(
-        self, index: int, htm: HTM, entry: BlockInput, is_source: bool
+        self, index: int, x: Tensor, entry: BlockInput, is_source: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Mixes tokens and targets by Algorithm 1.
 
         Returns the tokens and, of a source of VTM, their saliency by the block's own attention.
         """
-        x, prefix = entry.tokens, self.adapter.num_prefix_tokens
+        htm, prefix = self.htm[index], self.adapter.num_prefix_tokens
         score_logits = self.scorenets[str(index)](x, prefix)
         hard = difficulty(score_logits, self.targets, htm.difficulty)
         self.is_detecting = True
         saliency = self.detect(entry)
-        own = entry.own_saliency() if is_source else None
+        own: Any = saliency if self.detect is by_attention or not is_source else by_attention(entry)
         self.is_detecting = False
         if [*saliency.shape] != (expected := [len(x), x.shape[1] - prefix]):
             raise ValueError(
@@ -134,11 +133,11 @@ class Pass:
         mix = mix_horizontal(x, self.targets, saliency, hard, tau, rho, self.rules)
         found = (mix.is_easy, mix.mask, mix.gain, mix.saliency, mix.donor, mix.keep_ratio)
         self.layers.append(LayerMix(index, score_logits, hard, *found))
-        if own is not None and htm.order == "in_place":
+        if is_source and htm.order == "in_place":
             own = torch.where(mix.mask, own[mix.donor], own)
         mix = ORDERS[htm.order](mix)
         self.targets = mix.targets
-        return mix.tokens, own
+        return mix.tokens, own if is_source else None
 
     def _remember(self, layer: int, x: Tensor, saliency: Tensor) -> None:
         """Stores the most salient of a block's tokens for a later layer of VTM."""
@@ -168,23 +167,14 @@ class Pass:
         self.num_patches = patches.shape[1:-1].numel()
         if patches.ndim == 4:
             self.grid = (patches.shape[1], patches.shape[2])
-        elif hasattr(embedding, "dynamic_feat_size"):
-            images = args[0] if args else next(iter(kwargs.values()))
-            rows, columns = embedding.dynamic_feat_size(tuple(images.shape[-2:]))
-            self.grid = (rows, columns) if rows * columns == self.num_patches else None
         return out
-
-    def rerun(self, plain: Any, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Runs a block that nothing touches, and again in the backward pass."""
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
     def output(self, logits: Any, score_loss_weight: float) -> Output:
         """Returns the output of the pass.
 
         Raises ValueError if a block has not run that must, or the logits are not `b c`.
         """
-        drawn = () if self.manifold is None else (self.manifold.layer,)
-        for index in (*self.htm, *range(max([-1, *self.vtm]) + 1), *drawn):
+        for index in self.touched:
             if index not in self.entered:
                 name = name_of(index, self.blocks[index])
                 raise ValueError(f"{name} did not run: TokenMixup touches it")
@@ -220,20 +210,12 @@ def _with_places(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mapp
     return {**kwargs, "rope": torch.cat([rope, of_memory], dim=2)}
 
 
-@dataclass
-class Current:
-    """The pass that runs, if one does. The stand-ins for `forward` hold it, and no model."""
+def stand_in(module: Any, run: Any, about: Any, plain: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Runs in place of `plain`, the `forward` of a part of a model that `module` is attached to.
 
-    state: Pass | None = None
-
-
-def stand_in(
-    current: Current, run: Any, plain: Any, about: Any, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Runs in place of `plain`, the `forward` of a module; a detector's blocks run as they are.
-
-    `run`: a method of Pass, which gets `about`: the index of a block, or the patch embedding.
+    `run`: a method of Pass, which gets `about`: the index of a block, or the patch embedding. The
+    blocks of a detector run as they are.
     """
-    if (state := current.state) is None or state.is_detecting:
+    if (state := module._pass) is None or state.is_detecting:
         return plain(*args, **kwargs)
     return run(state, plain, about, args, kwargs)

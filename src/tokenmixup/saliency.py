@@ -4,9 +4,8 @@ Letters: b batch, h heads, n tokens with prefix, t spatial tokens, d width, h w 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -89,37 +88,29 @@ def gradient_saliency(
     return pooled / pooled.sum(dim=1, keepdim=True).clamp(min=torch.finfo(pooled.dtype).tiny)
 
 
-@dataclass
-class BlockInput:
+class BlockInput(NamedTuple):
     """What enters a block in one pass: that from which a detector computes saliency, `b t`."""
 
-    tokens: Tensor  # b n d
-    args: tuple[Any, ...]  # of the block: the tokens in its own shape first
+    args: tuple[Any, ...]  # of the block: its tokens, `b n d` or `b rows columns d`, first
     kwargs: Mapping[str, Any]
     adapter: Adapter
     blocks: Sequence[nn.Module]  # this one and those behind it
     name: str = "the block"
     pixels: Tensor | None = None  # b h w, magnitude of the input gradient
     grid: tuple[int, int] | None = None  # rows and columns of patches, if known
-    _map: AttentionMap | None = None
-    _own: Tensor | None = None
 
-    def attention_map(self) -> AttentionMap:
-        """Returns the map that the block itself computes; runs it as far as that, once."""
-        if self._map is None:
-            looking = self.adapter.looking(self.name, self.tokens)
-            self._map = map_of(self.blocks[0], looking, self.args, self.kwargs)
-        return self._map
 
-    def own_saliency(self) -> Tensor:
-        """Returns the saliency by the block's own attention, `b t`; computed once."""
-        block, by_block = self.blocks[0], self.adapter.saliency
-        if self._own is None and by_block is not None:
-            with torch.no_grad():
-                self._own = _to_sum_1(by_block(block, *self.args, **self.kwargs))
-        elif self._own is None:
-            self._own = saliency_by(self.attention_map(), self.adapter, block, self.args)
-        return self._own
+def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
+    """Saliency by the block's own attention map (Eq. 3); the block is run as far as that.
+
+    `class_token`: by its row, else by the mean over all rows; by default as the head reads it.
+    """
+    block, adapter = entry.blocks[0], entry.adapter
+    if adapter.saliency is not None:
+        with torch.no_grad():
+            return _to_sum_1(adapter.saliency(block, *entry.args, **entry.kwargs))
+    seen = map_of(block, adapter.looking(entry.name, entry.args[0]), entry.args, entry.kwargs)
+    return saliency_by(seen, adapter, block, entry.args, class_token)
 
 
 def saliency_by(
@@ -129,10 +120,7 @@ def saliency_by(
     args: tuple[Any, ...],
     class_token: bool | None = None,
 ) -> Tensor:
-    """Returns the saliency that a block's own map gives the tokens of `args[0]`, `b t` (Eq. 3).
-
-    `class_token`: by its row, else by the mean over all rows; by default as the head reads it.
-    """
+    """Returns the saliency that a block's own map gives the tokens of `args[0]`, `b t`."""
     if adapter.geometry is not None:
         return _to_sum_1(adapter.geometry(block, seen, *args))
     by_row = adapter.reads_class_token if class_token is None else class_token
@@ -144,19 +132,6 @@ def _to_sum_1(saliency: Tensor) -> Tensor:
     return saliency / saliency.sum(dim=1, keepdim=True)
 
 
-def by_attention(entry: BlockInput) -> Tensor:
-    """Saliency by the block's own attention map."""
-    return entry.own_saliency()
-
-
-def by_mean_attention(entry: BlockInput) -> Tensor:
-    """Saliency by Eq. 3 as printed, also if there is a class token: the mean over all queries."""
-    if entry.adapter.saliency is not None:
-        return entry.own_saliency()
-    seen, block = entry.attention_map(), entry.blocks[0]
-    return saliency_by(seen, entry.adapter, block, entry.args, class_token=False)
-
-
 def by_gradient(entry: BlockInput) -> Tensor:
     """Saliency by the gradient of the loss with respect to the image."""
     assert entry.pixels is not None, "the gradient is computed before the forward pass"
@@ -165,7 +140,7 @@ def by_gradient(entry: BlockInput) -> Tensor:
             "htm.detector=gradient: the grid of the patches is not known; "
             "Adapter needs patch_embed, or square_patches=True"
         )
-    num_tokens = entry.tokens.shape[1] - entry.adapter.num_prefix_tokens
+    num_tokens = entry.args[0].shape[1:-1].numel() - entry.adapter.num_prefix_tokens
     return gradient_saliency(entry.pixels, num_tokens, entry.grid)
 
 
@@ -174,27 +149,19 @@ def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout."""
     adapter, (x, *others), maps = entry.adapter, entry.args, []
     for step, block in enumerate(entry.blocks[: steps + 1]):
-        name = f"{entry.name} + {step}"
-        looking = adapter.looking(name, x)
-        with evaluating(block):
-            if step == steps:
-                last = map_of(block, looking, (x, *others), entry.kwargs)
-                maps.append(last.rows(int(adapter.reads_class_token) or None))
-                break
-            looking.keeps_map = True
-            with Watching(looking):
-                x = block.forward(x, *others, **entry.kwargs)
+        looking = adapter.looking(f"{entry.name} + {step}", x)
+        looking.keeps_map = True
+        with evaluating(block), Watching(looking):
+            out = block.forward(x, *others, **entry.kwargs)
+        x = out if isinstance(out, Tensor) else out[0]
         maps.append(looking.checked().rows())
-        if not isinstance(x, Tensor):
-            kind = type(x).__name__
-            raise ValueError(f"htm.rollout_steps: {name} returns a {kind}, must be its tokens")
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 
 Detector = Callable[[BlockInput], Tensor]
 DETECTORS: dict[str, Detector] = {
     "attention": by_attention,
-    "mean_attention": by_mean_attention,
+    "mean_attention": partial(by_attention, class_token=False),  # Eq. 3 as printed
     "gradient": by_gradient,
     "random": by_attention,  # for the pairs; `rules.py` draws the tokens at random
 }

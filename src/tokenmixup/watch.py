@@ -9,7 +9,7 @@ Letters: b batch, h heads, n queries, m keys, e head width, d width.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tokenmixup.assignment import HAS_TRITON
 from tokenmixup.contexts import without_autocast
-from tokenmixup.device import HAS_TRITON, operator
 
 SDPA, MULTIHEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
@@ -97,21 +97,31 @@ def _has_kernel(q: Tensor, k: Tensor) -> bool:
     return q.dtype in HALF and held <= HELD_KEYS
 
 
-def received_exactly(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """What keys receive, at once: `b h n e`, `b h m e` -> `b m` in float32."""
-    return AttentionMap(q, k, scale=scale).rows().mean(dim=(1, -2))
+@torch.library.custom_op("tokenmixup::received", mutates_args=())
+def received_on_device(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """What keys receive, by one kernel: `b h n e`, `b h m e` -> `b m` float32."""
+    from tokenmixup.kernels import received
+
+    with torch.cuda.device(q.device):  # Triton launches on the current one
+        return received(q, k, scale)
 
 
-received_on_device = operator(
-    "received(Tensor q, Tensor k, float scale) -> Tensor",
-    "kernels.received",
-    received_exactly,
-    lambda q, k, scale: k.new_empty(len(k), k.shape[2], dtype=torch.float32),
-)
+@received_on_device.register_fake
+def _(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return k.new_empty(len(k), k.shape[2], dtype=torch.float32)
 
 
 class Found(Exception):
     """Ends the run of a block whose map is all that was asked for."""
+
+
+def graph_now() -> tuple[bool, Any]:
+    """Returns whether gradients are recorded, and by which checkpoint (of torch, not reentrant)."""
+    if torch.compiler.is_compiling():  # it reruns rightly
+        return torch.is_grad_enabled(), None
+    packing = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    checkpointing = packing is not None and packing[0].__module__ == "torch.utils.checkpoint"
+    return torch.is_grad_enabled(), packing[0] if checkpointing else None
 
 
 @dataclass
@@ -122,12 +132,12 @@ class Looking:
     b: int
     n: int  # its own tokens
     any_shape: bool = False  # whether maps of windows, or with fewer keys, count too
-    graph: Any = None  # what `graph_now` must be
     keeps_map: bool = False  # the first one
     only_map: bool = False  # the block is left as soon as it is known
     memory: Tensor | None = None  # b m, the place of each token of a memory among the n
     count: int = 0  # of maps
     map: AttentionMap | None = None
+    graph: Any = field(default_factory=graph_now)
 
     @property
     def total(self) -> int:
@@ -141,7 +151,7 @@ class Looking:
 
     def note(self, found: Callable[[], AttentionMap]) -> None:
         """Counts a map, and keeps it if it is asked for. Raises ValueError if it is run again."""
-        if self.graph is not None and self.graph != graph_now():
+        if not self.only_map and self.graph != graph_now():
             raise ValueError(f"{self.name} {OWN_CHECKPOINTING}")
         self.count += 1
         if self.keeps_map and self.map is None:
@@ -155,15 +165,6 @@ class Looking:
             found = f"computes {self.count} attention maps over its tokens"
             raise ValueError(f"{self.name} {found}, must be 1")
         return self.map
-
-
-def graph_now() -> tuple[bool, Any]:
-    """Returns whether gradients are recorded, and by which checkpoint (of torch, not reentrant)."""
-    if torch.compiler.is_compiling():  # it reruns rightly
-        return torch.is_grad_enabled(), None
-    packing = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    checkpointing = packing is not None and packing[0].__module__ == "torch.utils.checkpoint"
-    return torch.is_grad_enabled(), packing[0] if checkpointing else None
 
 
 class Watching(TorchFunctionMode):

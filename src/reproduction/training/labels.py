@@ -14,7 +14,7 @@ from reproduction.data.inputs import Box, Mixed
 from reproduction.system import UserError
 from tokenmixup import blocks_of
 from tokenmixup.adapters import adapter_of
-from tokenmixup.saliency import BlockInput
+from tokenmixup.saliency import BlockInput, by_attention
 
 KEY = "augmentation.cutmix.labels=attention"
 
@@ -52,7 +52,7 @@ class AttentionLabels:
 
     def _note(self, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         args = (args[0].detach(), *args[1:])
-        entering = BlockInput(args[0], args, kwargs, self.adapter, [block])
+        entering = BlockInput(args, kwargs, self.adapter, [block])
         self.entered = entering if block.training else None
 
     def __call__(self, mixed: Mixed) -> Mixed:
@@ -61,5 +61,5 @@ class AttentionLabels:
         if mixed.box is None:
             return mixed
         assert entered is not None, "the last block has not run"
-        share = attended_share(entered.own_saliency(), mixed.box, mixed.images.shape[-2:])
+        share = attended_share(by_attention(entered), mixed.box, mixed.images.shape[-2:])
         return mixed._replace(weight=1 - share, rest=None)
