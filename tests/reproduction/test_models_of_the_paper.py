@@ -135,7 +135,7 @@ COMPARATOR, RESNET = ["model=timm", "augmentation=[]"], "model.architecture=resn
     ("words", "part"),
     [
         ([TIMM_VIT, "model.architecture=vit_nope"], "model.architecture=vit_nope"),
-        ([TIMM_VIT, "model.pretrained=nope"], "augreg_in21k"),
+        ([TIMM_VIT, "model.pretrained=nope"], "model.pretrained=nope"),
         ([TIMM_VIT, "model.depth=5"], "model.depth=5"),
         ([TIMM_VIT, "model.patch_size=8"], "model.patch_size=8"),
         (["model.image_size=16", "augmentation.vtm.kappa=17"], "kappa=17"),

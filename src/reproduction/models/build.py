@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,9 +29,17 @@ NOT_FOR_THE_MODEL = ("name", "family", "weights", "htm_layer", "vtm_layer", "che
 
 
 def build_model(config: AnyModel, num_classes: int) -> nn.Module:
-    """Builds the plain model, without TokenMixup; `load_initial_weights` reads `weights`."""
+    """Builds the plain model, without TokenMixup; `load_initial_weights` reads `weights`.
+
+    Raises UserError for what timm or torchvision cannot build.
+    """
     build, arguments = constructor(config, num_classes)
-    return build(**arguments)
+    try:
+        return build(**arguments)
+    except Exception as error:  # constructors, layers and the hub raise many types
+        named = ("architecture", "pretrained", "global_pool", "options", "stem", "image_size")
+        words = [f"model.{key}={arguments[key]}" for key in named if arguments.get(key)]
+        raise UserError(f"{' '.join(words)}: {first_line(error)}") from error
 
 
 def constructor(config: AnyModel, num_classes: int) -> tuple[Builder, dict[str, Any]]:
@@ -123,15 +130,3 @@ def compile_module(module: TokenMixup) -> None:
     config.recompile_limit += BATCH_SIZES * (layers + 1)  # and without mixing
     config.optimize_ddp = config.optimize_ddp and not module.checkpoint_blocks
     module.compile(**COMPILER)
-
-
-@cache
-def check_compiler(device: str) -> None:
-    """Compiles a trivial function. Raises UserError if torch.compile does not work."""
-    try:
-        torch.compile(lambda x: x + 1, **COMPILER)(torch.ones(2, device=device))
-    except Exception as error:  # from Triton, the C++ compiler or an old GPU
-        reason = first_line(getattr(error, "inner_exception", error))
-        raise UserError(
-            f"compile: torch has no compiler here ({reason}); allowed is false"
-        ) from error

@@ -10,7 +10,6 @@ from timm.models.resnet import ResNet
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
-from reproduction.system import UserError, first_line
 from tokenmixup.adapters import blocks_of
 
 
@@ -30,53 +29,32 @@ def build_vit(
 ) -> nn.Module:
     """Builds timm's `architecture`, with random weights or those of the tag `pretrained`.
 
-    `mlp_drop_rate` is the dropout of the MLPs, unless it is None. `depth` and `patch_size` must be
-    the architecture's own. Raises UserError for what timm cannot build.
+    On the meta device the tag is only looked up. `mlp_drop_rate` is the dropout of the MLPs, unless
+    it is None. `depth` and `patch_size` must be the architecture's own.
     """
-    name = timm_name(architecture, pretrained)
+    name = architecture if pretrained is None else f"{architecture}.{pretrained}"
     settings: dict[str, Any] = {"img_size": image_size, "global_pool": global_pool}
     settings |= {"pos_drop_rate": pos_drop_rate} if pos_drop_rate else {}  # not of all models
     settings |= {"attn_drop_rate": attn_drop, "drop_path_rate": drop_path}
-    settings |= {"num_classes": num_classes}
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its errors are raised too
-    try:
-        model: Any = timm.create_model(name, pretrained=pretrained is not None, **settings)
-        blocks = blocks_of(model)
-    except Exception as error:  # of the hub, of constructors, of models without blocks
-        words = f"model.architecture={architecture} model.global_pool={global_pool}"
-        words += f" model.pretrained={pretrained}" if pretrained else ""
-        raise UserError(f"{words}: cannot be built ({first_line(error)})") from error
-    embed = getattr(model, "patch_embed", None)
+    loads = pretrained is not None and torch.get_default_device().type != "meta"
+    model: Any = timm.create_model(name, pretrained=loads, num_classes=num_classes, **settings)
+    blocks, embed = blocks_of(model), getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", None)  # of a hybrid, of its feature map
     patch = patch[0] if isinstance(patch, tuple) else patch
     if grid := getattr(embed, "grid_size", None):
         patch = image_size // grid[0]
-    for key, told, own in (("depth", depth, len(blocks)), ("patch_size", patch_size, patch)):
-        if told != own:
-            raise UserError(f"model.{key}={told}: {architecture} has {own}")
-    if mlp_drop_rate is None:
-        return model
-    for block in blocks:
-        mlp = getattr(block, "mlp", nn.Identity())
-        dropouts = [part for part in mlp.modules() if isinstance(part, nn.Dropout)]
+    for key, value, own in (("depth", depth, len(blocks)), ("patch_size", patch_size, patch)):
+        if value != own:
+            raise ValueError(f"model.{key}={value}: it has {own}")
+    if mlp_drop_rate is not None:
+        mlps = [getattr(block, "mlp", nn.Identity()) for block in blocks]
+        dropouts = [x for mlp in mlps for x in mlp.modules() if isinstance(x, nn.Dropout)]
         if not dropouts:
-            raise UserError(
-                f"model.mlp_drop_rate={mlp_drop_rate}: the MLPs of {architecture} have no dropout"
-            )
+            raise ValueError(f"model.mlp_drop_rate={mlp_drop_rate}: its MLPs have no dropout")
         for dropout in dropouts:
             dropout.p = mlp_drop_rate
     return model
-
-
-def timm_name(architecture: str, pretrained: str | None) -> str:
-    """Returns timm's name of architecture and tag. Raises UserError if the tag is unknown."""
-    if pretrained is None:
-        return architecture
-    tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{architecture}.*")]
-    if pretrained not in tags:
-        allowed = ", ".join(tags) or "none"
-        raise UserError(f"model.pretrained={pretrained}: tags of {architecture} are {allowed}")
-    return f"{architecture}.{pretrained}"
 
 
 def build_library_model(
@@ -90,26 +68,17 @@ def build_library_model(
 ) -> nn.Module:
     """Builds `architecture` of `package` with its constructor's `options`: `b 3 h w` -> `b c`.
 
-    `stem` is `imagenet`, the unchanged model, or `cifar`, a ResNet's stem for small images. Raises
-    UserError for what the package cannot build, or what does not give a logit for each class.
+    `stem` is `imagenet`, the unchanged model, or `cifar`, a ResNet's stem for small images.
     """
-    words = f"model.package={package} model.architecture={architecture} model.options={options}"
-    try:
-        if package == "torchvision":
-            model = torchvision.models.get_model(architecture, num_classes=num_classes, **options)
-        else:
-            model = timm.create_model(architecture, num_classes=num_classes, **options)
-        if stem == "cifar":
-            _replace_stem(model)
-        device = next(model.parameters()).device
-        with torch.no_grad():
-            logits = model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
-        if getattr(logits, "shape", None) != (1, num_classes):
-            raise ValueError("does not give one logit for each class")
-    except Exception as error:  # constructors and layers raise many types
-        raise UserError(
-            f"{words} model.image_size={image_size} model.stem={stem}: {first_line(error)}"
-        ) from error
+    create: Any = torchvision.models.get_model if package == "torchvision" else timm.create_model
+    model = create(architecture, num_classes=num_classes, **options)
+    if stem == "cifar":
+        _replace_stem(model)
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        logits = model.eval()(torch.zeros(1, 3, image_size, image_size, device=device))
+    if getattr(logits, "shape", None) != (1, num_classes):
+        raise ValueError("does not give one logit for each class")
     return model.train()
 
 

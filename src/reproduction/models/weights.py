@@ -25,7 +25,7 @@ from reproduction.system import UserError, first_line, is_first_rank, warn
 STATE_DICT_KEYS = ("state_dict_ema", "model_ema", "module", "state_dict", "model")
 
 Newest = tuple[Path, Any]
-Check = Callable[[Path, Any], None]
+Check = Callable[[Any], None]
 
 
 class Weights(NamedTuple):
@@ -39,16 +39,15 @@ class Weights(NamedTuple):
     classes: list[str] | None = None
 
 
-def read_file(origin: str, path: Path) -> Any:
+def read_file(origin: str, path: Path, check: Check = lambda content: None) -> Any:
     """Reads a file: tensors on the CPU, and plain values.
 
     The tensors of safetensors are under `module`, and class names in their metadata under
-    `classes`. Raises UserError, which starts with `origin`, if the file is missing or unreadable.
+    `classes`. Raises UserError, which starts with `origin`, if that or `check(content)` fails.
     """
-    if not path.is_file():
-        raise UserError(f"{origin}: there is no such file")
     try:
-        return _content(path)
+        check(content := _content(path))
+        return content
     except Exception as error:  # torch, safetensors and zipfile raise many types
         reason = first_line(error).partition(". ")[0]  # without torch's advice, which is unsafe
         if code := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", str(error)):
@@ -73,19 +72,19 @@ def _content(path: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)  # a path's name has effects
 
 
-def read_newest(paths: list[Path], check: Check = lambda path, content: None) -> Newest:
-    """Returns the first readable checkpoint of a run and its content.
+def read_newest(paths: list[Path], check: Check = lambda content: None) -> Newest:
+    """Returns the first readable checkpoint of a run, whose content passes the `check`, and that.
 
-    `check` raises UserError for unusable content. Warns on stderr about skipped checkpoints. Raises
-    UserError if none is usable, or if memory or the file system fails.
+    Warns on stderr about skipped checkpoints. Raises UserError if none is usable, or if memory or
+    the file system fails.
     """
     errors: list[UserError] = []
     for path in paths:
         try:
-            content = read_file(f"checkpoint={path}", path)
-            check(path, content)
+            content = read_file(f"checkpoint={path}", path, check)
         except UserError as error:
-            if isinstance(error.__cause__, OSError | MemoryError):  # the file may be intact
+            is_intact = isinstance(error.__cause__, OSError | MemoryError)  # perhaps
+            if is_intact and path.exists():
                 raise
             errors.append(error)
             continue
@@ -98,16 +97,14 @@ def read_newest(paths: list[Path], check: Check = lambda path, content: None) ->
 
 def extract_weights(origin: str, content: Any) -> Weights:
     """Finds the weights in the content of a file. UserError if there are none."""
-    if not isinstance(content, dict):
-        raise UserError(f"{origin}: holds no state dict but {type(content).__name__}")
-    inner = [content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), dict)]
-    state = dict(inner[0] if inner else content)
-    if odd := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise UserError(f"{origin}: holds no state dict, these are no parameters: {_few(odd)}")
     try:
+        inner = [content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), dict)]
+        state = dict(inner[0] if inner else content)
+        if odd := [str(name) for name, value in state.items() if not isinstance(value, Tensor)]:
+            raise ValueError(f"these are no parameters: {_few(odd)}")
         state = convert_names(state)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"{origin}: {error}") from error
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"{origin}: holds no state dict of a model ({error})") from error
     return Weights(origin, state, content.get("classes") if "module" in content else None)
 
 
@@ -118,11 +115,9 @@ def matching_state(weights: Weights, model: nn.Module, head: Sequence[str] = ())
     keeps its own. Raises UserError that names missing and extra parameters and other shapes.
     """
     expected, state = model.state_dict(), dict(weights.state)
-    given = [state[name].shape for name in head if name in state]
-    own = [expected[name].shape for name in head]
-    classes = {shape[0] for shape in given if shape}
-    is_whole = len(classes) == 1 and [x[1:] for x in given] == [x[1:] for x in own]
-    if not given or (is_whole and classes != {own[0][0]}):
+    given = [state[name] for name in head if name in state]
+    sizes = {len(value) if value.ndim else 0 for value in given}
+    if not given or (len(given) == len(head) and sizes != {len(expected[head[0]])}):
         state |= {name: expected[name] for name in head}
     problems = {"lacks parameters": [name for name in expected if name not in state]}
     problems["has others"] = [name for name in state if name not in expected]

@@ -62,12 +62,9 @@ def load_last(folder: RunFolder) -> Newest | None:
     Raises UserError if there are some, but none is usable.
     """
 
-    def check(path: Path, state: Any) -> None:
-        if not isinstance(state, dict) or "metrics_size" not in state:
-            raise UserError(f"checkpoint={path}: holds no training state")
+    def check(state: Any) -> None:
         if folder.metrics_size() < state["metrics_size"]:
-            short = "is shorter than when the checkpoint was written"
-            raise UserError(f"{folder.metrics_path}: {short}")
+            raise ValueError(f"{folder.metrics_path} is shorter than when it was written")
 
     paths = folder.checkpoints()
     return read_newest(paths, check) if paths else None

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from reproduction.config import Config, Library, ViT
+from reproduction.config import Config, Library
 from reproduction.data import loaders
 from reproduction.data.images import NO_IMAGE
 from reproduction.data.inputs import build_training_inputs
 from reproduction.data.sources import Data, opened, record
 from reproduction.models import build as models
-from reproduction.models.library import timm_name
 from reproduction.models.names import State
 from reproduction.runs import RunFolder, hold
 from reproduction.system import (
@@ -110,10 +109,9 @@ def build(
     batches = loaders.TrainingBatches(len(data.train), size, config.seed, world.rank, world.size)
     is_meta = world.device.type == "meta"
     model = config.model if is_new else models.without_weights(config.model)
-    built = models.without_weights(model) if is_meta else model
     torch.manual_seed(config.seed)
     with torch.device("meta" if is_meta else "cpu"):
-        module = models.build_module(built, config.augmentation, len(data.classes))
+        module = models.build_module(model, config.augmentation, len(data.classes))
     return data, batches, module, models.load_initial_weights(model, module.model)
 
 
@@ -124,10 +122,6 @@ def check(config: Config) -> None:
     device = resolve_device(config.device, config.devices, config.recipe.precision)
     if config.compile == "cuda-graph" and device == "cpu":
         raise UserError("compile=cuda-graph: needs a GPU, allowed are false and true")
-    if config.compile:
-        models.check_compiler(device)
-    if isinstance(config.model, ViT):
-        timm_name(config.model.architecture, config.model.pretrained)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
