@@ -192,7 +192,8 @@ def test_a_run_outlives_its_terminal_if_it_ignores_the_signal(here: Path, device
     terminal, end = os.openpty()
     run = Run("outputs/mine")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    words = (*PLAIN, "recipe.epochs=30", f"devices={devices}")
+    words = (*PLAIN, "recipe.epochs=3", f"devices={devices}")
+    words += ("++dataset.options.train=1100",)  # epochs of a second, whose bars draw themselves
     with started(*words, stdout=end) as process:
         signal.signal(signal.SIGHUP, before)
         os.close(end)

@@ -336,7 +336,7 @@ def test_compiled_run_resumes_exactly_and_equals_the_plain_one(here: Path):
     for ours, theirs in zip(whole.lines, plain.lines, strict=True):
         speed = {"images_per_second": 0}
         assert ours | speed == pytest.approx(theirs | speed, rel=1e-4)
-    assert evaluate("run=outputs/whole", "weights=best", "device=cpu").status == 0
+    assert evaluate("run=outputs/whole", *OWN[1:2], "weights=best", "device=cpu").status == 0
 
 
 def test_a_missing_compiler_ends_a_run_in_one_line(

@@ -122,6 +122,8 @@ class Logs:
                 getattr(logger, method)(value)
             except Exception as error:
                 self.loggers.remove(logger)
+                if logger.name == "wandb":
+                    _teardown()
                 left = "all lines are in metrics.jsonl"
                 warn(f"warning: {logger.name} failed ({first_line(error)}); {left}")
 
