@@ -5,7 +5,7 @@ from pathlib import Path
 from reproduction.config import Config
 from reproduction.runs import RunFolder
 from reproduction.start import check_named
-from reproduction.system import Parser, UserError, one_line_errors, positive, say
+from reproduction.system import Parser, one_line_errors, positive, say
 
 
 def print_shares(folder: RunFolder, config: Config, batches: int) -> None:
@@ -17,17 +17,12 @@ def print_shares(folder: RunFolder, config: Config, batches: int) -> None:
     say("\n*: the run's own, at whose tau tokens are counted; pairs are matched anew for each rho.")
 
 
-def draw(folder: RunFolder, config: Config, path: Path, images: int | None) -> None:
-    """Draws the saliency maps again, over `images`, and prints their entropies."""
+def draw(folder: RunFolder, config: Config, path: Path) -> None:
+    """Draws the saliency maps again, and prints their entropies."""
     from reproduction.reporting.trained import draw_saliency_maps, load_trained, some_images
 
     trained = load_trained(config, folder)
-    sample = some_images(trained, images)
-    try:
-        entropies = draw_saliency_maps(path, trained, sample)
-    except ValueError as error:
-        raise UserError(f"{folder.path}: {error}") from error
-    for name, nats in entropies.items():
+    for name, nats in draw_saliency_maps(path, trained, some_images(trained)).items():
         say(f"{name.replace('_', ' ')}: entropy {nats:.3f} nats")
     for suffix in (".png", ".pdf"):
         say(f"written to {path.with_suffix(suffix)}")
@@ -45,14 +40,9 @@ def main() -> None:
         "--saliency", type=Path, nargs="?", const=Path(), metavar="PICTURE.png",
         help="draw the saliency maps instead (default: RUN/saliency.png)",
     )  # fmt: skip
-    parser.add_argument("--images", type=positive, help="for the entropies of the maps")
     args = parser.parse_args()
     folder = RunFolder(args.run.removeprefix("run="))
-    if args.images is not None and args.saliency is None:
-        raise UserError(f"images={args.images}: goes with --saliency only")
     path = folder.path / "saliency.png" if args.saliency == Path() else args.saliency
-    if path is not None and path.suffix != ".png":
-        raise UserError(f"{path}: must end in .png")
     config = folder.read_config()
     check_named(config.dataset, [args.source or ""])
     from reproduction.training.stop import ending
@@ -61,7 +51,7 @@ def main() -> None:
         if path is None:
             print_shares(folder, config, args.batches)
         else:
-            draw(folder, config, path, args.images)
+            draw(folder, config, path)
     except Exception as error:
         raise ending(error, config) from error
 

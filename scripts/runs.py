@@ -19,8 +19,6 @@ def main() -> None:
         "--against", metavar="KEY=VALUE", help="test every row against the one with this value"
     )
     args = parser.parse_args()
-    if args.plot is not None and args.plot.suffix != ".png":
-        raise UserError(f"plot={args.plot}: must end in .png")
     from reproduction.studies.plots import draw_runs
     from reproduction.studies.table import read_runs, runs_table
 
@@ -33,7 +31,7 @@ def main() -> None:
     if args.plot:
         if not draw_runs(table, runs, args.plot):
             raise UserError(f"plot={args.plot}: needs finished runs that differ in one or two keys")
-        say(f"written to {args.plot} and .pdf")
+        say(f"written to {args.plot.with_suffix('.png')} and .pdf")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_a_run_draws_its_pictures_byte_for_byte_again(
     best = max(summary["log"], key=lambda line: line["top1"])  # the first of equal ones
     assert f"best: {best['top1']:.2f} %, epoch {best['epoch']}" in texts
     assert {"held-out top-1 [%]", "1", "2"} <= {*texts} and not {"1.2", "1.4"} & {*texts}
-    assert "its label" in drawn_texts["mixed_pairs"]
+    assert any(text.startswith("mixed: ") for text in drawn_texts["mixed_pairs"])
     assert any("entropy" in text for text in drawn_texts["saliency"])
     page = Path("outputs/one/report.md").read_text()
     assert page.startswith("# one\n") and f"top-1 {summary['top1_last']:.2f} %" in page
@@ -153,15 +153,11 @@ def test_look_counts_what_a_training_step_mixes(here: Path):
     by_rho = shares(second, "rho")
     for row in by_rho.values():
         assert row == sorted(row, reverse=True) and row[0] > 0
-    assert (
-        len(shares(second, "difficulty of the easy, in nats")["label given to the donor's classes"])
-        == 4
-    )
 
 
 def test_look_draws_the_saliency_again(here: Path):
     assert train(*SMALL, "name=mine", "recipe.max_steps=2").status == 0
-    result = script("look", "outputs/mine", "--saliency", "picture.png", "--images", "3")
+    result = script("look", "outputs/mine", "--saliency", "picture.png")
     assert result.status == 0 and Path("picture.pdf").exists(), result.err
     nats = dict(re.findall(r"(.+): entropy ([\d.]+) nats", result.out))
     assert [*nats] == ["gradient", "one step", "uniform"]  # HTM is at the last block
@@ -170,7 +166,7 @@ def test_look_draws_the_saliency_again(here: Path):
 
 @pytest.mark.parametrize(
     "words",
-    [("nowhere",), ("plain", "--saliency", "x.pdf"), ("plain", "--images", "0"), ("plain",)],
+    [("nowhere",), ("plain", "--batches", "0"), ("plain",)],
 )
 def test_look_refuses_in_a_line(words: tuple[str, ...]):
     plain = ("augmentation=[]", "recipe.max_steps=1", "output_root=.", "name=plain")

@@ -245,7 +245,6 @@ def test_a_failed_point_is_shown_in_the_table_of_its_sweep():
     ("words", "part"),
     [
         (["nowhere"], "nowhere"),
-        (["outputs", "--plot", "x.pdf"], "x.pdf"),
         (["empty"], "no runs"),
         (["outputs", "--against", "lr=1"], "lr=1"),
         (["outputs", "--against", "tau=7"], "tau=7"),

@@ -1,15 +1,14 @@
 """The style of all figures, the curves of one run, and the confusion matrix of an evaluation."""
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -27,7 +26,6 @@ STYLE: Any = {
     "text.parse_math": False,  # names of runs, classes and machines may contain $
 }
 
-MetricsLine = dict[str, Any]  # of metrics.jsonl
 MOST_NAMES = 30  # classes of a confusion matrix; more are numbered by the axis
 MOST_COUNTS = 15  # classes whose cells hold their counts
 LONGEST_CLASS = 16  # characters of a class name
@@ -42,8 +40,7 @@ CAPTIONS = {  # of the pictures of a run
     "mixed_pairs.png": (
         "Mixed pairs of the trained model at HTM's first block, on images without augmentation. A "
         "token is taken where the donor is more salient by more than rho; both maps share a scale. "
-        "Patches from the donor are outlined; they stand for tokens, which mix inside the network. "
-        "The bar is the mixed label."
+        "Patches from the donor are outlined; they stand for tokens, which mix inside the network."
     ),
     "saliency.png": (
         "Saliency of the tokens that enter HTM's first block, by gradient and by attention (full "
@@ -56,68 +53,53 @@ CAPTIONS = {  # of the pictures of a run
 
 @contextmanager
 def figure(
-    path: Path,
-    *sizes: int,
-    figsize: tuple[float, float] | None = None,
-    **settings: Any,
+    path: Path, *sizes: int, figsize: tuple[float, float] | None = None, **settings: Any
 ) -> Iterator[Any]:
-    """Yields axes, and saves them to `path`, a .png, and to a .pdf beside it.
-
-    Files are reproducible byte for byte.
-    """
-    assert path.suffix == ".png", path
+    """Yields axes, and saves them as .png and as .pdf beside it, reproducible byte for byte."""
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize, layout="constrained")  # by pyplot it would need a backend
-        axes = fig.subplots(*sizes, **settings)
-        yield axes
-        _save(fig, path)
-        _save(fig, path.with_suffix(".pdf"), metadata={"CreationDate": None})
+        yield fig.subplots(*sizes, **settings)
+        for kind, metadata in (("png", None), ("pdf", {"CreationDate": None})):
+            with replacing(path.with_suffix(f".{kind}")) as temporary:
+                fig.savefig(temporary, format=kind, dpi=DPI, metadata=metadata)
 
 
-def _save(fig: Figure, path: Path, **settings: Any) -> None:
-    with replacing(path) as temporary:
-        fig.savefig(temporary, format=path.suffix[1:], dpi=DPI, **settings)
-
-
-def draw_mixed_samples(path: Path, steps: list[MetricsLine], batch_size: int) -> None:
+def draw_mixed_samples(path: Path, steps: pd.DataFrame, batch_size: int) -> None:
     """Draws difficulty and mixed samples per batch over training, as in the paper's Figure 4."""
-    x = [line["step"] for line in steps]
-    with figure(path, 3, 1, figsize=(6, 6), sharex=True) as axes:
-        difficulty, samples, tokens = axes
-        mixing = [line for line in steps if "difficulty" in line]  # before off_epoch
-        _draw_quantiles(difficulty, mixing, "difficulty", VERMILION)
+    with figure(path, 3, 1, figsize=(6, 6), sharex=True) as (difficulty, samples, tokens):
+        epochs = steps.dropna(subset="difficulty").groupby("epoch")  # before off_epoch
+        low, median, high = (epochs.difficulty.quantile(x) for x in (0.05, 0.5, 0.95))
+        middle = epochs.step.mean()
+        difficulty.fill_between(middle, low, high, color=VERMILION, alpha=0.2, linewidth=0)
+        difficulty.plot(middle, median, color=VERMILION, marker=".", markersize=3)
         difficulty.set_ylabel("mean difficulty\nof a batch [nats]")
         _from_zero(difficulty)
-        values = [line["mixed_samples"] for line in steps]
-        _scatter_with_mean(samples, x, values, BLUE)
+        _scatter_with_mean(samples, steps.step, steps.mixed_samples, BLUE)
         samples.set_ylabel(f"easy samples in a\nbatch of up to {batch_size}")
         _from_zero(samples, batch_size)
-        _scatter_with_mean(tokens, x, [line["mixed_tokens"] for line in steps], ORANGE)
+        _scatter_with_mean(tokens, steps.step, steps.mixed_tokens, ORANGE)
         tokens.set_ylabel("replaced tokens\nper easy sample")
         _from_zero(tokens)
         tokens.set_xlabel("training batch")
         tokens.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def draw_accuracy(path: Path, steps: list[MetricsLine], epochs: list[MetricsLine]) -> None:
+def draw_accuracy(path: Path, steps: pd.DataFrame, epochs: pd.DataFrame) -> None:
     """Draws held-out accuracy, training loss and held-out loss; of the validation split if any."""
     images, key, loss_key = "held-out", "top1", "eval_loss"
-    if "val_top1" in epochs[0]:
+    if "val_top1" in epochs:
         images, key, loss_key = "validation", "val_top1", "val_loss"
-    batches_per_epoch = max(line["step"] / line["epoch"] for line in steps)
-    x = [line["step"] / batches_per_epoch for line in steps]
-    epoch = [line["epoch"] for line in epochs]
+    batches_per_epoch = (steps.step / steps.epoch).max()
     with figure(path, 2, 1, figsize=(6, 4.5), sharex=True) as (accuracy, loss):
-        accuracy.plot(epoch, [line[key] for line in epochs], color=GREEN, marker=".")
-        best = max(epochs, key=lambda line: line[key])
-        label = f"best: {best[key]:.2f} %, epoch {best['epoch']}"
+        accuracy.plot(epochs.epoch, epochs[key], color=GREEN, marker=".")
+        best = epochs.loc[epochs[key].idxmax()]
+        label = f"best: {best[key]:.2f} %, epoch {best.epoch:.0f}"
         circle: Any = {"color": VERMILION, "fillstyle": "none", "markersize": 9}
-        accuracy.plot(best["epoch"], best[key], "o", label=label, **circle)
+        accuracy.plot(best.epoch, best[key], "o", label=label, **circle)
         accuracy.legend()
         accuracy.set_ylabel(f"{images} top-1 [%]")
-        _scatter_with_mean(loss, x, [line["loss"] for line in steps], BLUE, "training")
-        held_out = [line[loss_key] for line in epochs]
-        loss.plot(epoch, held_out, color=GREEN, marker=".", label=images)
+        _scatter_with_mean(loss, steps.step / batches_per_epoch, steps.loss, BLUE, "training")
+        loss.plot(epochs.epoch, epochs[loss_key], color=GREEN, marker=".", label=images)
         loss.set_ylabel("loss [nats]")
         _from_zero(loss)
         loss.set_xlabel("epoch")
@@ -131,35 +113,14 @@ def _from_zero(axes: Axes, top: float | None = None) -> None:
     axes.set_ylim(-0.03 * top, 1.03 * top)
 
 
-def _draw_quantiles(axes: Axes, lines: list[MetricsLine], key: str, color: str) -> None:
-    """Draws the median of each epoch's batches, and a band from quantile 5 to 95 %."""
-    epochs = [[*x] for _, x in groupby(lines, key=itemgetter("epoch"))]
-    middle = [np.mean([line["step"] for line in epoch]) for epoch in epochs]
-    quantiles = [np.quantile([line[key] for line in x], (0.05, 0.5, 0.95)) for x in epochs]
-    low, median, high = np.reshape(quantiles, (-1, 3)).T
-    axes.fill_between(middle, low, high, color=color, alpha=0.2, linewidth=0)
-    axes.plot(middle, median, color=color, marker=".", markersize=3)  # seen for one epoch, too
-
-
 def _scatter_with_mean(
-    axes: Axes,
-    x: list[float],
-    y: list[float],
-    color: str,
-    label: str | None = None,
+    axes: Axes, x: pd.Series, y: pd.Series, color: str, label: str | None = None
 ) -> None:
     """Draws each batch as a faint dot and the running mean as a line."""
     dots: Any = {"alpha": 0.25, "markersize": 3, "markeredgewidth": 0}
     axes.plot(x, y, ".", color=color, rasterized=True, **dots)  # up to a million
-    axes.plot(x, running_mean(y, max(1, len(y) // 50)), color=color, label=label)
-
-
-def running_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """Averages a window around each value; the window is cut off at the ends."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    start = np.arange(len(values)) - window // 2
-    first, end = np.maximum(start, 0), np.minimum(start + window, len(values))
-    return (sums[end] - sums[first]) / (end - first)
+    mean = y.rolling(max(1, len(y) // 50), center=True, min_periods=1).mean()
+    axes.plot(x, mean, color=color, label=label)
 
 
 def draw_confusion(result: Path) -> Path:
@@ -170,27 +131,19 @@ def draw_confusion(result: Path) -> Path:
     counts = np.array([row[1:] for row in rows], dtype=np.int64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     side = 2.5 + 0.3 * min(len(classes), MOST_NAMES)
-    picture = table.with_suffix(".png")
-    with figure(
-        picture, 1, 2, figsize=(side + 2.5, side), sharey=True, width_ratios=(3, 1)
-    ) as axes:
-        matrix, bars = axes
-        matrix.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        matrix.set_xlabel("predicted")
-        matrix.set_ylabel("class")
+    with figure(picture := table.with_suffix(".png"), figsize=(side + 1, side)) as axes:
+        image = axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
+        axes.figure.colorbar(image, label="% of the images of a class")
+        axes.set_xlabel("predicted")
+        axes.set_ylabel("class")
         if len(classes) <= MOST_NAMES:
             names = [shortened(name, LONGEST_CLASS) for name in classes]
-            matrix.set_xticks(range(len(names)), names, rotation=90)
-            matrix.set_yticks(range(len(names)), names)
+            axes.set_xticks(range(len(names)), names, rotation=90)
+            axes.set_yticks(range(len(names)), names)
         for (row, column), count in np.ndenumerate(counts if len(classes) <= MOST_COUNTS else []):
             color = "white" if shares[row, column] > 0.5 else "black"
             text = str(count) if count else ""
-            matrix.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
-        edges = np.arange(len(classes) + 1) - 0.5  # a thousand single bars would take seconds
-        settings: Any = {"orientation": "horizontal", "fill": True, "color": BLUE}
-        bars.stairs(100 * shares.diagonal(), edges, **settings)
-        bars.set_xlim(0, 100)
-        bars.set_xlabel("top-1 [%]")
+            axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     return picture
 
 

@@ -6,7 +6,7 @@ Letters: b batch, t spatial tokens.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -23,7 +23,6 @@ from tokenmixup.rules import rules_of
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 TAUS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # below guessing's, where all samples are easy
 RHOS = (0.0, 0.001, 0.003, 0.005, 0.01, 0.02)
-LABEL_GIVEN = "label given to the donor's classes"
 Observed = tuple[Tensor, Tensor]  # of a batch: difficulty `b` in nats, saliency `b t`
 
 
@@ -56,55 +55,40 @@ def suggestions(folder: RunFolder, config: Config, batches: int) -> Iterator[str
 
 
 def _tables(layer: int, htm: HTM, observed: list[Observed], taus: set[float]) -> str:
-    """Returns Markdown: quantiles, and shares by tau, rho and difficulty; `*` is the run's own.
+    """Returns Markdown: quantiles, and shares by tau and by rho; `*` is the run's own.
 
     Tokens and labels are of the samples that are easy by the run's tau, or of all if none is.
     """
     tau, rho = cast(float, htm.tau), htm.rho_for(observed[0][1].shape[1])
     nats = torch.cat([difficulty for difficulty, _ in observed]).numpy()
     is_any = bool((nats < tau).any())
-    limit = tau if is_any else math.inf
-    pairs = {x: _pairs(htm, observed, limit, x) for x in sorted({*RHOS, rho, 2 * rho, 4 * rho})}
+    rhos = sorted({*RHOS, rho, 2 * rho, 4 * rho})
+    pairs = {x: _pairs(htm, observed, tau if is_any else math.inf, x) for x in rhos}
     difficulty, gap = (np.quantile(x, QUANTILES) for x in (nats, pairs[rho].difference))
     quantiles = [["difficulty in nats", *map("{:.3f}".format, difficulty)]]
     quantiles.append(["saliency of donor - own", *map("{:+.5f}".format, gap)])
+    easy = {x: float((nats < x).mean()) for x in sorted({*taus, tau})}
+    tokens = {x: each.tokens for x, each in pairs.items()}
+    labels = {x: each.labels for x, each in pairs.items()}
     tables = [
         pd.DataFrame(quantiles, columns=["", *map("{:.0%}".format, QUANTILES)]),
-        _shares(
-            "tau",
-            tau,
-            {"easy samples": {x: float((nats < x).mean()) for x in sorted({*taus, tau})}},
-        ),
-        _shares(
-            "rho",
-            rho,
-            {
-                "tokens replaced in each": {x: each.tokens for x, each in pairs.items()},
-                LABEL_GIVEN: {x: each.labels.mean() for x, each in pairs.items()},
-            },
-        ),
+        _shares("tau", tau, {"easy samples": easy}),
+        _shares("rho", rho, {"tokens replaced": tokens, "label given to the donor's": labels}),
     ]
     texts = [x.to_markdown(index=False, disable_numparse=True) for x in tables]
     if not is_any:
         texts.insert(1, "None is easy: tokens and labels below are of all samples.")
-    elif nats[nats < limit].min() < nats[nats < limit].max():
-        quarters = pd.qcut(nats[nats < limit], 4, duplicates="drop", precision=2)
-        given = pd.Series(pairs[rho].labels).groupby(quarters, observed=True).mean()
-        shares = {f"{x.left:.2f} to {x.right:.2f}": share for x, share in given.items()}
-        by_quarter = _shares("difficulty of the easy, in nats", None, {LABEL_GIVEN: shares})
-        texts.append(by_quarter.to_markdown(index=False, disable_numparse=True))
     return "\n\n".join([f"\nlayer {layer}: tau = {tau:g}, rho = {rho:g}", *texts])
 
 
-def _shares(name: str, own: float | None, rows: Mapping[str, Mapping[Any, float]]) -> pd.DataFrame:
+def _shares(name: str, own: float, rows: Mapping[str, Mapping[float, float]]) -> pd.DataFrame:
     shares = pd.DataFrame(rows).T.map("{:.1%}".format).rename_axis(name)
-    titles = {x: (x if isinstance(x, str) else f"{x:g}") + " *" * (x == own) for x in shares}
-    return shares.rename(columns=titles).reset_index()
+    return shares.rename(columns={x: f"{x:g}" + " *" * (x == own) for x in shares}).reset_index()
 
 
 class _Pairs(NamedTuple):
     tokens: float  # the share replaced
-    labels: np.ndarray  # the share given to the donor's classes, of each easy sample
+    labels: float  # the share given to the donor's classes
     difference: np.ndarray  # saliency of donor - own, of all their tokens
 
 
@@ -118,6 +102,5 @@ def _pairs(htm: HTM, observed: list[Observed], tau: float, rho: float) -> _Pairs
         masks.append(mix.mask[easy].flatten().float())
         labels.append(1 - mix.keep_ratio[easy, 0])
         differences.append((saliency[mix.donor] - saliency)[easy].flatten())
-    return _Pairs(
-        float(torch.cat(masks).mean()), torch.cat(labels).numpy(), torch.cat(differences).numpy()
-    )
+    tokens_mixed, label = (float(torch.cat(x).mean()) for x in (masks, labels))
+    return _Pairs(tokens_mixed, label, torch.cat(differences).numpy())

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
 import torch
 
 from reproduction.config import Config
@@ -17,6 +18,7 @@ from reproduction.runs import RunFolder
 from reproduction.system import (
     UserError,
     clear_leftovers,
+    clock_time,
     first_line,
     is_first_rank,
     say,
@@ -32,43 +34,33 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
     """
     if not is_first_rank():
         return
-    report = folder.report_path
-    config = None if report.exists() else folder.read_config()
     try:
-        headline = _headline(summary)
-        head = [] if config is None else [_description(config, summary), _table(config, summary)]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{folder.summary_path}: holds no result: {first_line(error)}") from error
-    try:
-        if config is not None:
+        if not folder.report_path.exists():
             clear_leftovers(folder.path)
+            config = folder.read_config()
+            head = [_description(config, summary), _table(config, summary)]
             sections = [f"# {folder.path.name}", *head, *_draw(folder, config)]
-            write_text(report, "\n\n".join(sections) + "\n")
+            write_text(folder.report_path, "\n\n".join(sections) + "\n")
     except OSError as error:  # the run itself is finished
         reason = f"{error.filename or folder.path}: {error.strerror}"
         warn(f"warning: no report ({reason}); resume=auto writes it")
-    say(f"{folder.path.name}: {headline}")
-    if report.exists():
-        say(f"report and pictures: {report}")
+    say(f"{folder.path.name}: {_headline(summary)}")
+    if folder.report_path.exists():
+        say(f"report and pictures: {folder.report_path}")
 
 
 def _draw(folder: RunFolder, config: Config) -> list[str]:
     """Draws the pictures; returns Markdown with each picture or the reason why it is missing."""
-    steps, epochs = folder.read_metrics()
-    steps = [line for line in steps if not line.get("skipped")]
-    if not steps or not epochs:
+    lines, evaluated = folder.read_metrics()
+    steps = pd.DataFrame([line for line in lines if not line.get("skipped")])
+    epochs = pd.DataFrame(evaluated)
+    if steps.empty or epochs.empty:
         return []  # the metrics of the finished run are lost
-    images = "validation" if "val_top1" in epochs[0] else "held-out"
+    images = "validation" if "val_top1" in epochs else "held-out"
     sections = [_picture("accuracy.png").format(images=images)]
-    has_htm = config.augmentation.htm is not None
-    try:
-        draw_accuracy(folder.path / "accuracy.png", steps, epochs)
-        if has_htm:
-            path, size = folder.path / "mixed_samples.png", config.recipe.batch_size
-            draw_mixed_samples(path, steps, size)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder.metrics_path}: not readable: {first_line(error)}") from error
-    if has_htm:
+    draw_accuracy(folder.path / "accuracy.png", steps, epochs)
+    if config.augmentation.htm is not None:
+        draw_mixed_samples(folder.path / "mixed_samples.png", steps, config.recipe.batch_size)
         sections += [_picture("mixed_samples.png"), *_draw_trained(folder, config)]
         torch.cuda.empty_cache()  # for other processes, and the ranks of the next run
     return sections
@@ -106,7 +98,7 @@ def _headline(summary: dict[str, Any]) -> str:
         others = f"test images; epoch {summary['selected_epoch']}, selected by validation: "
         others += f"{summary['top1_selected']:.2f} %"
     epochs = f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)}"
-    duration = _duration(summary["seconds"])
+    duration = clock_time(summary["seconds"])
     return f"top-1 {summary['top1_last']:.2f} % ({others}) after {epochs} in {duration}"
 
 
@@ -147,11 +139,3 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
     }
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"| | |\n|---|---|\n{lines}"
-
-
-def _duration(seconds: float) -> str:
-    """Formats as `5 s`, `3 min 27 s` or `26 h 3 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

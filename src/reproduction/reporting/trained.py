@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.patches import PathPatch
-from matplotlib.path import Path as Outline
-from matplotlib.patheffects import withStroke
 from timm.data.mixup import mixup_target
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from reproduction.config import Config
@@ -28,7 +26,7 @@ from reproduction.data.loaders import (
 from reproduction.data.sources import Data, opened
 from reproduction.models.build import build_module, without_weights
 from reproduction.models.weights import module_state, read_newest
-from reproduction.reporting.figures import BLUE, ORANGE, figure, shortened
+from reproduction.reporting.figures import ORANGE, figure, shortened
 from reproduction.runs import RunFolder
 from reproduction.system import UserError
 from tokenmixup import TokenMixup, attach, blocks_of
@@ -39,7 +37,6 @@ BATCH = 64  # images, if the batches of the run are not smaller
 ON_A_CPU = 16  # of more than 64 pixels
 PAIRS = 3
 LONGEST_LABEL = 13  # characters of a class name
-BAR = 0.12  # width of a label, relative to its height
 ROWS = 4  # images with saliency maps
 GRADIENTS_AT_ONCE = 16  # images per backward pass
 NO_ROLLOUT = "no full rollout, since no later block attends to all tokens"
@@ -90,12 +87,11 @@ def training_batches(trained: TrainedRun, size: int, count: int) -> Iterator[tup
         yield pixels.to(trained.device), classes.to(trained.device)
 
 
-def some_images(trained: TrainedRun, count: int | None = None) -> Sample:
-    """Draws up to `count` training images by the seed of the run; fewer are a prefix of more."""
+def some_images(trained: TrainedRun) -> Sample:
+    """Draws training images by the seed of the run."""
     config, source = trained.config, trained.source
-    if count is None:
-        is_slow = trained.device.type == "cpu" and config.model.image_size > 64
-        count = min(ON_A_CPU if is_slow else BATCH, config.recipe.batch_size)
+    is_slow = trained.device.type == "cpu" and config.model.image_size > 64
+    count = min(ON_A_CPU if is_slow else BATCH, config.recipe.batch_size)
     images = TrainingImages(source.train, build_evaluation_transform(config), config.seed)
     order = np.random.default_rng(config.seed).permutation(len(source.train)).tolist()
     pixels, classes = default_collate([images[(0, index)] for index in order[:count]])
@@ -113,8 +109,8 @@ def displayable(images: Tensor, config: Config) -> np.ndarray:
 def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
     """Draws pairs of `sample`, with the saliency that decides; ValueError if none are mixed.
 
-    Pairs of different classes come first, each two classes once, then those with the most even
-    shares. The images are mixed as in training, without dropout.
+    Each two classes have one, different ones first, then those with the most even shares. The
+    images are mixed as in training, without dropout.
     """
     devices = [sample.images.device] if sample.images.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -122,72 +118,48 @@ def draw_pairs(path: Path, trained: TrainedRun, sample: Sample) -> None:
         mix = trained.module.mixed_pairs(sample.images, sample.targets)
     htm = trained.module.htm
     assert mix is not None and htm is not None
-    mix = mix._replace(donor=mix.donor.cpu(), mask=mix.mask.cpu(), keep_ratio=mix.keep_ratio.cpu())
-    chosen = _telling(mix, sample.classes.cpu())
+    mix = tree_map_only(Tensor, Tensor.cpu, mix)
+    classes, share = sample.classes.tolist(), mix.mask.float().mean(dim=1)
+    chosen = dict[frozenset[int], int]()  # a receiver for each two classes
+    for i in (share - 0.5).abs().argsort(stable=True).tolist():
+        if share[i] > 0:
+            chosen.setdefault(frozenset((classes[i], classes[int(mix.donor[i])])), i)
     if not chosen:
         number, block = len(sample.images), htm.layers[0]
         raise ValueError(f"the trained model mixes none of {number} images at block {block}")
-    saliency = mix.saliency.cpu()
+    shown = [chosen[pair] for pair in sorted(chosen, key=len, reverse=True)[:PAIRS]]
     pictures = displayable(sample.images, trained.config)
-    classes = [trained.source.classes[target] for target in sample.classes]
-    names = [f'"{shortened(name, LONGEST_LABEL)}"' for name in classes]
-    settings: Any = {"squeeze": False, "width_ratios": (1, 1, 1, 1, 1, BAR)}
-    with figure(path, len(chosen), 6, figsize=(10.5, 2.3 * len(chosen)), **settings) as axes:
-        for row, i in zip(axes, chosen, strict=True):
-            _draw_pair(row, mix, i, pictures, names, saliency)
+    names = [f'"{shortened(trained.source.classes[x], LONGEST_LABEL)}"' for x in classes]
+    size = (10.5, 2.5 * len(shown))
+    with figure(path, len(shown), 5, figsize=size, squeeze=False) as axes:
+        for row, i in zip(axes, shown, strict=True):
+            _draw_pair(row, mix, i, pictures, names)
 
 
 def _draw_pair(
-    row: np.ndarray,
-    mix: LayerMix,
-    i: int,
-    pictures: np.ndarray,
-    names: list[str],
-    saliency: Tensor,
+    row: np.ndarray, mix: LayerMix, i: int, pictures: np.ndarray, names: list[str]
 ) -> None:
-    """Draws receiver and donor, each beside its saliency on one scale, their mixture, its label."""
+    """Draws receiver and donor, each beside its saliency on one scale, and their mixture."""
     j, keep, grid = int(mix.donor[i]), float(mix.keep_ratio[i]), _grid(mix.mask[i])
     size = pictures.shape[1]
-    replaced = _over_image(grid, size)[..., None]
-    scale: Any = {"vmin": 0, "vmax": float(saliency[[i, j]].max()), "cmap": "viridis"}
-    own, donors = (_over_image(_grid(saliency[k]), size) for k in (i, j))
+    replaced = _over_image(grid, size)
+    scale: Any = {"vmin": 0, "vmax": float(mix.saliency[[i, j]].max()), "cmap": "viridis"}
+    own, donors = (_over_image(_grid(mix.saliency[k]), size) for k in (i, j))
+    mixture = np.where(replaced[..., None], pictures[j], pictures[i])
+    label = f"{keep:.0%} {names[i]}, {1 - keep:.0%} {names[j]}"
     for ax, picture, title in (
         (row[0], pictures[i], f"receiver\n{names[i]}"),
         (row[1], own, "its saliency"),
         (row[2], pictures[j], f"donor\n{names[j]}"),
         (row[3], donors, "its saliency"),
-        (
-            row[4],
-            np.where(replaced, pictures[j], pictures[i]),
-            f"mixed:\n{grid.sum()} of {grid.size} tokens",
-        ),
+        (row[4], mixture, f"mixed: {grid.sum()} of {grid.size} tokens\n{label}"),
     ):
         ax.imshow(picture, **(scale if picture.ndim == 2 else {}))
         ax.set_title(title, fontsize=11, parse_math=False)
         ax.set_axis_off()
-    for ax in row[1:5]:
-        ax.add_artist(_frames(grid, size))
-    label = row[5]  # the shares as the parts of a bar, the first on top
-    label.set(xlim=(0, 1), ylim=(1, 0), box_aspect=1 / BAR)
-    label.set_title("its label", fontsize=11, loc="left")
-    label.set_axis_off()
-    for name, share, top, color in ((names[i], keep, 0, BLUE), (names[j], 1 - keep, keep, ORANGE)):
-        label.bar(0.5, share, 1, top, color=color)
-        middle = min(max(top + share / 2, 0.1), 0.9)  # beside the bar, with two lines
-        label.text(1.5, middle, f"{share:.0%}\n{name}", va="center", fontsize=11)
-
-
-def _telling(mix: LayerMix, classes: Tensor) -> list[int]:
-    """Returns the receivers to show: of two classes first, each two once, then even shares."""
-    share, theirs = mix.mask.float().mean(dim=1), classes[mix.donor]
-    mixed = [i for i in (share - 0.5).abs().argsort(stable=True).tolist() if share[i] > 0]
-    later: dict[int, tuple[bool, bool]] = {}  # of one class, of two that have been there
-    shown: set[frozenset[int]] = set()
-    for i in mixed:
-        pair = frozenset((int(classes[i]), int(theirs[i])))
-        later[i] = (len(pair) == 1, pair in shown)
-        shown.add(pair)
-    return sorted(mixed, key=later.__getitem__)[:PAIRS]
+    places, inside = np.arange(-1, size + 1), np.pad(replaced, 1).astype(float)
+    for ax in row:
+        ax.contour(places, places, inside, levels=[0.5], colors=[ORANGE], linewidths=1.5)
 
 
 def _grid(tokens: Tensor) -> np.ndarray:
@@ -200,23 +172,6 @@ def _over_image(grid: np.ndarray, size: int) -> np.ndarray:
     """`g g` -> `h w`, each pixel as its token."""
     token = np.arange(size) * len(grid) // size
     return grid[token[:, None], token]
-
-
-def _frames(grid: np.ndarray, size: int) -> PathPatch:
-    """Returns the borders between replaced and kept tokens, to be seen on any picture."""
-    padded, cell = np.pad(grid, 1), size / len(grid)
-    top = np.argwhere(padded[1:, 1:-1] != padded[:-1, 1:-1])
-    left = np.argwhere(padded[1:-1, 1:] != padded[1:-1, :-1])
-    lines = [((x, y), (x + 1, y)) for y, x in top] + [((x, y), (x, y + 1)) for y, x in left]
-    return PathPatch(
-        Outline.make_compound_path(*(Outline(np.array(line) * cell - 0.5) for line in lines)),
-        edgecolor=ORANGE,
-        fill=False,
-        linewidth=1.5,
-        path_effects=[withStroke(linewidth=3, foreground="black")],
-        capstyle="round",
-        clip_on=False,
-    )
 
 
 def draw_saliency_maps(path: Path, trained: TrainedRun, sample: Sample) -> dict[str, float]:
