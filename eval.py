@@ -20,13 +20,15 @@ the images, runs only if dataset.source names it. train.py --help shows the valu
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.config import Config
-from reproduction.runs import RunFolder, digest, plain_path
-from reproduction.start import check_named, compose, expand
+from omegaconf import OmegaConf
+
+from reproduction.config import Config, parse
+from reproduction.runs import RunFolder, digest, settings
+from reproduction.start import check_named, compose, expand, one_line
 from reproduction.system import UserError, is_first_rank, one_line_errors, say
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
@@ -38,80 +40,68 @@ FOR_TRAINING = ("dataset.limit", "dataset.validation", "dataset.validation_seed"
 def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         return say((__doc__ or "").strip())
-    own = dict(x.split("=", 1) for x in words if x.partition("=")[0] in OWN)
+    own = {x.partition("=")[0]: x.partition("=")[2] for x in words if x.partition("=")[0] in OWN}
     words = [x for x in words if x.partition("=")[0] not in OWN]
-    if ("run" in own) == ("checkpoint" in own):
-        raise UserError("run, checkpoint: set exactly one of them, a run folder or a file")
-    if "run" in own:
+    is_run = bool(own.get("run"))
+    if is_run == bool(own.get("checkpoint")) or ("images" in own and "predictions" not in own):
+        raise UserError("run=FOLDER or checkpoint=FILE: one of them; images needs predictions=FILE")
+    if is_run:
         folder, which = RunFolder(os.path.expanduser(own["run"])), own.get("weights", "last")
         saved = folder.read_config()
         files, config = folder.weights(which), of_run(saved, words)
         if "export" not in own:  # which reads no images
             check_named(config.dataset, words)
-        result = folder.path / f"evaluation-{which}.json"
-        if images_of(config) != images_of(saved):
-            name = f"{config.dataset.name}-{digest(images_of(config))}"
-            result = result.with_stem(f"evaluation-{which}-{name}")
+        name = f"evaluation-{which}"
+        if of_data(config) != of_data(saved):
+            name += f"-{config.dataset.name}-{digest(of_data(config))}"
+        result = folder.path / f"{name}.json"
     else:
-        files = [Path(os.path.expanduser(own["checkpoint"]))]
-        if not files[0].is_file():
-            raise UserError(f"checkpoint={files[0]}: there is no such file")
-        check_keys(words, OF_A_FILE)
-        config = of_words([*words, "augmentation=[]"])
+        files, config = [Path(os.path.expanduser(own["checkpoint"]))], of_file(words)
         name = f"{files[0].stem}-{config.model.name}-{config.dataset.name}"
-        name += f"-{digest([str(files[0].resolve()), *images_of(config)])}"
+        name += f"-{digest([str(files[0].resolve()), of_data(config)])}"
         result = Path(config.output_root, "evaluations", f"{name}.json")
     if "export" in own:
-        return export(
-            config, files, new_file("export", own["export"], ".safetensors"), "run" in own
-        )
-    new = own.get("predictions")
-    predictions = None if new is None else new_file("predictions", new, ".csv")
-    if "images" in own:
+        return export(config, files, new_file("export", own["export"], ".safetensors"), is_run)
+    predictions = None
+    if "predictions" in own:
+        predictions = new_file("predictions", own["predictions"], ".csv")
+    if predictions is not None and "images" in own:
         return predict(config, files, Path(os.path.expanduser(own["images"])), predictions)
     return evaluate(config, files, result, predictions)
 
 
 def of_run(saved: Config, words: Sequence[str]) -> Config:
-    """Returns the configuration of a run with the keys that an evaluation may change."""
-    keys = check_keys(words, OF_A_RUN)
-    given = of_words(words)
-    data = saved.dataset
-    if "dataset" in keys:
-        data = replace(given.dataset, mean=data.mean, std=data.std)
-    leaves = {key.split(".")[1] for key in keys if key.startswith("dataset.")}
-    data = replace(data, **{name: getattr(given.dataset, name) for name in leaves})
-    if "options" in leaves:  # added to those of the run
-        data = replace(data, options=saved.dataset.options | data.options)
-    precision = given.recipe.precision if "recipe.precision" in keys else saved.recipe.precision
-    return replace(
-        saved,
-        device=given.device if "device" in keys else saved.device,
-        devices=given.devices,
-        dataset=data,
-        recipe=replace(saved.recipe, precision=precision),
-    )
+    """Returns the configuration of a run with the words merged into it, on one device by default.
+
+    Another data set keeps the mean and std of the run.
+    """
+    check_keys(words, OF_A_RUN)
+    raw, leaves = {**asdict(saved), "devices": 1}, [x.removeprefix("+") for x in words]
+    if any(x.startswith("dataset=") for x in words):
+        leaves = [x for x in leaves if not x.startswith("dataset=")]
+        other = asdict(of_file(words).dataset)
+        raw["dataset"] = other | {key: raw["dataset"][key] for key in ("mean", "std")}
+    with one_line(*words):
+        tree: Any = OmegaConf.merge(raw, OmegaConf.from_dotlist(leaves))
+        return parse(OmegaConf.to_container(tree, resolve=True))
 
 
-def of_words(words: Sequence[str]) -> Config:
-    (one,) = expand(words)[:1]
-    return compose(tuple(one))
+def of_file(words: Sequence[str]) -> Config:
+    """Returns the configuration of these words, for weights without a run."""
+    check_keys(words, OF_A_FILE)
+    return compose((*expand(words)[0], "augmentation=[]"))
 
 
-def check_keys(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Returns the keys of the words; UserError for one that has no effect here."""
-    keys = [word.lstrip("+").partition("=")[0] for word in words]
-    for word, key in zip(words, keys, strict=True):
+def of_data(config: Config) -> dict[str, Any]:
+    return {key: x for key, x in settings(config).items() if key.startswith("dataset.")}
+
+
+def check_keys(words: Sequence[str], allowed: Sequence[str]) -> None:
+    """Raises UserError for a key that has no effect here."""
+    for word in words:
+        key = word.removeprefix("+").partition("=")[0]
         if not {key, key.partition(".")[0]} & {*allowed} or key in FOR_TRAINING:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *allowed))}")
-    return keys
-
-
-def images_of(config: Config) -> list[Any]:
-    """The settings that identify the held-out images and their normalisation."""
-    data = asdict(config.dataset)
-    names = ("name", "source", "options", "mean", "std", "eval_limit")
-    return [plain_path(config.dataset.root or "."), *(data[name] for name in names)]
 
 
 def new_file(key: str, name: str, ending: str) -> Path:
@@ -130,14 +120,10 @@ def export(config: Config, files: list[Path], path: Path, is_run: bool) -> None:
         say(f"written to {path}")
 
 
-def predict(config: Config, files: list[Path], images: Path, predictions: Path | None) -> None:
+def predict(config: Config, files: list[Path], images: Path, predictions: Path) -> None:
     """Predicts the images of a folder, which have no classes."""
     from reproduction.training.evaluate import evaluate_checkpoint
 
-    if not images.is_dir():
-        raise UserError(f"images={images}: there is no such folder")
-    if predictions is None:
-        raise UserError(f"images={images}: needs predictions=FILE.csv, the file to write")
     result = evaluate_checkpoint(config, files, predictions, predictions, images)
     if is_first_rank():
         say(f"{result['checkpoint']}: {result['images']} images of {images}")

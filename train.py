@@ -34,9 +34,6 @@ def main() -> int:
     if options.multirun and launched_ranks() is not None:
         raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
     points = [point(x) for x in each]
-    ranks, devices = launched_ranks(), points[0].config.devices
-    if ranks is not None and devices not in (1, ranks):
-        raise UserError(f"devices={devices}: torchrun has started {ranks} ranks")
     if options.cfg:
         say("---\n".join(as_yaml(x.config) for x in points), end="")
         return 0

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,20 +118,17 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
                 os.killpg(process.pid, signal.SIGKILL)
 
     def start(point: Point, place: str) -> OneLineError | None:
-        share = free.get()
+        share, path = free.get(), logs / f"{point.folder.path.name}.log"
         try:
             if signals[0] or point.folder.is_finished():
                 return None
             say(place)
-            with (
-                (logs / f"{point.folder.path.name}.log").open("ab") as log,
-                tempfile.TemporaryFile() as errors,
-            ):
+            with path.open("ab") as log:
                 process = subprocess.Popen(
                     [sys.executable, TRAIN, *point.words, f"name='{point.config.name}'"],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
-                    stderr=errors,
+                    stderr=log,
                     env=os.environ | share,
                     process_group=0,  # so that Ctrl-C reaches it only once, by `forward`
                 )
@@ -141,17 +137,15 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
                     process.terminate()
                 status = process.wait()
                 running.remove(process)
-                errors.seek(0)
-                text = errors.read()
-                log.write(text)
         finally:
             free.put(share)
         if status == 0 or signals[0]:
             return None
-        ended = signal.Signals(-status).name if status < 0 else f"status {status}"
-        lines = text.decode(errors="replace").strip().splitlines() or [f"ended by {ended}"]
+        if status < 0:
+            return PlainError(f"{point.folder.path}: ended by {signal.Signals(-status).name}")
+        last = path.read_text(errors="replace").splitlines()[-1]
         kind = UserError if status == 2 else PlainError
-        return kind(lines[-1].removeprefix(f"{TRAIN.name}: "))
+        return kind(last.removeprefix(f"{TRAIN.name}: "))
 
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{jobs} runs at a time, logs in {logs}")

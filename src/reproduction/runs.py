@@ -13,8 +13,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -75,32 +74,22 @@ UPGRADES: dict[str, Any] = {
 }
 
 
-def upgraded(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved configuration in the keys of the present schema.
-
-    Raises UserError for a setting that the present code does not have any more.
-    """
-    tree = deepcopy(dict(raw))
-    for key, value in UPGRADES.items():
-        *groups, name = key.split(".")
-        group: Any = tree
-        for part in groups:
-            group = group.get(part) if isinstance(group, dict) else None
-        if not isinstance(group, dict):
-            continue
-        if not isinstance(value, Gone):
-            group.setdefault(name, value)
-        elif name in group and (found := group.pop(name)) not in (value or [found]):
-            raise UserError(f"{key}={found}: was a setting of an earlier revision, and is gone")
-    data = tree.get("dataset")
-    if isinstance(data, dict) and data.get("source") is None:  # once named for own data alone
-        data["source"] = f"{SOURCES}:{data.get('name')}"
-    return tree
-
-
 def saved(raw: Mapping[str, Any]) -> Config:
-    """Returns a saved configuration of any revision as the present schema understands it."""
-    return parse(upgraded(raw))
+    """Returns a saved configuration of any revision as the present schema understands it.
+
+    Raises ValueError for a setting that the present code does not have any more.
+    """
+    values = dict(flat(raw))
+    for key, value in UPGRADES.items():
+        group = key.rpartition(".")[0]
+        if not isinstance(value, Gone):
+            if any(name.startswith(f"{group}.") for name in values):
+                values.setdefault(key, value)
+        elif key in values and (found := values.pop(key)) not in (value or [found]):
+            raise ValueError(f"{key}={found}: was a setting of an earlier revision, and is gone")
+    if values.get("dataset.source") is None:  # once named for own data alone
+        values["dataset.source"] = f"{SOURCES}:{values['dataset.name']}"
+    return parse(nested(values))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,12 +118,6 @@ def changes_result(key: str) -> bool:
     return not any(f"{key}.".startswith(f"{name}.") for name in NOT_RESULT)
 
 
-def plain_path(path: str) -> str:
-    """Returns the path from the working folder if it lies there, else the absolute one."""
-    short = os.path.relpath(path)
-    return os.path.abspath(path) if short.split(os.sep)[0] == ".." else short
-
-
 def settings(config: Config) -> dict[str, Any]:
     """Returns the dotted keys and values that determine a result: the identity of a run.
 
@@ -142,7 +125,7 @@ def settings(config: Config) -> dict[str, Any]:
     """
     is_fixed = config.dataset.name in FIXED
     return {
-        key: plain_path(value) if key in PATHS and value is not None else value
+        key: os.path.abspath(value) if key in PATHS and value is not None else value
         for key, value in flat(asdict(config))
         if changes_result(key) and not (is_fixed and key == "dataset.root")
     }
@@ -220,11 +203,12 @@ class RunFolder:
         expected |= {entry.name for entry in self.path.glob(TEMPORARIES)}
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= expected:
             return  # of a run that was killed before it wrote its configuration
-        place = f"name={config.name}: {self.path}"
-        if config.resume == "never":
-            raise UserError(f"{place} exists; resume it with resume=auto or choose another name")
-        if found := changes(config, self.read_config()):
-            raise UserError(f"{place} holds another run, this one has {', '.join(found)}")
+        reason = "exists; resume it with resume=auto or choose another name"
+        if config.resume == "auto":
+            found = changes(config, self.read_config())
+            reason = f"holds another run, this one has {', '.join(found)}" if found else ""
+        if reason:
+            raise UserError(f"name={config.name}: {self.path} {reason}")
 
     def check_data(self, now: Mapping[str, str]) -> None:
         """Raises UserError if the run has begun on other data than those of the record `now`."""
@@ -236,39 +220,34 @@ class RunFolder:
                 "choose another output_root, or move that folder away"
             )
 
-    def create(self, config: Config) -> None:
-        """Creates the folder and writes the configuration."""
+    def begin(self, config: Config, checkpoint: Path | None, metrics_size: int) -> None:
+        """Creates the folder, or takes it back to a checkpoint: the newest that is not damaged.
+
+        `metrics_size` are the bytes of metrics.jsonl that the checkpoint has recorded.
+        """
         self.last_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.config_path, as_yaml(config))
+        for folder in (self.path, self.last_path.parent):
+            clear_leftovers(folder)
+        if self.metrics_path.exists():
+            os.truncate(self.metrics_path, metrics_size)
+        files = self.checkpoints()
+        if checkpoint is not None and checkpoint != self.last_path:
+            os.replace(checkpoint, self.last_path)
+            for damaged in files[1 : files.index(checkpoint)]:
+                damaged.unlink()
 
     def read_config(self) -> Config:
         """Returns the configuration. Raises UserError if this is not a run folder."""
-        place = f"{self.path} is not a run folder"
-        try:
-            raw = yaml.safe_load(self.config_path.read_text())
-        except (FileNotFoundError, NotADirectoryError) as error:
-            reason = "it has no config.yaml" if self.path.is_dir() else "there is no such folder"
-            raise UserError(f"{place}: {reason}") from error
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise UserError(f"{place}: config.yaml: {first_line(error)}") from error
-        if not isinstance(raw, dict):
-            raise UserError(f"{place}: config.yaml holds no configuration")
-        try:
-            return saved(raw)
-        except UserError as error:
-            raise UserError(f"{self.config_path}: {error}") from error
+        with _named(self.config_path):
+            return saved(yaml.safe_load(self.config_path.read_text()))
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the summary, empty if none has been written."""
         if not self.summary_path.exists():
             return {}
-        try:
-            summary = json.loads(self.summary_path.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.summary_path}: not readable: {first_line(error)}") from error
-        if not isinstance(summary, dict):
-            raise UserError(f"{self.summary_path}: holds no summary")
-        return summary
+        with _named(self.summary_path):
+            return {**json.loads(self.summary_path.read_text())}
 
     def is_finished(self) -> bool:
         """Whether the run is finished and has its result."""
@@ -288,13 +267,9 @@ class RunFolder:
         """Returns (step lines, epoch lines) of metrics.jsonl."""
         if not self.metrics_path.exists():
             return [], []
-        try:
+        with _named(self.metrics_path):
             text, _, _ = self.metrics_path.read_text().rpartition("\n")  # drops a truncated line
-            lines = [json.loads(line) for line in text.splitlines()]
-            if not all(isinstance(line, dict) for line in lines):
-                raise ValueError("holds a line that is not a mapping")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.metrics_path}: not readable: {first_line(error)}") from error
+            lines = [{**json.loads(line)} for line in text.splitlines()]
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
     def append_metrics(self, lines: list[dict[str, Any]]) -> None:
@@ -315,53 +290,40 @@ class RunFolder:
 
         Raises UserError if there are none.
         """
-        if which not in ("last", "best"):
-            raise UserError(f"weights={which}: must be last or best")
-        files = self.checkpoints() if which == "last" else [self.best_path]
-        if not files or not files[-1].is_file():
-            missing = self.last_path if which == "last" else self.best_path
-            raise UserError(f"run={self.path}: holds no {missing.name} yet")
+        files = {"last": self.checkpoints(), "best": [self.best_path]}.get(which, [])
+        if not (files and files[-1].is_file()):
+            held = [x.name for x in (self.last_path, self.best_path) if x.exists()]
+            holds = f"holds {' and '.join(held) or 'neither last.pt nor best.safetensors'}"
+            raise UserError(f"run={self.path} weights={which}: must be last or best; {holds}")
         return files
-
-    def resume_from(self, checkpoint: Path | None) -> None:
-        """Makes the checkpoint the newest, and removes newer, damaged ones and temporary files."""
-        for folder in (self.path, self.last_path.parent):
-            clear_leftovers(folder)
-        checkpoints = self.checkpoints()
-        if checkpoint is not None and checkpoint != self.last_path:
-            os.replace(checkpoint, self.last_path)
-            for damaged in checkpoints[1 : checkpoints.index(checkpoint)]:
-                damaged.unlink()
-
-    def trim_metrics(self, size: int) -> None:
-        """Truncates metrics.jsonl to the `size` that a checkpoint recorded."""
-        if self.metrics_path.exists():
-            os.truncate(self.metrics_path, size)
-
-    def is_held(self) -> bool:
-        """Whether another process trains this run. The lock's owner must not call this."""
-        path = self.path / LOCK
-        if not path.exists():
-            return False
-        try:
-            with FileLock(path, timeout=0):
-                return False
-        except Timeout:
-            return True
 
     def status(self) -> Status:
         """Returns the status. A killed run, whose summary says `running`, is interrupted.
 
         The lock's owner must not call this.
         """
-        status = self.read_summary().get("status")
+        status, lock = self.read_summary().get("status"), self.path / LOCK
         if status == "finished":
             return "finished"
-        if self.is_held():
+        try:
+            with FileLock(lock, timeout=0) if lock.exists() else nullcontext():
+                pass
+        except Timeout:
             return "running"
         if status == "failed":
             return "failed"
         return "interrupted" if self.config_path.exists() else "not started"
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Names the file that cannot be read or does not hold what it should, in a UserError."""
+    try:
+        yield
+    except Exception as error:  # of the system, of YAML and JSON, of the schema
+        is_plain = isinstance(error, UserError | ValueError | yaml.YAMLError)
+        reason = getattr(error, "strerror", None) or (str(error) if is_plain else first_line(error))
+        raise UserError(f"{path}: {reason}") from error
 
 
 def find(config: Config) -> list[RunFolder]:
@@ -372,13 +334,9 @@ def find(config: Config) -> list[RunFolder]:
     root, identity = Path(config.output_root), key(config)
     changed = root.stat().st_mtime_ns if root.is_dir() else 0
     found = [RunFolder(root / name) for name, x in _keys(root, changed) if x == identity]
-    return sorted(found, key=_length, reverse=True) if len(found) > 1 else found
-
-
-def _length(folder: RunFolder) -> tuple[bool, int]:
-    with suppress(UserError):
-        return folder.is_finished(), len(folder.read_metrics()[0])
-    return False, 0
+    if len(found) > 1:
+        found.sort(key=lambda x: (x.is_finished(), x.metrics_size()), reverse=True)
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -414,8 +372,6 @@ def hold(folder: RunFolder) -> Iterator[None]:
     except Timeout:
         holder = path.read_text().strip() or "another process"
         raise RunLocked(f"name={folder.path.name}: {holder} is training {folder.path}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be locked ({error.strerror})") from error
     try:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")  # for RunLocked
         yield

@@ -17,14 +17,13 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from reproduction.config import CONF_DIR, HUGE, Config, Dataset, parse
+from reproduction.config import CONF_DIR, Config, Dataset, parse
 from reproduction.runs import RunFolder, changes_result, default_name, find, flat, key
-from reproduction.system import UserError, first_line, in_one_line, warn
+from reproduction.system import UserError, first_line, in_one_line, launched_ranks, warn
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
-LISTS = ("augmentation", "logger")  # groups that take a list of options
 
 
 class Point(NamedTuple):
@@ -64,18 +63,18 @@ def take(words: Sequence[str], **least: int) -> tuple[dict[str, int], list[str]]
 def expand(words: Sequence[str]) -> list[list[str]]:
     """Returns the points of a sweep, in Hydra's order: each list of values by every other."""
     each = []
-    with one_line(), _initialized():
+    with _initialized():
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         for word in words:
             with one_line(word):
                 (override,) = parser.parse_overrides([word])
-                key = override.get_key_element()
+                key, values = override.get_key_element(), [word]
                 if not override.key_or_group or override.key_or_group.startswith("hydra"):
                     raise UserError(f"{word}: must be key=value, with a key of train.py --help")
                 if override.is_sweep_override():
-                    each.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-                else:
-                    each.append([word])
+                    values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            # a name that begins with a digit is no number, such as 2026_11_26
+            each.append([re.sub(r"^name=(\d[\w.+-]*)$", r"name='\1'", value) for value in values])
     return [list(point) for point in itertools.product(*each)]
 
 
@@ -90,11 +89,11 @@ def compose(words: tuple[str, ...]) -> Config:
         loader = GlobalHydra.instance().config_loader()
         files = loader.compute_defaults_list("train", [*words], RunMode.RUN).defaults
         raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    for group in LISTS:
-        paths = [str(x.config_path).partition("/") for x in files]
-        chosen = [name for at, _, name in paths if at == group]
-        for name in {*(raw.get(group) or {})} - {*chosen, "off_epoch"}:
-            raise UserError(f"{group}.{name}: {group}=[{','.join(chosen)}] does not name {name}")
+    paths = [str(x.config_path).partition("/") for x in files]
+    chosen = [name for group, _, name in paths if group == "augmentation"]
+    for name in {*raw["augmentation"]} - {*chosen, "off_epoch"}:  # of an experiment
+        reason = f"augmentation=[{','.join(chosen)}] does not name it"
+        raise UserError(f"augmentation.{name}={raw['augmentation'][name]}: {reason}")
     return parse(raw)
 
 
@@ -103,11 +102,14 @@ def point(words: Sequence[str], label: str = "") -> Point:
 
     With resume=auto its name is that of the folder that holds it, if there is one.
     """
-    others = tuple(word for word in words if not re.fullmatch(r"seed=\d{1,9}", word))  # cached
-    config = compose(others)
-    for word in words:
-        if word not in others:
-            config = replace(config, seed=int(word.partition("=")[2]))
+    seeds = [word for word in words if re.fullmatch(r"seed=\d{1,9}", word)]  # composed once for all
+    config = compose(tuple(word for word in words if word not in seeds))
+    if seeds:
+        config = replace(config, seed=int(seeds[-1].partition("=")[2]))
+    if (ranks := launched_ranks()) is not None:
+        if config.devices not in (1, ranks):
+            raise UserError(f"devices={config.devices}: torchrun has started {ranks} ranks")
+        config = replace(config, devices=ranks)
     name = config.name
     if name is None and config.resume == "auto" and (folders := find(config)):
         name = folders[0].path.name
@@ -125,8 +127,7 @@ def check(points: Sequence[Point]) -> None:
     from reproduction.data.sources import opened, record  # import torch
     from reproduction.training.run import check as check_run
 
-    names = Counter(str(point.folder.path) for point in points)
-    path, number = names.most_common(1)[0]
+    (path, number), *_ = Counter(str(point.folder.path) for point in points).most_common()
     if number > 1:
         raise UserError(f"name={path}: {number} points share this folder, each needs its own")
     for point in points:
@@ -137,9 +138,6 @@ def check(points: Sequence[Point]) -> None:
                 warn(f"{folder.path}: {other.path} holds the same run, and is left as it is")
         if folder.read_summary().get("data"):
             folder.check_data(record(opened(config.dataset), config.model.weights))
-        if config.recipe.batch_size % config.devices:
-            shared = f"must be divisible by devices={config.devices}"
-            raise UserError(f"recipe.batch_size={config.recipe.batch_size}: {shared}")
         if not folder.is_finished():
             check_run(config)
 
@@ -153,23 +151,31 @@ def check_named(dataset: Dataset, words: Sequence[str]) -> None:
 
 @contextmanager
 def one_line(*words: str) -> Iterator[None]:
-    """Turns what Hydra and OmegaConf say into one line that names a word, and keys like its key."""
+    """Turns what Hydra and OmegaConf say into one line that names a word, and what is allowed."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # of many types: HydraException, OmegaConfBaseException, ValueError
-        text = str(error)
-        if "Could not override" not in text:
-            text = str(error.__cause__ or error) or first_line(error)
-        for tail in ("Config search path", "See https", "To append to your config use"):
+        text, by_key = str(error), {word.lstrip("+~").partition("=")[0]: word for word in words}
+        if found := re.search(r"Could not override '([\w.]+)'", text):
+            key, keys = found[1], [*allowed()]
+            same = [x for x in keys if x.endswith(f".{key.rpartition('.')[2]}")]
+            near = ", ".join(same or get_close_matches(key, keys))
+            text = f"unknown key, perhaps {near}" if near else "unknown key"
+            if key in keys:
+                text = f"no chosen option of {key.partition('.')[0]} has this key"
+            raise UserError(f"{by_key.get(key, key)}: {text}") from error
+        text = str(error.__cause__ or error) or first_line(error)
+        for tail in ("Available options", "Config search path", "See https"):
             text = text.partition(tail)[0]
-        is_named = any(word.lstrip("+~").partition("=")[0] in text for word in words)
-        line = in_one_line(text if is_named else f"{' '.join(words)}: {text}")
-        if typed := re.search(r"Could not override '([\w.]+)'", text):
-            last = f".{typed[1].rpartition('.')[2]}"
-            same = [key for key in allowed() if key.endswith(last)]
-            line += f" known: {', '.join(same or get_close_matches(typed[1], allowed()))}"
+        if text.startswith("LexerNoViableAlt"):
+            text = "cannot be read, such text needs quotes within quotes"
+        line = in_one_line(text)
+        if not any(key in line for key in by_key):
+            line = f"{' '.join(words)}: {line}"
+        if found := re.search(rf"'({'|'.join(GROUPS)})/\S*'", text):
+            line += f" allowed: {', '.join(options_of(found[1]))}"
         raise UserError(line) from error
 
 
@@ -183,7 +189,13 @@ def _initialized() -> Iterator[None]:
 # --- help ---------------------------------------------------------------------------------------
 
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-TYPES = {"array": "list", "boolean": "true, false", "string": "text", "object": "mapping"}
+BOUNDS |= {"minItems": "of"}
+
+
+def options_of(group: str) -> list[str]:
+    """Returns the names of the files of a group."""
+    files = (CONF_DIR / group).rglob("*.yaml")
+    return sorted(str(x.relative_to(CONF_DIR / group).with_suffix("")) for x in files)
 
 
 def help_text(words: Sequence[str]) -> str:
@@ -192,10 +204,7 @@ def help_text(words: Sequence[str]) -> str:
     values, texts = dict(flat(asdict(config))), allowed(config.model.family)
     width = max(map(len, texts))
     lines = ["Options of groups (files of conf/, whose comments say what the keys mean)"]
-    for group in GROUPS:
-        files = (CONF_DIR / group).rglob("*.yaml")
-        names = sorted(str(x.relative_to(CONF_DIR / group).with_suffix("")) for x in files)
-        lines.append(f"  {group}: {', '.join(names)}")
+    lines += [f"  {group}: {', '.join(options_of(group))}" for group in GROUPS]
     lines += ["", "Allowed values, in brackets what these words give"]
     for name, text in texts.items():
         lines.append(f"{name:{width}}  {text}" + f" [{values.get(name)}]" * (name in values))
@@ -222,17 +231,11 @@ def _allowed(group: Any, groups: Any, family: str, prefix: str) -> Iterator[tupl
             if not (of and family) or of == family:
                 yield from _allowed(each, groups, family, f"{prefix}{name}.")
         if not inner:
-            yield prefix + name, value.get("description") or " or ".join(map(_range, parts))
+            yield prefix + name, " or ".join(map(_type, parts))
 
 
-def _range(value: dict[str, Any]) -> str:
-    """Describes one type of a JSON schema."""
-    if "const" in value or "enum" in value:
-        return ", ".join(value.get("enum") or [value["const"]])
-    if value["type"] == "array" and "items" in value:
-        return f"{value['minItems']} values: {_range(value['items'])}"
-    if value["type"] not in ("integer", "number"):
-        return TYPES.get(value["type"], "null")
-    limits = {word: value[key] for key, word in BOUNDS.items() if key in value}
-    texts = [f"{word} {x:.10g}" for word, x in limits.items() if abs(x) < HUGE]
-    return f"{value['type']} {' and '.join(texts)}".strip()
+def _type(value: dict[str, Any]) -> str:
+    """Describes one type of a JSON schema by its own words."""
+    choices = value.get("enum") or [value["const"]] if {"enum", "const"} & {*value} else []
+    bounds = [f"{BOUNDS[key]} {x}" for key, x in value.items() if key in BOUNDS]
+    return ", ".join(map(str, choices)) or " ".join([value["type"], *bounds])

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from reproduction.config import Config
-from reproduction.runs import RunFolder, nested, saved
+from reproduction.runs import RunFolder, saved
 from reproduction.runs import key as key_of
 from reproduction.runs import settings as settings_of
 from reproduction.start import Point
@@ -102,7 +102,7 @@ def read_store(path: Path) -> pd.DataFrame:
     for line in map(json.loads, path.read_text().splitlines()):
         settings = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))
         summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
-        facts = _facts(saved(nested(settings)), summary)
+        facts = _facts(saved(settings), summary)
         rows.append({"folder": line["name"], "written": 0.0} | facts)
     return _frame(rows)
 

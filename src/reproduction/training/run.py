@@ -227,9 +227,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
     )
     if world.is_main:
         facts = _facts(trainer, folder, data, initial_weights)
-        folder.create(config)
-        folder.trim_metrics(state.metrics_size)  # of what was written after the checkpoint
-        folder.resume_from(None if newest is None else newest[0])
+        folder.begin(config, None if newest is None else newest[0], state.metrics_size)
         if state.best is not None:
             save_plain(folder.best_path, state.best, trainer.classes)
         else:
