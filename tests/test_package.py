@@ -1,6 +1,5 @@
 """The wheel holds only the typed library, and the files beside the code agree with each other."""
 
-import os
 import re
 import subprocess
 import sys
@@ -40,23 +39,6 @@ def test_wheel_holds_only_the_library_and_its_licence(wheel: zipfile.ZipFile):
     needed = dict(re.findall(r"^Requires-Dist: (\w+)>=([\d.]+)", metadata, re.MULTILINE))
     lowest = dict(re.findall(r"^(\w+)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M))
     assert needed == {x: lowest[x] for x in ("torch", "numpy", "scipy", "einops")}
-
-
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Shows what make would do, as from a shell, also if make runs the tests."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-    command = ["make", "--dry-run", *arguments]
-    return subprocess.run(
-        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-
-
-def test_make_hands_its_variables_on_and_refuses_those_that_it_does_not_know():
-    shown = make("study", "FILE=results/digits100.yaml", "SEEDS=2", "SCALE=smoke", "JOBS=3").stdout
-    for text in ("results/digits100.yaml", "2", "smoke", "3"):
-        assert text in shown
-    refused = make("status", "SEED=1")
-    assert refused.returncode == 2 and "SEED=1" in refused.stderr and refused.stdout == ""
 
 
 def test_workflows_run_targets_of_make():

@@ -3,7 +3,6 @@
 `--report FILE.md` writes what every test found, after each test.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,11 +77,3 @@ def gpu(device: torch.device) -> torch.device:
     if device.type != "cuda":
         pytest.skip("needs a GPU")
     return device
-
-
-@pytest.fixture(autouse=True)
-def tf32_as_before() -> Iterator[None]:
-    """Trainers set whether this process uses TF32."""
-    kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = kept

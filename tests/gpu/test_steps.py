@@ -40,7 +40,6 @@ from tests.gpu.cases import (
     TINY_CASES,
     TOLERANCES,
     VIT,
-    DrawnOnHost,
     Trained,
     distance,
     distance_of_losses,
@@ -345,45 +344,3 @@ def test_the_same_seed_gives_the_same_losses(device: torch.device, record_proper
     error = max(abs(x["loss"] - y["loss"]) for x, y in zip(one, other, strict=True))
     record_property("losses differ by", f"{error:.1e}")
     assert error < 1e-2
-
-
-def altered(trained: Trained, **changes: Any) -> Trained:
-    """Returns a copy with another last loss or other gradients."""
-    *first, last = trained.lines
-    gradients = [changes.get("gradient", lambda x: x)(x) for x in trained.gradients]
-    return Trained([*first, {**last, "loss": changes.get("loss", last["loss"])}], gradients)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_small"),
-    [
-        pytest.param({}, True, id="none"),
-        pytest.param({"loss": 3.0}, False, id="loss"),
-        pytest.param({"loss": math.nan}, False, id="no loss"),
-        pytest.param({"gradient": torch.zeros_like}, False, id="no gradient"),
-        pytest.param({"gradient": lambda x: 3 * x}, False, id="scale"),
-        pytest.param({"gradient": lambda x: torch.randn_like(x) * x.norm()}, False, id="noise"),
-        pytest.param({"gradient": lambda x: x * torch.nan}, False, id="nan"),
-    ],
-)
-def test_differences_are_noticed(changes: dict[str, Any], is_small: bool):
-    right = trained_here(f"{SMALL} htm+vtm bf16")
-    assert distance(altered(right, **changes), right).is_small("bf16") is is_small
-
-
-@pytest.mark.parametrize("rule", ["order=published", "matching=random"])
-def test_rules_are_checked_on_easy_and_hard_samples(rule: str):
-    assert all(0 < line["mixed_samples"] < CASES[rule].batch for line in trained_here(rule).lines)
-
-
-def test_drawn_on_host_gives_the_same_numbers_on_every_device():
-    def draw(device: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        like = torch.empty(2, 3, device=device)
-        return [torch.randperm(5, device=device), torch.rand_like(like)]
-
-    expected = draw("cpu")
-    with DrawnOnHost():
-        draws = draw("cpu")
-        assert [x.device.type for x in draw("meta")] == ["meta", "meta"]
-    assert all(map(torch.equal, draws, expected))

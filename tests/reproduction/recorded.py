@@ -38,28 +38,11 @@ class Recorded:
 
 
 def recorded_cct() -> nn.Module:
-    return CCT(
-        num_classes=10,
-        image_size=32,
-        embed_dim=32,
-        depth=4,
-        num_heads=2,
-        mlp_ratio=2.0,
-        conv_layers=2,
-        positional_embedding="learnable",
-        attn_drop=0.0,
-        drop_path=0.0,
-    )
+    sizes = {"num_classes": 10, "image_size": 32, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    kind = {"mlp_ratio": 2.0, "conv_layers": 2, "positional_embedding": "learnable"}
+    return CCT(**sizes, **kind, attn_drop=0.0, drop_path=0.0)
 
 
 def recorded_vit() -> nn.Module:
-    return timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=32,
-        patch_size=8,
-        embed_dim=48,
-        depth=5,
-        num_heads=3,
-        mlp_ratio=2.0,
-        num_classes=10,
-    )
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 5, "num_heads": 3}
+    return timm.create_model("vit_tiny_patch16_224", num_classes=10, mlp_ratio=2.0, **sizes)

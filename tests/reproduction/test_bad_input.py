@@ -92,18 +92,6 @@ def test_a_missing_gpu_is_named(here: Path):
     assert not [*here.iterdir()]
 
 
-def test_existing_run_is_refused_or_resumed(here: Path):
-    assert train("name=mine", *SMALL).status == 0
-    before = Run("outputs/mine").summary
-    again = train("name=mine", *SMALL)
-    assert again.status == 2 and "resume=auto" in again.err
-    other = train("name=mine", "resume=auto", "seed=5", *SMALL)
-    assert other.status == 2 and "seed=5 instead of 0" in other.err
-    same = train("name=mine", "resume=auto", "dataset.workers=1", *SMALL)
-    assert same.status == 0 and "mine: top-1" in same.out
-    assert Run("outputs/mine").summary == before
-
-
 def test_a_run_that_was_killed_before_its_first_file_can_begin_again(here: Path):
     Path("outputs/mine/checkpoints").mkdir(parents=True)
     assert train("name=mine", *SMALL).status == 0

@@ -31,12 +31,7 @@ NO_RESULT = (  # keys and groups that change no result, and so not the run; ever
     *("dataset.workers", "model.checkpoint_blocks"),
 )
 OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just be changed
-    **{
-        "device": "cpu",
-        "resume": "auto",
-        "name": "x",
-        "output_root": "x",
-    },
+    **{"device": "cpu", "resume": "auto", "name": "x", "output_root": "x"},
     **{"model.weights": "x.pt", "model.positional_embedding": "sine"},
     **{"model.pooling": "class_token", "model.global_pool": "avg", "model.pretrained": "x"},
     **{"model.mlp_drop_rate": 0.1, "model.package": "torchvision", "model.stem": "cifar"},
@@ -45,10 +40,7 @@ OTHER: dict[str, Any] = {  # valid values where a number or a flag cannot just b
     **{"dataset.source": "own:others", "dataset.workers": 9},
     **{"augmentation.off_epoch": 1, "recipe.ema_decay": 0.9},
     **{"augmentation.cutmix.labels": "attention", "augmentation.manifold_mixup.layers": [1]},
-    **{
-        "augmentation.htm.tau": 1.0,
-        "augmentation.htm.rho": 0.1,
-    },
+    **{"augmentation.htm.tau": 1.0, "augmentation.htm.rho": 0.1},
     **{"augmentation.htm.pooling": "average", "augmentation.htm.detector": "random"},
     **{"augmentation.htm.matching": "random", "augmentation.htm.mask_rule": "published"},
     **{"augmentation.htm.labels": "count", "augmentation.htm.order": "published"},
@@ -93,17 +85,13 @@ def test_every_key_counts_unless_it_changes_no_result(kind: str):
             assert is_other == counts, key
 
 
-def test_numbers_and_paths_count_however_they_are_spelled():
-    folder = ("dataset=image_folder", "dataset.root=a")
+def test_values_count_however_they_are_spelled():
     for one, other in [
         (["recipe.lr=1"], ["recipe.lr=1.0"]),
         (["recipe.warmup_lr=0"], ["recipe.warmup_lr=0.0"]),
         (["augmentation=[vtm,htm]"], ["augmentation=[htm,vtm]"]),
-        ([*folder], ["dataset=image_folder", "dataset.root=b/../a"]),
     ]:
-        first, second = (hash_of(raw_of(*words)) for words in (one, other))
-        assert first == second
-    assert hash_of(raw_of(*folder)) != hash_of(raw_of("dataset=image_folder", "dataset.root=b"))
+        assert dry(*one)[1] == dry(*other)[1]
 
 
 def test_runs_of_earlier_revisions_are_found_and_read(here: Path):

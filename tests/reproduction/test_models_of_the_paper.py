@@ -11,7 +11,7 @@ import yaml
 from timm.layers import DropPath, PatchDropout
 from torch import nn
 
-from tests.doors import CCT, ROOT, initial_model, meta_module, step, train
+from tests.doors import CCT, ROOT, initial_model, meta_module, train
 
 TABLES = ROOT / "src" / "reproduction" / "studies" / "paper"
 SIZES = {
@@ -117,14 +117,6 @@ def test_the_stem_for_small_images_keeps_the_resolution(row: str, last: str):
         module.register_forward_hook(lambda m, inputs, output: sizes.append(output.shape[-2:]))
     built(torch.zeros(2, 3, 32, 32, device="meta"))
     assert sizes == [(32, 32), (8, 8)]
-
-
-@pytest.mark.parametrize("model", ["vit_lite_6_4", "cvt_6_4"])
-def test_vit_lite_and_cvt_train_with_htm_and_vtm(model: str):
-    words = [f"model={model}", "augmentation.htm.tau=inf", "augmentation.htm.rho=0", "device=cpu"]
-    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
-    (part,) = step(words, images, torch.arange(4)).parts
-    assert part.loss.isfinite() and part.output.stats["mixed_tokens"] > 0
 
 
 TIMM_VIT = "model=vit_tiny_patch16_224"

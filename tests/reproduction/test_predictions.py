@@ -117,17 +117,6 @@ def test_tables_follow_from_the_predictions(here: Path, ranks: int):
     assert f"{stem}-confusion.png" in result.out and Path(f"{stem}-confusion.png").is_file()
 
 
-def test_file_that_cannot_be_written_ends_before_evaluation(here: Path):
-    run = trained(*OWN, *NO_LIMITS)
-    Path("x.csv").touch()
-    before = snapshot()
-    for file in (f"{'x' * 250}.csv", "x.csv", "x.txt"):
-        words = [f"predictions={file}", "dataset.source=tests.images:digits"]
-        result = evaluate(f"run={run}", *words)
-        assert (result.status, len(result.lines)) == (2, 1) and file[:9] in result.err
-    assert snapshot() == before
-
-
 def test_folder_without_classes_is_predicted_as_by_load_run(here: Path):
     write_images(here / "images", CLASSES, train=2, held_out=1)
     run = trained(*FOLDER)

@@ -1,4 +1,4 @@
-"""Two ranks on a CPU: the losses of one process, one run folder, every image once."""
+"""Two ranks on a CPU: the losses of one process, one run folder, signals, deaths."""
 
 import json
 import os
@@ -29,15 +29,6 @@ MIXING = (
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
-def reads(path: Path) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    """Maps (half, rank) to the images that were read, in their order."""
-    found: dict[tuple[str, int], list[tuple[str, int]]] = {}
-    for line in path.read_text().splitlines():
-        half, index, rank = line.split()
-        found.setdefault((half, int(rank)), []).append((half, int(index)))
-    return found
-
-
 def close(ours: Run, theirs: Run) -> None:
     """Compares losses and results of runs whose sums are in another order."""
     for line, other in zip(ours.lines, theirs.lines, strict=True):
@@ -64,19 +55,10 @@ def mixing(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(root / "mine")
 
 
-def test_two_ranks_equal_one_process_and_read_every_image_once(here: Path, one: Run):
-    with recorded(here / "log"):
-        assert train(*PLAIN, "devices=2").status == 0
+def test_two_ranks_equal_one_process(here: Path, one: Run):
+    assert train(*PLAIN, "devices=2").status == 0
     close(Run("outputs/mine"), one)
     assert [path.name for path in (here / "outputs").iterdir()] == ["mine"]
-    found = reads(here / "log")
-    for half, images, epochs in (("train", 57, 2), ("held_out", 31, 2)):
-        parts = [found[half, rank] for rank in (0, 1)]
-        counts = Counter(index for part in parts for _, index in part[-(len(part) // 2 * 2) :])
-        assert len(counts) == images and min(counts.values()) >= epochs
-        assert abs(len(parts[0]) - len(parts[1])) <= 8
-    order = [index for _, index in found["train", 0]]
-    assert order[-29:] != order[-58:-29]  # another one in each epoch
 
 
 @pytest.mark.slow
@@ -108,8 +90,8 @@ def test_ranks_evaluate_the_saved_weights(here: Path, mixing: Run, ranks: int):
         result = evaluate(*words)
     assert result.status == 0, result.err
     assert mixing.evaluation()["eval_loss"] == pytest.approx(mixing.epochs[-1]["eval_loss"])
-    counts = Counter(x for part in reads(here / "log").values() for x in part)
-    assert counts == {("held_out", i): 1 for i in range(31)}
+    reads = Counter(line.rpartition(" ")[0] for line in (here / "log").read_text().splitlines())
+    assert reads == {f"held_out {i}": 1 for i in range(31)}
 
 
 @pytest.mark.parametrize(

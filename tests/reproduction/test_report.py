@@ -2,7 +2,6 @@
 
 import base64
 import re
-import shutil
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -69,14 +68,6 @@ def test_page_shows_the_papers_rows_with_our_results(trained: Run):
     assert len(top1) == 8 + 28 and top1.loc["table1/cifar100_vtm"].n == 0
     sweep = pd.read_csv("outputs/report/sweep-tau.csv").set_index("row")
     assert sweep.n[sweep.outcome == "top1_last"]["tau=2"] == 3  # the paper's own value
-
-
-@pytest.mark.slow
-def test_a_page_of_other_runs_says_so(trained: Run):
-    write(trained, "mine", {})
-    shutil.move("outputs", "smoke")
-    assert script("report", "--scale", "smoke", "--outputs", "smoke").status == 0
-    assert "WARNING. smoke scale" in Path("smoke/report/index.html").read_text()
 
 
 @pytest.mark.parametrize("words", [("--outputs", "nowhere"), ("--scale", "huge"), ("--x",)])

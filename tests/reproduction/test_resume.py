@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.conftest import settled
-from tests.doors import SMALL, Run, evaluate, eventually, same, snapshot, started, train
+from tests.doors import SMALL, Run, evaluate, same, snapshot, train
 from tests.images import OWN, disturbed
 
 # Everything that has a state: 3 epochs of batches of 20, 20 and 17, in micro-batches of 7 or 6.
@@ -32,7 +32,6 @@ TRAINING = (
 BY_EPOCHS = (*TRAINING, "checkpoint.every_epochs=1")
 BY_STEPS = (*TRAINING, "checkpoint.every_minutes=1e-6")
 STEPS = 9
-EPOCH = 57  # images
 
 
 @pytest.fixture(scope="module")
@@ -190,17 +189,6 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes(here: Path, whole: Ru
     assert (result.status, len(result.lines)) == (1, 1), result.err
     assert "File too large" in result.err and "outputs/mine" in result.err
     ends_as(whole, *BY_STEPS)
-
-
-def test_one_process_holds_a_folder(here: Path, whole: Run):
-    with started(*TRAINING, "recipe.epochs=1000") as process:
-        eventually((here / "outputs/mine/checkpoints/last.pt").exists)
-        result = train(*TRAINING, "recipe.epochs=1000")
-        assert (result.status, len(result.lines)) == (2, 1) and "outputs/mine" in result.err
-        process.kill()
-        process.wait()
-    with disturbed("interrupt", at=25):
-        assert train(*TRAINING, "recipe.epochs=1000").status == 130
 
 
 CHOICES: dict[str, list[Any]] = {

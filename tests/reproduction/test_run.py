@@ -9,11 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.doors import (
@@ -23,7 +21,6 @@ from tests.doors import (
     Result,
     Run,
     evaluate,
-    runs,
     same,
     script,
     snapshot,
@@ -134,17 +131,6 @@ def test_run_without_htm_mixes_nothing(here: Path):
     assert not (run.path / "mixed_pairs.png").exists()
 
 
-def test_report_shows_its_figures(here: Path):
-    mixing = ("augmentation.htm.tau=inf", "augmentation.htm.rho=0")
-    assert train("name=mine", *mixing, *SMALL, draws=True).status == 0
-    path = Run("outputs/mine").path
-    for name in ("mixed_samples", "accuracy", "mixed_pairs", "saliency"):
-        assert f"]({name}.png)" in (path / "report.md").read_text()
-        with Image.open(path / f"{name}.png") as picture:
-            assert picture.width > 500 and np.asarray(picture.convert("L")).std() > 5
-        assert (path / f"{name}.pdf").read_bytes()[:4] == b"%PDF"
-
-
 def test_divergence_fails_the_run_and_names_the_step(here: Path):
     result = train("name=mine", *DIVERGE, "recipe.clip_grad_norm=null", *SMALL)
     assert result.status == 1 and len(result.lines) == 1
@@ -184,12 +170,6 @@ def test_first_lines_and_summary_say_the_numbers_of_auto(here: Path):
         assert line["difficulty"] == pytest.approx(
             (line["difficulty/0"] + line["difficulty/1"]) / 2
         )
-
-
-def test_float16_on_a_cpu_is_refused(here: Path):
-    result = train("name=mine", *SMALL, "recipe.precision=float16")
-    assert (result.status, len(result.lines)) == (2, 1)
-    assert "recipe.precision=float16: takes minutes" in result.err and not snapshot()
 
 
 def test_a_finished_run_is_printed_and_not_extended(here: Path):
@@ -305,22 +285,6 @@ def test_the_documented_commands_fine_tune_a_pretrained_vit(here: Path):
     ).state_dict()
     change = (tuned["patch_embed.proj.weight"] - start["patch_embed.proj.weight"]).abs().max()
     assert 0 < change < start["patch_embed.proj.weight"].std() / 10
-
-
-def test_sweep_over_stacks_names_runs_after_them(here: Path):
-    result = train("-m", "augmentation=[mixup],[mixup,cutmix,htm]", *SMALL)
-    assert result.status == 0, result.err
-    assert {run.path.name.partition("-embed_dim")[0] for run in runs()} == {
-        *("cct_2_3x2-digits-mixup", "cct_2_3x2-digits-mixup+cutmix+htm")
-    }
-    assert all(evaluate(f"run={run.path}", "device=cpu").status == 0 for run in runs())
-
-
-def test_failing_point_does_not_stop_a_sweep(here: Path):
-    with disturbed("fail", at=150):  # in the second run
-        result = train("-m", "seed=0,1,2", *OWN, *FOLDER)
-    assert result.status == 1 and "ZeroDivisionError" in result.lines[-1]
-    assert sorted(run.summary["status"] for run in runs()) == ["failed", "finished", "finished"]
 
 
 @pytest.mark.slow

@@ -233,8 +233,3 @@ def attention(block: Any, x: Tensor, by_class_token: bool) -> Tensor:
     q, k, _ = block.attn.qkv(block.norm1(x)).reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)
     rows = F.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1).mean(1)  # b n n
     return rows[:, 0, 1:] if by_class_token else rows.mean(1)
-
-
-def test_a_run_with_attention_labels_and_vtm_trains(here: Path):
-    words = ("augmentation=[mixup,cutmix,vtm]", "augmentation.cutmix.labels=attention")
-    assert train(*OWN, *FOLDER, *words, "name=mine").status == 0

@@ -177,13 +177,6 @@ def test_two_jobs_train_what_one_does():
         assert same(run, Run(Path("one", run.path.name))) == []
 
 
-def test_a_task_trains_its_run_alone():
-    Path("three.yaml").write_text(STUDY)
-    assert script("reproduce", "three.yaml", "task=2", apart=True).status == 0
-    (run,) = Path("outputs").glob("*/config.yaml")
-    assert run.parent.name.startswith("three-random-s0-")
-
-
 def test_a_failed_run_is_named_and_the_others_go_on():
     Path("own.yaml").write_text(
         yaml.safe_dump(
@@ -197,21 +190,6 @@ def test_a_failed_run_is_named_and_the_others_go_on():
     assert "own-bad-s0-" in result.lines[-1] and "1 failed, 1 finished" in result.out
     assert script("reproduce", "own.yaml").status == 0
     assert [run["status"] for run in listed("own.yaml")] == ["finished"] * 2
-
-
-def test_an_interrupted_study_goes_on_where_it_was():
-    Path("own.yaml").write_text(
-        yaml.safe_dump(yaml.safe_load(STUDY) | {"rows": {"own": [*OWN, "augmentation=[htm]"]}})
-    )
-    assert script("reproduce", "own.yaml").status == 0
-    (whole,) = Path("outputs").glob("own-*")
-    shutil.move(whole, "whole")
-    with disturbed("SIGTERM", at=80):
-        assert script("reproduce", "own.yaml", apart=True).status == 130
-    (run,) = listed("own.yaml")
-    assert run["status"].startswith("interrupted")
-    assert script("reproduce", "own.yaml").status == 0
-    assert same(Run(whole), Run("whole")) == []
 
 
 def test_a_damaged_folder_is_named_before_any_run_starts():

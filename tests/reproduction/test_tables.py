@@ -351,15 +351,3 @@ def test_training_writes_what_tables_read():
     tokens = sum(line["mixed_tokens"] * line["mixed_samples"] for line in last)
     mixed = sum(line["mixed_samples"] for line in last)
     assert run.summary["mixed_tokens"] == pytest.approx(tokens / mixed)
-
-
-def test_resume_auto_finds_an_equal_run_under_any_name():
-    words = (*SMALL, "resume=auto", f"{TAU}=1", "recipe.max_steps=2")
-    assert train(*words).status == 0
-    (run,) = Path("outputs").glob("cct_*")
-    run.rename(run.with_name("mine"))
-    again = train(*words)
-    assert again.status == 0 and "mine: top-1" in again.out
-    assert [path.name for path in Path("outputs").iterdir()] == ["mine"]
-    assert train(*words, "seed=1", "name=other").status == 0
-    assert {path.name for path in Path("outputs").iterdir()} == {"mine", "other"}

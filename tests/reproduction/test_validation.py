@@ -53,14 +53,6 @@ def test_split_depends_on_its_own_seed_alone(here: Path):
     assert first == again != other
 
 
-def test_share_that_leaves_a_class_out_is_refused(here: Path):
-    for limit, share in ((20, 0.01), (10, 0.5)):
-        words = [f"dataset.limit={limit}", f"dataset.validation={share}"]
-        result = train(*OWN, *words, "device=cpu", "recipe.batch_size=4")
-        assert result.status == 2 and len(result.lines) == 1
-        assert f"dataset.validation={share}" in result.err and not [*here.iterdir()]
-
-
 def test_test_set_is_evaluated_once_for_the_last_and_the_selected_epoch(here: Path):
     with recorded(here / "log"):
         result = train("name=run", *SPLIT, "recipe.epochs=4", "recipe.lr=0.02")
@@ -87,13 +79,6 @@ def test_test_set_is_evaluated_once_for_the_last_and_the_selected_epoch(here: Pa
         ]
 
 
-def test_selected_epoch_may_be_the_last(here: Path):
-    _, _, held_out = split()
-    summary = Run("outputs/log-0-0").summary
-    assert held_out == 30 and summary["selected_epoch"] == 1
-    assert summary["top1_last"] == summary["top1_selected"]
-
-
 def test_run_that_ends_in_its_last_evaluation_resumes_alike(here: Path):
     words = [*SPLIT, "recipe.lr=0.02"]
     assert train("name=whole", *words).status == 0
@@ -118,10 +103,3 @@ def test_folder_with_val_and_test_is_validated_on_val_and_tested_at_the_end(here
     summary = Run("outputs/run").summary
     assert set(summary) >= TEST_KEYS | VALIDATION_KEYS and summary["top1_best"] is None
     assert "on 8 images of image_folder" in evaluate("run=outputs/run").out
-
-
-def test_evaluation_takes_no_split(here: Path):
-    write_images(here / "images", ["cat", "dog"], train=6, held_out=2)
-    assert train("name=run", *FOLDER).status == 0
-    result = evaluate("run=outputs/run", "dataset.validation=0.1")
-    assert result.status == 2 and "dataset.validation" in result.err

@@ -162,15 +162,6 @@ def test_a_run_begins_with_the_weights_of_another(trained: Run, here: Path):
     assert str(last) in Run("outputs/other").summary["initial_weights"]
 
 
-def test_a_weight_file_is_evaluated_as_the_run_that_wrote_it(trained: Run, here: Path):
-    (file, *_) = trained.checkpoints
-    of_run = evaluate(f"run={trained.path}", "weights=last", "device=cpu")
-    of_file = evaluate(f"checkpoint={file}", TINY[0], "device=cpu", "dataset.eval_limit=60")
-    assert of_run.status == of_file.status == 0, of_file.err
-    results = [x.out.splitlines()[0].partition(": ")[2] for x in (of_run, of_file)]
-    assert results[0] == results[1].replace("on 360", "on 60")
-
-
 def tiny_state(**changes: Tensor | None) -> State:
     """The default model's state with parameters replaced, or removed if None; `__` is a dot."""
     state = initial_model(*TINY).state_dict()
