@@ -6,9 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from PIL import Image
-from PIL.ExifTags import Base
-from PIL.Image import Transpose
+from PIL import Image, ImageOps
 
 NO_IMAGE = "no readable image"
 ENDINGS = (
@@ -18,11 +16,6 @@ ENDINGS = (
 HIDDEN = (".", "@eaDir", "__MACOSX", "lost+found", "$RECYCLE.BIN")  # how names of no images begin
 # Formats that Pillow may open, detected by content. Others can start programs, such as EPS.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-UPRIGHT = {  # EXIF's orientation -> what undoes it
-    **{2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM},
-    **{5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE},
-    8: Transpose.ROTATE_90,
-}
 
 warnings.filterwarnings("ignore", module=r"PIL\.")  # they name no file
 
@@ -54,8 +47,7 @@ def rgb(image: Any) -> Image.Image:
 def upright(image: Image.Image) -> Image.Image:
     """Turns an image as its EXIF orientation says."""
     with suppress(Exception):  # EXIF may be malformed
-        turn = UPRIGHT.get(image.getexif().get(Base.Orientation, 1))
-        return image if turn is None else image.transpose(turn)
+        return ImageOps.exif_transpose(image)
     return image
 
 

@@ -21,6 +21,7 @@ from traceback import extract_tb
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from filelock import FileLock
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -95,15 +96,11 @@ def opened(dataset: Dataset) -> Data:
     apart, stratified by class.
     """
     data = _whole(dataset.source, dataset.root, json.dumps(dataset.options, sort_keys=True))
-    train = _limited("limit", data.train, dataset.limit)
-    held_out = _limited("eval_limit", data.held_out, dataset.eval_limit)
-    validation, share = data.validation, dataset.validation
-    if share and validation is not None:
-        reason = "the data set has images for validation, allowed is 0"
-        raise UserError(f"dataset.validation={share}: {reason}")
-    if share:
-        train, validation = _split(train, share, dataset.validation_seed)
-    return data._replace(train=train, held_out=held_out, validation=validation)
+    data = data._replace(
+        train=_limited("limit", data.train, dataset.limit),
+        held_out=_limited("eval_limit", data.held_out, dataset.eval_limit),
+    )
+    return _split(data, dataset.validation, dataset.validation_seed) if dataset.validation else data
 
 
 @lru_cache(maxsize=1)
@@ -122,8 +119,6 @@ def _whole(source: str, root: str | None, options: str) -> Data:
             raise ValueError(f"held-out images are of class {min(odd)!r}, no training image is")
         targets = [[index[label] for label in names] for names in labels]
         train, held_out, *validation = halves = [*map(Half, parts, targets)]
-    except UserError:
-        raise
     except Exception as error:  # from any code
         place = extract_tb(error.__traceback__)[-1]
         where = f" ({place.filename}:{place.lineno})" if is_own else ""
@@ -166,26 +161,25 @@ def _limited(key: str, half: Half, limit: int | None) -> Half:
     classes = np.unique(targets)
     if not len(classes) <= limit <= len(half):
         raise UserError(f"dataset.{key}={limit}: allowed is {len(classes)}..{len(half)} images")
-    turn = np.empty(len(targets), dtype=np.int64)
-    for label in classes:
-        members = np.flatnonzero(targets == label)
-        turn[members] = np.arange(len(members))
+    turn = pd.Series(targets).groupby(targets).cumcount()
     return half.take(np.lexsort((targets, turn))[:limit].tolist())
 
 
-def _split(half: Half, share: float, seed: int) -> tuple[Half, Half]:
-    """Splits images into the rest and a stratified `share`, both in their order."""
+def _split(data: Data, share: float, seed: int) -> Data:
+    """Sets a stratified share of the training images apart, both parts in their order."""
+    half = data.train
     try:
-        rest, part = train_test_split(
+        if data.validation is not None:
+            raise ValueError("the data set has images for validation, allowed is 0")
+        parts = train_test_split(
             np.arange(len(half)), test_size=share, stratify=half.targets, random_state=seed
         )
+        train, validation = (half.take(sorted(x.tolist())) for x in parts)
+        if lost := {*half.targets} - {*train.targets}:
+            raise ValueError(f"leaves class {data.classes[min(lost)]} no training image")
     except ValueError as error:
-        reason = f"must give images of every class: {error}"
-        raise UserError(f"dataset.validation={share}: {reason}") from error
-    train, validation = (half.take(sorted(x.tolist())) for x in (rest, part))
-    if lost := {*half.targets} - {*train.targets}:
-        raise UserError(f"dataset.validation={share}: leaves class {min(lost)} no training image")
-    return train, validation
+        raise UserError(f"dataset.validation={share}: {error}") from error
+    return data._replace(train=train, validation=validation)
 
 
 def cached(half: Half) -> Half:
@@ -243,10 +237,10 @@ class Folder(ImageFolder):
     `left_out` counts other files by their ending.
     """
 
-    def __init__(self, root: Path, as_seen: bool = True):
+    def __init__(self, root: Path, as_seen: bool = True, **settings: Any):
         self.left_out = Counter[str]()
         loader = partial(read, as_seen=as_seen)
-        super().__init__(root, loader=loader, is_valid_file=self._is_image)
+        super().__init__(root, loader=loader, is_valid_file=self._is_image, **settings)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         beside = [name for name in os.listdir(directory) if not is_hidden(name)]
@@ -266,7 +260,7 @@ class Folder(ImageFolder):
 
 
 class Unlabelled(Folder):
-    """All images below a folder, however deep, as if of one class."""
+    """All images below a folder, however deep, as if of one class; there may be none."""
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         return [""], {"": 0}
@@ -289,15 +283,12 @@ def unlabelled(folder: Path, classes: list[str]) -> Data:
 
     Remarks name the broken ones, which are left out. UserError if there is no other.
     """
-    try:
-        items = Unlabelled(folder)
-    except OSError as error:
-        raise UserError(f"images={folder}: {error} ({', '.join(ENDINGS)})") from error
+    items = Unlabelled(folder, allow_empty=True)
     half = Half(items, items.targets)
     problems = _read_all(half, lambda image: None)
-    broken = tuple(f"left out: {x}" for x in problems if x is not None)
+    broken = [f"left out: {x}" for x in problems if x is not None]
     if len(broken) == len(half):
-        raise UserError(f"images={folder}: {problems[0]}; none of its images is readable")
+        raise UserError(f"images={folder}: {'; '.join([NO_IMAGE, *broken[:1]])}")
     half = half.take([i for i, problem in enumerate(problems) if problem is None])
     return Data(half, half, classes, remarks=(*_remarks([half], classes), *broken))
 
@@ -323,9 +314,7 @@ def _cifar(kind: Any, root: str) -> list[Any]:
                 return [kind(root, train=is_train, download=True) for is_train in (True, False)]
         except Exception as error:  # of any library
             put = f"put {kind.url} (MD5 {kind.tgz_md5}, not unpacked) into {os.path.abspath(root)}"
-            raise UserError(
-                f"dataset.root={root}: CIFAR could not be downloaded ({first_line(error)}); {put}"
-            ) from error
+            raise OSError(f"no download ({first_line(error)}); {put}") from error
 
 
 cifar10, cifar100 = partial(_cifar, CIFAR10), partial(_cifar, CIFAR100)
