@@ -4,34 +4,18 @@ BIN := .venv/bin
 # glibc asks for huge pages: faster steps on some CPUs (docs/performance.md, "Memory on a CPU"). Others ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-# The variables of each target beside PYTHON; other targets have none.
-SETTINGS := SCALE SEEDS SET DATA DEVICES OUTPUTS
-STUDIES_OF_PAPER := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all) \
-  sweep-tau sweep-rho sweep-kappa
-$(foreach target,$(STUDIES_OF_PAPER) study,$(eval USED_BY_$(target) := $(SETTINGS) DRY_RUN JOBS))
-USED_BY_study += FILE
-USED_BY_cost := SEEDS STUDIES
-USED_BY_status := $(SETTINGS) FILE
-USED_BY_report := SCALE SET OUTPUTS
-USED_BY_runs := RUNS OUTPUTS AGAINST
-USED_BY_bench := ROUNDS COMPARE OUTPUTS
-USED_BY_check-gpu := OUTPUTS
-USED_BY_chaos := KILLS
-USED_BY_publish := RUN FILE
-USED_BY_check-published := WEIGHTS DATA OUTPUTS
-
-# Of the command line only: variables of the environment have another origin, and a make above this one its own names.
+# Variables of the command line; those of the environment have another origin, and a make above this one its own names.
+KNOWN := PYTHON SCALE SEEDS SET DATA DEVICES OUTPUTS DRY_RUN JOBS FILE STUDIES RUNS AGAINST ROUNDS COMPARE KILLS RUN WEIGHTS
 TYPED = $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
-USED = PYTHON $(foreach target,$(MAKECMDGOALS),$(USED_BY_$(target)))
 ifeq ($(MAKELEVEL),0)
-  $(foreach name,$(filter-out $(USED),$(TYPED)),$(error $(name)=$($(name)): \
-    make $(or $(MAKECMDGOALS),help) does not use it, allowed are $(strip $(USED))))
+  $(foreach name,$(filter-out $(KNOWN),$(TYPED)),$(error $(name)=$($(name)): unknown, allowed are $(KNOWN)))
 endif
-$(if $(filter DRY_RUN,$(USED)),$(if $(filter-out 0 1,$(DRY_RUN)),$(error DRY_RUN=$(DRY_RUN): must be one of 0 1)))
 
+REPRODUCED := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all)
+SWEEPS := sweep-tau sweep-rho sweep-kappa
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit check-models report clean status runs \
-  $(STUDIES_OF_PAPER) study publish check-published cost bench check-gpu chaos
+  $(REPRODUCED) $(SWEEPS) study publish check-published cost bench check-gpu chaos
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -90,36 +74,30 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 # SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.
 REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python scripts/reproduce.py
 WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
-  $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) $(if $(filter-out 0,$(DRY_RUN)),dry_run=1)
-LATENCY = $(if $(filter-out 0,$(DRY_RUN)),,$(BIN)/python -m scripts.latency $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2))
+  $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
+LATENCY = $(BIN)/python -m scripts.latency $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
+STUDY_figure3 := table1/cifar100_htm seeds=1
+STUDY_figure4 := table1/cifar100_htm
+STUDY_openmixup := results/openmixup_cifar100.yaml
 
 reproduce-table1:  ## train Table 1: CCT-7/3x1 on CIFAR-10 and CIFAR-100
 reproduce-table2:  ## train Table 2: ViT-B/16 on ImageNet-1K
 reproduce-table3:  ## train Table 3: saliency detectors, and measure their latency
 reproduce-table4:  ## train Table 4: HTM without one of its parts
 reproduce-table5:  ## train Table 5: comparison and combination with other mixup methods
-reproduce-table1 reproduce-table2 reproduce-table4 reproduce-table5: reproduce-%: .venv/installed
-	$(REPRODUCE) $* $(WORDS)
-
-reproduce-figure3: .venv/installed  ## train a run of Figure 3: saliency by gradient, full rollout, one step
-	$(REPRODUCE) table1/cifar100_htm $(or $(filter seeds=%,$(WORDS)),seeds=1) $(WORDS)
-
-reproduce-figure4: .venv/installed  ## train the runs of Figure 4: mixed samples per batch over training
-	$(REPRODUCE) table1/cifar100_htm $(WORDS)
-
-reproduce-table3: .venv/installed
-	$(REPRODUCE) table3 $(WORDS)
-	$(LATENCY)
+reproduce-figure3:  ## train a run of Figure 3: saliency by gradient, full rollout, one step
+reproduce-figure4:  ## train the runs of Figure 4: mixed samples per batch over training
+reproduce-openmixup:  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
+reproduce-all:  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
+$(REPRODUCED): reproduce-%: .venv/installed
+	$(REPRODUCE) $(or $(STUDY_$*),$*) $(WORDS)
+	$(if $(filter table3 all,$*),$(if $(filter-out 0,$(DRY_RUN)),,$(LATENCY)))
 
 sweep-tau:  ## train HTM with tau from 0 (mixes no sample) to inf (all samples)
 sweep-rho:  ## train HTM with rho from 0 to inf (replaces no token)
 sweep-kappa:  ## train VTM with kappa from 1 to all 256 tokens
-sweep-tau sweep-rho sweep-kappa: .venv/installed
+$(SWEEPS): .venv/installed
 	$(REPRODUCE) $@ $(WORDS)
-
-reproduce-all: .venv/installed  ## train all tables, figures and sweeps; SCALE=smoke runs everything in minutes
-	$(REPRODUCE) all $(WORDS)
-	$(LATENCY)
 
 cost: .venv/installed  ## estimate the hours of all runs on this machine; STUDIES="table1 sweep-tau" selects studies
 	$(BIN)/python -m scripts.cost $(if $(SEEDS),--seeds $(SEEDS)) $(STUDIES)
@@ -163,9 +141,6 @@ chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with 
 
 check-models: .venv/installed-dev  ## train and evaluate the smallest supported model of each kind in timm
 	$(BIN)/python -m pytest tests/tokenmixup/test_models.py -m "slow or not slow"
-
-reproduce-openmixup: .venv/installed  ## train DeiT-S on CIFAR-100 by OpenMixup's protocol, with HTM and VTM
-	$(REPRODUCE) results/openmixup_cifar100.yaml $(WORDS)
 
 study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from reproduction import build_trainer, load_run, step  # noqa: F401
+from reproduction import build_trainer, load_run  # noqa: F401
 from reproduction.config import ROOT, Config
 from reproduction.models.build import (
     build_model,
@@ -261,6 +261,35 @@ def initial_model(*words: str, classes: int = 10) -> nn.Module:
     model = build_model(config, classes)
     load_initial_weights(config, model)
     return model
+
+
+class Step(NamedTuple):
+    """What a training step has computed, and the trainer, whose weights it has updated."""
+
+    losses: list[float]  # of each micro-batch
+    gradients: dict[str, Tensor]  # as the optimiser got them, by the names of `trainer.module`
+    lr: float
+    parts: list[Any]  # loss, output and the scalars of the log
+    trainer: Any
+
+
+def step(trainer: Any, images: Tensor, classes: Tensor) -> Step:
+    """Trains a step on images (`b 3 h w`, uint8) and classes (`b`); words build a new trainer."""
+    trainer = build_trainer(trainer) if isinstance(trainer, tuple | list) else trainer
+    gradients: dict[str, Tensor] = {}  # none if float16's scaler skips the update
+
+    def keep(optimizer: Any, *_: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # of a scaler, unless they are clipped
+        for name, parameter in trainer.module.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad / (1 if scale is None else scale)
+
+    handle = trainer.optimizer.register_step_pre_hook(keep)
+    try:
+        parts = trainer.train_step(images, classes, len(images))
+    finally:
+        handle.remove()
+    return Step([float(part.loss) for part in parts], gradients, trainer.lr, parts, trainer)
 
 
 def meta_module(*words: str, classes: int = 10) -> TokenMixup:

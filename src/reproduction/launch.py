@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,6 @@ from reproduction.system import (
     RunInterrupted,
     RunLocked,
     UserError,
-    first_line,
     is_first_rank,
     say,
     usable_cores,
@@ -71,15 +69,14 @@ def here(point: Point, place: str) -> OneLineError | None:
     """Trains a run in this process and writes its report; returns its error."""
     from reproduction.reporting.report import write_report  # import torch
     from reproduction.training.run import run_training
+    from reproduction.training.stop import ending
 
     say(place)
     try:
         write_report(point.folder, run_training(point.config))
-    except OneLineError as error:
-        return type(error)(str(error))  # the traceback holds the model
     except Exception as error:
-        traceback.print_exc()
-        return PlainError(first_line(error))
+        end = ending(error, point.config)
+        return type(end)(str(end))  # without the traceback, which holds the model
     return None
 
 

@@ -169,8 +169,8 @@ def one_line(*words: str) -> Iterator[None]:
         text = str(error.__cause__ or error) or first_line(error)
         for tail in ("Available options", "Config search path", "See https"):
             text = text.partition(tail)[0]
-        if text.startswith("LexerNoViableAlt"):
-            text = "cannot be read, such text needs quotes within quotes"
+        text = re.sub(r"(?s)^LexerNoViable.*", "cannot be read, text may need inner quotes", text)
+        text = re.sub(r"Interpolation key '(\S+)' not found\s+full_key: (\S+)", r"\2: no \1", text)
         line = in_one_line(text)
         if not any(key in line for key in by_key):
             line = f"{' '.join(words)}: {line}"

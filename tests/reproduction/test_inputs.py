@@ -11,11 +11,11 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from reproduction import build_trainer, step
+from reproduction import build_trainer
 from reproduction.data.inputs import Mixed, TrainingInputs
 from reproduction.data.loaders import build_training_images
 from reproduction.data.seeding import Purpose, seed_device, seeded
-from tests.doors import SMALL, config_of, train
+from tests.doors import SMALL, config_of, step, train
 from tests.images import OWN, recorded
 
 CPU = torch.device("cpu")
