@@ -16,7 +16,6 @@ from reproduction.system import (
     CORES,
     OneLineError,
     PlainError,
-    RunInterrupted,
     RunLocked,
     UserError,
     is_first_rank,
@@ -35,22 +34,17 @@ def run_all(
 
     All are checked before the first one starts; one that fails ends no other. `jobs` runs at a
     time have a process each and share this machine; `task` is the only one to run, as in an array
-    of jobs. Ctrl-C saves what runs and ends with RunInterrupted, a second one ends at once.
+    of jobs. Ctrl-C saves what runs and ends with KeyboardInterrupt, a second one ends at once.
     """
     if task is not None and task >= len(points):
-        raise UserError(
-            f"task={task}: must be 0..{len(points) - 1}, as there are {len(points)} runs"
-        )
+        raise UserError(f"task={task}: must be 0..{len(points) - 1}, as so many runs there are")
     points = points if task is None else [points[task]]
     if dry_run:
         for point in points:
             say(f"{point.folder.status():11}  {point.folder.path}  {' '.join(point.words)}")
         return {}
     check(points)
-    if jobs is None:
-        outcomes = [here(point, place) for point, place in zip(points, places(points), strict=True)]
-    else:
-        outcomes = in_processes(points, jobs)
+    outcomes = [*map(here, points)] if jobs is None else in_processes(points, jobs)
     failed = {}
     for point, error in zip(points, outcomes, strict=True):
         # another process may have finished it meanwhile
@@ -59,19 +53,13 @@ def run_all(
     return failed
 
 
-def places(points: Sequence[Point]) -> list[str]:
-    """What to say when each point starts."""
-    number, names = len(points), [str(point.folder.path) for point in points]
-    return names if number == 1 else [f"run {i} of {number}: {x}" for i, x in enumerate(names, 1)]
-
-
-def here(point: Point, place: str) -> OneLineError | None:
+def here(point: Point) -> OneLineError | None:
     """Trains a run in this process and writes its report; returns its error."""
     from reproduction.reporting.report import write_report  # import torch
     from reproduction.training.run import run_training
     from reproduction.training.stop import ending
 
-    say(place)
+    say(str(point.folder.path))
     try:
         write_report(point.folder, run_training(point.config))
     except Exception as error:
@@ -114,12 +102,12 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
             elif process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def start(point: Point, place: str) -> OneLineError | None:
+    def start(point: Point) -> OneLineError | None:
         share, path = free.get(), logs / f"{point.folder.path.name}.log"
         try:
             if signals[0] or point.folder.is_finished():
                 return None
-            say(place)
+            say(str(point.folder.path))
             with path.open("ab") as log:
                 process = subprocess.Popen(
                     [sys.executable, TRAIN, *point.words, f"name='{point.config.name}'"],
@@ -147,9 +135,9 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{jobs} runs at a time, logs in {logs}")
     with handling(forward), ThreadPoolExecutor(jobs) as pool:
-        outcomes = [*pool.map(start, points, places(points))]
+        outcomes = [*pool.map(start, points)]
     if signals[0]:
-        raise RunInterrupted("interrupted; repeat the command with resume=auto to continue")
+        raise KeyboardInterrupt("interrupted; repeat the command with resume=auto to continue")
     return outcomes
 
 

@@ -10,14 +10,13 @@ checkpoints/      last.pt and older ones to resume from, best.safetensors for ev
 import hashlib
 import json
 import os
-import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -44,8 +43,6 @@ NOT_RESULT = (
 )
 FIXED = ("digits", "cifar10", "cifar100", "imagenet1k")  # data sets whose images are known
 PATHS = ("dataset.root", "model.weights")  # keys that count however they are spelled
-NOT_IN_NAMES = re.compile(r"[^\w.+=-]+", re.ASCII)  # what a default name leaves out
-LONGEST_NAME = 120  # bytes of a default name
 
 
 class Gone(list[Any]):
@@ -151,22 +148,6 @@ def changes(ours: Config, theirs: Config) -> list[str]:
     ]
 
 
-def default_name(config: Config, head: str = "", words: Sequence[str] = ()) -> str:
-    """Returns `<head or model-dataset-stack>[-key=value...]-s<seed>-<key>`.
-
-    `words` are overrides; of each key the last part is named, in plain characters, as far as
-    LONGEST_NAME allows.
-    """
-    stack = "+".join(config.augmentation.stack) or "plain"
-    name = head.replace("/", "-") or f"{config.model.name}-{config.dataset.name}-{stack}"
-    tail = f"-s{config.seed}-{key(config)}"
-    for word in words:
-        last, _, value = word.lstrip("+~").partition("=")
-        value = value.replace(",", "+")
-        name += "-" + NOT_IN_NAMES.sub("", f"{last.rpartition('.')[2]}={value}")
-    return name.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
-
-
 def as_yaml(config: Config) -> str:
     """Returns the configuration as the folder of the run holds it."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
@@ -175,7 +156,6 @@ def as_yaml(config: Config) -> str:
 # --- folder -------------------------------------------------------------------------------------
 
 LOCK = ".lock"
-Status = Literal["finished", "running", "interrupted", "failed", "not started"]
 
 
 class RunFolder:
@@ -297,8 +277,8 @@ class RunFolder:
             raise UserError(f"run={self.path} weights={which}: must be last or best; {holds}")
         return files
 
-    def status(self) -> Status:
-        """Returns the status. A killed run, whose summary says `running`, is interrupted.
+    def status(self) -> str:
+        """Returns finished, running, failed, interrupted (also if it was killed) or not started.
 
         The lock's owner must not call this.
         """

@@ -18,12 +18,14 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, Config, Dataset, parse
-from reproduction.runs import RunFolder, changes_result, default_name, find, flat, key
+from reproduction.runs import RunFolder, changes_result, find, flat, key
 from reproduction.system import UserError, first_line, in_one_line, launched_ranks, warn
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
+TOLD = ("seed", "model", "dataset", "augmentation", "experiment")  # in a name anyway
+LONGEST_NAME = 120  # bytes of a default name
 
 
 class Point(NamedTuple):
@@ -113,13 +115,25 @@ def point(words: Sequence[str], label: str = "") -> Point:
     name = config.name
     if name is None and config.resume == "auto" and (folders := find(config)):
         name = folders[0].path.name
-    if name is None:
-        pairs = [(word.lstrip("+~").partition("=")[0], word) for word in words]
-        quiet = ("seed", *(group for group in GROUPS if group != "recipe"))
-        typed = [word for key, word in pairs if changes_result(key) and key not in quiet]
-        experiment = dict(pairs).get("experiment", "").partition("=")[2]
-        name = default_name(config, label or experiment, [] if label else typed)
+    name = name or default_name(config, words, label)
     return Point(tuple(words), replace(config, name=name), label)
+
+
+def default_name(config: Config, words: Sequence[str], label: str) -> str:
+    """Returns `<label, experiment or model-dataset-stack>[-key=value...]-s<seed>-<key>`.
+
+    Without a label, the last part of each key is named, in plain characters, up to LONGEST_NAME.
+    """
+    typed = {key: text for key, _, text in (word.lstrip("+~").partition("=") for word in words)}
+    stack = "+".join(config.augmentation.stack) or "plain"
+    head = (label or typed.get("experiment", "")).replace("/", "-")
+    name = head or f"{config.model.name}-{config.dataset.name}-{stack}"
+    for dotted, text in typed.items() if not label else ():
+        if changes_result(dotted) and dotted not in TOLD:
+            setting = f"{dotted.rpartition('.')[2]}={text.replace(',', '+')}"
+            name += "-" + re.sub(r"(?a)[^\w.+=-]+", "", setting)
+    tail = f"-s{config.seed}-{key(config)}"
+    return name.encode()[: LONGEST_NAME - len(tail)].decode(errors="ignore") + tail
 
 
 def check(points: Sequence[Point]) -> None:

@@ -59,15 +59,11 @@ class RankFailed(PlainError):
 
 
 class Stopped(KeyboardInterrupt):
-    """The process received a signal to stop."""
+    """This rank received a signal to stop."""
 
     def __init__(self, signum: int):
         super().__init__("interrupted")
         self.signum = signum
-
-
-class RunInterrupted(KeyboardInterrupt):
-    """An interrupted run, exit status 130. Its summary has the status `interrupted`."""
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from reproduction.runs import RunFolder, hold
 from reproduction.system import (
     PlainError,
     RankFailed,
-    RunInterrupted,
     Stopped,
     UserError,
     first_line,
@@ -61,7 +60,7 @@ PACE_SECONDS = 300  # of the last epochs, which tell the time left
 def run_training(config: Config) -> dict[str, Any]:
     """Trains one run, unless it is finished, and returns its summary.
 
-    Raises UserError before the run begins, and PlainError or RunInterrupted after the status is
+    Raises UserError before the run begins, and PlainError or KeyboardInterrupt after the status is
     recorded in the folder. Raises RunLocked if another process is training the run.
     """
     folder = RunFolder.of(config)
@@ -75,7 +74,7 @@ def run_training(config: Config) -> dict[str, Any]:
                 return on_ranks(train, config)
             except KeyboardInterrupt as error:
                 line = _kept(folder, config, "interrupted", "interrupted")
-                raise RunInterrupted(line) from error
+                raise KeyboardInterrupt(line) from error
             except PlainError as error:
                 if not (is_first_rank() or isinstance(error, RankFailed)):
                     warn(f"rank {os.environ['RANK']}: {error}")  # the first rank does not know it
