@@ -83,6 +83,16 @@ def test_ranks_mix_within_their_shares_and_sum_their_counts(mixing: Run):
     assert all(line["gain_max"] >= line["gain_mean"] > 0 for line in mixing.steps[:12])
 
 
+@pytest.mark.slow
+def test_ranks_evaluate_by_the_statistics_of_batch_norm_that_are_saved(here: Path):
+    plain = (word for word in PLAIN if not word.startswith("model."))
+    words = ("model=timm", "model.architecture=resnet10t", "recipe.lr=0.01", "devices=2")
+    assert train(*plain, *words).status == 0
+    assert evaluate("run=outputs/mine", *OWN[1:2], "device=cpu").status == 0
+    run = Run("outputs/mine")
+    assert run.evaluation()["eval_loss"] == pytest.approx(run.epochs[-1]["eval_loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_evaluate_the_saved_weights(here: Path, mixing: Run, ranks: int):
     words = (f"run={mixing.path}", *OWN[1:], f"devices={ranks}", "device=cpu")

@@ -100,6 +100,8 @@ def test_eval_gives_the_results_of_the_run(here: Path, mixed: Trained):
     path = run.path / "checkpoints" / "best.safetensors"
     same_file = ("model.embed_dim=16", "dataset.eval_limit=60", "device=cpu")
     assert f"top-1 {summary['top1_best']:.2f} %" in evaluate(f"checkpoint={path}", *same_file).out
+    assert evaluate(f"run={run.path}", "recipe.precision=bf16", "device=cpu").status == 0
+    assert 0 < abs(run.evaluation()["eval_loss"] - run.epochs[-1]["eval_loss"]) < 0.05
     diverged = {name: value * math.nan for name, value in load_file(path).items()}
     save_file(diverged, "diverged.safetensors")
     result = evaluate("checkpoint=diverged.safetensors", *same_file)

@@ -162,6 +162,17 @@ def test_the_average_follows_every_update(averaged: Run):
             assert not torch.equal(value, new)
 
 
+def test_the_average_has_the_statistics_of_batch_norm_too():
+    words = ("model=timm", "model.architecture=resnet10t", "augmentation=[]", "device=cpu")
+    trainer = build_trainer((*words, "recipe.ema_decay=0.8"))
+    before = deepcopy(trainer.state()["model_ema"])
+    step(trainer, *images_of(6))
+    for name, value in trainer.state()["model_ema"].items():
+        if value.is_floating_point():
+            expected = 0.8 * before[name] + 0.2 * trainer.state()["module"][f"model.{name}"]
+            torch.testing.assert_close(value, expected, atol=1e-7, rtol=1e-5)
+
+
 def test_the_average_is_evaluated_saved_and_exported_and_changes_no_step(here: Path, averaged: Run):
     assert train(*AVERAGED, "name=plain").status == 0
     for ours, theirs in zip(averaged.lines, Run("outputs/plain").lines, strict=True):
