@@ -110,7 +110,7 @@ def sizes(each: Mapping[str, Size]) -> pd.DataFrame:
 def results_page(results: Path = RESULTS) -> str:
     """Returns docs/results.md: the studies that have run, then those that are registered."""
     lines, registered = [INTRODUCTION], []
-    for path in sorted(results.glob("*.yaml")):
+    for path in sorted(x for x in results.iterdir() if x.suffix == ".yaml"):
         study, file = read(path), f"results/{path.name}"
         if not path.with_suffix(".jsonl").exists():
             registered.append(f"[{study.title}](../{file})")

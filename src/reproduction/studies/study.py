@@ -70,8 +70,9 @@ class Study:
 
     `seeds` is their number, from `first_seed` on; runs of others do not count. `tested` is the
     outcome that rows are tested by. With `looks`, number of seeds -> level of significance, the
-    table has the first so many seeds of which every run is finished, and no others. `scales` has
-    more overrides for smoke runs. `quoted` has results of others by row and column, from `source`.
+    table has the first so many seeds of which every run is finished, and no others. `smoke` has
+    more overrides for runs of this scale. `quoted` has results of others by row and column, from
+    `source`.
     `figures`, title -> ROW/PICTURE, are what the runs of a row have drawn.
     """
 
@@ -84,7 +85,7 @@ class Study:
     first_seed: Whole = 0
     looks: dict[Count, Fraction] = Field(default_factory=dict)
     tested: Literal["top1_last", "loss_last"] = "top1_last"
-    scales: dict[Literal["smoke"], list[str]] = Field(default_factory=dict)
+    smoke: list[str] = Field(default_factory=list)
     source: str = ""
     quoted: dict[str, dict[str, Printed]] = Field(default_factory=dict)
     sizes: dict[str, Size] = Field(default_factory=dict)
@@ -146,7 +147,7 @@ def points(
         each = [*words, *more]
         if scale == SMOKE:
             mixing = MIXING if compose(tuple(words)).augmentation.htm else ()
-            each = [*words, *SHORT, *study.scales.get(SMOKE, []), *mixing, *more]
+            each = [*words, *SHORT, *study.smoke, *mixing, *more]
         yield point([*each, f"seed={seed}", "resume=auto"], f"{name}/{cell}")
 
 

@@ -102,8 +102,7 @@ def read_store(path: Path) -> pd.DataFrame:
     for line in map(json.loads, path.read_text().splitlines()):
         settings = json.loads(json.dumps(line["config"]).replace('"inf"', "Infinity"))
         summary = {**line, "status": "finished", "seconds": 3600 * line["hours"]}
-        facts = _facts(saved(settings), summary)
-        rows.append({"folder": line["name"], "written": 0.0} | facts)
+        rows.append({"folder": line["name"], "written": 0.0} | _facts(saved(settings), summary))
     return _frame(rows)
 
 
@@ -115,8 +114,8 @@ def _facts(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is known of a run from its configuration and its summary."""
     settings, state = settings_of(config), summary["status"]
     row = {"key": key_of(config, seed=False), "seed": settings.pop("seed"), "settings": settings}
-    row |= {"stack": "+".join(config.augmentation.stack) or "none", "status": state}
-    row["git_revision"] = summary.get("git_revision")
+    row |= {"stack": "+".join(config.augmentation.stack) or "none"}
+    row |= {"status": state, "git_revision": summary.get("git_revision")}
     if state == "finished":
         log = summary.get("log") or [{}]
         late = [x["top1"] for x in log if "top1" in x and x["epoch"] > summary["epochs"] - 10]
