@@ -26,11 +26,11 @@ def gain_matrix(saliency: Tensor, rho: float) -> Tensor:
     if rho == float("inf"):
         return saliency.new_zeros(len(saliency), len(saliency), dtype=torch.float64)
     saliency = saliency.double()  # the two halves nearly cancel
+    offered = saliency - rho
     if saliency.is_cuda:  # by what a compiler fuses
         rows = saliency.split(max(1, HELD_PAIRS // saliency.numel()))
-        parts = [(saliency - own[:, None] - rho).clamp(min=0).sum(dim=2) for own in rows]
+        parts = [(offered - own[:, None]).clamp(min=0).sum(dim=2) for own in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-    offered = saliency - rho
     distance = torch.cdist(saliency, offered, p=1)
     surplus = offered.sum(dim=1)[None, :] - saliency.sum(dim=1)[:, None]
     return distance.lerp_(surplus, 0.5).clamp_(min=0).fill_diagonal_(0)
@@ -88,6 +88,6 @@ def optimal_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
 
     `gain`: `b b`, receiver x donor; `is_easy`: `b` bool. Returns `b` int64. If the gain of an easy
     sample is not finite, raises FloatingPointError on the host; a GPU, which nobody waits for,
-    gives all easy samples the donor -1.
+    gives all easy samples the last one, -1.
     """
     return donors(gain, is_easy)

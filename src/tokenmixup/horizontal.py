@@ -75,8 +75,8 @@ def mix_horizontal(
     `saliency`: `b t`, of the spatial tokens (line 2, Eq. 3). `difficulty`: `b`, in nats (line 1,
     Eq. 1); samples below `tau` are easy. `rho` >= 0: the gain in saliency above which a token is
     replaced. Samples stay at their places (line 8). Raises ValueError if `t > n` or the targets are
-    not `b c`, FloatingPointError if a gain is not finite; but on a GPU, which would have to be
-    waited for, the targets and `gain` then are nan, and so is the loss.
+    not `b c`, FloatingPointError if a gain is not finite; but not on a GPU, which would have to be
+    waited for: where saliency is nan, `gain` tells it.
     """
     if targets.ndim != 2 or len(targets) != len(tokens):
         raise ValueError(f"targets {[*targets.shape]}: must be probabilities b c")
@@ -86,20 +86,17 @@ def mix_horizontal(
     is_easy = difficulty < tau  # 3: Eq. 8
     gain = rules.score(saliency, rho)  # 4: Eq. 6, b b
     donor = rules.match(gain, is_easy)  # 5: Eq. 7, sigma of every sample
-    failed = donor[:, None] < 0  # of a gain that is not finite, on a GPU
     offered = saliency[donor]
     mask = rules.choose(saliency, offered, is_easy, rho)  # Eq. 9
     targets = targets if targets.is_floating_point() else targets.float()
     mixed_saliency = torch.where(mask, offered, saliency)
     keep_ratio = rules.weigh(mixed_saliency, mask).to(targets.dtype)
-    gained = (mixed_saliency - saliency).nan_to_num(0)  # saliency may be nan where rho is inf
-    keep_ratio, gained = (x.masked_fill(failed, torch.nan) for x in (keep_ratio, gained))
     return HorizontalMix(
         exchanged(tokens, donor, mask),  # 6: Eq. 10
         targets[donor].lerp(targets, keep_ratio),  # 7: Eq. 11
         donor,
         mask,
-        gained,
+        mixed_saliency - saliency,
         keep_ratio,
         is_easy,
         saliency,

@@ -32,15 +32,13 @@ def rules_of(htm: HTM) -> Rules:
 def random_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """Returns a random donor for each easy sample, no donor twice: `b` int64.
 
-    A gain of an easy sample that is not finite is told as by `optimal_donors`; by a compiler as on
-    a GPU.
+    Raises FloatingPointError as `optimal_donors`; where it is compiled, nothing.
     """
     if gain.device.type == "cpu" and not torch.compiler.is_compiling():
         check_finite(gain[is_easy])
     own = torch.arange(len(is_easy), device=is_easy.device)
     drawn = torch.randperm(len(is_easy), device=is_easy.device)
-    failed = (~gain.isfinite() & is_easy[:, None]).any()
-    return torch.where(is_easy, drawn.masked_fill(failed, -1), own)
+    return torch.where(is_easy, drawn, own)
 
 
 def random_tokens(

@@ -6,7 +6,6 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes.
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenmixup.contexts import without_autocast
@@ -77,7 +76,7 @@ def difficulty(score_logits: Tensor, targets: Tensor, rule: Difficulty = "paper"
     """
     with without_autocast(score_logits.device.type):
         soft = targets.float()
-        nats = F.cross_entropy(score_logits.float(), soft, reduction="none")
+        nats = (score_logits.float().log_softmax(dim=1) * -soft).sum(dim=1)
         if rule == "excess":  # the sum is minus the entropy; the bound is for rounding
             nats = (nats + torch.xlogy(soft, soft).sum(dim=1)).clamp(min=0)
         return nats
