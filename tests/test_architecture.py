@@ -26,7 +26,7 @@ MORE = {  # file of the library -> what it alone may import
     "kernels": {"triton"},
 }
 STANDARD = {"collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"}
-STANDARD |= {"itertools", "math", "re", "typing", "warnings"}
+STANDARD |= {"itertools", "math", "operator", "re", "typing", "warnings"}
 
 
 def imports(path: Path) -> Iterator[str]:

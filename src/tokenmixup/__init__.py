@@ -22,31 +22,14 @@ if TYPE_CHECKING:
     from tokenmixup.vertical import salient_indices
 
 __version__ = "0.2.0"
-__all__ = [
-    "HTM",
-    "VTM",
-    "Adapter",
-    "HorizontalMix",
-    "ManifoldMixup",
-    "Output",
-    "Rules",
-    "ScoreNet",
-    "TokenMixup",
-    "attach",
-    "attention_saliency",
-    "blocks_of",
-    "check_adapter",
-    "difficulty",
-    "gain_matrix",
-    "gradient_saliency",
-    "mix_horizontal",
-    "optimal_assignment",
-    "rollout_saliency",
-    "salient_indices",
-    "torch_encoder",
-    "training_loss",
-    "why_not",
-]
+__all__ = ["HTM", "VTM", "ManifoldMixup"]
+__all__ += ["Adapter", "blocks_of", "torch_encoder"]
+__all__ += ["gain_matrix", "optimal_assignment", "salient_indices"]
+__all__ += ["HorizontalMix", "Rules", "mix_horizontal"]
+__all__ += ["TokenMixup", "attach", "check_adapter", "why_not"]
+__all__ += ["Output", "training_loss"]
+__all__ += ["attention_saliency", "gradient_saliency", "rollout_saliency"]
+__all__ += ["ScoreNet", "difficulty"]
 HOMES = ("adapters", "assignment", "horizontal", "module", "output", "saliency", "scorenet")
 
 

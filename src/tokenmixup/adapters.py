@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -149,10 +150,11 @@ def timm_adapter(model: Any) -> Adapter:
     joins_later = hasattr(model, "blocks_token_only")  # CaiT's class token has blocks of its own
     prefix = 0 if joins_later else getattr(model, "num_prefix_tokens", 0)
     pools_token = getattr(model, "global_pool", None) == "token"
+    sides = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     return Adapter(
         blocks="blocks",
         embed_dim="embed_dim",
-        square_patches=True,
+        square_patches=not isinstance(sides, tuple) or len({*sides}) == 1,
         num_prefix_tokens=prefix,
         reads_class_token=pools_token and prefix > 0 and has_class_token(model),
     )
@@ -217,25 +219,16 @@ def patch_embed_of(model: Any, adapter: Adapter) -> nn.Module | None:
 
 def _follow(start: Any, path: str, field: str) -> Any:
     """Returns what a path of the adapter leads to. Raises ValueError if the path is wrong."""
-    part = start
-    for name in path.split("."):
-        if not hasattr(part, name):
-            modules = ", ".join(dict(part.named_children())) if isinstance(part, nn.Module) else ""
-            has = f", its modules are {modules}" if modules else ""
-            raise ValueError(
-                f"Adapter.{field}={path!r}: {type(part).__name__} has no {name!r}{has}"
-            )
-        part = getattr(part, name)
-    return part
+    try:
+        return attrgetter(path)(start)
+    except AttributeError as error:
+        raise ValueError(f"Adapter.{field}={path!r}: {error}") from error
 
 
 def _why_not_timm(model: Any, adapter: Adapter) -> str | None:
     """Returns why a model that no adapter was given for is not served."""
-    if adapter.blocks == "blocks" and adapter.embed_dim == "embed_dim":
-        if not isinstance(getattr(model, "blocks", None), nn.Sequential | nn.ModuleList):
-            return "has no sequence named blocks; a transformer of other names needs an Adapter"
-        if not isinstance(getattr(model, "embed_dim", None), int):
-            return "has no embed_dim, the width of its tokens; it needs an Adapter"
+    if adapter.blocks == "blocks" and not hasattr(model, "blocks"):
+        return "has no sequence named blocks; a transformer of other names needs an Adapter"
     kinds = type(model).__mro__
     if not any(kind.__module__.startswith("timm.") for kind in kinds):
         return None  # the names are its own

@@ -111,7 +111,7 @@ class TokenMixup(nn.Module):
         self._blocks: list[nn.Module] = []
         self._pass: Pass | None = None  # the one that runs
         if self._touched or checkpoint_blocks:
-            if reason := why_not_wrapped(model):
+            if reason := why_not(model, adapter):
                 raise ValueError(f"TokenMixup does not support this model: {reason}")
             self._look_up()
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._htm})
@@ -156,7 +156,7 @@ class TokenMixup(nn.Module):
 
     @torch.compiler.disable
     def _begin(
-        self, images: Tensor, targets: Tensor | None
+        self, images: Tensor, targets: Any
     ) -> tuple[Forwards, Tensor | None, ManifoldMix | None]:
         """Puts the stand-ins of a pass in their places, once its batch is checked.
 
@@ -165,7 +165,7 @@ class TokenMixup(nn.Module):
         """
         if getattr(self, "_is_replica", False):
             raise ValueError("TokenMixup trains under DistributedDataParallel, not DataParallel")
-        targets = check_batch(images, targets, self.num_classes)
+        check_batch(images, targets, self.num_classes)
         if self._touched or self.checkpoint_blocks:
             self._look_up()
         pixels = self._input_gradient(images, targets)
@@ -175,53 +175,45 @@ class TokenMixup(nn.Module):
     def _look_up(self) -> None:
         """Finds the blocks as they are now. Raises ValueError if they cannot serve."""
         adapter = self._told or adapter_of(self.model)
-        try:
-            blocks = blocks_of(self.model, self._told)
-        except ValueError as error:
-            raise ValueError(f"TokenMixup does not support this model: {error}") from error
+        blocks = blocks_of(self.model, self._told)
         self._check_settings(blocks, adapter)
         if adapter != self.adapter or blocks != self._blocks:  # a compiler looks at identity
             self.adapter, self._blocks = adapter, blocks
 
     def _check_settings(self, blocks: Sequence[nn.Module], adapter: Adapter) -> None:
         """Raises ValueError if blocks are missing or cannot serve a setting."""
-        model, htm, vtm = self.model, self._htm, self._vtm
-        mixed = () if self._manifold is None else self._manifold.layers
-        kind, steps = type(model).__name__, max((x.rollout_steps for x in htm.values()), default=0)
+        model, kind, vtm = self.model, type(self.model).__name__, self._vtm
+        htm = next(iter(self._htm.values()), None)  # the layers differ in tau and rho
+        steps = 0 if htm is None else htm.rollout_steps
         for key, layers in (
-            ("htm.layer", htm),
+            ("htm.layer", self._htm),
             ("vtm.layer", vtm),
-            ("manifold_mixup.layers", mixed),
-            ("htm.layer + htm.rollout_steps", [layer + steps for layer in htm]),
+            ("manifold_mixup.layers", () if self._manifold is None else self._manifold.layers),
+            ("htm.layer + htm.rollout_steps", [layer + steps for layer in self._htm]),
         ):
-            for layer in layers:
-                if layer >= len(blocks):
-                    raise ValueError(f"{key}={layer}: {kind} has blocks 0..{len(blocks) - 1}")
-        over_all, token = "needs attention over all tokens", "needs a class token in the blocks"
-        reads, prefix, rolls = adapter.reads_class_token, adapter.num_prefix_tokens, steps > 0
-        has_token = reads or (prefix > 0 and has_class_token(model))
+            if (last := max(layers, default=0)) >= len(blocks):
+                raise ValueError(f"{key}={last}: {kind} has blocks 0..{len(blocks) - 1}")
+
+        def need(key: str, what: str, is_met: Any) -> None:
+            if not is_met:
+                raise ValueError(f"{key}: needs {what}, which {kind} does not have")
+
+        over_all, token = "attention over all tokens", "a class token in the blocks"
+        has_all, prefix = adapter.attends_to_all, adapter.num_prefix_tokens
+        has_token = adapter.reads_class_token or (prefix > 0 and has_class_token(model))
         published = any(x.class_token_offset == "published" for x in vtm.values())
-        by_token = any(x.pooling == "class_token" for x in htm.values())
-        by_pixels = any(x.detector == "gradient" for x in htm.values())
         own_rope = any(getattr(model, f"rope_{x}mixed", False) for x in ("", "is_"))
-        for need, lacks in {
-            f"vtm.layer={min(vtm, default=0)}: {over_all}": vtm and not adapter.attends_to_all,
-            f"vtm.class_token_offset=published: {token}": published and not has_token,
-            f"htm.pooling=class_token: {token}": by_token and not has_token,
-            "htm.detector=gradient: needs tokens in the order of the image": (
-                by_pixels and not adapter.in_rows
-            ),
-            f"htm.rollout_steps={steps}: {over_all}": rolls and not adapter.attends_to_all,
-            f"htm.rollout_steps={steps}: needs blocks that share their rotary positions": (
-                rolls and own_rope
-            ),
-        }.items():
-            if lacks:
-                raise ValueError(f"{need}, which {kind} does not have")
-        for method, joined in (("htm", [*htm]), ("vtm", [*range(max(vtm, default=-1) + 1)])):
-            if len({width_of(model, blocks[layer], adapter) for layer in joined}) > 1:
-                raise ValueError(f"{method}.layer: blocks {joined} of {kind} must lie in one stage")
-        for layer in (*htm, *vtm):
+        need(f"vtm.layer={min(vtm, default=0)}", over_all, has_all or not vtm)
+        need("vtm.class_token_offset=published", token, has_token or not published)
+        if htm is not None:
+            by_pixels, rolls = htm.detector == "gradient", f"htm.rollout_steps={steps}"
+            need("htm.pooling=class_token", token, has_token or htm.pooling != "class_token")
+            need("htm.detector=gradient", "tokens row by row", adapter.in_rows or not by_pixels)
+            need(rolls, over_all, has_all or not steps)
+            need(rolls, "blocks that share their rotary positions", not (own_rope and steps))
+        if len({width_of(model, blocks[layer], adapter) for layer in self._htm}) > 1:
+            raise ValueError(f"htm.layer={[*self._htm]}: must lie in one stage of {kind}")
+        for layer in (*self._htm, *vtm):
             for part in blocks[layer].modules():
                 if isinstance(part, BATCH_NORMS):
                     name = f"{name_of(layer, blocks[layer])} has a {type(part).__name__}"
@@ -229,14 +221,15 @@ class TokenMixup(nn.Module):
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
         """Returns the input gradient if HTM takes it. Raises ValueError if HTM cannot run here."""
-        settings = self._htm.values()
-        takes_gradient = any(htm.detector == "gradient" for htm in settings)
-        if (takes_gradient or any(htm.rollout_steps for htm in settings)) and is_sharded(self):
-            key = "htm.detector=gradient" if takes_gradient else "htm.rollout_steps"
+        htm = next(iter(self._htm.values()), None)
+        if htm is None or (htm.detector != "gradient" and not htm.rollout_steps):
+            return None
+        if is_sharded(self):
+            key = "htm.rollout_steps" if htm.rollout_steps else "htm.detector=gradient"
             raise ValueError(
                 f"{key}: not supported with FSDP, which gathers for the main pass only"
             )
-        if not takes_gradient:
+        if htm.rollout_steps:
             return None
         if torch.is_inference_mode_enabled():
             raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
@@ -313,11 +306,13 @@ attach = TokenMixup  # `attach(model, ...)` says what happens to the model
 
 def why_not(model: Any, adapter: Adapter | None = None) -> str | None:
     """Returns in one line why the model is not supported, as far as it shows without a run."""
+    if reason := why_not_wrapped(model):
+        return reason
     try:
         blocks_of(model, adapter)
     except ValueError as error:
         return str(error)
-    return why_not_wrapped(model)
+    return None
 
 
 @torch.compiler.disable
@@ -329,10 +324,10 @@ def put_back(forwards: Forwards) -> None:
             setattr(module, "forward", forward)
 
 
-def check_batch(images: Any, targets: Any, num_classes: int) -> Tensor:
-    """Returns the targets. Raises ValueError unless `b 3 h w` and probabilities `b c`.
+def check_batch(images: Any, targets: Any, num_classes: int) -> None:
+    """Raises TypeError without targets, ValueError unless `b 3 h w` and probabilities `b c`.
 
-    Raises TypeError without targets. Their values are looked at on a CPU only.
+    Their values are looked at on a CPU only.
     """
     if targets is None:
         raise TypeError("training needs module(images, targets) with targets b c")
@@ -344,14 +339,13 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> Tensor:
         must = f"must be probabilities b c of at least one image, here {shape}"
         raise ValueError(f"targets {found}: {must}, such as F.one_hot(classes, c)")
     if targets.device.type != "cpu":  # looking would wait for it
-        return targets
+        return
     close = (targets.sum(dim=1, dtype=torch.float32) - 1).abs() < SUM_ROUNDING  # false for nan
     if not (good := close & (targets >= 0).all(dim=1)).all():
         row = int(good.int().argmin())
         total, least = (float(x) for x in (targets[row].sum(), targets[row].min()))
         must = "must be probabilities, which are >= 0 and sum to 1"
         raise ValueError(f"targets[{row}]: {must}; sum {total:g}, lowest value {least:g}")
-    return targets
 
 
 def logits_of(out: Any) -> Any:

@@ -57,46 +57,40 @@ class Pass:
         if self.manifold is not None and self.manifold.layer == index:
             x, self.targets = self.manifold(x), self.manifold(self.targets)
         later = [layer for layer in self.vtm if layer > index]
-        saliency, needs_map = None, bool(later)
+        memory, saliency = self.memories.get(index), None
+        needs_map = bool(later) or memory is not None
         if index in self.htm:
             grid = (shape[1], shape[2]) if len(shape) == 4 else self.grid
-            own = (x.view(shape), *args[1:])
             more = (self.adapter, self.blocks[index:], name, self.pixels, grid)
-            x, saliency = self._mix(index, x, BlockInput(own, kwargs, *more), bool(later))
+            entry = BlockInput((x.view(shape), *args[1:]), kwargs, *more)
+            x, saliency = self._mix(index, x, entry, is_source=bool(later))
             needs_map = needs_map or self.detect is not by_gradient
-        tokens, looking = x, self.adapter.looking(name, x)
+        tokens, looking = x.view(shape), self.adapter.looking(name, x)
         looking.keeps_map = bool(later) and saliency is None
-        if (memory := self.memories.get(index)) is not None:  # Eq. 13
+        if memory is not None:  # Eq. 13
             tokens = torch.cat([x, *(kept for kept, _ in memory)], dim=1)
             looking.memory = torch.cat([places for _, places in memory], dim=1)
             kwargs = _with_places(kwargs, looking.memory, self.adapter.num_prefix_tokens)
-            needs_map = True
         is_watched = needs_map and self.adapter.saliency is None
         with Watching(looking) if is_watched else nullcontext():
-            out = plain(tokens if len(shape) == 3 else x.view(shape), *args[1:], **kwargs)
+            out = plain(tokens, *args[1:], **kwargs)
         seen: Any = looking.checked() if is_watched else None
         for layer in later:
             if saliency is None:
                 saliency = saliency_by(seen, self.adapter, self.blocks[index], (x,))
             self._remember(layer, x, saliency)
-        return self._own_tokens(name, out, n, tokens.shape[1])
+        return self._own_tokens(name, out, n, looking.total)
 
     def _check_entry(self, index: int, name: str, args: tuple[Any, ...]) -> None:
         """Raises ValueError for a block that runs out of order, or gets what are no tokens."""
-        if not args:
-            raise ValueError(f"{name} gets its tokens by keyword: must be first argument")
-        x, dims, prefix = (
-            args[0],
-            (3,) if index in self.vtm else (3, 4),
-            self.adapter.num_prefix_tokens,
-        )
+        x: Any = args[0] if args else None
+        dims, prefix = (3,) if index in self.vtm else (3, 4), self.adapter.num_prefix_tokens
         width = self.scorenets[str(index)].head.in_features if index in self.htm else None
         are_tokens = isinstance(x, Tensor) and x.ndim in dims and len(x) == len(self.targets)
         if not are_tokens or width not in (None, x.shape[-1]):
             found = [*getattr(x, "shape", [])] or type(x).__name__
-            raise ValueError(
-                f"{name} gets {found}: must be tokens b n {width or 'd'} (Adapter.embed_dim)"
-            )
+            needs = f"its first argument must be tokens b n {width or 'd'} (Adapter.embed_dim)"
+            raise ValueError(f"{name} gets {found}: {needs}")
         if any(index <= other for other in self.entered):
             raise ValueError(f"{name} runs again: must run once in a forward pass, in order")
         if self.graph != graph_now():

@@ -4,16 +4,14 @@ To add a rule, write a function, enter it in its table, and add its name to `set
 docs/library.md. Letters: b batch, t spatial tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenmixup.assignment import check_finite, optimal_donors
 from tokenmixup.horizontal import HorizontalMix, Rules, gaining_tokens, saliency_ratio
-from tokenmixup.saliency import DETECTORS
 from tokenmixup.settings import HTM
 
 Match = Callable[[Tensor, Tensor], Tensor]
@@ -94,13 +92,4 @@ LABELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 ORDERS: dict[str, Callable[[HorizontalMix], HorizontalMix]] = {
     "in_place": in_place,
     "published": in_published_order,
-}
-
-# option of HTM -> its table, whose first entry is the default
-CHOICES: dict[str, Mapping[str, Any]] = {
-    "detector": DETECTORS,
-    "matching": MATCHINGS,
-    "mask_rule": MASK_RULES,
-    "labels": LABELS,
-    "order": ORDERS,
 }

@@ -6,7 +6,7 @@ Importable without torch. An invalid value raises ValueError with key, value and
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 LARGEST = 1e38  # bound of finite numbers, which must fit into float32
 AUTO = "auto"
@@ -101,8 +101,7 @@ class _Layered(_Settings):
     @property
     def _lists(self) -> dict[str, Any]:
         """The options that have one value for each layer."""
-        of = allowed_of(type(self)).items()
-        return {x: y for x, z in of if z.per_layer and _is_list(y := getattr(self, x))}
+        return {name: value for name, value in vars(self).items() if isinstance(value, list)}
 
     @property
     def layers(self) -> list[int]:
@@ -117,13 +116,6 @@ class _Layered(_Settings):
             layer: replace(settings, **{name: x[i] for name, x in self._lists.items()})
             for i, layer in enumerate(self.layers)
         }
-
-
-def _without_auto(value: Any, number: float) -> Any:
-    """Replaces `auto`, also in a list, by the number."""
-    if _is_list(value):
-        return [_without_auto(x, number) for x in value]
-    return number if value == AUTO else value
 
 
 Kind = TypeVar("Kind", bound=_Settings)
@@ -213,15 +205,16 @@ class HTM(_Layered):
         The rule is ours: 1.0 for 10 classes and 2.0 for 100, as published. Guessing scores
         ln(classes), 2.3 times as much, so that no sample is easy before ScoreNet has learned.
         """
-        return replace(self, tau=_without_auto(self.tau, math.log10(num_classes)))
+        taus = [each.tau for each in self.each.values()]
+        return replace(self, tau=[math.log10(num_classes) if x == AUTO else x for x in taus])
 
-    def rho_for(self, num_tokens: int) -> Any:
-        """Returns rho, 1.28 / spatial tokens for `auto`; a list if the layers have their own.
+    def rho_for(self, num_tokens: int) -> float:
+        """Returns the rho of one layer, 1.28 / spatial tokens for `auto`.
 
         The rule is ours: 0.005 for 256 tokens, as published for CIFAR-100. Saliency sums to about
         1, so that rho is 1.28 times its mean.
         """
-        return _without_auto(self.rho, 1.28 / num_tokens)
+        return 1.28 / num_tokens if isinstance(self.rho, str) else cast(float, self.rho)
 
 
 @dataclass(frozen=True, kw_only=True)

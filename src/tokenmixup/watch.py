@@ -8,7 +8,7 @@ Letters: b batch, h heads, n queries, m keys, e head width, d width.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,6 @@ from tokenmixup.contexts import without_autocast
 
 SDPA, MULTIHEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
-# Attention scores computed at once: on a CPU as many as each core's cache holds, else 64 MiB.
-CACHED_SCORES, HELD_SCORES = 2**17, 2**24
 OWN_CHECKPOINTING = (
     "runs without gradients or under the model's own gradient checkpointing, which would rerun it "
     "without TokenMixup: use attach(..., checkpoint_blocks=True)"
@@ -39,7 +37,7 @@ class AttentionMap:
     q: Tensor | None = None  # b h .. n e
     k: Tensor | None = None  # b h .. m e
     bias: Tensor | None = None  # added to the scaled scores; or bool, the scores that count
-    scale: float | None = None  # of the scores; None: 1 / sqrt(e)
+    scale: float = 1.0  # of the scores
     weights: Tensor | None = None  # b h .. n m, after softmax
 
     def rows(self, rows: int | None = None, keys: int | None = None) -> Tensor:
@@ -57,12 +55,11 @@ class AttentionMap:
         if q.shape[1] != k.shape[1]:  # heads share their keys
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         exact = torch.promote_types(q.dtype, torch.float32)
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         # decorated, a method could not be compiled by torch 2.11
         with torch.no_grad(), without_autocast(q.device.type):
             flat = [x.to(exact).flatten(0, -3) for x in (q, k)]
             empty = q.new_empty((), dtype=exact)
-            scores = torch.baddbmm(empty, flat[0], flat[1].mT, beta=0, alpha=scale)  # one kernel
+            scores = torch.baddbmm(empty, flat[0], flat[1].mT, beta=0, alpha=self.scale)
             scores = scores.unflatten(0, q.shape[:-2])
             if bias is not None:
                 bias = bias[..., : rows if bias.shape[-2] > 1 else None, :keys]
@@ -72,21 +69,11 @@ class AttentionMap:
 
     def received(self, rows: int | None = None, keys: int | None = None) -> Tensor:
         """Returns what each key receives, `b .. m`: the mean over heads and queries."""
-        if self.q is None or self.k is None:
-            return self.rows(rows, keys).mean(dim=(1, -2))
-        q, k, scale = self.q[..., :rows, :], self.k[..., :keys, :], self.scale
-        if self.bias is None and _has_kernel(q, k):
-            return received_on_device(q, k, q.shape[-1] ** -0.5 if scale is None else scale)
-        cached = q.device.type == "cpu" and not torch.compiler.is_compiling()
-        limit = CACHED_SCORES * torch.get_num_threads() if cached else HELD_SCORES
-        size = max(1, limit * len(q) // (q.shape[:-1].numel() * k.shape[-2]))
-        parts = []
-        for first in range(0, len(q), size):
-            at = slice(first, first + size)
-            bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[at]
-            part = AttentionMap(self.q[at], self.k[at], bias, scale)
-            parts.append(part.rows(rows, keys).mean(dim=(1, -2)))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.q is not None and self.k is not None and self.bias is None:
+            q, k = self.q[..., :rows, :], self.k[..., :keys, :]
+            if _has_kernel(q, k):
+                return received_on_device(q, k, self.scale)
+        return self.rows(rows, keys).mean(dim=(1, -2))
 
 
 def _has_kernel(q: Tensor, k: Tensor) -> bool:
@@ -149,13 +136,13 @@ class Looking:
         over_all = shape[0] == self.b and shape[-2] == shape[-1] == self.total
         return len(shape) > 2 and (over_all or self.any_shape)
 
-    def note(self, found: Callable[[], AttentionMap]) -> None:
+    def note(self, found: AttentionMap | None) -> None:
         """Counts a map, and keeps it if it is asked for. Raises ValueError if it is run again."""
         if not self.only_map and self.graph != graph_now():
             raise ValueError(f"{self.name} {OWN_CHECKPOINTING}")
         self.count += 1
         if self.keeps_map and self.map is None:
-            self.map = found()
+            self.map = found
         if self.only_map:
             raise Found
 
@@ -186,8 +173,7 @@ class Watching(TorchFunctionMode):
         if func in SOFTMAX and self.at.is_map(*out.shape):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             if dim in (-1, out.ndim - 1):
-                weights = out.detach() if out.ndim > 3 else out.detach()[:, None]
-                self.at.note(lambda: AttentionMap(weights=weights))
+                self.at.note(AttentionMap(weights=_with_heads(out)))
         return out
 
 
@@ -210,10 +196,15 @@ def _fused(
     if asks_memory := over_all and at.memory is not None:
         query, bias = query[..., : at.n, :], _with_columns(bias, at)
     if over_all:
-        q, k = (x.detach() if x.ndim > 3 else x.detach()[:, None] for x in (query, key))
-        at.note(lambda: AttentionMap(q, k, bias, scale))
+        own_scale = query.shape[-1] ** -0.5 if scale is None else scale
+        at.note(AttentionMap(_with_heads(query), _with_heads(key), bias, own_scale))
     out = SDPA(query, key, value, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
     return F.pad(out, (0, 0, 0, at.total - at.n)) if asks_memory else out
+
+
+def _with_heads(x: Tensor) -> Tensor:
+    """Of one head, which may have no dimension of its own: `b n ..` -> `b 1 n ..`; detached."""
+    return x.detach() if x.ndim > 3 else x.detach()[:, None]
 
 
 def _with_columns(bias: Tensor | None, at: Looking) -> Tensor | None:
@@ -242,14 +233,13 @@ def _multihead(at: Looking, *args: Any, **kwargs: Any) -> None:
             "TokenMixup supports torch's multi-head attention without a mask, further keys, and "
             "separate widths"
         )
-
-    def project() -> AttentionMap:
-        own = None if bias is None else bias[: 2 * embed_dim]
-        both = F.linear(query, weight[: 2 * embed_dim], own).detach()
-        q, k = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in both.chunk(2, dim=-1))
-        return AttentionMap(q, k)
-
-    at.note(project)
+    if not at.keeps_map:
+        at.note(None)
+        return
+    own = None if bias is None else bias[: 2 * embed_dim]
+    both = F.linear(query, weight[: 2 * embed_dim], own).detach()
+    q, k = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in both.chunk(2, dim=-1))
+    at.note(AttentionMap(q, k, scale=q.shape[-1] ** -0.5))
 
 
 @torch.no_grad()

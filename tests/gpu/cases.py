@@ -1,7 +1,7 @@
 """Steps that a GPU and the CPU compute alike: their configurations, and how far results differ."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from reproduction import build_trainer
 from reproduction.training.figures import BatchFigures, Line
 from reproduction.training.step import Trainer
-from tokenmixup.rules import CHOICES
+from tokenmixup import HTM
 
 SMALL, CCT, VIT = "cct_2_3x2", "cct_7_3x1", "vit_base_patch16_224"
 TRAINED_AS = {  # model -> words of its own recipe, classes, factor on its q, k and v
@@ -43,7 +43,12 @@ class Case(NamedTuple):
 
 
 RULES = (
-    *(f"{option}={name}" for option, table in CHOICES.items() for name in [*table][1:]),
+    *(
+        f"{option}={value}"
+        for option, kind in get_type_hints(HTM).items()
+        if get_origin(kind) is Literal and option not in ("pooling", "difficulty")
+        for value in get_args(kind)[1:]
+    ),
     *("rho=0.01", "pooling=average", "stop_gradient=true"),
 )
 CASES: dict[str, Case] = {

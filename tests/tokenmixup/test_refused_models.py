@@ -255,7 +255,7 @@ def causal_attention(model: Any) -> None:
     model.masks = {"mask": mask, "is_causal": True}
 
 
-@row("keyword", build=encoded, adapter=ENCODED)
+@row("first argument", build=encoded, adapter=ENCODED)
 def tokens_by_keyword(model: Any) -> None:
     layers = model.encoder.layers
     model.encoder.forward = lambda x: functools.reduce(lambda y, f: f(src=y), layers, x)
@@ -335,9 +335,15 @@ def test_attach_refuses_what_it_can_see_at_once(told: str, build: Any, settings:
 @pytest.mark.parametrize(
     ("told", "wrong"),
     [
-        ("Adapter.blocks='encode.layers': Encoded has no 'encode'", {"blocks": "encode.layers"}),
+        (
+            "Adapter.blocks='encode.layers': 'Encoded' object has no attribute 'encode'",
+            {"blocks": "encode.layers"},
+        ),
         ("Adapter.blocks='head'", {"blocks": "head"}),
-        ("Adapter.embed_dim='head.width': Linear has no 'width'", {"embed_dim": "head.width"}),
+        (
+            "Adapter.embed_dim='head.width': 'Linear' object has no attribute 'width'",
+            {"embed_dim": "head.width"},
+        ),
         ("embed_dim", {"embed_dim": "head.weight"}),
         ("33", {"embed_dim": 33}),
         ("num_prefix_tokens", {"num_prefix_tokens": -1}),
