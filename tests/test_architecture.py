@@ -22,6 +22,7 @@ LAYERS = (
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import
 MORE = {  # file of the library -> what it alone may import
     "timm_task": {"timm"},
+    "module": {"timm"},  # where timm has called
     "device_assignment": {"triton"},
     "kernels": {"triton"},
 }

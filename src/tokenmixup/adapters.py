@@ -5,7 +5,6 @@ Letters: b batch, n tokens with prefix, t spatial tokens, d width, w windows.
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tokenmixup.watch import AttentionMap, Looking
 
 SAY_BY_ADAPTER = "an Adapter must say num_prefix_tokens and reads_class_token"
-JOINS_LAST = (math.inf, 99999.0)  # with timm's MATCH_PREV_GROUP: the group before, the head's
 # Methods of timm's models that decide which tokens are the prefix and what the head reads.
 DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
 
@@ -255,21 +253,3 @@ def is_sharded(model: Any) -> bool:
     """Whether FSDP's `fully_shard` holds parameters of the model; imports nothing of it."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return any(kind.__name__ == "FSDPModule" for x in modules for kind in type(x).__mro__)
-
-
-def layer_group(groups: Any, name: str) -> Any:
-    """Returns timm's ordinal of a parameter of the attached module, as of the plain model's.
-
-    `groups`: what the model's `group_matcher` returns: a function of names, or regular expressions.
-    """
-    own = name.removeprefix("model.")
-    if own == name:  # of a ScoreNet
-        return JOINS_LAST
-    if callable(groups):
-        return groups(own)
-    for ordinal, patterns in enumerate(groups.values()):
-        pairs = [(patterns, None)] if isinstance(patterns, str) else patterns or ()
-        for pattern, suffix in pairs:
-            if found := re.match(pattern, own):
-                return tuple(map(float, (ordinal, *found.groups(), *(suffix or ()))))
-    return (math.inf,)

@@ -42,7 +42,6 @@ from tokenmixup.adapters import (
     blocks_of,
     has_class_token,
     is_sharded,
-    layer_group,
     name_of,
     patch_embed_of,
     why_not_wrapped,
@@ -298,7 +297,15 @@ class TokenMixup(nn.Module):
         Raises AttributeError if the model has none, so that timm sees none.
         """
         own: Any = self.model.group_matcher
-        return lambda coarse=False: partial(layer_group, own(coarse=coarse))
+
+        def match(coarse: bool = False) -> Callable[[str], int]:
+            from timm.models import group_parameters  # timm alone calls this
+
+            groups = group_parameters(self.model, own(coarse=coarse), reverse=True)
+            last = max(groups.values())
+            return lambda name: groups.get(name.removeprefix("model."), last)
+
+        return match
 
 
 attach = TokenMixup  # `attach(model, ...)` says what happens to the model
