@@ -59,10 +59,10 @@ class Pass:
         later = [layer for layer in self.vtm if layer > index]
         memory, saliency = self.memories.get(index), None
         needs_map = bool(later) or memory is not None
+        grid = (shape[1], shape[2]) if len(shape) == 4 else self.grid
+        where = (self.adapter, self.blocks[index:], name, self.pixels, grid)
+        entry = BlockInput((x.view(shape), *args[1:]), kwargs, *where)
         if index in self.htm:
-            grid = (shape[1], shape[2]) if len(shape) == 4 else self.grid
-            more = (self.adapter, self.blocks[index:], name, self.pixels, grid)
-            entry = BlockInput((x.view(shape), *args[1:]), kwargs, *more)
             x, saliency = self._mix(index, x, entry, is_source=bool(later))
             needs_map = needs_map or self.detect is not by_gradient
         tokens, looking = x.view(shape), self.adapter.looking(name, x)
@@ -77,7 +77,7 @@ class Pass:
         seen: Any = looking.checked() if is_watched else None
         for layer in later:
             if saliency is None:
-                saliency = saliency_by(seen, self.adapter, self.blocks[index], (x,))
+                saliency = saliency_by(seen, entry)
             self._remember(layer, x, saliency)
         return self._own_tokens(name, out, n, looking.total)
 

@@ -110,21 +110,15 @@ def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
         with torch.no_grad():
             return _to_sum_1(adapter.saliency(block, *entry.args, **entry.kwargs))
     seen = map_of(block, adapter.looking(entry.name, entry.args[0]), entry.args, entry.kwargs)
-    return saliency_by(seen, adapter, block, entry.args, class_token)
+    return saliency_by(seen, entry, class_token)
 
 
-def saliency_by(
-    seen: AttentionMap,
-    adapter: Adapter,
-    block: nn.Module,
-    args: tuple[Any, ...],
-    class_token: bool | None = None,
-) -> Tensor:
-    """Returns the saliency that a block's own map gives the tokens of `args[0]`, `b t`."""
+def saliency_by(seen: AttentionMap, entry: BlockInput, class_token: bool | None = None) -> Tensor:
+    """Returns the saliency that the block's own map gives its tokens, `b t`."""
+    adapter, n = entry.adapter, entry.args[0].shape[1:-1].numel()
     if adapter.geometry is not None:
-        return _to_sum_1(adapter.geometry(block, seen, *args))
+        return _to_sum_1(adapter.geometry(entry.blocks[0], seen, *entry.args))
     by_row = adapter.reads_class_token if class_token is None else class_token
-    n = args[0].shape[1:-1].numel()
     return seen.received(int(by_row) or n, n)[:, adapter.num_prefix_tokens :]
 
 
