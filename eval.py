@@ -122,7 +122,7 @@ def export(config: Config, files: list[Path], path: Path, is_run: bool) -> None:
 
 def predict(config: Config, files: list[Path], images: Path, predictions: Path) -> None:
     """Predicts the images of a folder, which have no classes."""
-    from reproduction.training.evaluate import evaluate_checkpoint
+    from reproduction.training.predictions import evaluate_checkpoint
 
     result = evaluate_checkpoint(config, files, predictions, predictions, images)
     if is_first_rank():
@@ -132,7 +132,7 @@ def predict(config: Config, files: list[Path], images: Path, predictions: Path) 
 
 def evaluate(config: Config, files: list[Path], path: Path, predictions: Path | None) -> None:
     """Evaluates on the held-out images; writes the result and, if asked for, the predictions."""
-    from reproduction.training.evaluate import evaluate_checkpoint
+    from reproduction.training.predictions import evaluate_checkpoint
 
     result = evaluate_checkpoint(config, files, path, predictions)
     if not is_first_rank():

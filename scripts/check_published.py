@@ -11,7 +11,7 @@ import torch
 
 from reproduction.start import compose
 from reproduction.system import PlainError, UserError, one_line_errors, say
-from reproduction.training.evaluate import evaluate_checkpoint
+from reproduction.training.predictions import evaluate_checkpoint
 
 PRINTED = {  # name of the file, without its suffix -> experiment, printed top-1
     "cct_cifar10_HTM": ("table1/cifar10_htm", 97.57),

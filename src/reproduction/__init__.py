@@ -29,8 +29,7 @@ def build_trainer(
     """Returns the trainer of a train.py command line, without data, run folder and checkpoint."""
     import torch
 
-    from reproduction.data.inputs import build_training_inputs
-    from reproduction.models.build import build_module, place, without_weights
+    from reproduction.models.build import build_module, without_weights
     from reproduction.start import compose
     from reproduction.training.ranks import World, resolve_device
     from reproduction.training.step import Trainer
@@ -39,11 +38,5 @@ def build_trainer(
     world = world or World(0, 1, torch.device(resolve_device(config.device, 1)))
     torch.manual_seed(config.seed)
     module = build_module(without_weights(config.model), config.augmentation, num_classes)
-    return Trainer(
-        config,
-        world,
-        module=place(module, world.device).train(),
-        classes=[str(label) for label in range(num_classes)],
-        inputs=build_training_inputs(config, world.device),
-        steps_per_epoch=steps_per_epoch,
-    )
+    classes = [str(label) for label in range(num_classes)]
+    return Trainer(config, world, module, classes, steps_per_epoch)

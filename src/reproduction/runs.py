@@ -209,8 +209,8 @@ class RunFolder:
         write_text(self.config_path, as_yaml(config))
         for folder in (self.path, self.last_path.parent):
             clear_leftovers(folder)
-        if self.metrics_path.exists():
-            os.truncate(self.metrics_path, metrics_size)
+        self.metrics_path.touch()
+        os.truncate(self.metrics_path, metrics_size)
         files = self.checkpoints()
         if checkpoint is not None and checkpoint != self.last_path:
             os.replace(checkpoint, self.last_path)
@@ -349,11 +349,11 @@ def hold(folder: RunFolder) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(PATIENCE_OF_RESTARTED if restarts() else PATIENCE)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")  # for RunLocked
     except Timeout:
         holder = path.read_text().strip() or "another process"
         raise RunLocked(f"name={folder.path.name}: {holder} is training {folder.path}") from None
     try:
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")  # for RunLocked
         yield
     finally:
         if not folder.config_path.exists():

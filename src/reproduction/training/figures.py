@@ -1,11 +1,12 @@
 """The figures of a run: those of every batch, collected on the device, and those of its epochs.
 
-A line is a batch in metrics.jsonl. An epoch is a dictionary with the sums over its batches so far
-and, once it is evaluated, the results of that.
+A line is one of metrics.jsonl: of a batch, or of an epoch that was evaluated, with the results.
 """
 
 import math
 import time
+from collections.abc import Iterator
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -18,10 +19,9 @@ from reproduction.training.stop import ADVICE
 from tokenmixup.output import Stat
 
 Line = dict[str, Any]
-Epoch = dict[str, Any]
+Sums = list[float]  # over the batches of an epoch: their number, loss, mixed samples, mixed tokens
 
 MEDIAN_EPOCHS = 10
-SUMS = ("batches", "loss", "mixed", "tokens")  # over the batches of an epoch
 
 
 class BatchFigures:
@@ -35,7 +35,6 @@ class BatchFigures:
         # of each batch: its first columns; images; micro-batch x name x total and divisor
         self.batches: list[tuple[Line, int, Tensor]] = []
         self.stats: dict[str, Stat] = {}  # of the last micro-batch
-        self.constants: dict[float, Tensor] = {}
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -49,20 +48,13 @@ class BatchFigures:
         """
         self.stats = micro_batches[-1]
         values = [
-            self._on_device(0.0 if value is None else value)
+            value if isinstance(value, Tensor) else _constant(float(value or 0), self.world.device)
             for stats in micro_batches
             for total, divisor, _ in stats.values()
             for value in (total, divisor)
         ]
         shape = len(micro_batches), len(self.stats), 2
         self.batches.append((head, images, torch.stack(values).view(shape)))
-
-    def _on_device(self, value: Tensor | float) -> Tensor:
-        if isinstance(value, Tensor):
-            return value
-        if value not in self.constants:  # as a launch costs more than to look it up
-            self.constants[value] = torch.full((), float(value), device=self.world.device)
-        return self.constants[value]
 
     def fetch(self) -> tuple[list[Line], float]:
         """Returns a line for each collected batch, over all ranks, and the seconds of all."""
@@ -91,118 +83,105 @@ class BatchFigures:
         return values
 
 
-def checked(lines: list[Line], scales: bool) -> tuple[list[Line], PlainError | None]:
-    """Returns the good lines, and the error of the update that follows them and ends the run.
+@cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A number on the device, as to launch it costs more than to look it up."""
+    return torch.full((), value, device=device)
+
+
+def checked(lines: list[Line], scales: bool) -> Iterator[Line]:
+    """Yields lines until an update ends the run, of which PlainError tells the step.
 
     A line has `skipped` = 1 if its loss or a gradient is not finite. If float16's scaler `scales`,
     it has skipped the update, and the run goes on, as long as the loss is finite.
     """
-    for number, line in enumerate(lines):
+    for line in lines:
         if line["skipped"] and not (scales and math.isfinite(line["loss"])):
             reason = f"the loss is {line['loss']}"
             if math.isnan(line.get("gain_max", 0.0)):  # of a GPU, where no exception tells it
                 reason = "the saliency gain is not finite: the model has diverged"
             elif math.isfinite(line["loss"]):
                 reason = "the gradient is not finite"
-            return lines[:number], PlainError(f"step {line['step']}: {reason}; {ADVICE}")
-    return lines, None
+            raise PlainError(f"step {line['step']}: {reason}; {ADVICE}")
+        yield line
 
 
-def begun(epoch: int) -> Epoch:
-    """Returns the figures of an epoch, counted from 1, before its first batch."""
-    return {"epoch": epoch, **dict.fromkeys(SUMS, 0.0)}
+def added(sums: Sums, line: Line) -> Sums:
+    """Returns the sums with a batch, one by one, so that they do not depend on a resume."""
+    mixed = line["mixed_samples"]
+    batch = 1, line["loss"], mixed, mixed * line["mixed_tokens"]
+    return [x + y for x, y in zip(sums, batch, strict=True)]
 
 
-def add(epoch: Epoch, lines: list[Line]) -> None:
-    """Adds the lines of batches to their epoch; updates that were skipped do not count."""
-    for line in lines:  # one by one, so that the sums do not depend on when a run was resumed
-        if not line["skipped"]:
-            mixed = line["mixed_samples"]
-            values = 1, line["loss"], mixed, mixed * line["mixed_tokens"]
-            for name, value in zip(SUMS, values, strict=True):
-                epoch[name] += value
+def means(sums: Sums) -> tuple[float, float, float]:
+    """The mean loss and number of mixed samples of a batch, and of mixed tokens in each of them."""
+    batches, loss, mixed, tokens = sums
+    return loss / max(batches, 1), mixed / max(batches, 1), tokens / max(mixed, 1)
 
 
-def of_validation(result: Line) -> Line:
-    """Names the results of a validation split: val_top1, val_top5, val_loss."""
-    return {f"val_{key.removeprefix('eval_')}": value for key, value in result.items()}
+def accuracy(line: Line) -> float:
+    """That of an evaluated epoch, on the validation split if there is one."""
+    return float(line["val_top1" if "val_top1" in line else "top1"])
 
 
-def evaluations(epochs: list[Epoch]) -> list[Line]:
-    """Returns the results of those that were evaluated, as in metrics.jsonl."""
-    return [
-        {key: value for key, value in epoch.items() if key not in SUMS}
-        for epoch in epochs
-        if len(epoch) > len(SUMS) + 1
-    ]
+def best(log: list[Line]) -> Line:
+    """The line of the first epoch with the highest accuracy."""
+    return max(log, key=accuracy)
 
 
-def top1_of(epochs: list[Epoch]) -> list[float]:
-    """The accuracy of each evaluated epoch, on the validation split if there is one."""
-    return [line["val_top1" if "val_top1" in line else "top1"] for line in evaluations(epochs)]
-
-
-def best_epoch(epochs: list[Epoch]) -> int:
-    """The first epoch with the highest accuracy."""
-    top1 = top1_of(epochs)
-    best: int = evaluations(epochs)[top1.index(max(top1))]["epoch"]
-    return best
-
-
-def describe(epochs: list[Epoch], of: int, mixes: bool, left: float) -> str:
-    """Returns the line of the last epoch, `of` how many, with `left` seconds to go."""
-    last, number = epochs[-1], len(epochs)
-    batches, loss, mixed, tokens = (last[name] for name in SUMS)
-    parts = [f"epoch {number:>{len(str(of))}}/{of}", f"loss {loss / max(batches, 1):.3f}"]
+def describe(sums: Sums, number: int, of: int, mixes: bool, log: list[Line], left: float) -> str:
+    """Returns the line of epoch `number`, with `left` seconds to go."""
+    loss, mixed, tokens = means(sums)
+    parts = [f"epoch {number:>{len(str(of))}}/{of}", f"loss {loss:.3f}"]
     if mixes:
-        parts.append(f"mixed {mixed / max(batches, 1):.3g} ({tokens / max(mixed, 1):.0f} tokens)")
-    if evaluations([last]):
-        name = "val" if "val_top1" in last else "top-1"
-        parts.append(f"{name} {top1_of([last])[0]:.2f} %")
+        parts.append(f"mixed {mixed:.3g} ({tokens:.0f} tokens)")
+    if log and log[-1]["epoch"] == number:
+        name = "val" if "val_top1" in log[-1] else "top-1"
+        parts.append(f"{name} {accuracy(log[-1]):.2f} %")
     if number < of:
         parts.append(f"{clock_time(left)} left")
     return "  ".join(parts)
 
 
-def mixing(epochs: list[Epoch], batch_size: float) -> dict[str, float | None]:
-    """Returns mixed samples per batch and tokens in each of the last epoch, and the share of all.
+def mixing(epochs: list[Sums], images: int) -> dict[str, float | None]:
+    """Mixed samples of a batch and tokens in each in the last epoch, and the share of all images.
 
-    `epochs`: complete ones; `batch_size`: the mean over all their batches.
+    `epochs`: complete ones.
     """
     if not epochs:
         return dict.fromkeys(("mixed_samples", "mixed_tokens", "mixed_share"))
-    batches, _, mixed, tokens = (epochs[-1][name] for name in SUMS)
-    share = sum(x["mixed"] for x in epochs) / max(sum(x["batches"] for x in epochs), 1)
+    _, mixed, tokens = means(epochs[-1])
+    share = sum(of_epoch for _, _, of_epoch, _ in epochs) / images
     return {
-        "mixed_samples": mixed / max(batches, 1),
-        "mixed_tokens": tokens / mixed if mixed else None,
-        "mixed_share": round(share / max(batch_size, 1), 4),
+        "mixed_samples": mixed,
+        "mixed_tokens": tokens if mixed else None,
+        "mixed_share": round(share, 4),
     }
 
 
-def accuracies(epochs: list[Epoch], tests: list[Line] | None = None) -> dict[str, Any]:
+def accuracies(log: list[Line], tests: list[Line]) -> dict[str, Any]:
     """Returns the accuracies of a run for summary.json.
 
     With a validation split, `tests` are the results of the last and of the best epoch, by
     validation, on the test set; accuracies over all epochs are null.
     """
-    top1, results = top1_of(epochs), evaluations(epochs)
-    if tests is not None:
-        last, selected = tests
+    last, selected = log[-1], best(log)
+    if tests:
         return {
-            "top1_last": last["top1"],
-            "top5_last": last["top5"],
-            "top1_selected": selected["top1"],
-            "top5_selected": selected["top5"],
-            "selected_epoch": best_epoch(epochs),
-            "val_top1_last": top1[-1],
-            "val_top1_selected": max(top1),
+            "top1_last": tests[0]["top1"],
+            "top5_last": tests[0]["top5"],
+            "top1_selected": tests[1]["top1"],
+            "top5_selected": tests[1]["top5"],
+            "selected_epoch": selected["epoch"],
+            "val_top1_last": last["val_top1"],
+            "val_top1_selected": selected["val_top1"],
             **dict.fromkeys(("top1_best", "top1_median10", "top5_best")),
         }
+    late = [line["top1"] for line in log if line["epoch"] > last["epoch"] - MEDIAN_EPOCHS]
     return {
-        "top1_last": top1[-1],
-        "top1_best": max(top1),
-        "top1_median10": median(x["top1"] for x in evaluations(epochs[-MEDIAN_EPOCHS:])),
-        "top5_last": results[-1]["top5"],
-        "top5_best": max(x["top5"] for x in results),
+        "top1_last": last["top1"],
+        "top1_best": selected["top1"],
+        "top1_median10": median(late),
+        "top5_last": last["top5"],
+        "top5_best": max(line["top5"] for line in log),
     }

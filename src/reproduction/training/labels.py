@@ -41,12 +41,12 @@ class AttentionLabels:
     def __init__(self, model: nn.Module):
         try:
             *_, self.block = blocks_of(model)
+            self.adapter = adapter_of(model)
+            if not self.adapter.attends_to_all:
+                kind = type(model).__name__
+                raise ValueError(f"blocks of {kind} do not attend to all tokens")
         except ValueError as error:
             raise UserError(f"{KEY}: {error}; allowed is area") from error
-        self.adapter = adapter_of(model)
-        if not self.adapter.attends_to_all:
-            kind = type(model).__name__
-            raise UserError(f"{KEY}: blocks of {kind} do not attend to all tokens; allowed is area")
         self.entered: BlockInput | None = None
         self.block.register_forward_pre_hook(self._note, with_kwargs=True)
 

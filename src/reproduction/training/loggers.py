@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from reproduction.config import Config
 from reproduction.runs import RunFolder
@@ -27,14 +26,12 @@ class WandbLog:
     `logger.wandb` is passed to `wandb.init` as it stands; UserError with wandb's reason.
     """
 
-    name = "wandb"
-
-    def __init__(self, given: dict[str, Any], config: Config, folder: RunFolder):
+    def __init__(self, given: dict[str, Any], config: Config, folder: RunFolder, step: int):
         import wandb
 
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         init = {
-            "id": folder.read_summary().get("wandb_id") or uuid4().hex[:8],
+            "id": folder.read_summary().get("wandb_id"),
             "resume": "allow",
             "name": config.name,
             "project": os.environ.get("WANDB_PROJECT", "tokenmixup"),
@@ -78,9 +75,7 @@ class TensorBoardLog:
     on.
     """
 
-    name = "tensorboard"
-
-    def __init__(self, given: dict[str, Any], folder: RunFolder, step: int):
+    def __init__(self, given: dict[str, Any], config: Config, folder: RunFolder, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.step, path = step, str(folder.path / "tensorboard")
@@ -104,11 +99,11 @@ class Logs:
     """
 
     def __init__(self, chosen: Mapping[Any, Any], config: Config, folder: RunFolder, step: int):
-        self.loggers: list[WandbLog | TensorBoardLog] = []
-        if (given := chosen.get("wandb")) is not None:
-            self.loggers.append(WandbLog(given, config, folder))
-        if (given := chosen.get("tensorboard")) is not None:
-            self.loggers.append(TensorBoardLog(given, folder, step))
+        self.loggers: dict[str, WandbLog | TensorBoardLog] = {
+            name: kind(chosen[name], config, folder, step)
+            for name, kind in (("wandb", WandbLog), ("tensorboard", TensorBoardLog))
+            if chosen.get(name) is not None
+        }
 
     def log(self, line: dict[str, Any]) -> None:
         self._all("log", line)
@@ -117,15 +112,15 @@ class Logs:
         self._all("close", status)
 
     def _all(self, method: str, value: Any) -> None:
-        for logger in [*self.loggers]:
+        for name, logger in [*self.loggers.items()]:
             try:
                 getattr(logger, method)(value)
             except Exception as error:
-                self.loggers.remove(logger)
-                if logger.name == "wandb":
+                del self.loggers[name]
+                if name == "wandb":
                     _teardown()
                 left = "all lines are in metrics.jsonl"
-                warn(f"warning: {logger.name} failed ({first_line(error)}); {left}")
+                warn(f"warning: {name} failed ({first_line(error)}); {left}")
 
 
 def _teardown() -> None:

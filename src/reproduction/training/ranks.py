@@ -77,10 +77,7 @@ class World:
 
     def share(self, value: Shared) -> Shared:
         """Returns the first rank's value on every rank."""
-        values = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
+        return self.gather(value)[0]
 
     def share_buffers(self, module: nn.Module) -> None:
         """Copies the first rank's buffers: batch normalisation sees only its rank's share."""
@@ -101,28 +98,26 @@ class World:
         return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def resolve_device(device: str, devices: int, precision: str = "float32") -> str:
-    """Returns `cpu` or `cuda`; UserError if there are not enough GPUs, or for float16 on a CPU."""
+def resolve_device(
+    device: str, devices: int, precision: str = "float32", compile: bool | str = False
+) -> str:
+    """Returns `cpu` or `cuda`; UserError if there are not enough GPUs, or for what needs one."""
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"
-    if device == "cuda" and gpus == 0:
-        raise UserError("device=cuda: this machine has no CUDA GPU, allowed is cpu")
     if device == "cuda" and (local_ranks() or devices) > gpus:
-        allowed = f"this machine has {gpus} CUDA GPUs, allowed is 1..{gpus}"
-        raise UserError(f"devices={devices}: {allowed}")
-    if device == "cpu" and precision == "float16":
-        reason = "takes minutes a batch on a CPU, allowed are float32 and bf16"
-        raise UserError(f"recipe.precision=float16: {reason}")
+        raise UserError(f"device=cuda devices={devices}: this machine has {gpus} CUDA GPUs")
+    for word in (f"recipe.precision={precision}", f"compile={compile}"):
+        if device == "cpu" and word in ("recipe.precision=float16", "compile=cuda-graph"):
+            raise UserError(f"{word}: is for a GPU")
     return device
 
 
 def visible_gpus() -> list[str]:
     """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them."""
     count = torch.cuda.device_count()
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(number) for number in range(count)] if chosen is None else chosen.split(",")
-    return names[:count]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return names.split(",")[:count]
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 The step is in step.py, what ends a run in stop.py, its processes in ranks.py.
 """
 
+import copy
 import math
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
@@ -18,13 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from reproduction.config import Config, Library
 from reproduction.data import loaders
 from reproduction.data.images import NO_IMAGE
-from reproduction.data.inputs import build_training_inputs
 from reproduction.data.sources import Data, opened, record
 from reproduction.models import build as models
 from reproduction.models.names import State
@@ -54,7 +55,6 @@ from reproduction.training.stop import Stop, handling
 from tokenmixup import TokenMixup
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "scipy", "hydra-core")
-PACE_SECONDS = 300  # of the last epochs, which tell the time left
 
 
 def run_training(config: Config) -> dict[str, Any]:
@@ -118,9 +118,7 @@ def check(config: Config) -> None:
     """Raises UserError if the run cannot start; writes nothing but downloaded data."""
     if not is_first_rank():
         return
-    device = resolve_device(config.device, config.devices, config.recipe.precision)
-    if config.compile == "cuda-graph" and device == "cpu":
-        raise UserError("compile=cuda-graph: needs a GPU, allowed are false and true")
+    resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
@@ -142,7 +140,8 @@ class RunState:
     """What a run has reached beside its trainer; its checkpoints hold each of these."""
 
     epoch: int = 0  # completed
-    history: list[figures.Epoch] = field(default_factory=list)  # the last may have begun only
+    sums: list[figures.Sums] = field(default_factory=list)  # the last epoch may have begun only
+    log: list[figures.Line] = field(default_factory=list)  # results of evaluated epochs
     best: State | None = None  # weights of the best epoch, on the first rank
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
@@ -197,14 +196,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
     folder = RunFolder.of(config)
     newest = load_last(folder)
     data, batches, module, initial_weights = build(config, world, is_new=newest is None)
-    trainer = Trainer(
-        config,
-        world,
-        module=models.place(module, world.device),
-        classes=data.classes,
-        inputs=build_training_inputs(config, world.device),
-        steps_per_epoch=len(batches),
-    )
+    trainer = Trainer(config, world, module, data.classes, len(batches))
     state = RunState() if newest is None else restore(trainer, *newest)
     if world.share(trainer.step) != trainer.step:
         raise PlainError("the ranks have read different checkpoints")
@@ -225,7 +217,7 @@ def start(config: Config, world: World) -> tuple[Run, RunState]:
         collected=figures.BatchFigures(world),
     )
     if world.is_main:
-        facts = _facts(trainer, folder, data, initial_weights)
+        facts = _facts(trainer, data, initial_weights)
         folder.begin(config, None if newest is None else newest[0], state.metrics_size)
         if state.best is not None:
             save_plain(folder.best_path, state.best, trainer.classes)
@@ -245,22 +237,22 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
     total_steps = recipe.epochs * len(batches)
     total_steps = min(total_steps, recipe.max_steps or total_steps)
     total_epochs = math.ceil(total_steps / len(batches))
-    pace = [(time.monotonic(), trainer.step)]
     upcoming: Iterator[list[Tensor]] | None = None  # batches that workers load already
     has_evaluated = False
     while state.epoch < total_epochs:
+        began, first, number = time.monotonic(), trainer.step, state.epoch + 1
         trainer.begin_epoch(state.epoch)
-        if len(state.history) == state.epoch:  # else resumed within the epoch
-            state.history.append(figures.begun(state.epoch + 1))
-        done = trainer.step - len(batches) * state.epoch
-        loaded = islice(upcoming or _load(run, state.epoch, done), total_steps - trainer.step)
+        if len(state.sums) == state.epoch:  # else resumed within the epoch
+            state.sums.append([0.0] * 4)
+        done = first - len(batches) * state.epoch
+        loaded = islice(upcoming or _load(run, state.epoch, done), total_steps - first)
         run.collected.restart_clock()
-        task = f"epoch {state.epoch + 1}/{total_epochs}"
-        total = min(len(batches), done + total_steps - trainer.step)
+        total = min(len(batches), done + total_steps - first)
+        task = f"epoch {number}/{total_epochs}"
         for images, classes in progress(stop.while_waiting(loaded), task, total, done):
             size = batches.global_size(trainer.step % len(batches))
             micro_batches = trainer.train_step(images, classes, size)
-            head = {"step": trainer.step, "epoch": state.epoch + 1, "lr": trainer.lr}
+            head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
             run.collected.add(head, size, [part.metrics for part in micro_batches])
             is_late = stop.agreed(is_main and clock.is_late())
             if is_late or trainer.step % recipe.log_every == 0:
@@ -269,25 +261,26 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
                 save(run, state)
         write(run, state)
 
-        number, last = state.epoch + 1, state.history[-1]
         # Its workers exist; they load while the epoch is evaluated.
         upcoming = _load(run, number) if has_evaluated and number < total_epochs else None
         if is_evaluated := number % recipe.evaluate_every == 0 or number == total_epochs:
-            result = evaluate_on(run, state, run.eval_loader)
-            last |= result if run.test_loader is None else figures.of_validation(result)
+            result = evaluate_on(run, state, run.eval_loader, trainer.evaluated)
+            if run.test_loader is not None:  # of a validation split: val_top1, val_top5, val_loss
+                result = {f"val_{key.removeprefix('eval_')}": x for key, x in result.items()}
+            state.log.append({"epoch": number, **result})
             has_evaluated = True
         state.epoch = number  # an evaluation that is interrupted is repeated
         if is_main and is_evaluated:
-            _log(run, figures.evaluations([last]))
-            if figures.best_epoch(state.history) == number:
+            _log(run, state.log[-1])
+            if figures.best(state.log)["epoch"] == number:
                 weights = trainer.evaluated.state_dict()
                 state.best = {name: x.to("cpu", copy=True) for name, x in weights.items()}
                 save_plain(run.folder.best_path, state.best, trainer.classes)
         if is_main:
             run.folder.write_summary(**_progress(run, state))
-            pace.append((time.monotonic(), trainer.step))
-            left, mixes = _time_left(pace, total_steps), trainer.module.htm is not None
-            say(figures.describe(state.history, total_epochs, mixes, left))
+            pace = (time.monotonic() - began) / max(trainer.step - first, 1)  # seconds a step
+            left, mixes = pace * (total_steps - trainer.step), trainer.module.htm is not None
+            say(figures.describe(state.sums[-1], number, total_epochs, mixes, state.log, left))
         is_due = clock.is_late() or clock.is_due(number) or number == total_epochs
         if stop.agreed(is_main and is_due):
             save(run, state)
@@ -300,32 +293,24 @@ def _load(run: Run, epoch: int, first: int = 0) -> Iterator[list[Tensor]]:
     return iter(run.train_loader)
 
 
-def _time_left(pace: list[tuple[float, int]], total_steps: int) -> float:
-    """Seconds by the speed of the last minutes; `pace` has time and step after each epoch."""
-    now, step = pace[-1]
-    then, first = [pace[0], *(mark for mark in pace if now - mark[0] >= PACE_SECONDS)][-1]
-    return (now - then) / max(step - first, 1) * (total_steps - step)
-
-
 def write(run: Run, state: RunState) -> None:
     """Fetches and writes the figures of batches; PlainError if one of them ends the run."""
     lines, seconds = run.collected.fetch()
     state.train_seconds += seconds
-    scales = run.trainer.uses_scaler
-    lines, error = figures.checked(lines, scales)
-    state.skipped += sum(line["skipped"] for line in lines)
-    if lines:
-        figures.add(state.history[-1], lines)
-    _log(run, [{key: x for key, x in line.items() if scales or key != "skipped"} for line in lines])
-    if error is not None:
-        raise error
+    for line in figures.checked(lines, run.trainer.uses_scaler):
+        if line["skipped"]:
+            state.skipped += 1
+        else:
+            state.sums[-1] = figures.added(state.sums[-1], line)
+        if not run.trainer.uses_scaler:
+            del line["skipped"]
+        _log(run, line)
 
 
-def _log(run: Run, lines: list[figures.Line]) -> None:
+def _log(run: Run, line: figures.Line) -> None:
     if run.trainer.world.is_main:
-        run.folder.append_metrics(lines)
-        for line in lines:
-            run.logs.log(line)
+        run.folder.append_metrics([line])
+        run.logs.log(line)
 
 
 def save(run: Run, state: RunState) -> None:
@@ -352,37 +337,33 @@ def restore(trainer: Trainer, path: Path, content: dict[str, Any]) -> RunState:
         raise UserError(f"{place}: does not fit the run: {first_line(error)}") from error
 
 
-def evaluate_on(run: Run, state: RunState, loader: loaders.Loader) -> dict[str, float]:
-    """Evaluates the plain model on the images of a loader."""
-    began, trainer = time.perf_counter(), run.trainer
-    model = trainer.evaluated
-    trainer.world.share_buffers(model)  # the first rank saves these weights
+def evaluate_on(
+    run: Run, state: RunState, loader: loaders.Loader, model: nn.Module
+) -> dict[str, float]:
+    """Evaluates a plain model on the images of a loader."""
+    began, inputs, world = time.perf_counter(), run.trainer.inputs, run.trainer.world
+    world.share_buffers(model)  # the first rank saves these weights
     give_back_freed_memory()  # before the loader forks its workers
     waited = run.stop.while_waiting(loader)
     batches = progress(waited, "evaluation", length_hint(loader))
-    result = evaluate(
-        model, trainer.inputs.normalize, batches, trainer.world, trainer.recipe.precision
-    )
+    result, _ = evaluate(model, inputs.normalize, batches, world, run.trainer.recipe.precision)
     state.eval_seconds += time.perf_counter() - began
     return result
 
 
 def _results(run: Run, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the whole run, and its results on the test set."""
-    trainer, tests = run.trainer, None
+    trainer, tests = run.trainer, list[figures.Line]()
     if run.test_loader is not None:  # not seen yet: for the last epoch and the best
         model = trainer.evaluated
-        tests = [evaluate_on(run, state, run.test_loader)] * 2
-        if figures.best_epoch(state.history) != state.epoch:
-            weights = {name: x.clone() for name, x in model.state_dict().items()}
+        tests = [evaluate_on(run, state, run.test_loader, model)] * 2
+        if figures.best(state.log)["epoch"] != state.epoch:
+            model = copy.deepcopy(model)
             model.load_state_dict(trainer.world.share(cast(State, state.best)))
-            try:
-                tests[1] = evaluate_on(run, state, run.test_loader)
-            finally:
-                model.load_state_dict(weights)  # a stop saves the last epoch's
+            tests[1] = evaluate_on(run, state, run.test_loader, model)
     images = run.batches.images(trainer.step)
     return {
-        **figures.accuracies(state.history, tests),
+        **figures.accuracies(state.log, tests),
         "steps": trainer.step,
         "images": images,
         "seconds": round(state.train_seconds + state.eval_seconds, 1),
@@ -395,10 +376,9 @@ def _results(run: Run, state: RunState) -> dict[str, Any]:
 
 def _progress(run: Run, state: RunState) -> dict[str, Any]:
     """The entries of summary.json about the completed epochs."""
-    epochs, batches = state.history[: state.epoch], run.batches
-    steps = min(state.epoch * len(batches), run.trainer.step)
-    mixing = figures.mixing(epochs, batches.images(steps) / max(steps, 1))
-    return {"epochs": state.epoch, **mixing, "log": figures.evaluations(epochs)}
+    steps = min(state.epoch * len(run.batches), run.trainer.step)
+    mixing = figures.mixing(state.sums[: state.epoch], run.batches.images(steps))
+    return {"epochs": state.epoch, **mixing, "log": state.log}
 
 
 def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> None:
@@ -416,18 +396,13 @@ def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> Non
         warn(f"warning: {remark}")
     if initial_weights is not None:
         say(f"initial weights: {initial_weights}")
-    numbers, smoothing = _htm_numbers(trainer), config.recipe.label_smoothing
-    for name, row in numbers.items():
+    for name, row in _htm_numbers(trainer).items():
         say(f"htm: {name} = {', '.join(f'{float(x):.4g}' for x in row)}")
-    label = torch.tensor([1 - smoothing] + [0.0] * (classes - 1)) + smoothing / classes
-    guessing, floor = math.log(classes), float(torch.special.entr(label.double()).sum())
-    for tau in dict.fromkeys(float(x) for x in numbers.get("tau", ())):
-        if guessing <= tau < math.inf:
-            reason = f"guessing scores {guessing:.2f} nats, so that all samples are easy at first"
-            warn(f"warning: augmentation.htm.tau={tau}: {reason}")
-        if tau <= floor:
-            reason = f"no sample is ever easy, as its label alone scores {floor:.4f} nats"
-            warn(f"warning: augmentation.htm.tau={tau}: {reason}")
+    if trainer.module.htm is not None:
+        label = torch.full((classes,), config.recipe.label_smoothing / classes).double()
+        label[0] += 1 - config.recipe.label_smoothing
+        least, guess = float(torch.special.entr(label).sum()), math.log(classes)
+        say(f"htm: difficulty is {least:.4g} nats at the least, and {guess:.4g} of a guess")
 
 
 def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
@@ -442,15 +417,9 @@ def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
     return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
 
 
-def _facts(
-    trainer: Trainer, folder: RunFolder, data: Data, initial_weights: str | None
-) -> dict[str, Any]:
+def _facts(trainer: Trainer, data: Data, initial_weights: str | None) -> dict[str, Any]:
     """The entries of the summary that are known before training."""
-    config, device = trainer.config, trainer.world.device
-    earlier = folder.read_summary() if trainer.step > 0 else {}
-    numbers, places = _htm_numbers(trainer), [hardware_name(device.type)]
-    if "hardware" in earlier:
-        places = [*earlier["hardware"].split(", then "), *places]
+    config, numbers = trainer.config, _htm_numbers(trainer)
     return {
         "name": config.name,
         "data": record(data, config.model.weights),
@@ -458,8 +427,8 @@ def _facts(
         "parameters": models.count_parameters(trainer.module),
         "seed": config.seed,
         "devices": config.devices,
-        "initial_weights": initial_weights or earlier.get("initial_weights"),
-        "hardware": ", then ".join(dict.fromkeys(places)),
+        **({} if trainer.step else {"initial_weights": initial_weights}),
+        "hardware": hardware_name(trainer.world.device.type),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {x: version(x) for x in LIBRARIES},
         "git_revision": git_revision(),
@@ -469,9 +438,8 @@ def _facts(
 def git_revision() -> str | None:
     """The commit of this code, with `-dirty` if files have changed; None outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError):
         place = Path(__file__).parent
         result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return result.stdout.strip() or None
+        return result.stdout.strip() or None
+    return None

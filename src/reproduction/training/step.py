@@ -15,9 +15,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from reproduction.config import Config, Recipe
-from reproduction.data.inputs import Draws, TrainingInputs
+from reproduction.data.inputs import Draws, build_training_inputs
 from reproduction.data.seeding import Purpose, seed_device
-from reproduction.models.build import compile_module
+from reproduction.models.build import compile_module, place
 from reproduction.models.weights import module_state
 from reproduction.training.evaluate import autocast
 from reproduction.training.graph import StepGraph
@@ -49,25 +49,21 @@ class Trainer:
         self,
         config: Config,
         world: World,
-        *,
         module: TokenMixup,
         classes: list[str],
-        inputs: TrainingInputs,
         steps_per_epoch: int,
     ):
         recipe, cutmix = config.recipe, config.augmentation.cutmix
         self.config, self.recipe, self.world = config, recipe, world
-        self.module, self.classes, self.inputs = module, classes, inputs
+        self.module, self.classes = place(module, world.device), classes
+        self.inputs = build_training_inputs(config, world.device)
         self.steps_per_epoch, self.step, self.mixes = steps_per_epoch, 0, True  # completed steps
         if config.compile:
             compile_module(module)
         self.parameters = [*module.parameters()]
-        self.average: ModelEmaV3 | None = None
-        if recipe.ema_decay is not None:
-            self.average = ModelEmaV3(module.model, decay=recipe.ema_decay)
-        self.attention_labels: AttentionLabels | None = None
-        if cutmix is not None and cutmix.labels == "attention":
-            self.attention_labels = AttentionLabels(module.model)
+        ema, mixes_labels = recipe.ema_decay, cutmix is not None and cutmix.labels == "attention"
+        self.average = None if ema is None else ModelEmaV3(module.model, decay=ema)
+        self.attention_labels = AttentionLabels(module.model) if mixes_labels else None
         self.parallel = world.parallel(module)
         self.uses_scaler = recipe.precision == "float16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.uses_scaler)
@@ -75,7 +71,7 @@ class Trainer:
         self.optimizer = build_optimizer(module, recipe)
         self.graph: StepGraph | None = None
         if config.compile == "cuda-graph":
-            self.graph = StepGraph(self._update, inputs.generators, world.device)
+            self.graph = StepGraph(self._update, self.inputs.generators, world.device)
         self.lr = recipe.lr  # of the last step
         self.lr_of_graphs = torch.zeros((), device=world.device)
 

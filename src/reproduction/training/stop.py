@@ -110,10 +110,10 @@ def ending(error: Exception, config: Config) -> OneLineError:
             return PlainError(f"{step}{line}")
         cause = cause.__cause__ or cause.__context__
     warn("".join(traceback.format_exception(error)))
-    text = str(error).strip()
-    if "Original Traceback" in text:  # of a loader's worker
-        return PlainError(f"{step}{text.splitlines()[-1]}")
-    return PlainError(f"{step}{type(error).__name__}: {text}")
+    line = f"{type(error).__name__}: {str(error).strip()}"
+    if "Original Traceback" in line:  # of a loader's worker
+        line = line.splitlines()[-1]
+    return PlainError(f"{step}{line}")
 
 
 def lines_of(error: BaseException, config: Config) -> Iterator[str]:
