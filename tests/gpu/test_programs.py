@@ -1,4 +1,4 @@
-"""Programs on a device: the quick start, stopped, resumed and evaluated; these tests' options."""
+"""Programs on a device: the quick start, stopped, resumed and evaluated."""
 
 import re
 import signal

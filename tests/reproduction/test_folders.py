@@ -153,28 +153,19 @@ def test_images_are_seen_upright_and_on_white(run: str, here: Path):
         assert np.abs(shown(run, "x.png") - (255 + (stored - 255) * alpha / 255)).max() <= 1
 
 
-def test_held_out_files_are_seen_as_by_load_run(images: Path, monkeypatch: pytest.MonkeyPatch):
-    """In training, evaluation and other programs, from files and from memory."""
+def test_images_are_the_same_from_memory_files_and_workers(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name, content in READ.items():
         (images / "val" / "cat" / name).write_bytes(content)
         (images / "train" / "dog" / name).write_bytes(content)
     sideways = images / "val" / "dog" / "0.png"
     RGB.resize((40, 20)).save(sideways, exif=oriented(8))
     assert train(*FOLDER, "name=memory").status == 0
-    assert evaluate("run=outputs/memory", "predictions=x.csv").status == 0
     monkeypatch.setattr(sources, "MOST_MEMORY", 0)
     for name, workers in (("files", 0), ("workers", 2)):
         assert train(*FOLDER, f"name={name}", f"dataset.workers={workers}").status == 0
         assert same(Run("outputs/memory"), Run(f"outputs/{name}")) == []
-    model, transform, classes = load_run("outputs/files")
-    with open("x.csv", newline="") as file:
-        rows = [*csv.DictReader(file)]
-    assert len(rows) == 4 + len(READ)
-    for row in rows:
-        with torch.no_grad():
-            probabilities = model(transform(row["image"])[None]).softmax(1)[0]
-        expected = float(probabilities[classes.index(row["predicted"])])
-        assert float(row["probability"]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_classes_are_the_folders_and_what_is_left_out_is_counted(images: Path):

@@ -81,11 +81,6 @@ def test_two_ranks_share_the_batches_of_one_process(here: Path):
             del first[:10], second[:10]
 
 
-def test_batches_of_fewer_images_than_ranks_are_refused(here: Path):
-    result = train(*RUN, "dataset.limit=10", "recipe.batch_size=4", "devices=4")
-    assert result.status == 2 and len(result.lines) == 1 and "devices=4" in result.err
-
-
 # Augmentation
 
 

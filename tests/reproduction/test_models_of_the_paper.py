@@ -92,22 +92,6 @@ def test_positions_are_learnable_or_sines_and_cosines():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "words"),
-    [
-        ("cait_xxs24_224", ["model.depth=24"]),
-        ("vit_base_patch16_siglip_224", ["model.global_pool=map"]),
-        ("beit_base_patch16_224", ["model.global_pool=avg"]),
-        ("eva02_base_patch16_clip_224", []),
-        ("vit_base_r50_s16_224", []),  # a hybrid
-    ],
-)
-def test_other_transformers_of_timm_are_built_with_htm_and_vtm(architecture: str, words: list[str]):
-    model = ["model=vit_tiny_patch16_224", f"model.architecture={architecture}"]
-    module = meta_module(*model, "augmentation=[htm,vtm]", *words)
-    assert module.htm is not None and module.vtm is not None and module.model.training
-
-
-@pytest.mark.parametrize(
     ("row", "last"), [("WRN-40-4", "stages"), ("ResNeXt-29-8x64d", "layer3")], ids=str
 )
 def test_the_stem_for_small_images_keeps_the_resolution(row: str, last: str):
