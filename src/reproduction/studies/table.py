@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +72,7 @@ REPORT = "report"  # the folder of tables beside the runs
 LEAST_PAIRS = 3  # for a test: two give an interval of 13 standard errors each way
 NOTHING = "-"
 MOST_SHOWN = 5  # runs that are not counted
+numeric: Any = partial(pd.to_numeric, errors="coerce")  # sorts texts by numbers, others come last
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -431,11 +433,6 @@ def _bases(texts: pd.DataFrame, choice: str) -> dict[Hashable, str]:
         if len(fits) == 1:
             found[name] = fits[0]
     return found
-
-
-def numeric(texts: Any) -> Any:
-    """The key that sorts settings by their numbers; others come last."""
-    return pd.to_numeric(texts, errors="coerce")
 
 
 def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[str, list[Path]]:
