@@ -23,7 +23,6 @@ LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the librar
 MORE = {  # file of the library -> what it alone may import
     "timm_task": {"timm"},
     "module": {"timm"},  # where timm has called
-    "device_assignment": {"triton"},
     "kernels": {"triton"},
 }
 STANDARD = {"collections", "contextlib", "dataclasses", "functools", "importlib", "inspect"}

@@ -71,7 +71,7 @@ def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
     if not (gain.is_cuda and HAS_TRITON):
         return donors_on_host(gain, is_easy)
-    from tokenmixup.device_assignment import device_donors
+    from tokenmixup.kernels import device_donors
 
     with torch.cuda.device(gain.device):  # Triton launches on the current one
         return device_donors(gain, is_easy)

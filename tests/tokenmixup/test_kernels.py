@@ -17,10 +17,10 @@ from tests.tokenmixup.matrices import Matrix, deficit, matrices
 
 pytest.importorskip("triton")
 
-from tokenmixup import device_assignment, kernels
+from tokenmixup import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PTXAS = Path(str(device_assignment.triton.__file__)).parent / "backends/nvidia/bin/ptxas"
+PTXAS = Path(str(kernels.triton.__file__)).parent / "backends/nvidia/bin/ptxas"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def loss_of(matrix: Matrix, module: ModuleType = device_assignment) -> float:
+def loss_of(matrix: Matrix, module: ModuleType = kernels) -> float:
     return deficit(matrix, module.device_donors(matrix.gain.to(DEVICE), matrix.is_easy.to(DEVICE)))
 
 
@@ -49,10 +49,10 @@ def test_donors_of_larger_batches_gain_as_much_as_scipys(b: int, share: float):
 
 
 def test_donors_are_right_in_several_tiles_and_in_every_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device_assignment, "TILE", 64)  # 4 of 16 rows
+    monkeypatch.setattr(kernels, "TILE", 64)  # 4 of 16 rows
     for matrix in islice(matrices(13, 0.8), 4):
         assert loss_of(matrix) <= 13 * 2**-28, matrix.kind
-        one, other = (device_assignment.device_donors(*matrix[1:]) for _ in range(2))
+        one, other = (kernels.device_donors(*matrix[1:]) for _ in range(2))
         assert torch.equal(one, other)
 
 
@@ -62,10 +62,10 @@ def test_a_gain_that_is_not_finite_gives_easy_samples_no_donor(bad: float):
     gain[2, 3] = bad
     is_easy = torch.ones(6, dtype=torch.bool)
     is_easy[4] = False
-    donor = device_assignment.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
+    donor = kernels.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
     assert donor.tolist() == [-1, -1, -1, -1, 4, -1]
     is_easy[2] = False  # the gains of a hard sample do not matter
-    donor = device_assignment.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
+    donor = kernels.device_donors(gain.to(DEVICE), is_easy.to(DEVICE))
     assert (donor >= 0).all()
 
 
@@ -89,7 +89,7 @@ MISTAKES = {
 def test_mistakes_in_the_assignment_are_noticed(mistake: str, tmp_path: Path):
     """A search that never ends is noticed, too."""
     right, wrong = MISTAKES[mistake]
-    text = Path(str(device_assignment.__file__)).read_text()
+    text = Path(str(kernels.__file__)).read_text()
     assert text.count(right) == 1
     (tmp_path / "mistaken.py").write_text(text.replace(right, wrong))
     script = (
@@ -132,7 +132,7 @@ import subprocess, sys, triton
 from triton.compiler import ASTSource
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from tokenmixup import device_assignment as assignment, kernels
+from tokenmixup import kernels
 arch = int(sys.argv[1])
 
 def compiled(function, types, constants, warps):
@@ -150,9 +150,9 @@ def compiled(function, types, constants, warps):
 types = {"gain": "*fp64", "easy": "*i1", "cost": "*i32", "kernel": "*fp32", "donor": "*i64"}
 types = {f"{name}_ptr": kind for name, kind in types.items()}
 for b in (128, 512):
-    constants = {"B": b, "R": min(b, assignment.TILE // b), "N": assignment.ITERATIONS}
-    constants |= {"BIDS": assignment.BIDS}
-    compiled(assignment._assign, types, constants, assignment.WARPS)
+    constants = {"B": b, "R": min(b, kernels.TILE // b), "N": kernels.ITERATIONS}
+    constants |= {"BIDS": kernels.BIDS}
+    compiled(kernels._assign, types, constants, kernels.WARPS)
 types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp32"}
 for keys, e, rows in ((256, 64, 64), (512, 64, 32), (256, 128, 64)):
     compiled(kernels._received, types, {"R": rows, "M": keys, "E": e}, 8)
