@@ -59,7 +59,6 @@ Deviations = Annotated[list[Positive], Field(min_length=3, max_length=3)]
 Range = Annotated[list[Share], Field(min_length=2, max_length=2)]
 FolderName = Annotated[str, AfterValidator(folder_name)]
 PathName = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-FunctionName = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -168,13 +167,8 @@ class Dataset:
     workers: Workers = "auto"
     validation: Rate = 0.0
     validation_seed: Whole = 0
-    source: FunctionName
+    source: str  # package.module:function
     options: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether a function of yours opens it."""
-        return not self.source.startswith(f"{SOURCES}:")
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)

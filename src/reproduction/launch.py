@@ -29,8 +29,8 @@ Share = dict[str, str]  # of this machine: environment variables
 
 def run_all(
     points: Sequence[Point], jobs: int | None = None, task: int | None = None, dry_run: int = 0
-) -> dict[str, OneLineError]:
-    """Trains all points that are not finished, and returns the errors by name.
+) -> list[OneLineError]:
+    """Trains all points that are not finished, and returns the errors.
 
     All are checked before the first one starts; one that fails ends no other. `jobs` runs at a
     time have a process each and share this machine; `task` is the only one to run, as in an array
@@ -42,15 +42,15 @@ def run_all(
     if dry_run:
         for point in points:
             say(f"{point.folder.status():11}  {point.folder.path}  {' '.join(point.words)}")
-        return {}
+        return []
     check(points)
     outcomes = [*map(here, points)] if jobs is None else in_processes(points, jobs)
-    failed = {}
-    for point, error in zip(points, outcomes, strict=True):
+    return [
+        error
+        for point, error in zip(points, outcomes, strict=True)
         # another process may have finished it meanwhile
-        if error is not None and not (isinstance(error, RunLocked) and point.folder.is_finished()):
-            failed[point.folder.path.name] = error
-    return failed
+        if error is not None and not (isinstance(error, RunLocked) and point.folder.is_finished())
+    ]
 
 
 def here(point: Point) -> OneLineError | None:
@@ -141,8 +141,8 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
     return outcomes
 
 
-def end(program: str, failed: dict[str, OneLineError]) -> int:
+def end(program: str, failed: list[OneLineError]) -> int:
     """Prints the errors of runs and returns the exit status of the program."""
-    for error in failed.values() if is_first_rank() else ():
+    for error in failed if is_first_rank() else ():
         warn(f"{program}: {error}")
-    return max((2 if isinstance(x, UserError) else 1 for x in failed.values()), default=0)
+    return max((2 if isinstance(x, UserError) else 1 for x in failed), default=0)

@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from reproduction.config import CONF_DIR, Config, Dataset, parse
+from reproduction.config import CONF_DIR, SOURCES, Config, Dataset, parse
 from reproduction.runs import RunFolder, changes_result, find, flat, key
 from reproduction.system import UserError, first_line, in_one_line, launched_ranks, warn
 from tokenmixup import HTM, VTM, ManifoldMixup
@@ -159,7 +159,7 @@ def check(points: Sequence[Point]) -> None:
 def check_named(dataset: Dataset, words: Sequence[str]) -> None:
     """Raises UserError for own data whose function the words do not name: it would run."""
     source = f"dataset.source={dataset.source}"
-    if dataset.is_own and source not in words:
+    if not dataset.source.startswith(f"{SOURCES}:") and source not in words:
         raise UserError(f"{source}: the images come from this code; to run it, add {source}")
 
 
