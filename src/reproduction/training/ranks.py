@@ -109,7 +109,7 @@ def resolve_device(
         raise UserError(f"device=cuda devices={devices}: this machine has {gpus} CUDA GPUs")
     for word in (f"recipe.precision={precision}", f"compile={compile}"):
         if device == "cpu" and word in ("recipe.precision=float16", "compile=cuda-graph"):
-            raise UserError(f"{word}: is for a GPU")
+            raise UserError(f"{word}: is for a GPU; a CPU takes float32 or bf16, false or true")
     return device
 
 
