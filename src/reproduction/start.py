@@ -181,7 +181,7 @@ def one_line(*words: str) -> Iterator[None]:
                 text = f"no chosen option of {key.partition('.')[0]} has this key"
             raise UserError(f"{by_key.get(key, key)}: {text}") from error
         text = str(error.__cause__ or error) or first_line(error)
-        for tail in ("Available options", "Config search path", "See https"):
+        for tail in ("Available options", "Config search path", "See https", "object_type="):
             text = text.partition(tail)[0]
         text = re.sub(r"(?s)^LexerNoViable.*", "cannot be read, text may need inner quotes", text)
         text = re.sub(r"Interpolation key '(\S+)' not found\s+full_key: (\S+)", r"\2: no \1", text)
