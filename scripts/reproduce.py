@@ -28,6 +28,8 @@ def main(words: list[str]) -> int:
     more = [word for word in more if not word.startswith("scale=")]
     if (scale := (scales or [FULL])[-1]) not in SCALES:
         raise UserError(f"scale={scale}: must be one of {', '.join(SCALES)}")
+    if seeded := [word for word in more if word.startswith("seed=")]:
+        raise UserError(f"{seeded[0]}: must be seeds=N, how many, from the study's first_seed on")
     chosen, seeds = studies(name), own.get("seeds")
     runs = plan(chosen, seeds, scale, more)
     from reproduction.studies.table import listing, read_runs, study_table

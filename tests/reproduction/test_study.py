@@ -129,6 +129,7 @@ def test_a_study_that_is_wrong_is_refused_in_a_line(changes: dict[str, Any], par
         ("nowhere.yaml",),
         ("table3", "scale=huge"),
         ("table3", "seeds=0"),
+        ("table3", "seed=3"),
         ("table3", "jobs=x"),
         ("table3", "recipe.lrr=1"),
         ("table3", "task=99"),
@@ -139,6 +140,12 @@ def test_words_that_do_not_fit_are_refused_in_a_line(words: tuple[str, ...]):
     assert (result.status, len(result.lines)) == (2, 1)
     assert words[-1].rpartition("=")[2] in result.err or "lrr" in result.err
     assert not [*Path().iterdir()]
+
+
+def test_two_rows_of_one_name_are_refused():
+    Path("mine.yaml").write_text(STUDY.replace("  htm:", "  plain:"))
+    result = script("reproduce", "mine.yaml")
+    assert (result.status, len(result.lines)) == (2, 1) and "plain" in result.err
 
 
 def reproduce(*words: str, status: int = 0) -> str:

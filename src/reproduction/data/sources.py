@@ -150,7 +150,7 @@ def _remarks(halves: list[Half], classes: list[str]) -> Iterator[str]:
     for half in folders[1:]:
         first = folders[0]
         if len(half) == len(first) and half.content(classes) == first.content(classes):
-            yield f"{half.items.root} holds the same files as {first.items.root}"
+            yield f"{half.items.root} has files of the names and sizes of {first.items.root}"
 
 
 def _limited(key: str, half: Half, limit: int | None) -> Half:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import yaml
+from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from reproduction.config import FORBID, Count, FolderName, Fraction, Whole, line_of
 from reproduction.runs import key
 from reproduction.start import Point, compose, expand, point
-from reproduction.system import UserError, first_line
+from reproduction.system import UserError
 
 PAPER_FOLDER = Path(__file__).parent / "paper"
 TABLES = ("table1", "table2", "table3", "table4", "table5")
@@ -133,10 +134,10 @@ def studies(name: str) -> dict[str, Study]:
 def read(path: Path) -> Study:
     """Reads a study; UserError names the file, the key and what is wrong with it."""
     try:
-        return TypeAdapter(Study).validate_python(yaml.safe_load(path.read_text()))
+        return TypeAdapter(Study).validate_python(OmegaConf.to_container(OmegaConf.load(path)))
     except (ValueError, yaml.YAMLError) as error:
         wrong = [*map(line_of, error.errors())] if isinstance(error, ValidationError) else []
-        raise UserError(f"{path}: {'; '.join(wrong) or first_line(error)}") from error
+        raise UserError(f"{path}: {'; '.join(wrong) or error}") from error
 
 
 def points(
