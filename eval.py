@@ -39,35 +39,34 @@ FOR_TRAINING = ("dataset.limit", "dataset.validation", "dataset.validation_seed"
 
 def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
-        return say((__doc__ or "").strip())
-    own = {x.partition("=")[0]: x.partition("=")[2] for x in words if x.partition("=")[0] in OWN}
-    words = [x for x in words if x.partition("=")[0] not in OWN]
-    is_run = bool(own.get("run"))
-    if is_run == bool(own.get("checkpoint")) or ("images" in own and "predictions" not in own):
-        raise UserError("run=FOLDER or checkpoint=FILE: one of them; images needs predictions=FILE")
-    if is_run:
-        folder, which = RunFolder(os.path.expanduser(own["run"])), own.get("weights", "last")
+        say((__doc__ or "").strip())
+        return
+    pairs = [word.partition("=") for word in words]
+    own = {key: os.path.expanduser(text) for key, _, text in pairs if key in OWN}
+    words = ["".join(pair) for pair in pairs if pair[0] not in OWN]
+    if bool(own.get("run")) == bool(own.get("checkpoint")):
+        raise UserError("run=FOLDER or checkpoint=FILE: one of them must be given")
+    if "images" in own and "predictions" not in own:
+        raise UserError(f"images={own['images']}: needs predictions=FILE.csv")
+    if "run" in own:
+        folder, which = RunFolder(own["run"]), own.get("weights", "last")
         saved = folder.read_config()
         files, config = folder.weights(which), of_run(saved, words)
-        if "export" not in own:  # which reads no images
-            check_named(config.dataset, words)
-        name = f"evaluation-{which}"
-        if of_data(config) != of_data(saved):
-            name += f"-{config.dataset.name}-{digest(of_data(config))}"
-        result = folder.path / f"{name}.json"
+        result = folder.path / f"evaluation-{which}.json"
     else:
-        files, config = [Path(os.path.expanduser(own["checkpoint"]))], of_file(words)
-        name = f"{files[0].stem}-{config.model.name}-{config.dataset.name}"
-        name += f"-{digest([str(files[0].resolve()), of_data(config)])}"
-        result = Path(config.output_root, "evaluations", f"{name}.json")
+        files, config, saved = [Path(own["checkpoint"])], of_file(words), None
+        result = Path(config.output_root, "evaluations", f"{files[0].stem}.json")
     if "export" in own:
-        return export(config, files, new_file("export", own["export"], ".safetensors"), is_run)
-    predictions = None
-    if "predictions" in own:
-        predictions = new_file("predictions", own["predictions"], ".csv")
-    if predictions is not None and "images" in own:
-        return predict(config, files, Path(os.path.expanduser(own["images"])), predictions)
-    return evaluate(config, files, result, predictions)
+        export(config, files, new_file(own, "export", ".safetensors"), is_run=saved is not None)
+        return
+    if saved is not None:
+        check_named(config.dataset, words)
+    if saved is None or of_data(config) != of_data(saved):
+        mark = digest([str(files[0].resolve()), of_data(config)])
+        result = result.with_stem(f"{result.stem}-{config.dataset.name}-{mark}")
+    predictions = new_file(own, "predictions", ".csv") if "predictions" in own else None
+    images = Path(own["images"]) if "images" in own else None
+    evaluate(config, files, result, predictions, images)
 
 
 def of_run(saved: Config, words: Sequence[str]) -> Config:
@@ -76,9 +75,9 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
     Another data set keeps the mean and std of the run.
     """
     check_keys(words, OF_A_RUN)
-    raw, leaves = {**asdict(saved), "devices": 1}, [x.removeprefix("+") for x in words]
-    if any(x.startswith("dataset=") for x in words):
-        leaves = [x for x in leaves if not x.startswith("dataset=")]
+    raw = {**asdict(saved), "devices": 1}
+    leaves = [x.removeprefix("+") for x in words if not x.startswith("dataset=")]
+    if len(leaves) < len(words):
         other = asdict(of_file(words).dataset)
         raw["dataset"] = other | {key: raw["dataset"][key] for key in ("mean", "std")}
     with one_line(*words):
@@ -104,54 +103,42 @@ def check_keys(words: Sequence[str], allowed: Sequence[str]) -> None:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *allowed))}")
 
 
-def new_file(key: str, name: str, ending: str) -> Path:
-    """Returns the path. UserError if no file with this ending can be created there."""
-    path = Path(os.path.expanduser(name))
-    if path.suffix != ending or os.path.lexists(path) or not path.parent.is_dir():
-        raise UserError(f"{key}={name}: must be a new {ending} in a folder that exists")
+def new_file(own: dict[str, str], key: str, ending: str) -> Path:
+    """Returns the path that the key names. UserError if no such file can be created there."""
+    path = Path(own[key])
+    if path.suffix != ending or path.exists() or not path.parent.is_dir():
+        raise UserError(f"{key}={path}: must be a new {ending} file in a folder that exists")
     return path
 
 
 def export(config: Config, files: list[Path], path: Path, is_run: bool) -> None:
+    from reproduction.data.loaders import preprocessing
     from reproduction.training.checkpoint import export as write
 
     if is_first_rank():
-        write(config.model, files, path, config.preprocessing if is_run else None)
+        write(config.model, files, path, preprocessing(config) if is_run else None)
         say(f"written to {path}")
 
 
-def predict(config: Config, files: list[Path], images: Path, predictions: Path) -> None:
-    """Predicts the images of a folder, which have no classes."""
-    from reproduction.training.predictions import evaluate_checkpoint
+def evaluate(
+    config: Config, files: list[Path], result: Path, predictions: Path | None, images: Path | None
+) -> None:
+    """Evaluates on the held-out images, or predicts `images`, and says what is written."""
+    from reproduction.training.predictions import evaluate_checkpoint, table_path
 
-    result = evaluate_checkpoint(config, files, predictions, predictions, images)
-    if is_first_rank():
-        say(f"{result['checkpoint']}: {result['images']} images of {images}")
-        say(f"written to {predictions}")
-
-
-def evaluate(config: Config, files: list[Path], path: Path, predictions: Path | None) -> None:
-    """Evaluates on the held-out images; writes the result and, if asked for, the predictions."""
-    from reproduction.training.predictions import evaluate_checkpoint
-
-    result = evaluate_checkpoint(config, files, path, predictions)
+    found = evaluate_checkpoint(config, files, result, predictions, images)
     if not is_first_rank():
         return
-    place, epoch = "", result.get("epoch")
-    if "step" in result:
-        place = f" (step {result['step']}, {epoch} completed epoch{'s' * (epoch != 1)})"
-    say(
-        f"{result['checkpoint']}{place}: top-1 {result['top1']:.2f} %, "
-        f"top-5 {result['top5']:.2f} %, loss {result['eval_loss']:.4f} "
-        f"on {result['images']} images of {result['dataset']}"
-    )
-    say(f"written to {path}")
-    if predictions is not None:
+    scores, written = "", [predictions]
+    if images is None:
+        scores = "top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {eval_loss:.4f} on ".format(**found)
+        written = [result]
+    if images is None and predictions is not None:
         from reproduction.reporting.figures import draw_confusion
-        from reproduction.training.predictions import table_path
 
-        picture, table = draw_confusion(path), table_path(path, "classes")
-        say(f"written to {predictions}, {table} and {picture}")
+        written += [predictions, table_path(result, "classes"), draw_confusion(result)]
+    say(f"{found['checkpoint']}: {scores}{found['images']} images of {images or found['dataset']}")
+    say(f"written to {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

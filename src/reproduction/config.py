@@ -245,14 +245,6 @@ class Recipe:
     evaluate_every: Count
     transforms: Transforms
 
-    def __post_init__(self) -> None:
-        if self.warmup_epochs + self.cooldown_epochs > self.epochs:
-            both = f"with cooldown_epochs={self.cooldown_epochs} must fit into epochs={self.epochs}"
-            raise ValueError(f"recipe.warmup_epochs={self.warmup_epochs}: {both}")
-        for key in ("min_lr", *(["warmup_lr"] if self.warmup_epochs else [])):
-            if (lr := getattr(self, key)) > self.lr:
-                raise ValueError(f"recipe.{key}={lr}: must not exceed recipe.lr={self.lr}")
-
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Checkpoint:
@@ -312,17 +304,6 @@ class Config:
             return self.dataset.workers
         return max(1, min(MOST_WORKERS, usable_cores() // (local_ranks() or self.devices)))
 
-    @property
-    def preprocessing(self) -> dict[str, Any]:
-        """How an image becomes the model's input in evaluation, for timm's `create_transform`."""
-        return {
-            "image_size": self.model.image_size,
-            "crop_pct": self.recipe.transforms.eval_crop_pct,
-            "interpolation": "bicubic",
-            "mean": self.dataset.mean,
-            "std": self.dataset.std,
-        }
-
 
 # parts of the place of an error that are no keys: tags and members of unions
 UNIONS = re.compile(r"cct|vit|library|int|bool|.*\W.*")
@@ -344,4 +325,6 @@ def line_of(error: Any) -> str:
         return f"{key}: no value is set"
     if error["type"] == "value_error" and not text.startswith("must"):  # names its key
         return f"augmentation.{text}" if key.startswith("augmentation.") else text
+    if error["type"] == "unexpected_keyword_argument":
+        text = "unknown key"
     return f"{key}={in_one_line(str(error['input']), 200)}: {text}"

@@ -37,7 +37,7 @@ def run_all(
     of jobs. Ctrl-C saves what runs and ends with KeyboardInterrupt, a second one ends at once.
     """
     if task is not None and task >= len(points):
-        raise UserError(f"task={task}: must be 0..{len(points) - 1}, as so many runs there are")
+        raise UserError(f"task={task}: must be 0 to {len(points) - 1}")
     points = points if task is None else [points[task]]
     if dry_run:
         for point in points:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from reproduction.config import CONF_DIR, SOURCES, Config, Dataset, parse
 from reproduction.runs import RunFolder, changes_result, find, flat, key
-from reproduction.system import UserError, first_line, in_one_line, launched_ranks, warn
+from reproduction.system import UserError, launched_ranks, warn
 from tokenmixup import HTM, VTM, ManifoldMixup
 from tokenmixup.settings import allowed_of
 
@@ -171,26 +171,27 @@ def one_line(*words: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of many types: HydraException, OmegaConfBaseException, ValueError
-        text, by_key = str(error), {word.lstrip("+~").partition("=")[0]: word for word in words}
-        if found := re.search(r"Could not override '([\w.]+)'", text):
-            key, keys = found[1], [*allowed()]
-            same = [x for x in keys if x.endswith(f".{key.rpartition('.')[2]}")]
-            near = ", ".join(same or get_close_matches(key, keys))
-            text = f"unknown key, perhaps {near}" if near else "unknown key"
-            if key in keys:
-                text = f"no chosen option of {key.partition('.')[0]} has this key"
-            raise UserError(f"{by_key.get(key, key)}: {text}") from error
-        text = str(error.__cause__ or error) or first_line(error)
-        for tail in ("Available options", "Config search path", "See https", "object_type="):
-            text = text.partition(tail)[0]
-        text = re.sub(r"(?s)^LexerNoViable.*", "cannot be read, text may need inner quotes", text)
-        text = re.sub(r"Interpolation key '(\S+)' not found\s+full_key: (\S+)", r"\2: no \1", text)
-        line = in_one_line(text)
-        if not any(key in line for key in by_key):
+        cause = error.__cause__ or error
+        typed = {word.lstrip("+~").partition("=")[0]: word for word in words}
+        line = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
+        line = line.replace("LexerNoViableAltException", "cannot be read")
+        if key := getattr(cause, "full_key", None):  # which may be a part of what was typed
+            key = next((x for x in typed if x.startswith(key)), key)
+            if isinstance(cause, AttributeError | KeyError):
+                line = ", perhaps ".join(["the chosen options have no such key", *nearest(key)])
+            line = f"{typed.get(key, key)}: {line}"
+        elif not any(x in line for x in typed):
             line = f"{' '.join(words)}: {line}"
-        if found := re.search(rf"'({'|'.join(GROUPS)})/\S*'", text):
+        if found := re.search(r"'(\w+)/", line):  # 'group/option'
             line += f" allowed: {', '.join(options_of(found[1]))}"
         raise UserError(line) from error
+
+
+def nearest(key: str) -> list[str]:
+    """Returns the keys, if any, that may have been meant: of the same last part, or alike."""
+    last, keys = key.rpartition(".")[2], [*allowed()]
+    same = [x for x in keys if x.rpartition(".")[2] == last]
+    return [x for x in same or get_close_matches(key, keys) if x != key][:1]
 
 
 @contextmanager

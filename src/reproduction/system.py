@@ -10,10 +10,12 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
 from uuid import uuid4
 
+from pydantic import PositiveInt, TypeAdapter
 from tqdm import tqdm
 
 # --- errors: how a program ends -----------------------------------------------------------------
@@ -93,9 +95,7 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """Argument type of a positive integer."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
-    return int(text)
+    return TypeAdapter(PositiveInt).validate_python(text)
 
 
 # --- output -------------------------------------------------------------------------------------
@@ -135,9 +135,8 @@ def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Ite
 
 
 def clock_time(seconds: float) -> str:
-    """Returns h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    """Returns h:mm:ss, after the days if there are any."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -125,11 +125,21 @@ def build_training_images(config: Config, half: Half) -> TrainingImages:
     return TrainingImages(half, transform, config.seed)
 
 
+def preprocessing(config: Config) -> dict[str, Any]:
+    """How an image becomes the model's input in evaluation, for timm's `create_transform`."""
+    return {
+        "image_size": config.model.image_size,
+        "crop_pct": config.recipe.transforms.eval_crop_pct,
+        "interpolation": "bicubic",
+        "mean": config.dataset.mean,
+        "std": config.dataset.std,
+    }
+
+
 def build_evaluation_transform(config: Config) -> Transform:
     """Returns PIL image -> `3 s s` uint8; centre crop of `eval_crop_pct` of the shorter side."""
-    about = {key: config.preprocessing[key] for key in ("interpolation", "crop_pct")}
-    size = config.model.image_size
-    return create_transform((3, size, size), is_training=False, normalize=False, **about)
+    about = preprocessing(config)
+    return create_transform(about.pop("image_size"), **about, is_training=False, normalize=False)
 
 
 def build_training_loader(
