@@ -90,22 +90,19 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
 
     jobs = min(jobs, len(points))
     logs = Path(points[0].config.output_root, ".logs")
-    free, running, signals = SimpleQueue[Share](), set[subprocess.Popen[bytes]](), [0]
+    free, running, signals = SimpleQueue[Share](), set[subprocess.Popen[bytes]](), list[int]()
     for share in shares(jobs, max(point.config.devices for point in points)):
         free.put(share)
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        signals[0] += 1
+        signals.append(signum)
         for process in list(running):
-            if signals[0] == 1:
-                process.terminate()  # saves after its step
-            elif process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signum)  # saves after its step, or ends at a second Ctrl-C
 
     def start(point: Point) -> OneLineError | None:
         share, path = free.get(), logs / f"{point.folder.path.name}.log"
         try:
-            if signals[0] or point.folder.is_finished():
+            if signals or point.folder.is_finished():
                 return None
             say(str(point.folder.path))
             with path.open("ab") as log:
@@ -118,13 +115,13 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
                     process_group=0,  # so that Ctrl-C reaches it only once, by `forward`
                 )
                 running.add(process)
-                if signals[0]:  # received before the process existed
+                if signals:  # received before the process existed
                     process.terminate()
                 status = process.wait()
                 running.remove(process)
         finally:
             free.put(share)
-        if status == 0 or signals[0]:
+        if status == 0 or signals:
             return None
         if status < 0:
             return PlainError(f"{point.folder.path}: ended by {signal.Signals(-status).name}")
@@ -136,7 +133,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
     say(f"{jobs} runs at a time, logs in {logs}")
     with handling(forward), ThreadPoolExecutor(jobs) as pool:
         outcomes = [*pool.map(start, points)]
-    if signals[0]:
+    if signals:
         raise KeyboardInterrupt("interrupted; repeat the command with resume=auto to continue")
     return outcomes
 

@@ -307,15 +307,17 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def find(config: Config) -> list[RunFolder]:
-    """Returns the folders beside each other that hold this run: a finished one, the longest first.
+    """Returns the folders beside each other that hold this run, the one to go on with first.
 
-    A folder that is not readable is left out: train.py reports it if it is named.
+    That is a finished one, else the longest; of equal ones the original, as the summary of a copy
+    has another name. A folder that is not readable is left out: train.py reports it if it is named.
     """
     root, identity = Path(config.output_root), key(config)
     changed = root.stat().st_mtime_ns if root.is_dir() else 0
     found = [RunFolder(root / name) for name, x in _keys(root, changed) if x == identity]
     if len(found) > 1:
-        found.sort(key=lambda x: (x.is_finished(), x.metrics_size()), reverse=True)
+        own = {x.path: x.read_summary().get("name") == x.path.name for x in found}
+        found.sort(key=lambda x: (x.is_finished(), x.metrics_size(), own[x.path]), reverse=True)
     return found
 
 
