@@ -42,7 +42,8 @@ def main(words: list[str]) -> None:
         say((__doc__ or "").strip())
         return
     pairs = [word.partition("=") for word in words]
-    own = {key: os.path.expanduser(text) for key, _, text in pairs if key in OWN}
+    # inner quotes are for names that train.py could not read otherwise
+    own = {key: os.path.expanduser(x.strip("'\"")) for key, _, x in pairs if key in OWN}
     words = ["".join(pair) for pair in pairs if pair[0] not in OWN]
     if bool(own.get("run")) == bool(own.get("checkpoint")):
         raise UserError("run=FOLDER or checkpoint=FILE: one of them must be given")
