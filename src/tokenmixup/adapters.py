@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenmixup.watch import AttentionMap, Looking
+from tokenmixup.watch import AttentionMap
 
 SAY_BY_ADAPTER = "an Adapter must say num_prefix_tokens and reads_class_token"
 # Methods of timm's models that decide which tokens are the prefix and what the head reads.
@@ -59,11 +59,6 @@ class Adapter:
     def attends_to_all(self) -> bool:
         """Whether each block computes a softmax over all of its tokens."""
         return self.geometry is None and self.saliency is None
-
-    def looking(self, name: str, tokens: Tensor) -> Looking:
-        """Returns what a block that gets these tokens, `b .. d`, is watched for."""
-        b, n = len(tokens), tokens.shape[1:-1].numel()
-        return Looking(name, b, n, any_shape=self.geometry is not None)
 
 
 def torch_encoder(encoder: str, embed_dim: str | int, **more: Any) -> Adapter:

@@ -144,14 +144,12 @@ class TokenMixup(nn.Module):
     def _run(
         self, images: Tensor, targets: Any, pixels: Tensor | None, manifold: ManifoldMix | None
     ) -> Output:
-        by = self._htm, self._vtm, self.scorenets, self.rules, self.detect
-        state = Pass(self.adapter, self._blocks, self._touched, *by, targets, pixels, manifold)
-        self._pass = state
+        self._pass = state = Pass(self, targets, pixels, manifold)
         try:
             logits = logits_of(self.model(images))
         finally:
             self._pass = None
-        return state.output(logits, 0.0 if self.htm is None else self.htm.score_loss_weight)
+        return state.output(logits)
 
     @torch.compiler.disable
     def _begin(

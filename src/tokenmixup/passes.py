@@ -3,45 +3,36 @@
 Letters: b batch, n tokens with prefix, t spatial tokens, d width, c classes, m memory, h w image.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokenmixup.adapters import Adapter, name_of
-from tokenmixup.horizontal import Rules, mix_horizontal
+from tokenmixup.adapters import name_of
+from tokenmixup.horizontal import mix_horizontal
 from tokenmixup.manifold import ManifoldMix
 from tokenmixup.output import LayerMix, Output
 from tokenmixup.rules import ORDERS
-from tokenmixup.saliency import BlockInput, Detector, by_attention, by_gradient, saliency_by
+from tokenmixup.saliency import BlockInput, by_attention, by_gradient, saliency_by
 from tokenmixup.scorenet import difficulty
-from tokenmixup.settings import HTM, VTM
 from tokenmixup.vertical import INDICES
-from tokenmixup.watch import OWN_CHECKPOINTING, Watching, graph_now
+from tokenmixup.watch import OWN_CHECKPOINTING, graph_now
 
 
 @dataclass
 class Pass:
-    """The state of a training pass."""
+    """A training pass of `module`, a TokenMixup: its state, and what happens at the blocks."""
 
-    adapter: Adapter
-    blocks: list[nn.Module]
-    touched: Collection[int]  # the blocks that must run
-    htm: Mapping[int, HTM]  # by layer
-    vtm: Mapping[int, VTM]
-    scorenets: Any
-    rules: Rules
-    detect: Detector
+    module: Any
     targets: Tensor  # b c, as mixed so far
-    pixels: Tensor | None = None  # b h w, magnitude of the input gradient
-    manifold: ManifoldMix | None = None
+    pixels: Tensor | None  # b h w, magnitude of the input gradient
+    manifold: ManifoldMix | None
     num_patches: int | None = None  # of the patch embedding's output
     grid: tuple[int, int] | None = None  # rows and columns of patches
-    is_detecting: bool = False  # blocks are run as they are
     entered: list[int] = field(default_factory=list)
     # by layer of VTM: of each source, its tokens, b kappa d, and their places in 0..n-1, b kappa
     memories: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
@@ -50,42 +41,42 @@ class Pass:
 
     def run_block(self, plain: Any, index: int, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs a block on what HTM, VTM and manifold mixup make of its input."""
-        name = name_of(index, self.blocks[index])
+        module, adapter = self.module, self.module.adapter
+        name = name_of(index, module._blocks[index])
         self._check_entry(index, name, args)
         shape, x = args[0].shape, args[0].flatten(1, -2)
-        n = x.shape[1]
         if self.manifold is not None and self.manifold.layer == index:
             x, self.targets = self.manifold(x), self.manifold(self.targets)
-        later = [layer for layer in self.vtm if layer > index]
+        grid = (shape[1], shape[2]) if len(shape) == 4 else self.grid
+        where = (adapter, module._blocks[index:], name, self.pixels, grid)
+        entry = BlockInput((x.view(shape), *args[1:]), kwargs, *where)
+        later = [layer for layer in module._vtm if layer > index]
         memory, saliency = self.memories.get(index), None
         needs_map = bool(later) or memory is not None
-        grid = (shape[1], shape[2]) if len(shape) == 4 else self.grid
-        where = (self.adapter, self.blocks[index:], name, self.pixels, grid)
-        entry = BlockInput((x.view(shape), *args[1:]), kwargs, *where)
-        if index in self.htm:
+        if index in module._htm:
             x, saliency = self._mix(index, x, entry, is_source=bool(later))
-            needs_map = needs_map or self.detect is not by_gradient
-        tokens, looking = x.view(shape), self.adapter.looking(name, x)
-        looking.keeps_map = bool(later) and saliency is None
+            needs_map = needs_map or module.detect is not by_gradient
+        tokens, watching = x.view(shape), entry.watching(keeps_map=bool(later) and saliency is None)
         if memory is not None:  # Eq. 13
             tokens = torch.cat([x, *(kept for kept, _ in memory)], dim=1)
-            looking.memory = torch.cat([places for _, places in memory], dim=1)
-            kwargs = _with_places(kwargs, looking.memory, self.adapter.num_prefix_tokens)
-        is_watched = needs_map and self.adapter.saliency is None
-        with Watching(looking) if is_watched else nullcontext():
+            watching.memory = torch.cat([places for _, places in memory], dim=1)
+            kwargs = _with_places(kwargs, watching.memory, adapter.num_prefix_tokens)
+        is_watched = needs_map and adapter.saliency is None
+        with watching if is_watched else nullcontext():
             out = plain(tokens, *args[1:], **kwargs)
-        seen: Any = looking.checked() if is_watched else None
+        seen: Any = watching.checked() if is_watched else None
         for layer in later:
             if saliency is None:
                 saliency = saliency_by(seen, entry)
             self._remember(layer, x, saliency)
-        return self._own_tokens(name, out, n, looking.total)
+        return self._own_tokens(name, out, watching.n, watching.total())
 
     def _check_entry(self, index: int, name: str, args: tuple[Any, ...]) -> None:
         """Raises ValueError for a block that runs out of order, or gets what are no tokens."""
         x: Any = args[0] if args else None
-        dims, prefix = (3,) if index in self.vtm else (3, 4), self.adapter.num_prefix_tokens
-        width = self.scorenets[str(index)].head.in_features if index in self.htm else None
+        module, prefix = self.module, self.module.adapter.num_prefix_tokens
+        dims = (3,) if index in module._vtm else (3, 4)
+        width = module.scorenets[str(index)].head.in_features if index in module._htm else None
         are_tokens = isinstance(x, Tensor) and x.ndim in dims and len(x) == len(self.targets)
         if not are_tokens or width not in (None, x.shape[-1]):
             found = [*getattr(x, "shape", [])] or type(x).__name__
@@ -98,7 +89,7 @@ class Pass:
         self.entered.append(index)
         n = x.shape[1:-1].numel()
         patches = n - prefix if self.num_patches is None else self.num_patches
-        if self.adapter.attends_to_all and (n != prefix + patches or n <= prefix):
+        if module.adapter.attends_to_all and (n != prefix + patches or n <= prefix):
             raise ValueError(
                 f"{name} gets {n} tokens for {patches} patches, but must get {prefix} more, which "
                 f"come first (num_prefix_tokens={prefix})"
@@ -111,20 +102,22 @@ class Pass:
 
         Returns the tokens and, of a source of VTM, their saliency by the block's own attention.
         """
-        htm, prefix = self.htm[index], self.adapter.num_prefix_tokens
-        score_logits = self.scorenets[str(index)](x, prefix)
+        module, prefix = self.module, self.module.adapter.num_prefix_tokens
+        htm = module._htm[index]
+        score_logits = module.scorenets[str(index)](x, prefix)
         hard = difficulty(score_logits, self.targets, htm.difficulty)
-        self.is_detecting = True
-        saliency = self.detect(entry)
-        own: Any = saliency if self.detect is by_attention or not is_source else by_attention(entry)
-        self.is_detecting = False
+        module._pass = None  # a detector runs blocks as they are
+        own = saliency = module.detect(entry)
+        if is_source and module.detect is not by_attention:
+            own = by_attention(entry)
+        module._pass = self
         if [*saliency.shape] != (expected := [len(x), x.shape[1] - prefix]):
             raise ValueError(
                 f"htm.detector returns {[*saliency.shape]}, must be samples x spatial tokens, "
                 f"{expected}"
             )
-        tau, rho = cast(float, htm.tau), htm.rho_for(saliency.shape[1])
-        mix = mix_horizontal(x, self.targets, saliency, hard, tau, rho, self.rules)
+        rho = htm.rho_for(saliency.shape[1])
+        mix = mix_horizontal(x, self.targets, saliency, hard, htm.tau, rho, module.rules)
         found = (mix.is_easy, mix.mask, mix.gain, mix.saliency, mix.donor, mix.keep_ratio)
         self.layers.append(LayerMix(index, score_logits, hard, *found))
         if is_source and htm.order == "in_place":
@@ -135,8 +128,8 @@ class Pass:
 
     def _remember(self, layer: int, x: Tensor, saliency: Tensor) -> None:
         """Stores the most salient of a block's tokens for a later layer of VTM."""
-        vtm, prefix = self.vtm[layer], self.adapter.num_prefix_tokens
-        places = INDICES[vtm.class_token_offset](saliency, cast(int, vtm.kappa), prefix)
+        vtm, prefix = self.module._vtm[layer], self.module.adapter.num_prefix_tokens
+        places = INDICES[vtm.class_token_offset](saliency, vtm.kappa, prefix)
         x = x.detach() if vtm.stop_gradient else x
         kept = x.gather(1, places[..., None].expand(-1, -1, x.shape[2]))
         self.memories.setdefault(layer, []).append((kept, places))
@@ -145,7 +138,7 @@ class Pass:
         """Returns what a block has returned for n of its tokens, without those of a memory."""
         first = out if isinstance(out, Tensor) else out[0]
         count = first.shape[1:-1].numel()
-        if self.adapter.attends_to_all and count != total:
+        if self.module.adapter.attends_to_all and count != total:
             raise ValueError(f"{name} returns {count} tokens for {total}: must return as many")
         if n == total:
             return out
@@ -163,15 +156,14 @@ class Pass:
             self.grid = (patches.shape[1], patches.shape[2])
         return out
 
-    def output(self, logits: Any, score_loss_weight: float) -> Output:
+    def output(self, logits: Any) -> Output:
         """Returns the output of the pass.
 
         Raises ValueError if a block has not run that must, or the logits are not `b c`.
         """
-        for index in self.touched:
-            if index not in self.entered:
-                name = name_of(index, self.blocks[index])
-                raise ValueError(f"{name} did not run: TokenMixup touches it")
+        for index in {*self.module._touched} - {*self.entered}:
+            name = name_of(index, self.module._blocks[index])
+            raise ValueError(f"{name} did not run: TokenMixup touches it")
         shape = [*logits.shape] if isinstance(logits, Tensor) else type(logits).__name__
         if shape != (expected := [*self.targets.shape]):
             raise ValueError(f"the model returned {shape}, must be logits b num_classes={expected}")
@@ -185,7 +177,7 @@ class Pass:
             reduce(torch.logical_or, [mix.mask for mix in self.layers]),
             reduce(torch.add, [mix.gain for mix in self.layers]),
             tuple(self.layers),
-            score_loss_weight,
+            self.module.htm.score_loss_weight,
         )
 
 
@@ -207,9 +199,7 @@ def _with_places(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mapp
 def stand_in(module: Any, run: Any, about: Any, plain: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Runs in place of `plain`, the `forward` of a part of a model that `module` is attached to.
 
-    `run`: a method of Pass, which gets `about`: the index of a block, or the patch embedding. The
-    blocks of a detector run as they are.
+    `run`: a method of Pass, which gets `about`: the index of a block, or the patch embedding.
     """
-    if (state := module._pass) is None or state.is_detecting:
-        return plain(*args, **kwargs)
-    return run(state, plain, about, args, kwargs)
+    state = module._pass
+    return plain(*args, **kwargs) if state is None else run(state, plain, about, args, kwargs)

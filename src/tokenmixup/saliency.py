@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenmixup.adapters import Adapter
 from tokenmixup.contexts import evaluating
 from tokenmixup.settings import HTM
-from tokenmixup.watch import AttentionMap, Watching, map_of
+from tokenmixup.watch import AttentionMap, Found, Watching
 
 
 @torch.no_grad()
@@ -99,23 +99,38 @@ class BlockInput(NamedTuple):
     pixels: Tensor | None = None  # b h w, magnitude of the input gradient
     grid: tuple[int, int] | None = None  # rows and columns of patches, if known
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of the tokens, with prefix."""
+        return self.args[0].shape[1:-1].numel()
 
+    def watching(self, **what: Any) -> Watching:
+        """Returns what sees the map that the block computes on these tokens."""
+        any_shape = self.adapter.geometry is not None
+        return Watching(self.name, len(self.args[0]), self.num_tokens, any_shape, **what)
+
+
+@torch.no_grad()
 def by_attention(entry: BlockInput, class_token: bool | None = None) -> Tensor:
     """Saliency by the block's own attention map (Eq. 3); the block is run as far as that.
 
+    Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
     `class_token`: by its row, else by the mean over all rows; by default as the head reads it.
     """
-    block, adapter = entry.blocks[0], entry.adapter
+    block, adapter, watching = entry.blocks[0], entry.adapter, entry.watching(only_map=True)
     if adapter.saliency is not None:
-        with torch.no_grad():
-            return _to_sum_1(adapter.saliency(block, *entry.args, **entry.kwargs))
-    seen = map_of(block, adapter.looking(entry.name, entry.args[0]), entry.args, entry.kwargs)
-    return saliency_by(seen, entry, class_token)
+        return _to_sum_1(adapter.saliency(block, *entry.args, **entry.kwargs))
+    try:
+        with watching:
+            block.forward(*entry.args, **entry.kwargs)
+    except Found:
+        pass
+    return saliency_by(watching.checked(), entry, class_token)
 
 
 def saliency_by(seen: AttentionMap, entry: BlockInput, class_token: bool | None = None) -> Tensor:
     """Returns the saliency that the block's own map gives its tokens, `b t`."""
-    adapter, n = entry.adapter, entry.args[0].shape[1:-1].numel()
+    adapter, n = entry.adapter, entry.num_tokens
     if adapter.geometry is not None:
         return _to_sum_1(adapter.geometry(entry.blocks[0], seen, *entry.args))
     by_row = adapter.reads_class_token if class_token is None else class_token
@@ -134,21 +149,21 @@ def by_gradient(entry: BlockInput) -> Tensor:
             "htm.detector=gradient: the grid of the patches is not known; "
             "Adapter needs patch_embed, or square_patches=True"
         )
-    num_tokens = entry.args[0].shape[1:-1].numel() - entry.adapter.num_prefix_tokens
+    num_tokens = entry.num_tokens - entry.adapter.num_prefix_tokens
     return gradient_saliency(entry.pixels, num_tokens, entry.grid)
 
 
 @torch.no_grad()
 def by_rollout(steps: int, entry: BlockInput) -> Tensor:
     """Saliency by attention rollout over `steps` further blocks, without dropout."""
-    adapter, (x, *others), maps = entry.adapter, entry.args, []
+    adapter, maps = entry.adapter, []
     for step, block in enumerate(entry.blocks[: steps + 1]):
-        looking = adapter.looking(f"{entry.name} + {step}", x)
-        looking.keeps_map = True
-        with evaluating(block), Watching(looking):
-            out = block.forward(x, *others, **entry.kwargs)
+        watching = entry._replace(name=f"{entry.name} + {step}").watching()
+        with evaluating(block), watching:
+            out = block.forward(*entry.args, **entry.kwargs)
+        maps.append(watching.checked().rows())
         x = out if isinstance(out, Tensor) else out[0]
-        maps.append(looking.checked().rows())
+        entry = entry._replace(args=(x, *entry.args[1:]))
     return rollout_saliency(maps, adapter.num_prefix_tokens, adapter.reads_class_token)
 
 

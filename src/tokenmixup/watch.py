@@ -8,13 +8,12 @@ Letters: b batch, h heads, n queries, m keys, e head width, d width.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tokenmixup.assignment import HAS_TRITON
@@ -111,29 +110,28 @@ def graph_now() -> tuple[bool, Any]:
     return torch.is_grad_enabled(), packing[0] if checkpointing else None
 
 
-@dataclass
-class Looking:
-    """What a block is watched for, and what has been seen."""
+@dataclass(eq=False)
+class Watching(TorchFunctionMode):
+    """While it is entered, sees the attention maps of the block that runs."""
 
     name: str  # of the block
     b: int
     n: int  # its own tokens
     any_shape: bool = False  # whether maps of windows, or with fewer keys, count too
-    keeps_map: bool = False  # the first one
+    keeps_map: bool = True  # the first one
     only_map: bool = False  # the block is left as soon as it is known
     memory: Tensor | None = None  # b m, the place of each token of a memory among the n
     count: int = 0  # of maps
     map: AttentionMap | None = None
     graph: Any = field(default_factory=graph_now)
 
-    @property
     def total(self) -> int:
-        """The number of tokens, with those of a memory."""
+        """The number of tokens, with those of a memory. (Compiled, a mode has no properties.)"""
         return self.n if self.memory is None else self.n + self.memory.shape[1]
 
     def is_map(self, *shape: int) -> bool:
         """Whether `b .. n m` is the shape of a map over all tokens."""
-        over_all = shape[0] == self.b and shape[-2] == shape[-1] == self.total
+        over_all = shape[0] == self.b and shape[-2] == shape[-1] == self.total()
         return len(shape) > 2 and (over_all or self.any_shape)
 
     def note(self, found: AttentionMap | None) -> None:
@@ -153,32 +151,24 @@ class Looking:
             raise ValueError(f"{self.name} {found}, must be 1")
         return self.map
 
-
-class Watching(TorchFunctionMode):
-    """While it is entered, `at` gets the maps of the block that runs."""
-
-    def __init__(self, at: Looking):
-        super().__init__()
-        self.at = at
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is SDPA:
-            return _fused(self.at, *args, **kwargs)
+            return _fused(self, *args, **kwargs)
         if func is MULTIHEAD:
-            _multihead(self.at, *args, **kwargs)
-        if func is F.dropout and self.at.memory is not None:
-            return _dropout(self.at, *args, **kwargs)
+            _multihead(self, *args, **kwargs)
+        if func is F.dropout and self.memory is not None:
+            return _dropout(self, *args, **kwargs)
         out = func(*args, **kwargs)
-        if func in SOFTMAX and self.at.is_map(*out.shape):
+        if func in SOFTMAX and self.is_map(*out.shape):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             if dim in (-1, out.ndim - 1):
-                self.at.note(AttentionMap(weights=_with_heads(out)))
+                self.note(AttentionMap(weights=_with_heads(out)))
         return out
 
 
 def _fused(
-    at: Looking,
+    at: Watching,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -199,7 +189,7 @@ def _fused(
         own_scale = query.shape[-1] ** -0.5 if scale is None else scale
         at.note(AttentionMap(_with_heads(query), _with_heads(key), bias, own_scale))
     out = SDPA(query, key, value, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
-    return F.pad(out, (0, 0, 0, at.total - at.n)) if asks_memory else out
+    return F.pad(out, (0, 0, 0, at.total() - at.n)) if asks_memory else out
 
 
 def _with_heads(x: Tensor) -> Tensor:
@@ -207,7 +197,7 @@ def _with_heads(x: Tensor) -> Tensor:
     return x.detach() if x.ndim > 3 else x.detach()[:, None]
 
 
-def _with_columns(bias: Tensor | None, at: Looking) -> Tensor | None:
+def _with_columns(bias: Tensor | None, at: Watching) -> Tensor | None:
     """Appends to the bias of n keys, `b|1 h|1 n|1 n`, that of the memory at its places."""
     if bias is None or at.memory is None or bias.shape[-1] != at.n:
         return bias
@@ -215,14 +205,14 @@ def _with_columns(bias: Tensor | None, at: Looking) -> Tensor | None:
     return torch.cat([bias, bias.take_along_dim(at.memory[:, None, None], dim=3)], dim=3)
 
 
-def _dropout(at: Looking, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _dropout(at: Watching, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Draws for the block's own tokens alone, as without a memory."""
-    if input.ndim < 3 or input.shape[-2] != at.total:
+    if input.ndim < 3 or input.shape[-2] != at.total():
         return F.dropout(input, *args, **kwargs)
-    return F.pad(F.dropout(input[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total - at.n))
+    return F.pad(F.dropout(input[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total() - at.n))
 
 
-def _multihead(at: Looking, *args: Any, **kwargs: Any) -> None:
+def _multihead(at: Watching, *args: Any, **kwargs: Any) -> None:
     """Notes the map of multi_head_attention_forward, `n b d`, which hides its own calls."""
     query, key, _, embed_dim, heads, weight, bias, bias_k, _, adds_zeros, *_ = args
     if not at.is_map(query.shape[1], heads, len(query), len(key)):
@@ -240,20 +230,3 @@ def _multihead(at: Looking, *args: Any, **kwargs: Any) -> None:
     both = F.linear(query, weight[: 2 * embed_dim], own).detach()
     q, k = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in both.chunk(2, dim=-1))
     at.note(AttentionMap(q, k, scale=q.shape[-1] ** -0.5))
-
-
-@torch.no_grad()
-def map_of(
-    block: nn.Module, looking: Looking, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Runs a block until its first map is known, and returns it. Raises ValueError without one.
-
-    Its `forward` is called, so that hooks on the block see one run; those inside of it see two.
-    """
-    looking.keeps_map = looking.only_map = True
-    try:
-        with Watching(looking):
-            block.forward(*args, **kwargs)
-    except Found:
-        pass
-    return looking.checked()
