@@ -41,6 +41,8 @@ def main() -> None:
         help="draw the saliency maps instead (default: RUN/saliency.png)",
     )  # fmt: skip
     args = parser.parse_args()
+    if args.source and not args.source.startswith("dataset.source="):
+        parser.error(f"{args.source}: must be dataset.source=...")
     folder = RunFolder(args.run.removeprefix("run="))
     path = folder.path / "saliency.png" if args.saliency == Path() else args.saliency
     config = folder.read_config()

@@ -73,8 +73,7 @@ class Study:
     outcome that rows are tested by. With `looks`, number of seeds -> level of significance, the
     table has the first so many seeds of which every run is finished, and no others. `smoke` has
     more overrides for runs of this scale. `quoted` has results of others by row and column, from
-    `source`.
-    `figures`, title -> ROW/PICTURE, are what the runs of a row have drawn.
+    `source`. `figures`, title -> ROW/PICTURE, are what the runs of a row have drawn.
     """
 
     title: str
@@ -137,7 +136,8 @@ def read(path: Path) -> Study:
         return TypeAdapter(Study).validate_python(OmegaConf.to_container(OmegaConf.load(path)))
     except (ValueError, yaml.YAMLError) as error:
         wrong = [*map(line_of, error.errors())] if isinstance(error, ValidationError) else []
-        raise UserError(f"{path}: {'; '.join(wrong) or error}") from error
+        text = ("; ".join(wrong) or str(error)).replace("=False:", "=False (no without quotes):")
+        raise UserError(f"{path}: {text}") from error
 
 
 def points(
