@@ -40,7 +40,7 @@ def saliency_ratio(saliency: Tensor, mask: Tensor) -> Tensor:
 
     `saliency`: `b t`, of the mixed tokens; `mask`: `b t`, the tokens taken. Returns `b 1`.
     """
-    kept = torch.where(mask, 0, saliency).sum(dim=1, keepdim=True)
+    kept = saliency.masked_fill(mask, 0).sum(dim=1, keepdim=True)
     return (kept / saliency.sum(dim=1, keepdim=True)).nan_to_num(1.0)
 
 
@@ -110,7 +110,6 @@ def exchanged(tokens: Tensor, donor: Tensor, mask: Tensor) -> Tensor:
     host wait for their number.
     """
     b, n, _ = tokens.shape
-    mask = F.pad(mask, (n - mask.shape[1], 0)) if n > mask.shape[1] else mask
     row = torch.arange(b * n, device=mask.device).view(b, n)
-    row = torch.where(mask, row[donor], row)
+    row = torch.where(F.pad(mask, (n - mask.shape[1], 0)), row[donor], row)
     return tokens.flatten(0, 1).index_select(0, row.flatten()).view_as(tokens)
