@@ -18,7 +18,7 @@ WORDS = (
     *("augmentation=[mixup,cutmix,htm,vtm]", "augmentation.htm.tau=inf", "augmentation.htm.rho=0"),
     *("recipe.transforms.erasing_prob=0.5", "checkpoint.every_minutes=1e-6", "resume=auto"),
     *(word for word in SMALL if not word.startswith(("checkpoint", "recipe.epochs"))),
-    *("recipe.epochs=8", "name=mine"),
+    *(f"recipe.epochs={5 * KILLS}", "name=mine"),
 )
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
@@ -49,7 +49,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, more: tuple[str, ..
 def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(here: Path):
     """Torchrun starts them again, and they resume."""
     run, rng = Run("outputs/mine"), np.random.default_rng(0)
-    more = ("recipe.epochs=16", "dataset.workers=0")
+    more = (f"recipe.epochs={8 * KILLS}", "dataset.workers=0")
     restarting = (*TORCHRUN, f"--max-restarts={KILLS}")
     with started(*WORDS, *more, launcher=restarting) as process:
         for _ in range(KILLS):

@@ -287,7 +287,7 @@ def notes_of(runs: pd.DataFrame) -> Iterator[str]:
     if len(others) > MOST_SHOWN:
         yield f"and {len(others) - MOST_SHOWN} more that are not counted"
     revisions = ", ".join(sorted({x[:10] for x in done.git_revision.dropna()}))
-    hours = done.seconds.sum() / 3600
+    hours = math.fsum(done.seconds) / 3600  # in any order
     yield f"{len(done)} finished runs, {hours:.2f} hours in total, git {revisions or 'unknown'}"
 
 
