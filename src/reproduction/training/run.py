@@ -71,7 +71,7 @@ def run_training(config: Config) -> dict[str, Any]:
             if folder.is_finished():
                 return folder.read_summary()
             try:
-                return on_ranks(train, config)
+                return on_ranks(train, config)  # stop.ending makes a PlainError of any error
             except KeyboardInterrupt as error:
                 line = _kept(folder, config, "interrupted", "interrupted")
                 raise KeyboardInterrupt(line) from error
@@ -79,7 +79,7 @@ def run_training(config: Config) -> dict[str, Any]:
                 if not (is_first_rank() or isinstance(error, RankFailed)):
                     warn(f"rank {os.environ['RANK']}: {error}")  # the first rank does not know it
                 raise PlainError(_kept(folder, config, "failed", str(error))) from error
-    except OSError as error:  # of the lock: nothing is written yet
+    except OSError as error:  # of the lock and the folder, before the run
         raise UserError(f"{error.filename or folder.path}: {error.strerror}") from error
 
 
@@ -254,7 +254,7 @@ def fit(run: Run, state: RunState) -> dict[str, Any]:
             micro_batches = trainer.train_step(images, classes, size)
             head = {"step": trainer.step, "epoch": number, "lr": trainer.lr}
             run.collected.add(head, size, [part.metrics for part in micro_batches])
-            is_late = stop.agreed(is_main and clock.is_late())
+            is_late = stop.agreed(is_main and clock.is_late())  # or Stopped, by a signal
             if is_late or trainer.step % recipe.log_every == 0:
                 write(run, state)
             if is_late:

@@ -81,7 +81,7 @@ class Trainer:
         `images` (`b 3 h w`, uint8) and `classes` (`b`) are this rank's share of it. All random
         draws are a function of seed, step and rank. The share is cut into `grad_accum_steps`
         consecutive micro-batches, whose sizes differ by at most one; HTM matches pairs within each.
-        On a CPU, raises FloatingPointError if a gain is not finite.
+        On a CPU, raises FloatingPointError if a gain in saliency is not finite.
         """
         key = self.config.seed, self.step, self.world.rank
         draws = self.inputs.draw(images.shape, *key)
