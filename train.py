@@ -46,7 +46,7 @@ def main() -> int:
 
 def conclude(points: list[Point]) -> None:
     """Prints the table of a sweep, and where it and its plot are written."""
-    from reproduction.studies.table import write_sweep
+    from reproduction.studies.plots import write_sweep
 
     folders = [x.folder.path for x in points if x.folder.path.is_dir()]
     table, files = write_sweep(folders, folders[0].parent)

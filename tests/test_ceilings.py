@@ -9,13 +9,13 @@ from reproduction.start import allowed
 from tests.doors import ROOT
 
 ROOMS = {  # files -> lines, public names of the modules
-    "src/tokenmixup/*.py": (2544, 125),
+    "src/tokenmixup/*.py": (2541, 125),
     "src/reproduction/training/*.py": (1900, 85),
     "src/reproduction/models/*.py": (650, 45),
     "src/reproduction/data/*.py": (900, 60),
     "src/reproduction/studies/*.py": (850, 65),
     "src/reproduction/reporting/*.py": (700, 40),
-    "src/reproduction/*.py *.py": (1625, 140),
+    "src/reproduction/*.py *.py": (1623, 140),
     "scripts/*.py": (800, 35),
 }
 TEXTS = {  # files -> lines

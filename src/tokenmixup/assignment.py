@@ -10,6 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # comes with torch for CUDA on Linux
+MOST = 1024  # samples that the kernel matches; the host matches larger batches
 HELD_PAIRS = 2**25  # numbers of pairs of tokens that a GPU holds at once
 
 
@@ -69,7 +70,7 @@ def donors_on_host(gain: Tensor, is_easy: Tensor) -> Tensor:
 @torch.library.custom_op("tokenmixup::donors", mutates_args=())
 def donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     """`optimal_donors` as an operator, which neither a compiler nor a CUDA graph cuts."""
-    if not (gain.is_cuda and HAS_TRITON):
+    if not (gain.is_cuda and HAS_TRITON and len(gain) <= MOST):
         return donors_on_host(gain, is_easy)
     from tokenmixup.kernels import device_donors
 

@@ -22,9 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenmixup.assignment import donors_on_host
-
-MOST = 1024  # samples; the host matches larger batches
 ONE = tl.constexpr(2**28)  # the largest gain; sums of four such numbers fit into 31 bits
 FAR = tl.constexpr(2**31 - 1)
 NEVER = tl.constexpr(-(2**30))  # worth of a column that is none
@@ -252,8 +249,7 @@ def device_donors(gain: Tensor, is_easy: Tensor) -> Tensor:
     bool. Returns `b` int64; -1 for all easy samples if the gain of one is not finite. The total
     gain is at most `easy samples x 2^-28` of the largest gain below the optimum.
     """
-    if (b := len(gain)) > MOST:
-        return donors_on_host(gain, is_easy)
+    b = len(gain)
     size = max(triton.next_power_of_2(b), 16)
     rows = min(size, TILE // size)
     cost = gain.new_empty((b + rows) * size, dtype=torch.int32)

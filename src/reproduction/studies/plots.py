@@ -1,12 +1,13 @@
 """Accuracy over one or two settings, with the seeds and the rows that are no point of the sweep."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from reproduction.reporting.figures import BLUE, ORANGE, VERMILION, figure
-from reproduction.studies.table import Table, newest, numeric
+from reproduction.studies.table import Table, newest, numeric, read_runs, runs_table
 
 AXES = {  # a plot is of the validation split if runs have one
     "val_top1_last": "validation top-1 after the last epoch [%]",
@@ -82,3 +83,13 @@ def draw_map(path: Path, rows: pd.DataFrame, heads: dict[str, str], label: str) 
         axes.set_xlabel(heads[across])
         axes.spines[:].set_visible(False)
         axes.figure.colorbar(image, label=label)
+
+
+def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[str, list[Path]]:
+    """Writes the numbers and the plot of a sweep to the folder of reports; returns it as text."""
+    runs = read_runs(*folders)
+    table = runs_table(runs)
+    files = table.write(outputs)
+    if draw_runs(table, runs, picture := files[0].with_suffix(".png")):
+        files.append(picture)
+    return "\n".join(table.lines()), files

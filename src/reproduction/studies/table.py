@@ -433,15 +433,3 @@ def _bases(texts: pd.DataFrame, choice: str) -> dict[Hashable, str]:
         if len(fits) == 1:
             found[name] = fits[0]
     return found
-
-
-def write_sweep(folders: Sequence[Path], outputs: Path) -> tuple[str, list[Path]]:
-    """Writes the numbers and the plot of a sweep to the folder of reports; returns it as text."""
-    from reproduction.studies.plots import draw_runs  # imports matplotlib
-
-    runs = read_runs(*folders)
-    table = runs_table(runs)
-    files = table.write(outputs)
-    if draw_runs(table, runs, picture := files[0].with_suffix(".png")):
-        files.append(picture)
-    return "\n".join(table.lines()), files

@@ -96,9 +96,10 @@ def checked(lines: list[Line], scales: bool) -> Iterator[Line]:
     it has skipped the update, and the run goes on, as long as the loss is finite.
     """
     for line in lines:
-        if line["skipped"] and not (scales and math.isfinite(line["loss"])):
+        has_gain = not math.isnan(line.get("gain_max", 0.0))  # a GPU raises no exception for it
+        if not has_gain or (line["skipped"] and not (scales and math.isfinite(line["loss"]))):
             reason = f"the loss is {line['loss']}"
-            if math.isnan(line.get("gain_max", 0.0)):  # of a GPU, where no exception tells it
+            if not has_gain:
                 reason = "the saliency gain is not finite: the model has diverged"
             elif math.isfinite(line["loss"]):
                 reason = "the gradient is not finite"
