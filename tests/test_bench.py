@@ -99,10 +99,10 @@ def test_cost_multiplies_the_time_of_an_image_by_the_images_of_all_runs(here: Pa
     result = script("cost", "own.yaml", "--seeds", "2")
     assert result.status == 0, result.err
     rows = rows_of(result)
-    runs, batch, timed, speed, hours, _ = (float(x) for x in rows["own/tiny"])
+    runs, batch, timed, speed, hours, _ = (float(x.replace(",", "")) for x in rows["own/tiny"])
     assert (runs, batch, timed) == (2, 64, 16)
     assert hours == pytest.approx(30000 * (1437 + 360 / 3) / speed / 3600, rel=0.01)
-    assert float(rows["own"][0]) == pytest.approx(2 * hours, rel=0.01)
+    assert float(rows["own"][0].replace(",", "")) == pytest.approx(2 * hours, rel=0.01)
     assert "load average" in result.out
 
 
