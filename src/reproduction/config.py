@@ -248,14 +248,13 @@ class Recipe:
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class Checkpoint:
-    """How often to save besides the end of the run, and how many checkpoints to keep.
+    """How often to save besides the end of the run.
 
     Without `every_epochs`, the end of an epoch is saved if that takes at most 5 % of the time.
     """
 
     every_epochs: Count | None = None
     every_minutes: Positive | None = 10.0
-    keep: Count = 2
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)

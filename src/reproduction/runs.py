@@ -30,7 +30,6 @@ from reproduction.system import (
     first_line,
     is_first_rank,
     restarts,
-    versions,
     write_text,
 )
 
@@ -53,6 +52,7 @@ class Gone(list[Any]):
 UPGRADES: dict[str, Any] = {
     "restarts": Gone(),
     "checkpoint.every_steps": Gone(),
+    "checkpoint.keep": Gone(),
     "recipe.non_finite": Gone(["fail"]),
     "augmentation.htm.non_finite": Gone(["fail"]),
     "augmentation.mode": Gone(["batch"]),
@@ -168,6 +168,7 @@ class RunFolder:
         self.summary_path = self.path / "summary.json"
         self.report_path = self.path / "report.md"
         self.last_path = self.path / "checkpoints" / "last.pt"
+        self.previous_path = self.path / "checkpoints" / "last-1.pt"
         self.best_path = self.path / "checkpoints" / "best.safetensors"
 
     @classmethod
@@ -211,11 +212,8 @@ class RunFolder:
             clear_leftovers(folder)
         self.metrics_path.touch()
         os.truncate(self.metrics_path, metrics_size)
-        files = self.checkpoints()
-        if checkpoint is not None and checkpoint != self.last_path:
+        if checkpoint is not None:
             os.replace(checkpoint, self.last_path)
-            for damaged in files[1 : files.index(checkpoint)]:
-                damaged.unlink()
 
     def read_config(self) -> Config:
         """Returns the configuration. Raises UserError if this is not a run folder."""
@@ -262,8 +260,8 @@ class RunFolder:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def checkpoints(self) -> list[Path]:
-        """Returns the checkpoints to resume from, newest first."""
-        return versions(self.last_path)
+        """Returns the checkpoints to resume from, newest first; a kill may leave only the older."""
+        return [path for path in (self.last_path, self.previous_path) if path.exists()]
 
     def weights(self, which: str) -> list[Path]:
         """Returns the files to read `last` or `best` weights from, the first readable one counts.

@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import errno
 import os
 import platform
 import re
@@ -142,27 +141,17 @@ def clock_time(seconds: float) -> str:
 # --- files --------------------------------------------------------------------------------------
 
 TEMPORARIES = ".*.tmp"
-SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # from some network file systems
 
 
 @contextmanager
-def replacing(path: Path, keep: int | None = None) -> Iterator[Path]:
-    """Yields a temporary path in the same folder, which then replaces `path` atomically.
-
-    The new file is flushed to disk first. An error removes it and leaves `path` untouched. With
-    `keep`, the newest `keep` versions of `path` are kept, see `versions`.
-    """
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the same folder, which then replaces `path`, unless it fails."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
     try:
         yield temporary
-        sync(temporary)
-        if keep is not None:
-            _rotate(path, keep)
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -171,41 +160,10 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text)
 
 
-def versions(path: Path) -> list[Path]:
-    """Returns `path` and the versions it replaced, newest first: last.pt, last-1.pt, last-2.pt.
-
-    Includes `path` if only older versions exist, which a kill during rotation can cause.
-    """
-    older = path.parent.glob(f"{path.stem}-[1-9]*{path.suffix}")
-    found = sorted(older, key=lambda x: (len(x.name), x.name))
-    return [path, *found] if found or path.exists() else []
-
-
-def _rotate(path: Path, keep: int) -> None:
-    """Renames each version to the next number and removes surplus versions."""
-    existing = [x for x in versions(path) if x.exists()]
-    for surplus in existing[keep:]:
-        surplus.unlink()
-    for number, version in reversed([*enumerate(existing[: keep - 1], 1)]):
-        os.replace(version, path.with_stem(f"{path.stem}-{number}"))
-
-
 def clear_leftovers(folder: Path) -> None:
     """Removes temporary files left by killed processes."""
     for temporary in folder.glob(TEMPORARIES):
         temporary.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in SYNC_UNSUPPORTED:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 # --- ranks and hardware -------------------------------------------------------------------------

@@ -46,12 +46,14 @@ class Clock:
             return epoch % self.settings.every_epochs == 0
         return self.seconds <= SHARE * (time.monotonic() - self.saved)
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Writes the complete state of a run atomically and keeps the newest `keep` files."""
+    def save(self, folder: RunFolder, state: dict[str, Any]) -> None:
+        """Writes the complete state of a run, and keeps the previous one."""
         began = time.monotonic()
-        # given a path, torch would hide the reason of an error
-        with replacing(path, self.settings.keep) as temporary, temporary.open("wb") as file:
-            torch.save(state, file)
+        with replacing(folder.last_path) as temporary:
+            with temporary.open("wb") as file:  # given a path, torch would hide an error's reason
+                torch.save(state, file)
+            if folder.last_path.exists():
+                os.replace(folder.last_path, folder.previous_path)
         self.saved = time.monotonic()
         self.seconds = self.saved - began
 

@@ -41,7 +41,6 @@ from reproduction.system import (
     is_first_rank,
     progress,
     say,
-    sync,
     warn,
 )
 from reproduction.training import figures
@@ -317,11 +316,10 @@ def save(run: Run, state: RunState) -> None:
     """Writes a checkpoint with all that a resumed run needs, or must have in common with this."""
     trainer, folder = run.trainer, run.folder
     if trainer.world.is_main:
-        sync(folder.metrics_path)
         state.metrics_size = folder.metrics_size()
         content = {**trainer.state(), **vars(state), "classes": trainer.classes}
         on_host = tree_map_only(Tensor, lambda x: x.detach().to("cpu"), content)
-        run.clock.save(folder.last_path, on_host)
+        run.clock.save(folder, on_host)
     trainer.world.barrier()
     run.collected.restart_clock()
 
