@@ -33,7 +33,6 @@ from reproduction.system import UserError, is_first_rank, one_line_errors, say
 
 OWN = ("run", "weights", "checkpoint", "predictions", "images", "export")
 OF_A_RUN = ("device", "devices", "dataset", "recipe.precision")
-OF_A_FILE = ("device", "devices", "dataset", "recipe", "model", "output_root")
 FOR_TRAINING = ("dataset.limit", "dataset.validation", "dataset.validation_seed")
 
 
@@ -75,7 +74,10 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
 
     Another data set keeps the mean and std of the run.
     """
-    check_keys(words, OF_A_RUN)
+    for word in words:
+        key = word.removeprefix("+").partition("=")[0]
+        if not {key, key.partition(".")[0]} & {*OF_A_RUN} or key in FOR_TRAINING:
+            raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
     raw = {**asdict(saved), "devices": 1}
     leaves = [x.removeprefix("+") for x in words if not x.startswith("dataset=")]
     if len(leaves) < len(words):
@@ -88,20 +90,11 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
 
 def of_file(words: Sequence[str]) -> Config:
     """Returns the configuration of these words, for weights without a run."""
-    check_keys(words, OF_A_FILE)
     return compose((*expand(words)[0], "augmentation=[]"))
 
 
 def of_data(config: Config) -> dict[str, Any]:
     return {key: x for key, x in settings(config).items() if key.startswith("dataset.")}
-
-
-def check_keys(words: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raises UserError for a key that has no effect here."""
-    for word in words:
-        key = word.removeprefix("+").partition("=")[0]
-        if not {key, key.partition(".")[0]} & {*allowed} or key in FOR_TRAINING:
-            raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *allowed))}")
 
 
 def new_file(own: dict[str, str], key: str, ending: str) -> Path:

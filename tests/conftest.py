@@ -145,7 +145,7 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
             return
         save(figure, path, **settings)
         texts = (text.get_text() for text in figure.findobj(Text) if text.get_visible())
-        texts_of[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.*.tmp
+        texts_of[path.name.split(".")[1]] = [text for text in texts if text]  # .NAME.png.tmp
 
     monkeypatch.setattr(Figure, "savefig", record)
     return texts_of

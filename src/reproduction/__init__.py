@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from reproduction.training.checkpoint import Trained
-    from reproduction.training.ranks import World
     from reproduction.training.step import Trainer
 
 
@@ -20,12 +19,7 @@ def load_run(folder: str | Path, weights: str = "last") -> "Trained":
     return checkpoint.load_run(folder, weights)
 
 
-def build_trainer(
-    overrides: Sequence[str],
-    num_classes: int = 10,
-    steps_per_epoch: int = 1,
-    world: "World | None" = None,
-) -> "Trainer":
+def build_trainer(overrides: Sequence[str], num_classes: int = 10) -> "Trainer":
     """Returns the trainer of a train.py command line, without data, run folder and checkpoint."""
     import torch
 
@@ -35,8 +29,8 @@ def build_trainer(
     from reproduction.training.step import Trainer
 
     config = compose(tuple(overrides))
-    world = world or World(0, 1, torch.device(resolve_device(config.device, 1)))
+    world = World(0, 1, torch.device(resolve_device(config.device, 1)))
     torch.manual_seed(config.seed)
     module = build_module(without_weights(config.model), config.augmentation, num_classes)
     classes = [str(label) for label in range(num_classes)]
-    return Trainer(config, world, module, classes, steps_per_epoch)
+    return Trainer(config, world, module, classes, steps_per_epoch=1)

@@ -301,7 +301,7 @@ class Config:
         """Loading processes of each rank: for `auto` the cores here, divided among the ranks."""
         if isinstance(self.dataset.workers, int):
             return self.dataset.workers
-        return max(1, min(MOST_WORKERS, usable_cores() // (local_ranks() or self.devices)))
+        return max(1, min(MOST_WORKERS, usable_cores() // local_ranks(self.devices)))
 
 
 # parts of the place of an error that are no keys: tags and members of unions

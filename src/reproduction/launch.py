@@ -16,7 +16,6 @@ from reproduction.system import (
     CORES,
     OneLineError,
     PlainError,
-    RunLocked,
     UserError,
     is_first_rank,
     say,
@@ -48,8 +47,8 @@ def run_all(
     return [
         error
         for point, error in zip(points, outcomes, strict=True)
-        # another process may have finished it meanwhile
-        if error is not None and not (isinstance(error, RunLocked) and point.folder.is_finished())
+        # another process may have held its lock, and finished it meanwhile
+        if error is not None and not (isinstance(error, UserError) and point.folder.is_finished())
     ]
 
 

@@ -23,11 +23,7 @@ from filelock import FileLock, Timeout
 
 from reproduction.config import SOURCES, Config, parse
 from reproduction.system import (
-    TEMPORARIES,
-    RunLocked,
     UserError,
-    clear_leftovers,
-    first_line,
     is_first_rank,
     restarts,
     write_text,
@@ -155,14 +151,13 @@ def as_yaml(config: Config) -> str:
 
 # --- folder -------------------------------------------------------------------------------------
 
-LOCK = ".lock"
-
 
 class RunFolder:
     """Reads and writes one run folder."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.lock_path = self.path / ".lock"
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
@@ -180,9 +175,7 @@ class RunFolder:
         """Raises UserError if this folder cannot be used for this run."""
         if not (is_first_rank() and os.path.lexists(self.path)):
             return  # the first rank may already have created it for the others
-        expected = {"checkpoints", "wandb", "tensorboard", "summary.json", LOCK}
-        expected |= {entry.name for entry in self.path.glob(TEMPORARIES)}
-        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= expected:
+        if self.lock_path.exists() and not self.config_path.exists():
             return  # of a run that was killed before it wrote its configuration
         reason = "exists; resume it with resume=auto or choose another name"
         if config.resume == "auto":
@@ -208,8 +201,6 @@ class RunFolder:
         """
         self.last_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.config_path, as_yaml(config))
-        for folder in (self.path, self.last_path.parent):
-            clear_leftovers(folder)
         self.metrics_path.touch()
         os.truncate(self.metrics_path, metrics_size)
         if checkpoint is not None:
@@ -233,12 +224,9 @@ class RunFolder:
         return summary.get("status") == "finished" and "top1_last" in summary
 
     def write_summary(self, **entries: Any) -> dict[str, Any]:
-        """Adds entries to the summary and returns the result; each epoch of `log` is a line."""
+        """Adds entries to the summary and returns the result."""
         summary = self.read_summary() | entries
-        head = json.dumps({name: x for name, x in summary.items() if name != "log"}, indent=2)
-        lines = ",\n".join(f"    {json.dumps(line)}" for line in summary.get("log", ()))
-        log = f',\n  "log": [\n{lines}\n  ]' if lines else ""
-        write_text(self.summary_path, head.removesuffix("\n}") + log + "\n}\n")
+        write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
         return summary
 
     def read_metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -250,11 +238,10 @@ class RunFolder:
             lines = [{**json.loads(line)} for line in text.splitlines()]
         return [x for x in lines if "step" in x], [x for x in lines if "step" not in x]
 
-    def append_metrics(self, lines: list[dict[str, Any]]) -> None:
-        """Appends the lines; a part that a full disk leaves of them is cut off on a resume."""
-        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Appends a line; a part that a full disk leaves of it is cut off on a resume."""
         with self.metrics_path.open("a") as file:
-            file.write(text)
+            file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
@@ -268,19 +255,20 @@ class RunFolder:
 
         Raises UserError if there are none.
         """
-        files = {"last": self.checkpoints(), "best": [self.best_path]}.get(which, [])
-        if not (files and files[-1].is_file()):
-            held = [x.name for x in (self.last_path, self.best_path) if x.exists()]
-            holds = f"holds {' and '.join(held) or 'neither last.pt nor best.safetensors'}"
-            raise UserError(f"run={self.path} weights={which}: must be last or best; {holds}")
-        return files
+        best = [self.best_path] if self.best_path.exists() else []
+        files = {"last": self.checkpoints(), "best": best}
+        if not files.get(which):
+            held = [name for name, found in files.items() if found]
+            reason = f"must be last or best; it holds {' and '.join(held) or 'neither'}"
+            raise UserError(f"run={self.path} weights={which}: {reason}")
+        return files[which]
 
     def status(self) -> str:
         """Returns finished, running, failed, interrupted (also if it was killed) or not started.
 
         The lock's owner must not call this.
         """
-        status, lock = self.read_summary().get("status"), self.path / LOCK
+        status, lock = self.read_summary().get("status"), self.lock_path
         if status == "finished":
             return "finished"
         try:
@@ -299,9 +287,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the system, of YAML and JSON, of the schema
-        is_plain = isinstance(error, UserError | ValueError | yaml.YAMLError)
-        reason = getattr(error, "strerror", None) or (str(error) if is_plain else first_line(error))
-        raise UserError(f"{path}: {reason}") from error
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def find(config: Config) -> list[RunFolder]:
@@ -313,10 +299,12 @@ def find(config: Config) -> list[RunFolder]:
     root, identity = Path(config.output_root), key(config)
     changed = root.stat().st_mtime_ns if root.is_dir() else 0
     found = [RunFolder(root / name) for name, x in _keys(root, changed) if x == identity]
-    if len(found) > 1:
-        own = {x.path: x.read_summary().get("name") == x.path.name for x in found}
-        found.sort(key=lambda x: (x.is_finished(), x.metrics_size(), own[x.path]), reverse=True)
-    return found
+
+    def rank(run: RunFolder) -> tuple[bool, int, bool]:
+        is_original = run.read_summary().get("name") == run.path.name
+        return run.is_finished(), run.metrics_size(), is_original
+
+    return sorted(found, key=rank, reverse=True)
 
 
 @lru_cache(maxsize=1)
@@ -337,22 +325,22 @@ PATIENCE_OF_RESTARTED = 60.0  # the previous first rank may still be shutting do
 
 @contextmanager
 def hold(folder: RunFolder) -> Iterator[None]:
-    """Locks the run for this process, on the first rank only. Raises RunLocked if it is taken.
+    """Locks the run for this process, on the first rank only. UserError if it is taken.
 
     The system frees the lock when the process ends. A run that is refused leaves no folder.
     """
     if not is_first_rank():
         yield
         return
-    path = folder.path / LOCK
+    path = folder.lock_path
     lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(PATIENCE_OF_RESTARTED if restarts() else PATIENCE)
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")  # for RunLocked
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     except Timeout:
         holder = path.read_text().strip() or "another process"
-        raise RunLocked(f"name={folder.path.name}: {holder} is training {folder.path}") from None
+        raise UserError(f"name={folder.path.name}: {holder} is training {folder.path}") from None
     try:
         yield
     finally:

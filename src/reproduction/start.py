@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -178,20 +177,14 @@ def one_line(*words: str) -> Iterator[None]:
         if key := getattr(cause, "full_key", None):  # which may be a part of what was typed
             key = next((x for x in typed if x.startswith(key)), key)
             if isinstance(cause, AttributeError | KeyError):
-                line = ", perhaps ".join(["the chosen options have no such key", *nearest(key)])
+                whole = [x for x in allowed() if x.endswith(f".{key}")]  # typed without its group
+                line = ", perhaps ".join(["the chosen options have no such key", *whole[:1]])
             line = f"{typed.get(key, key)}: {line}"
         elif not any(x in line for x in typed):
             line = f"{' '.join(words)}: {line}"
         if found := re.search(r"'(\w+)/", line):  # 'group/option'
             line += f" allowed: {', '.join(options_of(found[1]))}"
         raise UserError(line) from error
-
-
-def nearest(key: str) -> list[str]:
-    """Returns the keys, if any, that may have been meant: of the same last part, or alike."""
-    last, keys = key.rpartition(".")[2], [*allowed()]
-    same = [x for x in keys if x.rpartition(".")[2] == last]
-    return [x for x in same or get_close_matches(key, keys) if x != key][:1]
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TextIO, TypeVar
-from uuid import uuid4
+from typing import Literal, NoReturn, TextIO, TypeVar
 
 from pydantic import PositiveInt, TypeAdapter
 from tqdm import tqdm
@@ -45,10 +44,6 @@ class OneLineError(Exception):
 
 class UserError(OneLineError):
     """A mistake, exit status 2: `key=value: what is wrong; what is allowed`."""
-
-
-class RunLocked(UserError):
-    """Another process is training this run."""
 
 
 class PlainError(OneLineError):
@@ -100,18 +95,9 @@ def positive(text: str) -> int:
 # --- output -------------------------------------------------------------------------------------
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Prints lines to stdout."""
-    _print(sys.stdout, text, end)
-
-
-def warn(text: str) -> None:
-    """Prints lines to stderr."""
-    _print(sys.stderr, text, "\n")
-
-
-def _print(stream: TextIO | None, text: str, end: str) -> None:
-    """Gives output up that cannot be encoded or written: a run outlives its terminal."""
+def say(text: str, end: str = "\n", to: Literal["stdout", "stderr"] = "stdout") -> None:
+    """Prints lines. Gives up what cannot be encoded or written: a run outlives its terminal."""
+    stream: TextIO | None = getattr(sys, to)
     try:
         tqdm.write(text, stream, end)  # beside a bar
         if stream is not None:
@@ -121,6 +107,10 @@ def _print(stream: TextIO | None, text: str, end: str) -> None:
     except OSError:  # a closed pipe, a full disk, a terminal that is gone: also at exit
         with open(os.devnull, "w") as nowhere, suppress(OSError):
             os.dup2(nowhere.fileno(), stream.fileno() if stream is not None else 1)
+
+
+def warn(text: str) -> None:
+    say(text, to="stderr")
 
 
 Item = TypeVar("Item")
@@ -140,13 +130,11 @@ def clock_time(seconds: float) -> str:
 
 # --- files --------------------------------------------------------------------------------------
 
-TEMPORARIES = ".*.tmp"
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder, which then replaces `path`, unless it fails."""
-    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -158,12 +146,6 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text)
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Removes temporary files left by killed processes."""
-    for temporary in folder.glob(TEMPORARIES):
-        temporary.unlink(missing_ok=True)
 
 
 # --- ranks and hardware -------------------------------------------------------------------------
@@ -179,10 +161,9 @@ def launched_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if is_launched and "WORLD_SIZE" in os.environ else None
 
 
-def local_ranks() -> int | None:
-    """Returns the number of ranks on this machine, None if not launched."""
-    ranks = launched_ranks()
-    return None if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+def local_ranks(devices: int) -> int:
+    """Returns the number of ranks on this machine: as launched, else `devices`."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", devices))
 
 
 def is_first_rank() -> bool:
@@ -219,17 +200,8 @@ def hardware_name(device: str) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of returning it to the kernel.
-
-    By default, large tensors are returned and every step pays for new, zeroed pages.
-    """
+    """Makes glibc reuse freed memory; by default every step pays for new, zeroed pages."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(TRIM_THRESHOLD, -1)  # never
         mallopt(MMAP_MAX, 0)
-
-
-def give_back_freed_memory() -> None:
-    """Returns freed memory to the kernel once, before forks that would hold a copy of it."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)

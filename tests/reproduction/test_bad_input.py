@@ -93,7 +93,8 @@ def test_a_missing_gpu_is_named(here: Path):
 
 
 def test_a_run_that_was_killed_before_its_first_file_can_begin_again(here: Path):
-    Path("outputs/mine/checkpoints").mkdir(parents=True)
+    Path("outputs/mine").mkdir(parents=True)
+    Path("outputs/mine/.lock").touch()
     assert train("name=mine", *SMALL).status == 0
 
 

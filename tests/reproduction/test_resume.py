@@ -133,7 +133,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(here: Path, whole: Run, at: int
 def test_a_kill_while_a_checkpoint_is_written_loses_at_most_that_one(left: Run, whole: Run):
     """The one before it is moved already, last.pt is missing, a temporary file is left."""
     last, *_ = left.checkpoints
-    last.rename(last.with_name(".last.pt.0123abcd.tmp"))
+    last.rename(last.with_name(".last.pt.tmp"))
     result = evaluate("run=outputs/mine", *OWN[1:2], "device=cpu")
     assert result.status == 0 and not result.err and "last-1.pt" in result.out
     ends_as(whole, *BY_STEPS)

@@ -17,7 +17,6 @@ from reproduction.reporting.trained import (
 from reproduction.runs import RunFolder
 from reproduction.system import (
     UserError,
-    clear_leftovers,
     clock_time,
     first_line,
     is_first_rank,
@@ -36,7 +35,6 @@ def write_report(folder: RunFolder, summary: dict[str, Any]) -> None:
         return
     try:
         if not folder.report_path.exists():
-            clear_leftovers(folder.path)
             config = folder.read_config()
             head = [_description(config, summary), _table(config, summary)]
             sections = [f"# {folder.path.name}", *head, *_draw(folder, config)]

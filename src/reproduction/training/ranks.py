@@ -105,7 +105,7 @@ def resolve_device(
     gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"
-    if device == "cuda" and (local_ranks() or devices) > gpus:
+    if device == "cuda" and local_ranks(devices) > gpus:
         raise UserError(f"device=cuda devices={devices}: this machine has {gpus} CUDA GPUs")
     for word in (f"recipe.precision={precision}", f"compile={compile}"):
         if device == "cpu" and word in ("recipe.precision=float16", "compile=cuda-graph"):

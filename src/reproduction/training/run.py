@@ -36,7 +36,6 @@ from reproduction.system import (
     Stopped,
     UserError,
     first_line,
-    give_back_freed_memory,
     hardware_name,
     is_first_rank,
     progress,
@@ -60,7 +59,7 @@ def run_training(config: Config) -> dict[str, Any]:
     """Trains one run, unless it is finished, and returns its summary.
 
     Raises UserError before the run begins, and PlainError or KeyboardInterrupt after the status is
-    recorded in the folder. Raises RunLocked if another process is training the run.
+    recorded in the folder.
     """
     folder = RunFolder.of(config)
     try:
@@ -308,7 +307,7 @@ def write(run: Run, state: RunState) -> None:
 
 def _log(run: Run, line: figures.Line) -> None:
     if run.trainer.world.is_main:
-        run.folder.append_metrics([line])
+        run.folder.append_metrics(line)
         run.logs.log(line)
 
 
@@ -341,7 +340,6 @@ def evaluate_on(
     """Evaluates a plain model on the images of a loader."""
     began, inputs, world = time.perf_counter(), run.trainer.inputs, run.trainer.world
     world.share_buffers(model)  # the first rank saves these weights
-    give_back_freed_memory()  # before the loader forks its workers
     waited = run.stop.while_waiting(loader)
     batches = progress(waited, "evaluation", length_hint(loader))
     result, _ = evaluate(model, inputs.normalize, batches, world, run.trainer.recipe.precision)
