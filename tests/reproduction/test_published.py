@@ -49,8 +49,8 @@ def published_module(recorded: Recorded, **changes: dict[str, Any]) -> TokenMixu
     model = recorded.build()
     model.load_state_dict(convert_names(recorded.under("state")))
     module = attach(model, 10, **{key: x | changes.get(key, {}) for key, x in stack.items()})
-    if module.scorenet is not None:
-        module.scorenet.load_state_dict(scorenet_state(recorded.under("state")))
+    for scorenet in module.scorenets.values():
+        scorenet.load_state_dict(scorenet_state(recorded.under("state")))
     return module
 
 

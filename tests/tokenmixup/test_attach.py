@@ -106,7 +106,7 @@ def test_score_loss_uses_the_targets_that_entered(batch):
 def test_stop_gradient_keeps_the_score_loss_from_the_model(batch, stop):
     module = attached(htm={"layer": 1, "stop_gradient": stop})
     module(*batch).score_loss.backward()
-    assert module.scorenet.head.weight.grad is not None
+    assert module.scorenets["1"].head.weight.grad is not None
     trained = [p for p in module.model.parameters() if p.grad is not None]
     assert (trained == []) == stop
 
@@ -145,7 +145,7 @@ def test_a_difficulty_of_tau_is_not_easy(batch):
 
 def test_auto_thresholds_are_those_of_the_classes_and_the_spatial_tokens(batch):
     module = attached(htm={"layer": 1})
-    module.scorenet.head.bias.data[0] = 9  # some samples are easy
+    module.scorenets["1"].head.bias.data[0] = 9  # some samples are easy
     batch = batch[0], torch.eye(CLASSES)[[0, 0, 0, 1, 2, 3]]
     output = module(*batch)
     assert output.stats["mixed_samples"] == 3
@@ -156,10 +156,10 @@ def test_auto_thresholds_are_those_of_the_classes_and_the_spatial_tokens(batch):
 
 def test_scorenet_pools_what_the_model_reads():
     for build, pooling in ((small_vit, "class_token"), (small_vit_lite, "class_token")):
-        assert attached(build(), htm={"layer": 1}).scorenet.pooling == pooling
-    assert attached(small_cct(), htm={"layer": 1}).scorenet.pooling == "attention"
+        assert attached(build(), htm={"layer": 1}).scorenets["1"].pooling == pooling
+    assert attached(small_cct(), htm={"layer": 1}).scorenets["1"].pooling == "attention"
     averaged = attached(small_vit(global_pool="avg"), htm={"layer": 1})
-    assert averaged.scorenet.pooling == "attention"
+    assert averaged.scorenets["1"].pooling == "attention"
 
 
 # Precision, dropout, checkpointing

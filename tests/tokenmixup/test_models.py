@@ -98,8 +98,8 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
             expected = saliency_of(name, blocks_of(name, model)[mix.layer], calls[mix.layer])
             torch.testing.assert_close(mix.saliency, expected, atol=1e-6, rtol=1e-4)
             spread = max(spread, float(expected.std() / expected.mean()))
-        assert module.scorenet is not None
-        assert module.scorenet.pooling == ("class_token" if kind.reads else "attention")
+        (scorenet,) = module.scorenets.values()
+        assert scorenet.pooling == ("class_token" if kind.reads else "attention")
     assert spread > 0.02
 
 
@@ -123,8 +123,8 @@ def test_saliency_follows_what_the_class_is_read_from(name: str, pool: str, read
     rows = call.attn.mean(dim=1)
     expected = (rows[:, 0] if reads else rows.mean(dim=1))[:, 1:]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
-    assert module.scorenet is not None
-    assert module.scorenet.pooling == ("class_token" if reads else "attention")
+    (scorenet,) = module.scorenets.values()
+    assert scorenet.pooling == ("class_token" if reads else "attention")
 
 
 @pytest.mark.parametrize("name", of_each_kind())
