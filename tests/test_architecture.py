@@ -21,7 +21,6 @@ LAYERS = (
 )
 LIBRARY = {"torch", "numpy", "scipy", "einops", "tokenmixup"}  # what the library may import
 MORE = {  # file of the library -> what it alone may import
-    "timm_task": {"timm"},
     "module": {"timm"},  # where timm has called
     "kernels": {"triton"},
 }

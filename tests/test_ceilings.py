@@ -9,7 +9,7 @@ from reproduction.start import allowed
 from tests.doors import ROOT
 
 ROOMS = {  # files -> lines, public names of the modules
-    "src/tokenmixup/*.py": (2541, 125),
+    "src/tokenmixup/*.py": (2400, 125),
     "src/reproduction/training/*.py": (1900, 85),
     "src/reproduction/models/*.py": (650, 45),
     "src/reproduction/data/*.py": (900, 60),

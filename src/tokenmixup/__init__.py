@@ -1,8 +1,7 @@
 """TokenMixup (Choi, Choi and Kim, NeurIPS 2022): attention-guided mixing of tokens.
 
 `attach` adds it to a transformer; the other functions are the parts of the method. They are
-imported on first use, so that the settings are available without importing torch. So is
-`TokenMixupTask`, the only part that needs timm.
+imported on first use, so that the settings are available without importing torch.
 """
 
 from importlib import import_module
@@ -11,31 +10,24 @@ from typing import TYPE_CHECKING, Any
 from tokenmixup.settings import HTM, VTM, ManifoldMixup
 
 if TYPE_CHECKING:
-    from tokenmixup.adapters import Adapter, blocks_of, torch_encoder
+    from tokenmixup.adapters import Adapter, blocks_of
     from tokenmixup.assignment import gain_matrix, optimal_assignment
     from tokenmixup.horizontal import HorizontalMix, Rules, mix_horizontal
-    from tokenmixup.module import TokenMixup, attach, check_adapter, why_not
+    from tokenmixup.module import TokenMixup, attach
     from tokenmixup.output import Output, training_loss
     from tokenmixup.saliency import attention_saliency, gradient_saliency, rollout_saliency
     from tokenmixup.scorenet import ScoreNet, difficulty
-    from tokenmixup.timm_task import TokenMixupTask as TokenMixupTask  # not for `import *`
     from tokenmixup.vertical import salient_indices
 
 __version__ = "0.2.0"
-__all__ = ["HTM", "VTM", "ManifoldMixup"]
-__all__ += ["Adapter", "blocks_of", "torch_encoder"]
-__all__ += ["gain_matrix", "optimal_assignment", "salient_indices"]
-__all__ += ["HorizontalMix", "Rules", "mix_horizontal"]
-__all__ += ["TokenMixup", "attach", "check_adapter", "why_not"]
-__all__ += ["Output", "training_loss"]
-__all__ += ["attention_saliency", "gradient_saliency", "rollout_saliency"]
-__all__ += ["ScoreNet", "difficulty"]
+__all__ = ["HTM", "VTM", "Adapter", "ManifoldMixup", "Output", "TokenMixup", "attach", "blocks_of"]
+__all__ += ["HorizontalMix", "Rules", "gain_matrix", "mix_horizontal", "training_loss"]
+__all__ += ["attention_saliency", "gradient_saliency", "optimal_assignment", "rollout_saliency"]
+__all__ += ["ScoreNet", "difficulty", "salient_indices"]
 HOMES = ("adapters", "assignment", "horizontal", "module", "output", "saliency", "scorenet")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TokenMixupTask":
-        return import_module(f"{__name__}.timm_task").TokenMixupTask
     for home in (*HOMES, "vertical") if name in __all__ else ():
         if hasattr(found := import_module(f"{__name__}.{home}"), name):
             return getattr(found, name)
@@ -43,4 +35,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, "TokenMixupTask"]
+    return [*globals(), *__all__]

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tokenmixup.watch import AttentionMap
 
-SAY_BY_ADAPTER = "an Adapter must say num_prefix_tokens and reads_class_token"
 # Methods of timm's models that decide which tokens are the prefix and what the head reads.
 DECIDING = ("_pos_embed", "forward_features", "forward_head", "pool")
 
@@ -59,14 +58,6 @@ class Adapter:
     def attends_to_all(self) -> bool:
         """Whether each block computes a softmax over all of its tokens."""
         return self.geometry is None and self.saliency is None
-
-
-def torch_encoder(encoder: str, embed_dim: str | int, **more: Any) -> Adapter:
-    """Returns the adapter of a model that contains an nn.TransformerEncoder at the path `encoder`.
-
-    Its layers must be `batch_first`. `more`: further fields of Adapter.
-    """
-    return Adapter(blocks=f"{encoder}.layers", embed_dim=embed_dim, **more)
 
 
 def swin(block: Any, seen: AttentionMap, x: Tensor) -> Tensor:
@@ -111,9 +102,9 @@ def _huggingface(name: str, blocks: str, prefix: int, reads_class_token: bool = 
 
 HF, STAGES = "transformers.models", "timm.models"
 ADAPTERS = {  # models that work without an adapter of the user's
-    "torchvision.models.vision_transformer.VisionTransformer": torch_encoder(
-        "encoder",
-        "hidden_dim",
+    "torchvision.models.vision_transformer.VisionTransformer": Adapter(
+        blocks="encoder.layers",
+        embed_dim="hidden_dim",
         patch_embed="conv_proj",
         num_prefix_tokens=1,
         reads_class_token=True,
@@ -164,11 +155,9 @@ def blocks_of(model: Any, adapter: Adapter | None = None) -> list[nn.Module]:
     Raises ValueError with the one-line reason if there are none, or if nobody tells which of
     their tokens are the prefix.
     """
-    kind = type(model).__name__
     if adapter is None:
         adapter = adapter_of(model)
-        if reason := _why_not_timm(model, adapter):
-            raise ValueError(f"{kind} {reason}")
+        _check_timm(model, adapter)
     blocks = [model]
     for path in adapter.blocks.split(".*."):
         stages, blocks = blocks, []
@@ -218,30 +207,33 @@ def _follow(start: Any, path: str, field: str) -> Any:
         raise ValueError(f"Adapter.{field}={path!r}: {error}") from error
 
 
-def _why_not_timm(model: Any, adapter: Adapter) -> str | None:
-    """Returns why a model that no adapter was given for is not served."""
+def _check_timm(model: Any, adapter: Adapter) -> None:
+    """Raises ValueError if an adapter of the user's must say what this model's tokens are."""
+    name, kinds = type(model).__name__, type(model).__mro__
     if adapter.blocks == "blocks" and not hasattr(model, "blocks"):
-        return "has no sequence named blocks; a transformer of other names needs an Adapter"
-    kinds = type(model).__mro__
+        raise ValueError(f"{name} has no sequence named blocks; it needs an Adapter")
     if not any(kind.__module__.startswith("timm.") for kind in kinds):
-        return None  # the names are its own
-    for name in DECIDING:
-        home = next((kind.__module__ for kind in kinds if name in vars(kind)), "timm.")
-        if not home.startswith("timm.") or name in vars(model):
-            return f"has its own {name}: {SAY_BY_ADAPTER}"
-    is_unpooled = getattr(model, "global_pool", None) == ""
-    return f"has global_pool='': {SAY_BY_ADAPTER}" if is_unpooled else None
+        return  # the names are its own
+    own = {x for kind in kinds if not kind.__module__.startswith("timm.") for x in vars(kind)}
+    found = [x for x in DECIDING if x in own or x in vars(model)]
+    if getattr(model, "global_pool", None) == "":
+        found.append("way to pool (global_pool='')")
+    if found:
+        must = "an Adapter must say num_prefix_tokens and reads_class_token"
+        raise ValueError(f"{name} has its own {found[0]}: {must}")
 
 
-def why_not_wrapped(model: Any) -> str | None:
-    """Returns why a model cannot be attached to, since something else holds it."""
-    if hasattr(model, "_orig_mod"):
-        return f"{type(model).__name__} is already compiled: attach first, then compile the module"
-    if isinstance(model, nn.DataParallel | DistributedDataParallel):
-        return f"it is in a {type(model).__name__}: attach first, then wrap"
-    if is_sharded(model):
-        return "it is sharded by fully_shard: attach first, then shard"
-    return "TokenMixup is already attached to it" if hasattr(model, "scorenets") else None
+def check_unwrapped(model: Any) -> None:
+    """Raises ValueError if something else already holds the model."""
+    kind = type(model).__name__
+    for holds, reason in (
+        (hasattr(model, "_orig_mod"), "is already compiled: attach first, then compile the module"),
+        (isinstance(model, nn.DataParallel | DistributedDataParallel), "attach first, then wrap"),
+        (is_sharded(model), "is sharded by fully_shard: attach first, then shard"),
+        (hasattr(model, "scorenets"), "is already attached to"),
+    ):
+        if holds:
+            raise ValueError(f"{kind}: {reason}")
 
 
 def is_sharded(model: Any) -> bool:

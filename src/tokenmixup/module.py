@@ -11,14 +11,14 @@ bit.
         |
         | tokens b n d
     [block]  ................ manifold mixup, if this layer is drawn: tokens, targets
-        |                     layer of HTM: ScoreNet -> difficulty; the block's own run, left at its
-        |                        map -> saliency; Algorithm 1 -> tokens, targets
+        |                     layer of HTM: ScoreNet -> difficulty; a first run of the block, left
+        |                        at its map -> saliency; Algorithm 1 -> tokens, targets
         |                     layer of VTM: the memory's m tokens are put behind the n
         |
         +-- own forward, whose map is seen, on n or n + m tokens
         |
         |                     layer of VTM: the first n tokens are kept
-        |                     source of VTM: most salient tokens -> memory of each later layer
+        |                     block before it: its most salient inputs -> that layer's memory
         | tokens b n d
     [block]  ................ one that nothing touches: as it is, or `checkpoint_blocks`
         |
@@ -32,7 +32,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,11 +39,11 @@ from tokenmixup.adapters import (
     Adapter,
     adapter_of,
     blocks_of,
+    check_unwrapped,
     has_class_token,
     is_sharded,
     name_of,
     patch_embed_of,
-    why_not_wrapped,
     width_of,
 )
 from tokenmixup.contexts import evaluating
@@ -92,8 +91,6 @@ class TokenMixup(nn.Module):
         super().__init__()
         if type(num_classes) is not int or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r}: must be an int, 1 or more")
-        if type(checkpoint_blocks) is not bool:
-            raise ValueError(f"checkpoint_blocks={checkpoint_blocks!r}: must be True or False")
         self.htm, self.vtm = built(HTM, htm), built(VTM, vtm)
         self.htm = self.htm and self.htm.for_classes(num_classes)
         self.manifold_mixup = built(ManifoldMixup, manifold_mixup)
@@ -110,8 +107,7 @@ class TokenMixup(nn.Module):
         self._blocks: list[nn.Module] = []
         self._pass: Pass | None = None  # the one that runs
         if self._touched or checkpoint_blocks:
-            if reason := why_not(model, adapter):
-                raise ValueError(f"TokenMixup does not support this model: {reason}")
+            check_unwrapped(model)
             self._look_up()
         self.scorenets = nn.ModuleDict({str(x): self._new_scorenet(x) for x in self._htm})
         self.rules: Rules = PAPER if self.htm is None else rules_of(self.htm)
@@ -208,6 +204,8 @@ class TokenMixup(nn.Module):
             need("htm.detector=gradient", "tokens row by row", adapter.in_rows or not by_pixels)
             need(rolls, over_all, has_all or not steps)
             need(rolls, "blocks that share their rotary positions", not (own_rope and steps))
+            whole = not (by_pixels or steps) or not is_sharded(self)  # FSDP gathers for one pass
+            need(rolls if steps else "htm.detector=gradient", "parameters without FSDP", whole)
         if len({width_of(model, blocks[layer], adapter) for layer in self._htm}) > 1:
             raise ValueError(f"htm.layer={[*self._htm]}: must lie in one stage of {kind}")
         for layer in (*self._htm, *vtm):
@@ -217,19 +215,10 @@ class TokenMixup(nn.Module):
                     raise ValueError(f"{kind}: {name}, whose statistics would see tokens twice")
 
     def _input_gradient(self, images: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns the input gradient if HTM takes it. Raises ValueError if HTM cannot run here."""
+        """Returns the input gradient if HTM takes it."""
         htm = next(iter(self._htm.values()), None)
-        if htm is None or (htm.detector != "gradient" and not htm.rollout_steps):
+        if htm is None or htm.detector != "gradient":
             return None
-        if is_sharded(self):
-            key = "htm.rollout_steps" if htm.rollout_steps else "htm.detector=gradient"
-            raise ValueError(
-                f"{key}: not supported with FSDP, which gathers for the main pass only"
-            )
-        if htm.rollout_steps:
-            return None
-        if torch.is_inference_mode_enabled():
-            raise ValueError("htm.detector=gradient: torch.inference_mode() allows no gradient")
         with evaluating(self.model):
             exact = images.to(next(self.model.parameters()).dtype)  # autocast is off there
             return input_gradient(lambda x: logits_of(self.model(x)), exact, targets)
@@ -259,11 +248,6 @@ class TokenMixup(nn.Module):
         """
         self._htm, self._vtm, self._manifold, self._touched = {}, {}, None, []
         self.scorenets.requires_grad_(False)
-
-    @property
-    def scorenet(self) -> ScoreNet | None:
-        """The ScoreNet of HTM's first layer."""
-        return cast(ScoreNet, next(iter(self.scorenets.values()), None))
 
     @torch.no_grad()
     def mixed_pairs(self, images: Tensor, targets: Tensor) -> LayerMix | None:
@@ -309,17 +293,6 @@ class TokenMixup(nn.Module):
 attach = TokenMixup  # `attach(model, ...)` says what happens to the model
 
 
-def why_not(model: Any, adapter: Adapter | None = None) -> str | None:
-    """Returns in one line why the model is not supported, as far as it shows without a run."""
-    if reason := why_not_wrapped(model):
-        return reason
-    try:
-        blocks_of(model, adapter)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 @torch.compiler.disable
 def put_back(forwards: Forwards) -> None:
     """Takes the stand-ins away."""
@@ -356,26 +329,3 @@ def check_batch(images: Any, targets: Any, num_classes: int) -> None:
 def logits_of(out: Any) -> Any:
     """Returns the logits of what a model returns, such as an output of transformers."""
     return out if isinstance(out, Tensor) else getattr(out, "logits", out)
-
-
-@torch.no_grad()
-def check_adapter(model: nn.Module, adapter: Adapter, images: Tensor) -> int:
-    """Runs HTM at each block in evaluation mode; returns the number of spatial tokens of the first.
-
-    Raises ValueError, naming the block, unless each runs once, in order, gets and returns tokens of
-    the adapter's width, and computes one map over them, or has a saliency that is not negative. A
-    run does not show which tokens are the prefix, and whether the head reads token 0: compare the
-    returned number with the number of patches.
-    """
-    counts = []
-    with evaluating(model):
-        classes = logits_of(model(images)).shape[1]
-        targets = F.one_hot(torch.arange(len(images), device=images.device) % classes, classes)
-        for layer, block in enumerate(blocks_of(model, adapter)):
-            module = TokenMixup(model, classes, htm={"layer": layer}, adapter=adapter)
-            mix = module.mixed_pairs(images, targets)
-            assert mix is not None, "HTM mixes"
-            if not (mix.saliency >= 0).all():
-                raise ValueError(f"{name_of(layer, block)}: its saliency must be >= 0")
-            counts.append(mix.saliency.shape[1])
-    return counts[0]

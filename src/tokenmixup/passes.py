@@ -55,12 +55,12 @@ class Pass:
         needs_map = bool(later) or memory is not None
         if index in module._htm:
             x, saliency = self._mix(index, x, entry, is_source=bool(later))
-            needs_map = needs_map or module.detect is not by_gradient
+            needs_map = needs_map or module.detect is not by_gradient  # one, and no other
         tokens, watching = x.view(shape), entry.watching(keeps_map=bool(later) and saliency is None)
-        if memory is not None:  # Eq. 13
+        if memory is not None:  # Eq. 13; the m ask nothing, see watch.py
             tokens = torch.cat([x, *(kept for kept, _ in memory)], dim=1)
             watching.memory = torch.cat([places for _, places in memory], dim=1)
-            kwargs = _with_places(kwargs, watching.memory, adapter.num_prefix_tokens)
+            kwargs = _with_rope(kwargs, watching.memory, adapter.num_prefix_tokens)
         is_watched = needs_map and adapter.saliency is None
         with watching if is_watched else nullcontext():
             out = plain(tokens, *args[1:], **kwargs)
@@ -105,11 +105,11 @@ class Pass:
         module, prefix = self.module, self.module.adapter.num_prefix_tokens
         htm = module._htm[index]
         score_logits = module.scorenets[str(index)](x, prefix)
-        hard = difficulty(score_logits, self.targets, htm.difficulty)
+        nats = difficulty(score_logits, self.targets, htm.difficulty)
         module._pass = None  # a detector runs blocks as they are
-        own = saliency = module.detect(entry)
+        for_vtm = saliency = module.detect(entry)
         if is_source and module.detect is not by_attention:
-            own = by_attention(entry)
+            for_vtm = by_attention(entry)
         module._pass = self
         if [*saliency.shape] != (expected := [len(x), x.shape[1] - prefix]):
             raise ValueError(
@@ -117,14 +117,14 @@ class Pass:
                 f"{expected}"
             )
         rho = htm.rho_for(saliency.shape[1])
-        mix = mix_horizontal(x, self.targets, saliency, hard, htm.tau, rho, module.rules)
+        mix = mix_horizontal(x, self.targets, saliency, nats, htm.tau, rho, module.rules)
         found = (mix.is_easy, mix.mask, mix.gain, mix.saliency, mix.donor, mix.keep_ratio)
-        self.layers.append(LayerMix(index, score_logits, hard, *found))
+        self.layers.append(LayerMix(index, score_logits, nats, *found))
         if is_source and htm.order == "in_place":
-            own = torch.where(mix.mask, own[mix.donor], own)
+            for_vtm = torch.where(mix.mask, for_vtm[mix.donor], for_vtm)
         mix = ORDERS[htm.order](mix)
         self.targets = mix.targets
-        return mix.tokens, own if is_source else None
+        return mix.tokens, for_vtm if is_source else None
 
     def _remember(self, layer: int, x: Tensor, saliency: Tensor) -> None:
         """Stores the most salient of a block's tokens for a later layer of VTM."""
@@ -181,7 +181,7 @@ class Pass:
         )
 
 
-def _with_places(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mapping[str, Any]:
+def _with_rope(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mapping[str, Any]:
     """Appends the rotary positions of a memory, `b m` in 0..n-1, to a block's argument `rope`.
 
     It has sines, then cosines, of each spatial token, `.. t 2e`; the prefix is not rotated.

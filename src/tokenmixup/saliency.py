@@ -134,7 +134,7 @@ def saliency_by(seen: AttentionMap, entry: BlockInput, class_token: bool | None 
     if adapter.geometry is not None:
         return _to_sum_1(adapter.geometry(entry.blocks[0], seen, *entry.args))
     by_row = adapter.reads_class_token if class_token is None else class_token
-    return seen.received(int(by_row) or n, n)[:, adapter.num_prefix_tokens :]
+    return seen.received(1 if by_row else n, n)[:, adapter.num_prefix_tokens :]
 
 
 def _to_sum_1(saliency: Tensor) -> Tensor:

@@ -28,12 +28,18 @@ def _option(*what: Any, default: Any = MISSING, **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(*what, **more)})
 
 
+def _blocks(least: int) -> Any:
+    """Declares an option that is the index of a block, or several."""
+    told = f"an integer >= {least}, or several in rising order"
+    return _option(told, _at_least(least), per_layer=True)
+
+
 def _threshold(allowed: str, most: float) -> Any:
     """Declares an option that is a number from 0 on, infinite, or found by a rule."""
     return _option(
-        allowed,
+        f"auto, {allowed} or inf, or one for each layer",
         lambda x: x in (AUTO, math.inf) or _within(0, most)(x),
-        lambda x: AUTO if x == AUTO else float(x),
+        lambda x: x if x == AUTO else float(x),
         default=AUTO,
         per_layer=True,
     )
@@ -58,11 +64,8 @@ def _at_least(least: int) -> Callable[[Any], bool]:
     return lambda x: type(x) is int and x >= least
 
 
-def _within(low: float, high: float = math.inf) -> Callable[[Any], bool]:
-    """Whether a number, which fits into float32 or is infinite, lies between two."""
-    return lambda x: (
-        type(x) in (int, float) and low <= x <= high and (abs(x) <= LARGEST or abs(x) == math.inf)
-    )
+def _within(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda x: type(x) in (int, float) and low <= x <= high
 
 
 def _are_blocks(x: Any) -> bool:
@@ -163,18 +166,10 @@ class HTM(_Layered):
 
     key = "htm"
 
-    layer: int | Sequence[int] = _option(
-        "an integer >= 0, or several in rising order", _at_least(0), per_layer=True
-    )
-    tau: float | str | Sequence[float | str] = _threshold(
-        "auto, a number >= 0 or inf, or one for each layer", math.inf
-    )
-    rho: float | str | Sequence[float | str] = _threshold(
-        "auto, 0 <= number <= 1 or inf, or one for each layer", 1
-    )
-    score_loss_weight: float = _option(
-        "a finite number >= 0", _within(0, LARGEST), float, default=0.001
-    )
+    layer: int | Sequence[int] = _blocks(0)
+    tau: float | str | Sequence[float | str] = _threshold("a number >= 0", LARGEST)
+    rho: float | str | Sequence[float | str] = _threshold("0 <= number <= 1", 1)
+    score_loss_weight: float = _option("a number >= 0", _within(0, LARGEST), float, default=0.001)
     pooling: Literal["auto", "attention", "average", "class_token"] = "auto"
     stop_gradient: bool = False
     detector: Literal["attention", "mean_attention", "gradient", "random"] = "attention"
@@ -188,16 +183,12 @@ class HTM(_Layered):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rollout_steps and self.detector != "attention":
-            raise ValueError(
-                f"htm.rollout_steps={self.rollout_steps}: must be 0 unless detector=attention, "
-                "which alone can be rolled out"
-            )
+            must = "must be 0 unless detector=attention, which alone can be rolled out"
+            raise ValueError(f"htm.rollout_steps={self.rollout_steps}: {must}")
         for option, value in (("detector", "gradient"), ("order", "published")):
             if getattr(self, option) == value and len(self.layers) > 1:
-                raise ValueError(
-                    f"htm.layer={self.layer}: must be one layer with {option}={value}, which "
-                    "refers to the batch before mixing"
-                )
+                must = f"must be one layer with {option}={value}, which reads the batch unmixed"
+                raise ValueError(f"htm.layer={self.layer}: {must}")
 
     def for_classes(self, num_classes: int) -> "HTM":
         """Returns the settings with log10(classes) nats for `tau=auto`.
@@ -232,9 +223,7 @@ class VTM(_Layered):
 
     key = "vtm"
 
-    layer: int | Sequence[int] = _option(
-        "an integer >= 1, or several in rising order", _at_least(1), per_layer=True
-    )
+    layer: int | Sequence[int] = _blocks(1)
     kappa: int | Sequence[int] = _option(
         "an integer >= 1, or one for each layer", _at_least(1), default=3, per_layer=True
     )
@@ -252,7 +241,5 @@ class ManifoldMixup(_Settings):
 
     key = "manifold_mixup"
 
-    alpha: float = _option(
-        "a finite number > 0", lambda x: x != 0 and _within(0, LARGEST)(x), float, default=2.0
-    )
+    alpha: float = _option("a number > 0", _within(1e-38, LARGEST), float, default=2.0)
     layers: Sequence[int] = _option("different integers >= 0", _are_blocks, list, default=(0, 1, 2))

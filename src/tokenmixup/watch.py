@@ -206,7 +206,7 @@ def _with_columns(bias: Tensor | None, at: Watching) -> Tensor | None:
 
 
 def _dropout(at: Watching, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Draws for the block's own tokens alone, as without a memory."""
+    """Draws for the block's own tokens alone."""
     if input.ndim < 3 or input.shape[-2] != at.total():
         return F.dropout(input, *args, **kwargs)
     return F.pad(F.dropout(input[..., : at.n, :], *args, **kwargs), (0, 0, 0, at.total() - at.n))

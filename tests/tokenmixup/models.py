@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.conftest import CLASSES, small_cct, small_vit_lite
-from tokenmixup import Adapter, torch_encoder
+from tokenmixup import Adapter
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3}
 SIZES: dict[str, Any] = {
@@ -50,7 +50,7 @@ class Encoded(nn.Module):
         return self.head(self.encoder(tokens, **self.masks).mean(dim=1))
 
 
-ENCODED = torch_encoder("encoder", 32, patch_embed="embed")
+ENCODED = Adapter(blocks="encoder.layers", embed_dim=32, patch_embed="embed")
 
 
 class Attention(nn.Module):

@@ -29,7 +29,7 @@ from tests.tokenmixup.models import (
     of_each_kind,
     saliency_of,
 )
-from tokenmixup import Adapter, TokenMixup, attach, check_adapter, mix_horizontal, training_loss
+from tokenmixup import Adapter, TokenMixup, attach, mix_horizontal, training_loss
 
 INF = math.inf
 ALL: dict[str, Any] = {"tau": INF, "rho": 0.0}
@@ -98,7 +98,7 @@ def test_saliency_is_that_of_the_blocks_own_attention(name: str):
             expected = saliency_of(name, blocks_of(name, model)[mix.layer], calls[mix.layer])
             torch.testing.assert_close(mix.saliency, expected, atol=1e-6, rtol=1e-4)
             spread = max(spread, float(expected.std() / expected.mean()))
-        (scorenet,) = module.scorenets.values()
+        scorenet: Any = next(iter(module.scorenets.values()))
         assert scorenet.pooling == ("class_token" if kind.reads else "attention")
     assert spread > 0.02
 
@@ -123,7 +123,7 @@ def test_saliency_follows_what_the_class_is_read_from(name: str, pool: str, read
     rows = call.attn.mean(dim=1)
     expected = (rows[:, 0] if reads else rows.mean(dim=1))[:, 1:]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
-    (scorenet,) = module.scorenets.values()
+    scorenet: Any = next(iter(module.scorenets.values()))
     assert scorenet.pooling == ("class_token" if reads else "attention")
 
 
@@ -306,16 +306,6 @@ def test_the_gradient_detector_takes_the_grid_of_oblong_patches(told: str):
     torch.testing.assert_close(output.layers[0].saliency, expected, atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["encoder", "by hand"])
-def test_an_adapter_that_fits_is_found_to(name: str):
-    (model, adapter), (images, _) = build(name), batch_of(name)
-    assert adapter is not None
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert check_adapter(model, adapter, images) == (64 if name == "by hand" else 16)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert all(part.training and not part._forward_hooks for part in model.modules())
-
-
 class Rows(nn.Module):
     """Blocks without a softmax, which get a map of tokens."""
 
@@ -338,7 +328,6 @@ def test_blocks_without_a_softmax_get_their_saliency_from_the_adapter():
 
     adapter = Adapter(blocks="blocks", embed_dim=8, patch_embed="stem", saliency=magnitude)
     images, targets = torch.randn(3, 3, 32, 48), torch.eye(CLASSES)[:3]
-    assert check_adapter(Rows(), adapter, images) == 96
     for detector in ("attention", "gradient"):
         htm = {"layer": 1, **ALL, "detector": detector}
         output = attach(Rows(), CLASSES, htm=htm, adapter=adapter).train()(images, targets)
