@@ -106,16 +106,6 @@ class CCT(Transformer):
             allowed = f"must be an even multiple of model.num_heads={self.num_heads}"
             raise ValueError(f"model.embed_dim={self.embed_dim}: {allowed}")
 
-    @property
-    def tokens(self) -> int:
-        """The number of spatial tokens. Each conv layer is followed by pooling with stride 2."""
-        if self.patch_size is not None:
-            return (self.image_size // self.patch_size) ** 2
-        size = self.image_size
-        for _ in range(self.conv_layers or 0):
-            size = (size + 1) // 2
-        return size * size
-
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
 class ViT(Transformer):
@@ -131,10 +121,6 @@ class ViT(Transformer):
     pretrained: str | None
     pos_drop_rate: Rate
     mlp_drop_rate: Rate | None
-
-    @property
-    def tokens(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)
@@ -285,10 +271,6 @@ class Config:
         if stack.cutmix is not None and stack.cutmix.labels == "attention" and hides_map:
             needs = "needs a transformer, no htm, no manifold_mixup and compile=false"
             raise ValueError(f"augmentation.cutmix.labels=attention: {needs}; allowed is area")
-        kappas = [] if stack.vtm is None else [each.kappa for each in stack.vtm.each.values()]
-        if not isinstance(model, Library) and max(kappas, default=0) > model.tokens:
-            tokens = f"{model.name} has {model.tokens} tokens, allowed are no more"
-            raise ValueError(f"augmentation.vtm.kappa={max(kappas)}: {tokens}")
         if self.compile == "cuda-graph":
             is_gradient = stack.htm is not None and stack.htm.detector == "gradient"
             changes = stack.manifold_mixup is not None or getattr(model, "checkpoint_blocks", False)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from reproduction.config import Config, Library
+from reproduction.config import Augmentation, Config
 from reproduction.data import loaders
 from reproduction.data.images import NO_IMAGE
+from reproduction.data.seeding import preserved_generators
 from reproduction.data.sources import Data, opened, record
 from reproduction.models import build as models
 from reproduction.models.names import State
@@ -118,6 +119,7 @@ def check(config: Config) -> None:
         return
     resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
+    models.tokens_of(config.model, config.augmentation, len(data.classes))
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
@@ -403,13 +405,14 @@ def _say_start(trainer: Trainer, data: Data, initial_weights: str | None) -> Non
 
 def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
     """HTM's tau, in nats, and rho at each layer, with numbers for `auto`; infinity as text."""
-    htm, model = trainer.module.htm, trainer.config.model
-    if htm is None or isinstance(model, Library):
+    htm, config = trainer.module.htm, trainer.config
+    if htm is None:
         return {}
-    each, tokens = htm.each.values(), model.tokens
-    rows = {"tau": [x.tau for x in each], "rho": [x.rho_for(tokens) for x in each]}
-    if not trainer.module.adapter.attends_to_all and any(x.rho == "auto" for x in each):
-        del rows["rho"]  # by the tokens of a stage, which the configuration does not say
+    stack = Augmentation(htm=config.augmentation.htm)
+    with preserved_generators():
+        tokens = models.tokens_of(config.model, stack, len(trainer.classes))
+    each = [*zip(htm.each.values(), tokens, strict=True)]
+    rows = {"tau": [x.tau for x, _ in each], "rho": [x.rho_for(t) for x, t in each]}
     return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
 
 
