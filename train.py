@@ -38,8 +38,13 @@ def main() -> int:
     if options.cfg:
         say("---\n".join(as_yaml(x.config) for x in points), end="")
         return 0
+    if numbers.pop("dry_run", 0):
+        from reproduction.studies.table import listing
+
+        say(listing(points))
+        return 0
     failed = run_all(points, **numbers)
-    if len(points) > 1 and not numbers.keys() & {"task", "dry_run"}:
+    if len(points) > 1 and "task" not in numbers:
         conclude(points)
     return end("train.py", failed)
 

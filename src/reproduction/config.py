@@ -34,10 +34,10 @@ MOST_WORKERS = 16  # of dataset.workers=auto
 
 
 def folder_name(value: str) -> str:
-    if not value.isprintable() or value.strip() != value or set(value) & set("/\\"):
-        raise ValueError("must be a plain folder name without slashes")
-    if value.startswith(".") or not 1 <= len(value.encode()) <= LONGEST_NAME:
-        raise ValueError(f"must have 1 to {LONGEST_NAME} bytes and no leading dot")
+    is_plain = value.isprintable() and value.strip() == value and not set(value) & set("/\\")
+    if not is_plain or value.startswith(".") or not 1 <= len(value.encode()) <= LONGEST_NAME:
+        rule = f"a plain folder name of 1 to {LONGEST_NAME} bytes without slashes or leading dot"
+        raise ValueError(f"must be {rule}")
     return value
 
 
@@ -102,9 +102,6 @@ class CCT(Transformer):
         if (self.conv_layers is None) == (self.patch_size is None):
             both = f"model.conv_layers={self.conv_layers} model.patch_size={self.patch_size}"
             raise ValueError(f"{both}: must set exactly one, the other must be null")
-        if self.embed_dim % (2 * self.num_heads):
-            allowed = f"must be an even multiple of model.num_heads={self.num_heads}"
-            raise ValueError(f"model.embed_dim={self.embed_dim}: {allowed}")
 
 
 @dataclass(config=FORBID, frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,7 +27,7 @@ Share = dict[str, str]  # of this machine: environment variables
 
 
 def run_all(
-    points: Sequence[Point], jobs: int | None = None, task: int | None = None, dry_run: int = 0
+    points: Sequence[Point], jobs: int | None = None, task: int | None = None
 ) -> list[OneLineError]:
     """Trains all points that are not finished, and returns the errors.
 
@@ -38,10 +38,6 @@ def run_all(
     if task is not None and task >= len(points):
         raise UserError(f"task={task}: must be 0 to {len(points) - 1}")
     points = points if task is None else [points[task]]
-    if dry_run:
-        for point in points:
-            say(f"{point.folder.status():11}  {point.folder.path}  {' '.join(point.words)}")
-        return []
     check(points)
     outcomes = [*map(here, points)] if jobs is None else in_processes(points, jobs)
     return [
@@ -67,7 +63,7 @@ def here(point: Point) -> OneLineError | None:
     return None
 
 
-def shares(jobs: int, devices: int) -> list[Share]:
+def shares(jobs: int, devices: int) -> Iterator[Share]:
     """Divides this machine among `jobs` runs at a time, each with `devices` processes.
 
     GPUs are assigned in turn, so several runs may share one; cores are divided.
@@ -76,11 +72,10 @@ def shares(jobs: int, devices: int) -> list[Share]:
 
     gpus, cores = visible_gpus(), max(1, usable_cores() // jobs)
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // devices)))
-    environment = {"OMP_NUM_THREADS": threads, CORES: str(cores)}
-    groups = max(1, len(gpus) // devices)
-    firsts = [number % groups * devices for number in range(jobs)]
-    visible = [",".join(gpus[first : first + devices]) for first in firsts]
-    return [environment | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible]
+    for number in range(jobs):
+        first = number % max(1, len(gpus) // devices) * devices
+        visible = ",".join(gpus[first : first + devices])
+        yield {"OMP_NUM_THREADS": threads, CORES: str(cores), "CUDA_VISIBLE_DEVICES": visible}
 
 
 def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None]:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +99,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *groups, name = key.split(".")
-        group = tree
-        for part in groups:
-            group = group.setdefault(part, {})
-        group[name] = value
+        reduce(lambda group, part: group.setdefault(part, {}), groups, tree)[name] = value
     return tree
 
 
@@ -220,8 +217,7 @@ class RunFolder:
 
     def is_finished(self) -> bool:
         """Whether the run is finished and has its result."""
-        summary = self.read_summary()
-        return summary.get("status") == "finished" and "top1_last" in summary
+        return self.read_summary().get("status") == "finished"
 
     def write_summary(self, **entries: Any) -> dict[str, Any]:
         """Adds entries to the summary and returns the result."""
@@ -304,7 +300,7 @@ def find(config: Config) -> list[RunFolder]:
         is_original = run.read_summary().get("name") == run.path.name
         return run.is_finished(), run.metrics_size(), is_original
 
-    return sorted(found, key=rank, reverse=True)
+    return sorted(found, key=rank, reverse=True) if len(found) > 1 else found
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from reproduction.config import CONF_DIR, SOURCES, Config, Dataset, parse
+from reproduction.config import CONF_DIR, LONGEST_NAME, SOURCES, Config, Dataset, parse
 from reproduction.runs import RunFolder, changes_result, find, flat, key
 from reproduction.system import UserError, launched_ranks, warn
 from tokenmixup import HTM, VTM, ManifoldMixup
@@ -24,7 +24,6 @@ from tokenmixup.settings import allowed_of
 
 GROUPS = ("model", "dataset", "augmentation", "recipe", "logger", "experiment")
 TOLD = ("seed", "model", "dataset", "augmentation", "experiment")  # in a name anyway
-LONGEST_NAME = 120  # bytes of a default name
 
 
 class Point(NamedTuple):
@@ -173,7 +172,6 @@ def one_line(*words: str) -> Iterator[None]:
         cause = error.__cause__ or error
         typed = {word.lstrip("+~").partition("=")[0]: word for word in words}
         line = re.split(r"\n(?=\s|See )", str(cause))[0]  # without advice that is not for us
-        line = line.replace("LexerNoViableAltException", "cannot be read")
         if key := getattr(cause, "full_key", None):  # which may be a part of what was typed
             key = next((x for x in typed if x.startswith(key)), key)
             if isinstance(cause, AttributeError | KeyError):

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
@@ -123,11 +122,6 @@ def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Ite
     yield from tqdm(items, task, total, **shown)
 
 
-def clock_time(seconds: float) -> str:
-    """Returns h:mm:ss, after the days if there are any."""
-    return str(timedelta(seconds=round(seconds)))
-
-
 # --- files --------------------------------------------------------------------------------------
 
 
@@ -184,19 +178,16 @@ def usable_cores() -> int:
 
 
 def hardware_name(device: str) -> str:
-    """Returns the name of the GPU, or of the processor with its number of usable cores.
-
-    `device` is `auto`, `cpu` or `cuda`; without a GPU all of them mean the processor.
-    """
+    """Returns the name of the GPU, unless there is none, or of the processor with its cores."""
     if device != "cpu":
         import torch
 
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
-    cores, name = usable_cores(), platform.processor() or platform.machine()
+    name = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux only
         name = re.findall(r"model name\s*: (.+)|$", Path("/proc/cpuinfo").read_text())[0] or name
-    return f"{name} ({cores} core{'s' * (cores > 1)})"
+    return f"{name} ({usable_cores()} cores)"
 
 
 def keep_freed_memory() -> None:

@@ -37,7 +37,8 @@ def build_model(config: AnyModel, num_classes: int) -> nn.Module:
     try:
         return build(**arguments)
     except Exception as error:  # constructors, layers and the hub raise many types
-        named = ("architecture", "pretrained", "global_pool", "options", "stem", "image_size")
+        named = ["architecture", "pretrained", "global_pool", "options", "stem", "image_size"]
+        named += ["embed_dim", "num_heads"]
         words = [f"model.{key}={arguments[key]}" for key in named if arguments.get(key)]
         raise UserError(f"{' '.join(words)}: {first_line(error)}") from error
 

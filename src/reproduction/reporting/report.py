@@ -1,6 +1,7 @@
 """The report of one run: report.md and its pictures, with the data behind them."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pandas as pd
@@ -17,7 +18,6 @@ from reproduction.reporting.trained import (
 from reproduction.runs import RunFolder
 from reproduction.system import (
     UserError,
-    clock_time,
     first_line,
     is_first_rank,
     say,
@@ -96,7 +96,7 @@ def _headline(summary: dict[str, Any]) -> str:
         others = f"test images; epoch {summary['selected_epoch']}, selected by validation: "
         others += f"{summary['top1_selected']:.2f} %"
     epochs = f"{summary['epochs']} epoch{'s' * (summary['epochs'] != 1)}"
-    duration = clock_time(summary["seconds"])
+    duration = timedelta(seconds=round(summary["seconds"]))
     return f"top-1 {summary['top1_last']:.2f} % ({others}) after {epochs} in {duration}"
 
 

@@ -6,6 +6,7 @@ A line is one of metrics.jsonl: of a batch, or of an epoch that was evaluated, w
 import math
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import cache
 from statistics import median
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reproduction.system import PlainError, clock_time
+from reproduction.system import PlainError
 from reproduction.training.ranks import World
 from reproduction.training.stop import ADVICE
 from tokenmixup.output import Stat
@@ -140,7 +141,7 @@ def describe(sums: Sums, number: int, of: int, mixes: bool, log: list[Line], lef
         name = "val" if "val_top1" in log[-1] else "top-1"
         parts.append(f"{name} {accuracy(log[-1]):.2f} %")
     if number < of:
-        parts.append(f"{clock_time(left)} left")
+        parts.append(f"{timedelta(seconds=round(left))} left")
     return "  ".join(parts)
 
 
