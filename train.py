@@ -29,9 +29,8 @@ def main() -> int:
         return 0
     each = expand(words)
     if not options.multirun and (len(each) > 1 or numbers.keys() & {"jobs", "task"}):
-        swept = [word for word, *x in zip(words, each[0], each[-1], strict=True) if x[0] != x[1]]
         needs = "several values, jobs and task need -m; a list needs brackets: key=[a,b]"
-        raise UserError(f"{' '.join(swept or options.words)}: {needs}")
+        raise UserError(f"{' '.join(options.words)}: {needs}")
     if options.multirun and launched_ranks() is not None:
         raise UserError("-m: start a sweep as train.py -m devices=N, without torchrun")
     points = [point(x) for x in each]

@@ -25,7 +25,7 @@ from reproduction.config import SOURCES, Config, parse
 from reproduction.system import (
     UserError,
     is_first_rank,
-    restarts,
+    launched_ranks,
     write_text,
 )
 
@@ -316,7 +316,7 @@ def _keys(root: Path, changed: int) -> list[tuple[str, str]]:
 # --- lock ---------------------------------------------------------------------------------------
 
 PATIENCE = 0.5  # seconds: a reader may hold the lock briefly, or its owner may be exiting
-PATIENCE_OF_RESTARTED = 60.0  # the previous first rank may still be shutting down
+PATIENCE_OF_RANKS = 60.0  # of torchrun: the first rank before a restart may still shut down
 
 
 @contextmanager
@@ -332,7 +332,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
     lock = FileLock(path, poll_interval=0.02, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(PATIENCE_OF_RESTARTED if restarts() else PATIENCE)
+        lock.acquire(PATIENCE_OF_RANKS if launched_ranks() else PATIENCE)
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     except Timeout:
         holder = path.read_text().strip() or "another process"

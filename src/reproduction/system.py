@@ -117,9 +117,8 @@ Item = TypeVar("Item")
 
 def progress(items: Iterable[Item], task: str, total: int, done: int = 0) -> Iterator[Item]:
     """Yields the items, and counts them on the first rank's terminal; `done` came before."""
-    is_hidden = not (is_first_rank() and sys.stdout is not None and sys.stdout.isatty())
-    shown = {"leave": False, "file": sys.stdout, "disable": is_hidden, "initial": done}
-    yield from tqdm(items, task, total, **shown)
+    hidden = None if is_first_rank() else True  # None: unless it is a terminal
+    yield from tqdm(items, task, total, False, sys.stdout, disable=hidden, initial=done)
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -163,11 +162,6 @@ def local_ranks(devices: int) -> int:
 def is_first_rank() -> bool:
     """Whether this process prints and writes files for all ranks."""
     return launched_ranks() is None or os.environ.get("RANK", "0") == "0"
-
-
-def restarts() -> int:
-    """Returns how often torchrun has restarted the ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def usable_cores() -> int:

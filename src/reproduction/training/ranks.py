@@ -31,7 +31,6 @@ from reproduction.system import (
     UserError,
     launched_ranks,
     local_ranks,
-    restarts,
     usable_cores,
 )
 from reproduction.training.stop import ending, handling, stop_at_once
@@ -135,7 +134,7 @@ def join_world(device: str) -> Iterator[World]:
         store: dist.Store = dist.FileStore(os.environ[MEETING], size)
     else:  # torchrun keeps its store over restarts, with the addresses of dead ranks
         store, rank, size = next(iter(dist.rendezvous("env://")))
-        store = dist.PrefixStore(f"start_{restarts()}", store)
+        store = dist.PrefixStore(f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
