@@ -340,9 +340,9 @@ def hold(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if not folder.config_path.exists():
-            path.unlink(missing_ok=True)
-            with suppress(OSError):  # it holds something else
-                folder.path.rmdir()
+        if [*folder.path.iterdir()] == [path]:  # beside something else it marks a folder of ours
+            path.unlink()
+            folder.path.rmdir()
+            with suppress(OSError):  # it holds other runs
                 folder.path.parent.rmdir()
         lock.release()

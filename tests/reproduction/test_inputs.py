@@ -25,7 +25,7 @@ RUN = (*OWN, *(x for x in SMALL if "limit" not in x), "augmentation=[]")
 
 
 def inputs_of(*overrides: str) -> TrainingInputs:
-    return build_trainer(["model.embed_dim=16", *overrides], steps_per_epoch=1).inputs
+    return build_trainer(["model.embed_dim=16", *overrides]).inputs
 
 
 def erasing(prob: float, mode: str, *more: str) -> TrainingInputs:
