@@ -105,7 +105,8 @@ class TokenMixup(nn.Module):
         sources = range(max(self._vtm, default=-1) + 1)
         self._touched = sorted({*self._htm, *sources, *mixed})  # blocks that must run
         self._blocks: list[nn.Module] = []
-        self._pass: Pass | None = None  # the one that runs
+        self._running: list[Pass] = []  # the pass that runs, if one does
+        self._stand_ins: tuple[Any, list[Any]] = (None, [])
         if self._touched or checkpoint_blocks:
             check_unwrapped(model)
             self._look_up()
@@ -140,11 +141,12 @@ class TokenMixup(nn.Module):
     def _run(
         self, images: Tensor, targets: Any, pixels: Tensor | None, manifold: ManifoldMix | None
     ) -> Output:
-        self._pass = state = Pass(self, targets, pixels, manifold)
+        state = Pass(self, targets, pixels, manifold)
+        self._running.append(state)
         try:
             logits = logits_of(self.model(images))
         finally:
-            self._pass = None
+            self._running.clear()
         return state.output(logits)
 
     @torch.compiler.disable
@@ -225,19 +227,28 @@ class TokenMixup(nn.Module):
 
     def _put_stand_ins(self) -> Forwards:
         """Replaces `forward` of the modules that a pass goes through. Returns what was there."""
-        touched, found = self._touched, list[tuple[nn.Module, Callable[..., Any]]]()
-        if touched and (module := patch_embed_of(self.model, self.adapter)) is not None:
-            found.append((module, partial(stand_in, self, Pass.embed, module)))
+        found = list[tuple[nn.Module, Any]]()  # and the method of Pass, with its argument
+        if self._touched and (part := patch_embed_of(self.model, self.adapter)) is not None:
+            found.append((part, (Pass.embed, part)))
         for index, block in enumerate(self._blocks):
-            if index in touched:
-                found.append((block, partial(stand_in, self, Pass.run_block, index)))
+            if index in self._touched:
+                found.append((block, (Pass.run_block, index)))
             elif self.checkpoint_blocks:
-                found.append((block, partial(checkpoint, use_reentrant=False)))
+                found.append((block, None))
         before = [(module, vars(module).get("forward")) for module, _ in found]
-        for (module, run), (_, own) in zip(found, before, strict=True):
-            # a bound method would be another one in each pass, which a compiler had to know
-            plain = own or partial(type(module).forward, module)
-            setattr(module, "forward", partial(run, plain))
+        if self._stand_ins[0] != (found, before):  # else the same, which a compiler asks for
+            plain = [own or partial(forward_of_class, module) for module, own in before]
+            self._stand_ins = (
+                (found, before),
+                [
+                    partial(checkpoint, run, use_reentrant=False)
+                    if what is None
+                    else partial(stand_in, self._running, *what, run)
+                    for run, (_, what) in zip(plain, found, strict=True)
+                ],
+            )
+        for (module, _), forward in zip(found, self._stand_ins[1], strict=True):
+            setattr(module, "forward", forward)
         return before
 
     def stop_mixing(self) -> None:
@@ -291,6 +302,11 @@ class TokenMixup(nn.Module):
 
 
 attach = TokenMixup  # `attach(model, ...)` says what happens to the model
+
+
+def forward_of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs the `forward` that the class of a module has now."""
+    return type(module).forward(module, *args, **kwargs)
 
 
 @torch.compiler.disable

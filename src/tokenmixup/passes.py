@@ -106,11 +106,11 @@ class Pass:
         htm = module._htm[index]
         score_logits = module.scorenets[str(index)](x, prefix)
         nats = difficulty(score_logits, self.targets, htm.difficulty)
-        module._pass = None  # a detector runs blocks as they are
+        module._running.clear()  # a detector runs blocks as they are
         for_vtm = saliency = module.detect(entry)
         if is_source and module.detect is not by_attention:
             for_vtm = by_attention(entry)
-        module._pass = self
+        module._running.append(self)
         if [*saliency.shape] != (expected := [len(x), x.shape[1] - prefix]):
             raise ValueError(
                 f"htm.detector returns {[*saliency.shape]}, must be samples x spatial tokens, "
@@ -196,10 +196,12 @@ def _with_rope(kwargs: Mapping[str, Any], places: Tensor, prefix: int) -> Mappin
     return {**kwargs, "rope": torch.cat([rope, of_memory], dim=2)}
 
 
-def stand_in(module: Any, run: Any, about: Any, plain: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Runs in place of `plain`, the `forward` of a part of a model that `module` is attached to.
+def stand_in(
+    running: list[Pass], run: Any, about: Any, plain: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs in place of `plain`, the `forward` of a part of a model.
 
-    `run`: a method of Pass, which gets `about`: the index of a block, or the patch embedding.
+    `running`: the pass that runs, if one does; `run`: a method of Pass, which gets `about`: the
+    index of a block, or the patch embedding.
     """
-    state = module._pass
-    return plain(*args, **kwargs) if state is None else run(state, plain, about, args, kwargs)
+    return run(running[-1], plain, about, args, kwargs) if running else plain(*args, **kwargs)
