@@ -46,8 +46,8 @@ def main(words: list[str]) -> None:
     words = ["".join(pair) for pair in pairs if pair[0] not in OWN]
     if bool(own.get("run")) == bool(own.get("checkpoint")):
         raise UserError("run=FOLDER or checkpoint=FILE: one of them must be given")
-    if "images" in own and "predictions" not in own:
-        raise UserError(f"images={own['images']}: needs predictions=FILE.csv")
+    if ("images" in own and "predictions" not in own) or {"predictions", "export"} <= own.keys():
+        raise UserError("predictions=FILE.csv: images=FOLDER needs it, and export=FILE excludes it")
     if "run" in own:
         folder, which = RunFolder(own["run"]), own.get("weights", "last")
         saved = folder.read_config()

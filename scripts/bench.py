@@ -10,7 +10,7 @@ runs twice in it: `plain again` shows the noise, and the others are compared wit
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,19 +21,21 @@ import pandas as pd
 import torch
 from scipy.stats import quantile_test
 
-from reproduction import build_trainer
+from reproduction.models.build import build_module, without_weights
+from reproduction.start import compose
 from reproduction.system import (
     Parser,
     UserError,
     first_line,
     hardware_name,
     one_line_errors,
-    positive,
     say,
     write_text,
 )
-from reproduction.training.ranks import resolve_device
+from reproduction.training.ranks import World, resolve_device
 from reproduction.training.run import git_revision
+from reproduction.training.step import Trainer
+from scripts import positive
 from tokenmixup.assignment import gain_matrix, optimal_donors
 
 Work = Callable[[], Any]
@@ -45,6 +47,16 @@ CASES = {  # model -> words of its own recipe, classes, factor on its q, k, v, i
 METHODS = {"plain": "", "HTM": "htm", "VTM": "vtm", "both": "htm,vtm"}
 HOW = {"eager": "false", "compiled": "true", "graph": "cuda-graph"}  # values of `compile`
 WARM_UP, CALLS_ON_GPU = 2, 10  # rounds that do not count; calls between two looks at the clock
+
+
+def build_trainer(overrides: Sequence[str], num_classes: int = 10) -> Trainer:
+    """Returns the trainer of a train.py command line, without data, run folder and checkpoint."""
+    config = compose(tuple(overrides))
+    world = World(0, 1, torch.device(resolve_device(config.device, 1)))
+    torch.manual_seed(config.seed)
+    module = build_module(without_weights(config.model), config.augmentation, num_classes)
+    classes = [str(label) for label in range(num_classes)]
+    return Trainer(config, world, module, classes, steps_per_epoch=1)
 
 
 def training_step(words: list[str], classes: int, images: int, sharpness: int = 1) -> Work:

@@ -16,8 +16,9 @@ import torch
 from reproduction.config import Config
 from reproduction.data.sources import opened
 from reproduction.studies.study import FULL, PAPERS, plan, studies
-from reproduction.system import Parser, PlainError, hardware_name, one_line_errors, positive, say
+from reproduction.system import Parser, PlainError, hardware_name, one_line_errors, say
 from reproduction.training.ranks import resolve_device
+from scripts import positive
 from scripts.bench import in_turns, training_step
 
 ON_CPU = 16  # images

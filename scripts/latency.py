@@ -12,8 +12,9 @@ import os
 import pandas as pd
 import torch
 
-from reproduction.system import Parser, hardware_name, one_line_errors, positive, say
+from reproduction.system import Parser, hardware_name, one_line_errors, say
 from reproduction.training.ranks import resolve_device
+from scripts import positive
 from scripts.bench import CASES, in_turns, training_step
 
 MODEL = "cct_7_3x1"

@@ -5,7 +5,8 @@ from pathlib import Path
 from reproduction.config import Config
 from reproduction.runs import RunFolder
 from reproduction.start import check_named
-from reproduction.system import Parser, one_line_errors, positive, say
+from reproduction.system import Parser, one_line_errors, say
+from scripts import positive
 
 
 def print_shares(folder: RunFolder, config: Config, batches: int) -> None:

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from reproduction import build_trainer, load_run  # noqa: F401
+from reproduction import load_run  # noqa: F401
 from reproduction.config import ROOT, Config
 from reproduction.models.build import (
     build_model,
@@ -40,6 +40,7 @@ from reproduction.models.build import (
 from reproduction.models.cct import CCT  # noqa: F401
 from reproduction.runs import flat, key, nested, saved  # noqa: F401
 from reproduction.start import compose
+from scripts.bench import build_trainer
 from tokenmixup import TokenMixup
 
 Line = dict[str, Any]

@@ -15,7 +15,7 @@ ROOMS = {  # files -> lines, public names of the modules
     "src/reproduction/data/*.py": (900, 60),
     "src/reproduction/studies/*.py": (850, 65),
     "src/reproduction/reporting/*.py": (700, 40),
-    "src/reproduction/*.py *.py": (1474, 140),
+    "src/reproduction/*.py *.py": (1450, 140),
     "scripts/*.py": (800, 35),
 }
 TEXTS = {  # files -> lines

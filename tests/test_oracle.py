@@ -35,7 +35,7 @@ PASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a memory without gradient": (
         small_vit,
         {
-            "htm": {"layer": [1, 3], "tau": [1.6, INF], "rho": 0.0},
+            "htm": {"layer": [1, 3], "tau": [1.62, INF], "rho": 0.0},
             "vtm": {"layer": [2, 3], "stop_gradient": True},
         },
     ),

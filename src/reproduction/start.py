@@ -141,7 +141,9 @@ def check(points: Sequence[Point]) -> None:
 
     (path, number), *_ = Counter(str(point.folder.path) for point in points).most_common()
     if number > 1:
-        raise UserError(f"name={path}: {number} points share this folder, each needs its own")
+        raise UserError(
+            f"name={path}: {number} points share it, each needs its own: name='x-${{KEY}}'"
+        )
     for point in points:
         config, folder = point.config, point.folder
         folder.check(config)

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NoReturn, TextIO, TypeVar
 
-from pydantic import PositiveInt, TypeAdapter
 from tqdm import tqdm
 
 # --- errors: how a program ends -----------------------------------------------------------------
@@ -84,11 +83,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
-
-
-def positive(text: str) -> int:
-    """Argument type of a positive integer."""
-    return TypeAdapter(PositiveInt).validate_python(text)
 
 
 # --- output -------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from reproduction import build_trainer
 from reproduction.training.figures import BatchFigures, Line
 from reproduction.training.step import Trainer
+from scripts.bench import build_trainer
 from tokenmixup import HTM
 
 SMALL, CCT, VIT = "cct_2_3x2", "cct_7_3x1", "vit_base_patch16_224"

@@ -196,6 +196,7 @@ def test_a_group_of_one_rank_trains_like_a_process_alone(
     """With NCCL on a GPU, and DistributedDataParallel around the module."""
     alone = steps_of(small_trainer(device, BOTH, "float32", *NO_DROPOUT), 6, 3)
     rank = {"TORCHELASTIC_RUN_ID": "check", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    rank["TORCHELASTIC_RESTART_COUNT"] = "0"
     for name, value in {**rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     with join_world(device.type) as world:

@@ -113,7 +113,9 @@ def test_stop_gradient_keeps_the_score_loss_from_the_model(batch, stop):
 
 def test_figures_count_easy_samples_and_replaced_tokens(batch):
     """Of each layer, and of what any of them mixed."""
-    htm = {"layer": [1, 3], "tau": [1.6, 1.62], "rho": 0.002}
+    unmixed = attached(htm={"layer": [1, 3], "tau": 0.0})(*batch)
+    tau = [float(mix.difficulty.median()) for mix in unmixed.layers]
+    htm = {"layer": [1, 3], "tau": tau, "rho": 0.002}
     output = attached(htm=htm)(*batch)
     stats, (first, second) = output.stats, output.layers
     for mix, tau in zip(output.layers, htm["tau"], strict=True):
