@@ -141,9 +141,7 @@ def check(points: Sequence[Point]) -> None:
 
     (path, number), *_ = Counter(str(point.folder.path) for point in points).most_common()
     if number > 1:
-        raise UserError(
-            f"name={path}: {number} points share it, each needs its own: name='x-${{KEY}}'"
-        )
+        raise UserError(f"name={path}: {number} points share it; name='x-${{KEY}}' names each")
     for point in points:
         config, folder = point.config, point.folder
         folder.check(config)
