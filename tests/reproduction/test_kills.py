@@ -77,7 +77,7 @@ def command(process: int) -> str:
 
 def test_a_second_ctrl_c_ends_a_run_within_its_step(here: Path):
     """Steps of a large batch take seconds."""
-    words = ("name=mine", "model=cct_7_3x1", "recipe.batch_size=400", "dataset.limit=800")
+    words = ("name=mine", "model=cct_7_3x1", "recipe.batch_size=200", "dataset.limit=400")
     with recorded(here / "log"), started(*words, "device=cpu") as process:
         eventually((here / "outputs/mine/config.yaml").exists)
         time.sleep(5)  # in the first step, which takes longer
