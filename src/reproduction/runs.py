@@ -340,9 +340,9 @@ def hold(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if [*folder.path.iterdir()] == [path]:  # beside something else it marks a folder of ours
-            path.unlink()
-            folder.path.rmdir()
-            with suppress(OSError):  # it holds other runs
+        with suppress(OSError):  # the folder is gone, or the one above holds other runs
+            if [*folder.path.iterdir()] == [path]:  # beside other files it marks a folder of ours
+                path.unlink()
+                folder.path.rmdir()
                 folder.path.parent.rmdir()
         lock.release()
