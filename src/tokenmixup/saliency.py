@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenmixup.adapters import Adapter
-from tokenmixup.contexts import evaluating
+from tokenmixup.contexts import evaluating, without_autocast
 from tokenmixup.settings import HTM
 from tokenmixup.watch import AttentionMap, Found, Watching
 
@@ -64,7 +64,7 @@ def input_gradient(model: Callable[[Tensor], Tensor], images: Tensor, targets: T
     receive no gradient.
     """
     images = images.detach().clone().requires_grad_()
-    with torch.autocast(images.device.type, enabled=False):  # float16 would lose small gradients
+    with without_autocast(images.device.type):  # float16 would lose small gradients
         loss = F.cross_entropy(model(images).float(), targets.float(), reduction="sum")
         (gradient,) = torch.autograd.grad(loss, images)
     return gradient.float().square().sum(dim=1).sqrt()

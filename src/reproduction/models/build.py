@@ -91,19 +91,15 @@ def build_module(config: AnyModel, stack: Augmentation, num_classes: int) -> Tok
         raise UserError(f"model={config.name}: {error}") from error
 
 
-def tokens_of(config: AnyModel, stack: Augmentation, num_classes: int) -> list[int]:
+def tokens_of(config: AnyModel, module: TokenMixup) -> list[int]:
     """Runs a training pass on the meta device: the spatial tokens that enter each layer of HTM.
 
     Raises UserError for what only a pass refuses, such as `vtm.kappa` above the number of tokens.
     """
-    if stack.htm is not None:  # the input gradient turns autocast off, which is not on this device
-        htm = dataclasses.replace(stack.htm, detector="attention")
-        stack = dataclasses.replace(stack, htm=htm)
     with torch.device("meta"):
-        module = build_module(without_weights(config), stack, num_classes)
         images = torch.zeros(2, 3, config.image_size, config.image_size)
         try:
-            output = module(images, torch.zeros(2, num_classes))
+            output = module(images, torch.zeros(2, module.num_classes))
         except (ValueError, RuntimeError) as error:  # of the settings, of shapes
             raise UserError(f"model={config.name}: {error}") from error
     return [len(mix.saliency[0]) for mix in output.layers]

@@ -119,7 +119,7 @@ def check(config: Config) -> None:
         return
     resolve_device(config.device, config.devices, config.recipe.precision, config.compile)
     data, batches, module, _ = build(config, World(0, config.devices, torch.device("meta")))
-    models.tokens_of(config.model, config.augmentation, len(data.classes))
+    models.tokens_of(config.model, module)
     try:
         loaders.build_training_images(config, data.train)[(0, 0)]
     except (RuntimeError, ValueError, AssertionError) as error:
@@ -409,8 +409,10 @@ def _htm_numbers(trainer: Trainer) -> dict[str, list[float | str]]:
     if htm is None:
         return {}
     stack = Augmentation(htm=config.augmentation.htm)
-    with preserved_generators():
-        tokens = models.tokens_of(config.model, stack, len(trainer.classes))
+    with preserved_generators(), torch.device("meta"):
+        plain = models.without_weights(config.model)
+        module = models.build_module(plain, stack, len(trainer.classes))
+        tokens = models.tokens_of(config.model, module)
     each = [*zip(htm.each.values(), tokens, strict=True)]
     rows = {"tau": [x.tau for x, _ in each], "rho": [x.rho_for(t) for x, t in each]}
     return {name: [x if x < math.inf else "inf" for x in row] for name, row in rows.items()}
