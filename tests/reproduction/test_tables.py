@@ -315,7 +315,7 @@ def test_a_study_may_test_the_loss_with_a_primary_and_an_untested_row():
 
 
 def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
-    run = write(trained, "mine", {})
+    run = write(trained, "mine", {"dataset.name": "own", "dataset.root": "images"})
     words = ("report", "--publish", str(run), "mine.jsonl")
     written = json.loads((run / "summary.json").read_text())
     for changes, part in (
@@ -329,10 +329,12 @@ def test_a_published_run_is_a_line_from_which_its_row_is_known(trained: Run):
         assert (result.status, len(result.lines)) == (2, 1) and part in result.err
         assert not Path("mine.jsonl").exists()
     (run / "summary.json").write_text(json.dumps(written))
-    digests = set()
-    for _ in range(2):  # the line of the same run is replaced
-        assert script(*words).status == 0
+    config, digests = (run / "config.yaml").read_text(), set()
+    for root, kept in (("images", "images"), ("/images", None)):  # this of one machine
+        (run / "config.yaml").write_text(config.replace("root: images", f"root: {root}"))
+        assert script(*words).status == 0  # the line of the same run is replaced
         (line,) = map(json.loads, Path("mine.jsonl").read_text().splitlines())
+        assert line["config"]["dataset.root"] == kept
         digests.add(line["weights_sha256"])
     assert len(digests) == 1 and line["name"] == "mine" and line["config"][TAU] == "auto"
 

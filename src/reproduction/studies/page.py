@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,7 @@ from jinja2 import Template
 
 from reproduction.config import ROOT
 from reproduction.models.build import build_module, count_parameters, without_weights
-from reproduction.runs import RunFolder
+from reproduction.runs import RunFolder, flat
 from reproduction.runs import settings as settings_of
 from reproduction.start import compose
 from reproduction.studies.plots import AXES, draw_line
@@ -136,14 +137,15 @@ def results_page(results: Path = RESULTS) -> str:
 def publish(run: Path, path: Path) -> None:
     """Adds the line of a finished run to a file of results/, in place of an older one."""
     folder = RunFolder(run.resolve())
-    settings, summary = settings_of(folder.read_config()), folder.read_summary()
+    config, summary = folder.read_config(), folder.read_summary()
+    settings = {x: y for x, y in flat(asdict(config)) if x in settings_of(config)}
     missing = [key for key in COPIED if key not in summary]
     if not folder.is_finished() or "selected_epoch" in summary or missing:
         lacks = f"; summary.json lacks {', '.join(missing)}" if missing else ""
         raise UserError(f"run={run}: must be finished, without a validation split{lacks}")
     for key in ("dataset.root", "model.weights"):
         if Path(settings.get(key) or "").is_absolute():
-            settings[key] = None  # of one machine
+            settings[key] = None  # of one machine; others stay as they are spelled
     plain = json.loads(json.dumps(settings), parse_constant={"Infinity": "inf"}.__getitem__)
     line = {"name": folder.path.name} | {key: summary[key] for key in COPIED}
     line |= {"hours": round(summary["seconds"] / 3600, 3), "config": plain}
