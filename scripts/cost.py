@@ -25,8 +25,8 @@ ON_CPU = 16  # images
 SIZES = {"cifar10": (50_000, 10_000, 10), "cifar100": (50_000, 10_000, 100)}  # train, held out, ...
 SIZES["imagenet1k"] = (1_281_167, 50_000, 1000)  # ... classes
 H200 = {  # images/s of a step as a graph, 128 images in bf16, by model and method: performance.md
-    "cct_7_3x1": {"": 20_437, "htm": 18_906, "vtm": 19_464, "htm+vtm": 17_740},
-    "vit_base_patch16_224": {"": 3_461, "htm+vtm": 3_383},
+    "cct_7_3x1": {"": 20_356, "htm": 18_937, "vtm": 19_277, "htm+vtm": 18_018},
+    "vit_base_patch16_224": {"": 3_300, "htm": 3_250, "htm+vtm": 3_232},
 }
 
 
