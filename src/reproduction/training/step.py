@@ -139,7 +139,8 @@ class Trainer:
 
         # Clip and update
         norm = self._clip_gradients()
-        self.not_finite.copy_((~torch.stack([norm, *(x.loss for x in parts)]).isfinite()).any())
+        total = torch.stack([norm, *(x.loss for x in parts)]).sum()
+        self.not_finite.copy_(total - total != 0)  # nan, or an infinity minus itself
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
