@@ -73,8 +73,8 @@ def main() -> None:
     total = table[["hours", "H200 hours"]].mul(table.runs, axis=0)
     sums = total.groupby(lambda label: label.partition("/")[0], sort=False).sum(min_count=1)
     say(f"\n{hardware_name(device)}, load average {os.getloadavg()[0]:.1f}\n")
-    for title, frame in (("A run", table), ("All runs", sums)):
-        say(f"{title}:\n\n{frame.to_markdown(floatfmt=',.1f')}\n")
+    for title, frame in (("A run", table), ("These runs", sums)):
+        say(f"{title}:\n\n{frame.astype(object).to_markdown(floatfmt=',.1f')}\n")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def draw_map(path: Path, rows: pd.DataFrame, heads: dict[str, str], label: str) 
     means = means.sort_index(key=numeric).sort_index(axis=1, key=numeric)
     values = means.to_numpy(dtype=float)
     height, width = values.shape
-    with figure(path, figsize=(1.8 + 0.9 * width, max(2.4, 1.2 + 0.5 * height))) as axes:
+    with figure(path, figsize=(1.8 + 0.9 * width, max(3.4, 1.2 + 0.5 * height))) as axes:
         image = axes.imshow(values, cmap="viridis", aspect="auto")
         middle = float(np.nanmean([np.nanmin(values), np.nanmax(values)]))
         for (i, j), mean in np.ndenumerate(values):
