@@ -14,12 +14,12 @@ endif
 REPRODUCED := $(patsubst %,reproduce-%,table1 table2 table3 table4 table5 figure3 figure4 openmixup all)
 SWEEPS := sweep-tau sweep-rho sweep-kappa
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit check-models report clean status runs \
+.PHONY: help setup setup-dev quickstart test test-all test-lowest lint format lock audit report clean status runs \
   $(REPRODUCED) $(SWEEPS) study publish check-published cost bench check-gpu chaos
 
 help:  ## list all targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-20s %s\n", $$1, $$2}'
-	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python scripts/reproduce.py --help):'
+	@echo 'Variables of tables, figures and sweeps (see $(BIN)/python -m scripts.reproduce --help):'
 	@echo '  SEEDS=3 SCALE=full|smoke SET="key=value ..." DATA=folder DEVICES=1 OUTPUTS=outputs JOBS=1 DRY_RUN=1'
 
 # The newest Python that runs. Finding a name on PATH is not enough, since it may be a broken shim.
@@ -72,7 +72,7 @@ test-lowest: .venv-tools/installed  ## run `make test` with the lowest versions 
 
 # The paper's tables and sweeps, with the variables that `make help` lists.
 # SET="key=value ..." has overrides of train.py for all rows, DATA the folder with CIFAR and imagenet/.
-REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python scripts/reproduce.py
+REPRODUCE = $(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.reproduce
 WORDS = $(if $(SEEDS),seeds=$(SEEDS)) $(if $(SCALE),scale=$(SCALE)) $(if $(DEVICES),devices=$(DEVICES)) \
   $(if $(OUTPUTS),output_root="$(OUTPUTS)") $(SET) $(if $(JOBS),jobs=$(JOBS)) $(if $(DRY_RUN),dry_run=$(DRY_RUN))
 LATENCY = $(BIN)/python -m scripts.latency $(if $(filter smoke,$(SCALE)),--rounds 1 --images 2)
@@ -106,7 +106,7 @@ status: .venv/installed  ## show the progress of the paper's runs; FILE=results/
 	$(REPRODUCE) $(or $(FILE),all) $(WORDS) dry_run=1
 
 runs: .venv/installed  ## show all runs in OUTPUTS: what differs, accuracy, mixing, status; RUNS="folder ..." AGAINST=key=value
-	$(BIN)/python scripts/runs.py $(or $(RUNS),$(OUTPUTS)) $(if $(AGAINST),--against "$(AGAINST)")
+	$(BIN)/python -m scripts.runs $(or $(RUNS),$(OUTPUTS)) $(if $(AGAINST),--against "$(AGAINST)")
 
 lint: .venv/installed-dev  ## check formatting, style and types
 	$(BIN)/ruff format --check .
@@ -139,22 +139,20 @@ check-gpu: .venv/installed-dev  ## check a GPU against the CPU
 chaos: .venv/installed-dev  ## kill runs and ranks many times, and compare with undisturbed ones; KILLS=10 of each run
 	KILLS=$(or $(KILLS),10) $(BIN)/python -m pytest tests/reproduction/test_kills.py -m slow
 
-check-models: .venv/installed-dev  ## train and evaluate the smallest supported model of each kind in timm
-	$(BIN)/python -m pytest tests/tokenmixup/test_models.py -m "slow or not slow"
-
 study: .venv/installed  ## train your own study; FILE=results/NAME.yaml
 	$(REPRODUCE) "$(or $(FILE),$(error FILE=: must be the file of a study, as in results/))" $(WORDS)
 
 publish: .venv/installed  ## add the line of a finished run to its study's; RUN=outputs/NAME FILE=results/NAME.yaml
-	$(BIN)/python scripts/report.py --publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
+	$(BIN)/python -m scripts.report --publish "$(or $(RUN),$(error RUN=: must be the folder of a finished run))" \
 	  "$(patsubst %.yaml,%.jsonl,$(or $(FILE),$(error FILE=: must be the file of its study, in results/)))"
 
 check-published: .venv/installed  ## evaluate the published checkpoints and compare with the printed values; WEIGHTS=folder DATA=folder
-	$(if $(DATA),DATA="$(DATA)") $(BIN)/python scripts/check_published.py \
+	$(if $(DATA),DATA="$(DATA)") $(BIN)/python -m scripts.check_published \
 	  "$(or $(WEIGHTS),$(error WEIGHTS=: must be the folder of the published files))" $(if $(OUTPUTS),output_root="$(OUTPUTS)")
 
 report: .venv/installed  ## write tables, sweeps and figures with our results to outputs/report
-	$(BIN)/python scripts/report.py $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") $(SET)
+	$(BIN)/python -m scripts.report $(if $(SCALE),--scale $(SCALE)) $(if $(OUTPUTS),--outputs "$(OUTPUTS)") \
+	  $(if $(DEVICES),devices=$(DEVICES)) $(SET)
 
 clean:  ## remove .venv and caches, keep outputs/
 	rm -rf .venv .venv-tools .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis
