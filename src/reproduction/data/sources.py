@@ -1,9 +1,9 @@
 """The data sets: `dataset.source` names the function that opens one, of this module or your own.
 
-A function returns its training and held-out images, and perhaps images for validation. Each is what
-torchvision calls a data set: it has `len`, and item i is an image (PIL or a uint8 array) with its
-class (a name or an integer). If it has `targets`, no image is read for its class, and if it has
-`classes`, these are the names of integers. `dataset.root` and `dataset.options` are the arguments.
+A function returns training images, held-out images and perhaps images for validation, in this
+order, from `dataset.root` and `dataset.options`. Each has `len`, and item i is an image (PIL or a
+uint8 array) with its class (a name or an integer), as in torchvision. If it has `targets`, no image
+is read for its class, and if it has `classes`, these are the names of integers.
 """
 
 import json

@@ -205,8 +205,7 @@ def saliency_maps(module: Any, images: Tensor, targets: Tensor) -> dict[str, Ten
 
     `images` is `b 3 h w`, `targets` `b c`. `full_rollout` covers all blocks to the last; it is left
     out if the HTM block is the last one, where it equals `one_step`, and without attention over all
-    tokens. Raises ValueError if the model does not support attention rollout, or its tokens form no
-    grid.
+    tokens. Raises ValueError if the model does not support one of these detectors.
     """
     model, layer = module.model.eval(), module.htm.layers[0]
     steps = len(blocks_of(model)) - 1 - layer if adapter_of(model).attends_to_all else 0
