@@ -1,6 +1,6 @@
 """A run: its folder, its identity, and the lock that one process at a time holds.
 
-config.yaml       configuration, as it was when the run began
+config.yaml       configuration, of its latest start
 metrics.jsonl     one line per training step and one per evaluated epoch
 summary.json      status (running, finished, interrupted, failed), data, result, accuracies by epoch
 .lock             held by the training process
@@ -46,18 +46,12 @@ class Gone(list[Any]):
 
 # What saved configurations mean: keys that are gone, and first defaults of keys that have another.
 UPGRADES: dict[str, Any] = {
-    "restarts": Gone(),
-    "checkpoint.every_steps": Gone(),
-    "checkpoint.keep": Gone(),
     "recipe.non_finite": Gone(["fail"]),
     "augmentation.htm.non_finite": Gone(["fail"]),
     "augmentation.mode": Gone(["batch"]),
     "dataset.broken_images": Gone(["refuse"]),
     "dataset.content": Gone(),
-    "dataset.memory_mib": Gone(),
-    "dataset.statistics": Gone([None]),
     "model.drop": Gone([0.0]),
-    "model.proj_drop_rate": Gone([0.0]),
     "recipe.momentum": Gone([0.9]),
     "recipe.tf32": Gone([False]),
     "recipe.transforms.erasing_count": Gone([1]),
