@@ -42,19 +42,19 @@ def main() -> int:
 
         say(listing(points))
         return 0
-    failed = run_all(points, **numbers)
+    status = end("train.py", run_all(points, **numbers))
     if len(points) > 1 and "task" not in numbers:
         conclude(points)
-    return end("train.py", failed)
+    return status
 
 
 def conclude(points: list[Point]) -> None:
-    """Prints the table of a sweep, and where it and its plot are written."""
+    """Prints the table of the runs that have begun, and where it and its plot are written."""
     from reproduction.studies.plots import write_sweep
 
-    folders = [x.folder.path for x in points if x.folder.path.is_dir()]
-    table, files = write_sweep(folders, folders[0].parent)
-    say(f"\n{table}\nwritten to {', '.join(map(str, files))}")
+    if folders := [x.folder.path for x in points if x.folder.config_path.exists()]:
+        table, files = write_sweep(folders, folders[0].parent)
+        say(f"\n{table}\nwritten to {', '.join(map(str, files))}")
     done = sum(x.folder.is_finished() for x in points)
     say(f"{done} of {len(points)} runs are finished")
 

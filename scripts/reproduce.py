@@ -20,10 +20,11 @@ from reproduction.system import UserError, one_line_errors, say
 
 def main(words: list[str]) -> int:
     """Shows or trains the runs, and writes the table of a study of your own; the exit status."""
-    if not words or {"-h", "--help"} & {*words}:
+    if {"-h", "--help"} & {*words}:
         say(__doc__.strip())
-        return 0 if words else 2
-    own, (name, *more) = take(words, seeds=1, jobs=1, task=0, dry_run=0)
+        return 0
+    own, words = take(words, seeds=1, jobs=1, task=0, dry_run=0)
+    name, *more = words or [""]
     scales = [word.partition("=")[2] for word in more if word.startswith("scale=")]
     more = [word for word in more if not word.startswith("scale=")]
     if (scale := (scales or [FULL])[-1]) not in SCALES:
@@ -37,15 +38,15 @@ def main(words: list[str]) -> int:
     if own.get("dry_run"):
         say(listing(runs))
         return 0
-    failed = run_all(runs, own.get("jobs"), own.get("task"))
+    status = end("reproduce.py", run_all(runs, own.get("jobs"), own.get("task")))
     if "task" not in own:
         outputs = Path(runs[0].config.output_root)
         say(listing(runs))
-        for key, study in chosen.items() if name.endswith(".yaml") else ():
+        for key, study in chosen.items() if name.endswith(".yaml") and outputs.is_dir() else ():
             trained = replace(study, seeds=seeds or study.seeds)
             table = study_table(key, trained, read_runs(outputs), scale, more)
             say(f"report: {table.write(outputs)[0]}")
-    return end("reproduce.py", failed)
+    return status
 
 
 if __name__ == "__main__":

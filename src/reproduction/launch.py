@@ -119,7 +119,7 @@ def in_processes(points: Sequence[Point], jobs: int) -> list[OneLineError | None
             return None
         if status < 0:
             return PlainError(f"{point.folder.path}: ended by {signal.Signals(-status).name}")
-        last = path.read_text(errors="replace").splitlines()[-1]
+        last = [f"{path} is empty", *path.read_text(errors="replace").splitlines()][-1]
         kind = UserError if status == 2 else PlainError
         return kind(last.removeprefix(f"{TRAIN.name}: "))
 

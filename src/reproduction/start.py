@@ -102,8 +102,10 @@ def point(words: Sequence[str], label: str = "") -> Point:
 
     With resume=auto its name is that of the folder that holds it, if there is one.
     """
-    seeds = [word for word in words if re.fullmatch(r"seed=\d{1,9}", word)]  # composed once for all
-    config = compose(tuple(word for word in words if word not in seeds))
+    seeds = [word for word in words if re.fullmatch(r"seed=\d{1,9}", word)]
+    if "${" in " ".join(words):  # which may be ${seed}
+        seeds = []
+    config = compose(tuple(word for word in words if word not in seeds))  # once for all seeds
     if seeds:
         config = replace(config, seed=int(seeds[-1].partition("=")[2]))
     if (ranks := launched_ranks()) is not None:

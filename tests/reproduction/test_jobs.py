@@ -34,6 +34,18 @@ def test_a_failed_point_ends_no_other_and_is_told_at_the_end(here: Path, jobs: l
     assert again.status == 0 and len(runs()) == 4
 
 
+def test_errors_are_told_where_no_run_has_begun(here: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ("seed=0,1", *ONE, "logger=wandb", "logger.wandb.mode=bogus")
+    result = train("-m", *words)
+    assert result.status == 2 and [x for x in result.lines if "bogus" not in x] == []
+    assert len(result.lines) == 2 and "0 of 2 runs" in result.out and not [*here.iterdir()]
+    dying = "import os, sys; sys.orig_argv[-1][:5] == 'name=' and os._exit(3)"
+    Path("sitecustomize.py").write_text(dying)  # of a process that says nothing
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    result = train("-m", "jobs=2", "seed=0,1", *ONE)
+    assert result.status == 1 and len(result.lines) == 2 and result.err.count("is empty") == 2
+
+
 def test_a_task_is_one_point_and_a_dry_run_is_none(here: Path):
     sweep = ("-m", "seed=0,1,2", *ONE)
     shown = train(*sweep, "dry_run=1")
@@ -57,11 +69,12 @@ def test_names_say_what_is_trained(here: Path):
             ["augmentation=[]", "recipe.lr=1e-3", "recipe.epochs=30"],
             ["experiment=table1/cifar10_htm"],
             ["name=mine"],
+            ["seed=3", "name='of-${seed}'"],
         )
     ]
     assert names[0].startswith("cct_2_3x2-digits-mixup+cutmix-s3-")
     assert names[1].startswith("cct_2_3x2-digits-plain-lr=1e-3-epochs=30-s0-")
-    assert names[2].startswith("table1-cifar10_htm-s0-") and names[3] == "mine"
+    assert names[2].startswith("table1-cifar10_htm-s0-") and names[3:] == ["mine", "of-3"]
 
 
 def test_an_interrupted_sweep_goes_on_with_the_same_command(here: Path):

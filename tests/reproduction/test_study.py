@@ -199,6 +199,12 @@ def test_a_failed_run_is_named_and_the_others_go_on():
     assert [run["status"] for run in listed("own.yaml")] == ["finished"] * 2
 
 
+@pytest.mark.parametrize("jobs", [[], ["jobs=2"]], ids=["in turn", "processes"])
+def test_a_study_of_which_no_run_begins_tells_why(jobs: list[str]):
+    text = reproduce("logger=wandb", "logger.wandb.mode=bogus", *jobs, status=2)
+    assert text.count("bogus") == 3 and "3 runs: 3 not started" in text
+
+
 def test_a_damaged_folder_is_named_before_any_run_starts():
     reproduce()
     summary = folders()["plain"].path / "summary.json"
