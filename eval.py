@@ -44,8 +44,8 @@ def main(words: list[str]) -> None:
     # inner quotes are for names that train.py could not read otherwise
     own = {key: os.path.expanduser(x.strip("'\"")) for key, _, x in pairs if key in OWN}
     words = ["".join(pair) for pair in pairs if pair[0] not in OWN]
-    if bool(own.get("run")) == bool(own.get("checkpoint")):
-        raise UserError("run=FOLDER or checkpoint=FILE: one of them must be given")
+    if bool(own.get("run")) == bool(own.get("checkpoint")) or {"checkpoint", "weights"} <= {*own}:
+        raise UserError("run=FOLDER [weights=...] or checkpoint=FILE: one of them must be given")
     if ("images" in own and "predictions" not in own) or {"predictions", "export"} <= own.keys():
         raise UserError("predictions=FILE.csv: images=FOLDER needs it, and export=FILE excludes it")
     if "run" in own:
@@ -59,7 +59,7 @@ def main(words: list[str]) -> None:
     if "export" in own:
         export(config, files, new_file(own, "export", ".safetensors"), is_run=saved is not None)
         return
-    if saved is not None:
+    if saved is not None and "images" not in own:
         check_named(config.dataset, words)
     if saved is None or of_data(config) != of_data(saved):
         mark = digest([str(files[0].resolve()), of_data(config)])
@@ -78,7 +78,7 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
         key = word.removeprefix("+").partition("=")[0]
         if not {key, key.partition(".")[0]} & {*OF_A_RUN} or key in FOR_TRAINING:
             raise UserError(f"{word}: not allowed here, allowed are {', '.join((*OWN, *OF_A_RUN))}")
-    raw = {**asdict(saved), "devices": 1}
+    raw = {**asdict(saved), "devices": 1, "compile": False}
     leaves = [x.removeprefix("+") for x in words if not x.startswith("dataset=")]
     if len(leaves) < len(words):
         other = asdict(of_file(words).dataset)
@@ -90,7 +90,8 @@ def of_run(saved: Config, words: Sequence[str]) -> Config:
 
 def of_file(words: Sequence[str]) -> Config:
     """Returns the configuration of these words, for weights without a run."""
-    return compose((*expand(words)[0], "augmentation=[]"))
+    expand(words)  # refuses what is no key
+    return compose((*words, "augmentation=[]"))  # and this a list of values
 
 
 def of_data(config: Config) -> dict[str, Any]:

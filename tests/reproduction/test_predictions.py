@@ -69,6 +69,8 @@ def test_predictions_equal_a_loop_over_the_files(here: Path, ranks: int):
     write_images(here / "images", CLASSES, train=4, held_out=3)
     Path("images/val/bee/1.png").unlink()
     run = trained(*FOLDER)
+    config = Path(run, "config.yaml")  # as a GPU may have trained it
+    config.write_text(config.read_text().replace("compile: false", "compile: cuda-graph"))
     result = evaluate(f"run={run}", "weights=best", "predictions=x.csv", f"devices={ranks}")
     assert result.status == 0, result.err
     rows, files = read("x.csv"), sorted(Path("images/val").rglob("*.png"))
@@ -115,6 +117,9 @@ def test_tables_follow_from_the_predictions(here: Path, ranks: int):
     if ranks == 4:
         assert [row["image"] for row in rows] == ["0", "1", "2"]
     assert f"{stem}-confusion.png" in result.out and Path(f"{stem}-confusion.png").is_file()
+    write_images(here / "photos", names, train=1, held_out=1)
+    result = evaluate(f"run={run}", "images=photos", "predictions=y.csv")  # runs no function
+    assert result.status == 0 and len(read("y.csv")) == 20, result.err
 
 
 def test_folder_without_classes_is_predicted_as_by_load_run(here: Path):
